@@ -1,0 +1,10 @@
+"""megabench: which parallel layout trains fastest on this cluster, proven against ZeRO-3, and then training with it."""
+
+__version__ = "0.1.0"
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave: one sentence that says what is wrong, where, and what would work.
+
+    Command lines print the sentence without a traceback and exit with status 2.
+    """

@@ -1,0 +1,1 @@
+"""What is trained: named shapes, the weight mapping, the initial weights."""

@@ -1,0 +1,1 @@
+"""Where the model goes: the layout and its process groups."""

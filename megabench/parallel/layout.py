@@ -1,0 +1,139 @@
+"""Layout: the tp, cp, pp, vp and dp sizes of a run, and every rule they must obey. Loads no torch."""
+
+from dataclasses import dataclass, replace
+from math import lcm
+
+from megabench import UserError
+from megabench.models.catalog import ModelShape
+
+
+class LayoutError(UserError):
+    """Sizes that cannot work together; the message names the numbers and what would work."""
+
+
+def divisors(number: int, limit: int | None = None) -> list[int]:
+    """All divisors of `number` up to `limit`, ascending."""
+    return [d for d in range(1, min(number, limit or number) + 1) if number % d == 0]
+
+
+def _choices(values: list[int]) -> str:
+    return "{" + ", ".join(map(str, values)) + "}"
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank sits in the (pp, dp, cp, tp) grid."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes: tensor, context, pipeline, virtual pipeline (model chunks per stage), data.
+
+    Ranks count tp fastest, then cp, dp and pp. `dp` is None until `with_world_size` fills it.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vp: int = 1
+    dp: int | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{axis}{size}" for axis in ("tp", "cp", "pp", "vp", "dp") if (size := getattr(self, axis) or 1) > 1]
+        return "·".join(parts) or "dp1"
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.pp * self.data_parallel
+
+    @property
+    def data_parallel(self) -> int:
+        assert self.dp is not None, "with_world_size() comes first"
+        return self.dp
+
+    def with_world_size(self, world_size: int) -> "Layout":
+        """The same layout with dp filled in so that tp·cp·pp·dp == world_size; LayoutError if it cannot be."""
+        model_ranks = self.tp * self.cp * self.pp
+        if world_size % model_ranks:
+            fits = [tp for tp in divisors(world_size, self.tp) if world_size % (tp * self.cp * self.pp) == 0]
+            way_out = (
+                f"with cp={self.cp} and pp={self.pp}, tp in {_choices(fits)} fits"
+                if fits
+                else f"start a multiple of {model_ranks} processes or lower cp and pp"
+            )
+            raise LayoutError(
+                f"tp={self.tp} × cp={self.cp} × pp={self.pp} needs a multiple of {model_ranks} processes, "
+                f"but the world size is {world_size}; {way_out}"
+            )
+        return replace(self, dp=world_size // model_ranks)
+
+    def check_model(self, shape: ModelShape, seq_length: int) -> None:
+        """LayoutError unless every stage, head and sequence chunk of `shape` can be cut by this layout."""
+        fits_tp = [t for t in divisors(shape.num_kv_heads) if shape.num_heads % t == 0 and shape.ffn_size % t == 0]
+        for what in ("num_kv_heads", "num_heads", "ffn_size"):
+            if (number := getattr(shape, what)) % self.tp:
+                raise LayoutError(
+                    f"tp={self.tp} does not divide {what}={number} of {shape.name}; use tp in {_choices(fits_tp)}"
+                )
+        if self.vp > 1 and self.pp == 1:
+            raise LayoutError(f"vp={self.vp} interleaves pipeline stages and needs pp > 1, but pp=1; use vp=1 or pp=2")
+        if shape.num_layers < self.pp * self.vp:
+            raise LayoutError(
+                f"{shape.name} has {shape.num_layers} layers, fewer than pp·vp = {self.pp}·{self.vp} = "
+                f"{self.pp * self.vp} model chunks; use pp·vp ≤ {shape.num_layers}"
+            )
+        # sequence parallelism cuts by tp, context parallelism into 2·cp zigzag chunks
+        if seq_length % self.sequence_multiple:
+            rounded = -(-seq_length // self.sequence_multiple) * self.sequence_multiple
+            cuts = [f"tp·cp = {self.tp}·{self.cp}"] * (self.tp > 1) + [f"2·cp = {2 * self.cp}"] * (self.cp > 1)
+            raise LayoutError(
+                f"seq_length={seq_length} is not divisible by {' and '.join(cuts)}; "
+                f"use a multiple of {self.sequence_multiple}, e.g. {rounded}"
+            )
+
+    def check_batch(self, global_batch: int, micro_batch: int) -> None:
+        """LayoutError unless the global batch is a whole number of micro-batches for every replica and chunk."""
+        replicas = micro_batch * self.data_parallel
+        if global_batch % replicas:
+            fitting = max(1, global_batch // replicas) * replicas
+            raise LayoutError(
+                f"global_batch={global_batch} is not divisible by micro_batch·dp = {micro_batch}·{self.dp} = "
+                f"{replicas}; use e.g. --global-batch {fitting} or a smaller --micro-batch"
+            )
+        num_micro_batches = global_batch // replicas
+        if self.vp > 1 and num_micro_batches % self.pp:
+            fitting = max(1, num_micro_batches // self.pp) * self.pp * replicas
+            raise LayoutError(
+                f"the interleaved schedule (vp={self.vp}) needs the {num_micro_batches} micro-batches of a step to be "
+                f"a multiple of pp={self.pp}; use e.g. --global-batch {fitting} or vp=1"
+            )
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Sequence lengths must be a multiple of this."""
+        return lcm(self.tp * self.cp if self.tp > 1 else 1, 2 * self.cp if self.cp > 1 else 1)
+
+    def chunk_layers(self, num_layers: int) -> list[list[range]]:
+        """Layer numbers of every model chunk, as [stage][chunk]; when they do not divide, earlier chunks get one more.
+
+        The last chunk also holds the output layer, so it is the one to be spared. Interleaved chunks go round the
+        stages: chunk c of stage p is the (c·pp + p)-th slice of the model.
+        """
+        num_chunks = self.pp * self.vp
+        base, extra = divmod(num_layers, num_chunks)
+        sizes = [base + (number < extra) for number in range(num_chunks)]
+        starts = [sum(sizes[:number]) for number in range(num_chunks)]
+        slices = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        return [[slices[chunk * self.pp + stage] for chunk in range(self.vp)] for stage in range(self.pp)]
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The grid position of `rank`."""
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.data_parallel)
+        return Coordinates(pp=pp, dp=dp, cp=cp, tp=tp)

@@ -1,0 +1,172 @@
+"""RunRecord: the one truth that table, CSV, TensorBoard and report are drawn from. Loads no torch.
+
+A value that is not known is None, never a guess.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+Status = Literal["ok", "oom", "failed", "timeout", "diverged"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class LayoutSizes(_Part):
+    tp: int
+    cp: int
+    pp: int
+    vp: int
+    dp: int
+
+
+class WorkClass(_Part):
+    """What must be equal for two trials to be comparable."""
+
+    model: str
+    num_layers: int
+    data: str
+    data_sha256: str
+    seed: int
+    optimizer: str
+    schedule: dict[str, float]
+    precision: str
+    grad_dtype: str
+    global_batch: int
+    seq_length: int
+
+    @property
+    def id(self) -> str:
+        """A short name of the class: equal ids mean comparable trials."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
+
+
+class StepSeconds(_Part):
+    """Seconds of the timed steps alone, the slowest rank of each."""
+
+    median: float
+    p10: float
+    p90: float
+    all: list[float]
+
+
+class TflopsPerDevice(_Part):
+    """Model TFLOP/s per device: attention counted as half the square (causal) and as the full square."""
+
+    causal: float
+    full: float
+
+
+class PeakMemory(_Part):
+    """GiB at the peak of each rank: reserved by the allocator on a GPU, resident set of the process on CPU."""
+
+    max: float
+    per_rank: list[float]
+
+
+class Parity(_Part):
+    """Comparison of the losses with the reference trial of the same work class."""
+
+    reference: str
+    max_relative_difference: float | None
+    tolerance: float
+    verdict: Literal["equal", "diverged", "unknown"]
+
+
+class Group(_Part):
+    """One process group: its kind, its ranks, and, where known, the link it runs over and the NCCL transport."""
+
+    kind: Literal["tp", "cp", "pp", "dp"]
+    ranks: list[int]
+    link: str | None = None
+    transport: str | None = None
+
+
+class Environment(_Part):
+    """Versions and environment variables that shape a run."""
+
+    versions: dict[str, str]
+    variables: dict[str, str]
+    host: str | None = None
+
+
+class RunRecord(_Part):
+    """One trial: what ran, how, and what was measured. One JSON line in `results.jsonl`."""
+
+    schema_version: int = SCHEMA_VERSION
+    trial: str
+    trial_id: str | None = Field(None, description="hash of the full configuration, which --resume goes by")
+    repeat: int = 0
+    engine: str
+    layout: LayoutSizes
+    options: dict[str, Any]
+    optimizer: str
+    work_class: WorkClass | None
+    status: Status
+    error: str | None = None
+    world_size: int
+    num_hosts: int | None
+    emulated_hosts: int | None = None
+    device: str | None
+    model: str
+    num_parameters: int
+    seq_length: int
+    micro_batch: int
+    global_batch: int
+    precision: str
+    grad_dtype: str
+    kernels: dict[str, str] | None = None
+    num_steps: int
+    warmup_steps: int
+    first_step_seconds: float | None = None
+    warmup_seconds: float | None = None
+    wall_seconds: float | None = None
+    step_seconds: StepSeconds | None = None
+    tokens_per_second: float | None = None
+    tokens_per_second_per_device: float | None = None
+    samples_per_second: float | None = None
+    model_tflops_per_device: TflopsPerDevice | None = None
+    mfu: float | None = None
+    peak_tflops: float | None = None
+    peak_memory_gib: PeakMemory | None = None
+    gpu_utilization: float | None = Field(None, description="mean over the timed steps and GPUs, 0 to 1")
+    days_per_100b_tokens: float | None = None
+    losses: list[float] = []
+    grad_norms: list[float] = []
+    num_skipped_steps: int = 0
+    parity: Parity | None = None
+    groups: list[Group] = []
+    link_bandwidth: dict[str, float] | None = None
+    environment: Environment | None = None
+    command: str
+
+    def write(self, path: Path) -> None:
+        """Writes the record as indented JSON, atomically."""
+        partial = path.with_suffix(".partial")
+        partial.write_text(self.model_dump_json(indent=2) + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "RunRecord":
+        return cls.model_validate_json(path.read_text())
+
+
+def read_records(path: Path) -> list[RunRecord]:
+    """The records of a `results.jsonl`, in file order; an absent file holds none."""
+    if not path.exists():
+        return []
+    return [RunRecord.model_validate(json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+
+
+def write_records(path: Path, records: list[RunRecord]) -> None:
+    """Replaces a `results.jsonl`, atomically."""
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(record.model_dump_json() + "\n" for record in records))
+    partial.replace(path)

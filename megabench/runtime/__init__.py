@@ -1,0 +1,1 @@
+"""Where it runs: device and backend, rendezvous, messages between a run and its supervisor."""

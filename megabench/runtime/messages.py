@@ -1,0 +1,59 @@
+"""What the ranks of a run tell each other, and their supervisor, over the rendezvous store."""
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Literal
+
+from torch.distributed import Store
+
+FailureKind = Literal["invalid", "oom", "failed"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank is: `step` of `num_steps` is done; `activity` says what it does now."""
+
+    activity: str
+    step: int
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ends: `order` counts the reports of the run, so 1 came first; `error` is one line."""
+
+    rank: int
+    kind: FailureKind
+    error: str
+    order: int
+
+
+def report_progress(store: Store, rank: int, progress: Progress) -> None:
+    store.set(f"progress/{rank}", json.dumps(asdict(progress)))
+
+
+def read_progress(store: Store, rank: int) -> Progress | None:
+    key = f"progress/{rank}"
+    return Progress(**json.loads(store.get(key))) if store.check([key]) else None
+
+
+def report_failure(store: Store, rank: int, kind: FailureKind, error: str) -> Failure:
+    """Publishes why this rank ends; the first report has order 1."""
+    failure = Failure(rank, kind, error, order=store.add("failures", 1))
+    store.set(f"failure/{rank}", json.dumps(asdict(failure)))
+    return failure
+
+
+def read_failure(store: Store, rank: int) -> Failure | None:
+    key = f"failure/{rank}"
+    return Failure(**json.loads(store.get(key))) if store.check([key]) else None
+
+
+def print_once(store: Store, text: str) -> None:
+    """Prints `text` on the first rank that gets here; the others return once it is out, so none ends too early."""
+    if store.add("printed/claims", 1) == 1:
+        print(text, flush=True)
+        store.set("printed/done", "yes")
+    else:
+        store.wait(["printed/done"], timedelta(seconds=10))

@@ -1,0 +1,65 @@
+"""The rendezvous store, open before any process group exists.
+
+Under torchrun the environment names the store. A supervised run (`megabench compare`) gets its own prefix in its
+supervisor's store, MEGABENCH_STORE_PREFIX: a prefix used twice would hand one trial the keys of another.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+PREFIX_VARIABLE = "MEGABENCH_STORE_PREFIX"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The store and this process's place in the launch."""
+
+    store: Store
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def is_supervised() -> bool:
+    """Whether a study's runner started this process."""
+    return PREFIX_VARIABLE in os.environ
+
+
+def world_size_from_environment() -> int:
+    """The launcher's world size; 1 without a launcher. Needs no store."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank_from_environment() -> int:
+    """The launcher's rank; 0 without a launcher. Needs no store."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:
+    """Opens the store that the launcher named; a process without a launcher hosts its own, as a world of one."""
+    environment = os.environ
+    rank, world_size = rank_from_environment(), world_size_from_environment()
+    if "MASTER_ADDR" not in environment:
+        store: Store = TCPStore("127.0.0.1", 0, world_size=1, is_master=True, timeout=timeout)
+        return Rendezvous(store, 0, 1, 0, 1)
+    # torchrun's agent hosts the store itself; other launchers leave that to rank 0
+    hosted = is_supervised() or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        world_size=None,
+        is_master=not hosted and rank == 0,
+        timeout=timeout,
+    )
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Rendezvous(
+        store=PrefixStore(environment.get(PREFIX_VARIABLE, f"megabench/{attempt}"), store),
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(environment.get("LOCAL_RANK", rank)),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+    )
