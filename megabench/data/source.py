@@ -1,0 +1,142 @@
+"""TokenSource: sequences of tokens by number, the same for every layout, engine and rank."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megabench.config import ResolvedConfig
+from megabench.data import DataError
+from megabench.data.text import Piece, check_text_file, is_text_file, read_stdlib, read_text
+from megabench.data.token_file import TokenFacts, open_token_file, read_facts, scan, token_file_prefix
+from megabench.data.tokenizer import open_tokenizer, token_dtype, tokenize
+
+MAX_TEXT_BYTES = 1 << 30  # every rank holds the tokens of a text file in memory
+
+
+class TokenSource(Protocol):
+    """Sequences by number. `name` and `sha256` go into the record; `num_tokens` is None where there is no end."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def sha256(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int | None: ...
+
+    def sequence(self, index: int) -> Tensor:
+        """int64 [S+1]: a pure function of the data, the seed and `index`, which has no upper end."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """A stream of tokens, cut in windows of S+1 that overlap by one, in another random order each epoch."""
+
+    name: str
+    tokens: NDArray[Any]
+    sha256: str
+    seq_length: int
+    seed: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_windows(self) -> int:
+        """Sequences of one epoch; a rest shorter than a window is left out."""
+        return (self.num_tokens - 1) // self.seq_length
+
+    def sequence(self, index: int) -> Tensor:
+        epoch, position = divmod(index, self.num_windows)
+        start = int(window_order(self.seed, epoch, self.num_windows)[position]) * self.seq_length
+        return torch.from_numpy(self.tokens[start : start + self.seq_length + 1].astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Uniform random tokens over the whole vocabulary."""
+
+    vocab_size: int
+    seq_length: int
+    seed: int
+    name: str = "synthetic"
+    num_tokens: None = None
+
+    @property
+    def sha256(self) -> str:
+        """Of the parameters, which fix every token."""
+        return hashlib.sha256(f"synthetic {self.vocab_size} {self.seq_length} {self.seed}".encode()).hexdigest()
+
+    def sequence(self, index: int) -> Tensor:
+        generator = np.random.Generator(np.random.PCG64([self.seed, index]))
+        return torch.from_numpy(generator.integers(self.vocab_size, size=self.seq_length + 1, dtype=np.int64))
+
+
+@lru_cache(maxsize=2)  # a global batch may straddle two epochs
+def window_order(seed: int, epoch: int, num_windows: int) -> NDArray[np.int64]:
+    """The permutation of the windows in `epoch`, int64 [num_windows]."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_windows)
+
+
+def open_source(config: ResolvedConfig) -> TokenSource:
+    """Opens what `config.data` names; DataError, with a way out, when it cannot feed this model."""
+    if config.data == "synthetic":
+        return Synthetic(config.shape.vocab_size, config.seq_length, config.seed)
+    name, tokens, facts = _load(config.data, config.tokenizer)
+    if facts.num_tokens <= config.seq_length:
+        raise DataError(
+            f"data={config.data} has {facts.num_tokens} tokens, too few for one sequence of {config.seq_length} and "
+            f"the token after it; use more text or seq_length up to {facts.num_tokens - 1}"
+        )
+    if facts.max_token >= config.shape.vocab_size:
+        raise DataError(
+            f"data={config.data} holds token {facts.max_token}, but {config.model} has a vocabulary of "
+            f"{config.shape.vocab_size} (0 to {config.shape.vocab_size - 1}); use the model's own tokenizer or a "
+            f"model with a larger vocabulary"
+        )
+    return Corpus(name, tokens, facts.sha256, config.seq_length, config.seed)
+
+
+def _load(data: str, tokenizer: str) -> tuple[str, NDArray[Any], TokenFacts]:
+    """The name for the record, all tokens, and their facts; DataError when there is nothing to be read."""
+    path = Path(data)
+    if data == "stdlib":
+        tokens = _tokenize_all(read_stdlib(), tokenizer)
+    elif is_text_file(path):
+        check_text_file(path)
+        if path.stat().st_size > MAX_TEXT_BYTES:
+            raise DataError(
+                f"{path} is {path.stat().st_size / 2**30:.1f} GiB of text, too much to tokenize on every rank; make a "
+                f"token file of it with tools/preprocess.py and give its prefix"
+            )
+        tokens = _tokenize_all(read_text(path), tokenizer)
+    elif prefix := token_file_prefix(path):
+        tokens = open_token_file(prefix)
+        return prefix.name, tokens, read_facts(prefix, tokens)
+    else:
+        what = "is a directory" if path.is_dir() else "is of an unknown kind" if path.exists() else "does not exist"
+        raise DataError(
+            f"data={data} {what}; use stdlib, synthetic, a .txt, .jsonl or .parquet file, or the prefix of a token "
+            f"file made with tools/preprocess.py"
+        )
+    return path.name, tokens, scan(tokens)
+
+
+def _tokenize_all(pieces: Iterator[Piece], tokenizer_name: str) -> NDArray[Any]:
+    """All tokens as one array [num_tokens], without a Python object for each token or document."""
+    tokenizer = open_tokenizer(tokenizer_name)
+    tokens = bytearray()
+    for piece in pieces:
+        tokens += tokenize(piece, tokenizer).tobytes()
+    return np.frombuffer(tokens, dtype=token_dtype(tokenizer.vocab_size))

@@ -1,0 +1,1 @@
+"""How a step runs: one module or folder an engine; no engine imports another."""

@@ -1,0 +1,68 @@
+"""What every engine offers to the training loop."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megabench.config import ResolvedConfig
+from megabench.data.batch import Batch
+
+TensorKind = Literal["weights", "gradients"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step; the same on every rank.
+
+    `loss` is the mean over the tokens of the global batch, in nats; `grad_norm` the L2 norm of its gradient before
+    clipping (not finite when the step was skipped); `num_tokens` the labels of the global batch; `skipped` tells that
+    the gradients were not finite and the weights were left alone.
+    """
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    skipped: bool
+
+
+class Engine(Protocol):
+    """A model on its ranks, with its optimizer. All methods are collective: every rank calls them alike."""
+
+    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        """One optimizer step on the micro-batches of this data-parallel rank: `accumulate`, then `update`."""
+        ...
+
+    def accumulate(self, batches: Sequence[Batch]) -> None:
+        """Forward and backward of one global batch; leaves the reduced gradients in place."""
+        ...
+
+    def update(self, learning_rate: float) -> StepResult:
+        """Clips the accumulated gradients and steps the optimizer."""
+        ...
+
+    def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by its Hugging Face name, whole, as fp32 on CPU; the same on every rank.
+
+        "gradients" are those of the mean loss over the global batch, before clipping; they exist between
+        `accumulate` and `update`. Every rank must take the iterator to its end.
+        """
+        ...
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Which implementation serves each operation, for the record."""
+        ...
+
+
+def build_engine(config: ResolvedConfig, device: torch.device) -> Engine:
+    """The engine that `config` names, with its initial weights, on an initialized default process group."""
+    if config.engine == "megatron":
+        from megabench.engines.megatron.engine import MegatronEngine
+
+        return MegatronEngine(config, device)
+    from megabench.engines.deepspeed import DeepSpeedEngine
+
+    return DeepSpeedEngine(config, device)

@@ -1,0 +1,143 @@
+"""Parallel Llama blocks for megatron-core's GPTModel: norm, attention, MLP, and the specs that put them together.
+
+Sizes: B micro-batch, S sequence of this rank (cut by context parallelism), N heads, K KV heads of this rank, D head
+dim, H hidden.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv 1910.07467) over H of [S/tp, B, H], for each rank's part of the sequence."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        # each rank sees a part of the sequence: without this mark megatron-core never sums their gradients over tp
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+
+
+class CausalAttention(nn.Module):
+    """Causal grouped-query attention through torch's SDPA kernels: no S×S scores in memory, KV heads not repeated.
+
+    Under context parallelism each rank holds chunks r and 2·cp−1−r of the sequence (zigzag), so that all ranks do the
+    same work. Keys and values are gathered over the group; each local chunk attends to the keys up to its end.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        assert pg_collection is not None
+        self.scale = softmax_scale
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """query [S, B, N, D], key and value [S, B, K, D] -> [S, B, N·D]."""
+        if self.cp_group.size() == 1:
+            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            context = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.scale, enable_gqa=True
+            )
+        else:
+            context = self._zigzag(query, key, value)
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _zigzag(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The same for the two chunks of a context-parallel rank; returns [B, N, S, D]."""
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        chunk = query.shape[0] // 2
+        key, value = (self._in_order(tensor, chunk) for tensor in (key, value))
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        parts = []
+        for queries, position in zip(query.split(chunk, dim=2), (rank, 2 * size - 1 - rank), strict=True):
+            end = (position + 1) * chunk
+            parts.append(
+                F.scaled_dot_product_attention(
+                    queries,
+                    key[:, :, :end],
+                    value[:, :, :end],
+                    attn_mask=causal_lower_right(chunk, end),
+                    scale=self.scale,
+                    enable_gqa=True,
+                )
+            )
+        return torch.cat(parts, dim=2)
+
+    def _in_order(self, tensor: Tensor, chunk: int) -> Tensor:
+        """[S, B, K, D] of every rank, gathered and put back from zigzag into sequence order: [S·cp, B, K, D]."""
+        chunks = gather_from_sequence_parallel_region(tensor, group=self.cp_group).split(chunk)
+        return torch.cat([*chunks[0::2], *reversed(chunks[1::2])])
+
+
+def zigzag_slice(tokens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+    """The part of [B, S] that a context-parallel rank holds: chunks r and 2·cp−1−r, as [B, S/cp]."""
+    if cp_size == 1:
+        return tokens
+    chunks = tokens.chunk(2 * cp_size, dim=1)
+    return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]], dim=1)
+
+
+def llama_blocks(num_layers: int) -> TransformerBlockSubmodules:
+    """The specs of `num_layers` parallel Llama layers and of the final norm."""
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=CausalAttention,
+                    linear_proj=RowParallelLinear,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,188 @@
+"""The megatron engine: forward and backward under megatron-core's schedules, and its distributed optimizer."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from megabench.config import ResolvedConfig
+from megabench.data.batch import Batch
+from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.megatron.blocks import zigzag_slice
+from megabench.engines.megatron.gather import full_tensors
+from megabench.engines.megatron.model import (
+    ParallelLlama,
+    load_initial_weights,
+    transformer_config,
+    whole_model_name,
+)
+from megabench.engines.megatron.optimizer import build_optimizer, process_groups
+from megabench.engines.optim import apex_adam
+
+
+class MegatronEngine:
+    """TP × PP × CP × DP training of a Llama; see `megabench.engines.base.Engine`."""
+
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
+        self.run = config
+        self.device = device
+        self.groups = process_groups(config)
+        # the sequence-parallel forward takes its random state from megatron-core's tracker
+        model_parallel_cuda_manual_seed(config.seed)
+        self.chunks = self._build_chunks()
+        self.optimizer = build_optimizer(config, self.chunks, self.groups)
+        self._connect_schedule()
+        self.loss_and_tokens = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def _build_chunks(self) -> list[DistributedDataParallel]:
+        """The model chunks of this pipeline stage, with their initial weights, each in its gradient buffers."""
+        run, layout = self.run, self.run.layout
+        self.transformer_config = transformer_config(run)
+        # communication overlaps with compute wherever there are replicas to talk to
+        overlap = layout.data_parallel * layout.cp > 1
+        chunks = []
+        for number in range(layout.vp):
+            chunk = ParallelLlama(self.transformer_config, run, self.groups, self.groups.pp.rank(), number)
+            load_initial_weights(chunk, run, self.groups.tp.rank())
+            chunk.to(self.device)
+            chunks.append(
+                DistributedDataParallel(
+                    self.transformer_config,
+                    DistributedDataParallelConfig(
+                        grad_reduce_in_fp32=run.grad_dtype == "fp32",
+                        use_distributed_optimizer=True,
+                        overlap_grad_reduce=overlap,
+                        overlap_param_gather=overlap,
+                    ),
+                    chunk,
+                    disable_bucketing=number > 0,  # later chunks' communication is hidden already
+                    pg_collection=self.groups,
+                )
+            )
+        return chunks
+
+    def _connect_schedule(self) -> None:
+        """What the schedule calls back: loss scale, gradient reduction and, between micro-batches, its absence."""
+        config = self.transformer_config
+        config.grad_scale_func = self.optimizer.scale_loss if self.run.precision == "fp16" else None
+        config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=self.groups)
+        if self.chunks[0].ddp_config.overlap_grad_reduce:
+            no_syncs = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
+        self.forward_backward = get_forward_backward_func()
+
+    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        self.accumulate(batches)
+        return self.update(learning_rate)
+
+    def accumulate(self, batches: Sequence[Batch]) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self.forward_backward(
+            forward_step_func=self._forward_step,
+            # each pipeline chunk reads the micro-batches from the start
+            data_iterator=[iter(batches) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(batches),
+            seq_length=self.run.seq_length,
+            micro_batch_size=self.run.micro_batch,
+        )
+        self.loss_and_tokens.zero_()
+        for report in reports:  # none but on the last stage
+            self.loss_and_tokens += report
+
+    def _forward_step(self, batches: Iterator[Batch], model: DistributedDataParallel) -> tuple[Tensor, Any]:
+        tokens = next(batches).tokens.to(self.device, non_blocking=True)
+        cp = self.groups.cp
+        inputs, labels = (zigzag_slice(part, cp.size(), cp.rank()) for part in (tokens[:, :-1], tokens[:, 1:]))
+        # rotary positions are counted by the model, attention is causal: neither takes an argument
+        output = model(input_ids=inputs, position_ids=None, attention_mask=None, labels=labels)
+        return output, self._loss
+
+    def _loss(self, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S] losses -> (their sum, to be differentiated; their number; what is reported of both)."""
+        loss_sum = token_losses.sum()
+        num_tokens = torch.tensor(token_losses.numel(), dtype=torch.int, device=self.device)
+        # a copy: the schedule may scale the loss in place
+        report = torch.stack([loss_sum.detach().double(), num_tokens.double()])
+        return loss_sum, num_tokens, report
+
+    @torch.no_grad()
+    def update(self, learning_rate: float) -> StepResult:
+        skipped = self.optimizer.prepare_grads()
+        for_norm = self.optimizer.get_main_grads_for_grad_norm()
+        squared_norm = torch.nn.utils.get_total_norm(for_norm).double().square().to(self.device)
+        # every rank of a tensor-parallel group reports the same tokens, which cancels in the mean;
+        # the gradient shards of all ranks together are the gradient, each once
+        totals = torch.cat([self.loss_and_tokens, squared_norm.reshape(1)])
+        dist.all_reduce(totals)
+        loss_sum, num_tokens, squared_norm_sum = totals.tolist()
+        grad_norm = squared_norm_sum**0.5
+        if not skipped:
+            self._clip(grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step_with_ready_grads()
+        return StepResult(
+            loss=loss_sum / num_tokens,
+            grad_norm=grad_norm if not skipped else float("inf"),
+            num_tokens=round(num_tokens / self.run.layout.tp),
+            skipped=skipped,
+        )
+
+    def _clip(self, grad_norm: float) -> None:
+        if self.run.clip_grad and grad_norm > self.run.clip_grad:
+            grads = [param.grad for param in self.optimizer.get_parameters() if param.grad is not None]
+            torch._foreach_mul_(grads, self.run.clip_grad / (grad_norm + 1e-6))
+
+    def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
+        read = self._weights if kind == "weights" else self._gradients
+        yield from full_tensors(read(), self.run, self.groups, self.device)
+
+    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for chunk in self.chunks:
+            model: ParallelLlama = chunk.module
+            for name, parameter in model.named_parameters():
+                yield whole_model_name(model, name), parameter
+
+    def _weights(self) -> dict[str, Tensor]:
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                # updated shards are otherwise gathered only when the next forward needs them
+                chunk.disable_forward_pre_hook()
+                chunk.enable_forward_pre_hook()
+        return {name: parameter.detach() for name, parameter in self._named_parameters()}
+
+    def _gradients(self) -> dict[str, Tensor]:
+        group = self.groups.intra_dp_cp
+        for chunk in self.chunks:
+            for buffer in chunk.buffers:
+                for bucket in buffer.buckets:
+                    # after the reduce-scatter each rank holds its own part alone
+                    parts = list(bucket.grad_data.chunk(group.size()))
+                    dist.all_gather(parts, parts[group.rank()].clone(), group=group)
+        scale = self.optimizer.get_loss_scale()
+        return {name: parameter.main_grad.float() / scale for name, parameter in self._named_parameters()}
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        adam = "apex FusedAdam" if self.run.device == "cuda" and apex_adam() else "torch fused AdamW"
+        return {
+            "attention": "torch scaled_dot_product_attention",
+            "norm": "torch rms_norm",
+            "rope": "megatron-core unfused",
+            "activation": "megatron-core unfused SwiGLU",
+            "cross_entropy": "megatron-core vocab-parallel, fp32 logits",
+            "optimizer": adam if self.run.optimizer == "adamw" else "torch SGD",
+        }

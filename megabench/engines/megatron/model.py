@@ -1,0 +1,136 @@
+"""The parallel model of a rank: megatron-core's configuration, its model chunks and their initial weights."""
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megabench.config import ResolvedConfig
+from megabench.engines.megatron.blocks import llama_blocks
+from megabench.models.init import initial_shard
+from megabench.models.mapping import hugging_face_shapes, padded_vocab_size, shard
+from megabench.parallel.layout import Layout
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class ParallelLlama(GPTModel):
+    """GPTModel with Llama blocks, for one chunk of the pipeline.
+
+    `layers` are the model's layer numbers that this chunk holds.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, run: ResolvedConfig, groups: ProcessGroupCollection, stage: int, chunk: int
+    ) -> None:
+        layout, shape = run.layout, run.shape
+        self.layers = layout.chunk_layers(shape.num_layers)[stage][chunk]
+        super().__init__(
+            config=config,
+            transformer_layer_spec=llama_blocks(len(self.layers)),
+            vocab_size=padded_vocab_size(shape, layout.tp),
+            max_sequence_length=run.seq_length,
+            pre_process=stage == 0 and chunk == 0,
+            post_process=stage == layout.pp - 1 and chunk == layout.vp - 1,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            pg_collection=groups,
+            vp_stage=chunk if layout.vp > 1 else None,
+        )
+        held = shape.vocab_size - self.vocab_size // layout.tp * groups.tp.rank()
+        self.num_real_rows = max(0, min(held, self.vocab_size // layout.tp))
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Cross-entropy of every token, fp32 [B, S], from labels [B, S] and logits [S, B, V/tp].
+
+        Padded vocabulary rows get no probability: they would take a share of the softmax and shift the loss.
+        """
+        if self.num_real_rows < logits.shape[-1]:
+            logits[..., self.num_real_rows :] = -torch.inf
+        return vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous()).transpose(0, 1)
+
+
+def transformer_config(run: ResolvedConfig) -> TransformerConfig:
+    """megatron-core's configuration of the model, the layout and the schedule of `run`."""
+    shape, layout = run.shape, run.layout
+    dtype = DTYPES[run.precision]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformerConfig(
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_heads,
+            num_query_groups=shape.num_kv_heads,
+            kv_channels=shape.head_dim,
+            ffn_hidden_size=shape.ffn_size,
+            normalization="RMSNorm",
+            layernorm_epsilon=shape.norm_eps,
+            gated_linear_unit=True,
+            activation_func=F.silu,
+            add_bias_linear=False,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            bias_activation_fusion=False,
+            masked_softmax_fusion=False,
+            apply_rope_fusion=False,
+            gradient_accumulation_fusion=False,
+            perform_initialization=False,
+            bf16=run.precision == "bf16",
+            fp16=run.precision == "fp16",
+            params_dtype=dtype,
+            tensor_model_parallel_size=layout.tp,
+            sequence_parallel=layout.tp > 1,
+            context_parallel_size=layout.cp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+            pipeline_model_parallel_layout=_pipeline_layout(layout, shape.num_layers),
+            pipeline_dtype=dtype,
+            deallocate_pipeline_outputs=True,
+            # the interleaved schedule is silently wrong with batched p2p when pp is 2
+            overlap_p2p_comm=layout.vp > 1,
+            batch_p2p_comm=layout.vp == 1,
+            # the loss function returns a sum and a count, and gradients are divided by the count of the global batch
+            calculate_per_token_loss=True,
+            cross_entropy_loss_fusion=False,
+            recompute_granularity=None if run.recompute == "none" else run.recompute,
+            recompute_method="uniform" if run.recompute == "full" else None,
+            recompute_num_layers=1 if run.recompute == "full" else None,
+            recompute_modules=["core_attn"],
+        )
+
+
+def _pipeline_layout(layout: Layout, num_layers: int) -> list[list[str]] | None:
+    """What each pipeline chunk holds, in the order of the model, so that layers need not divide by the stages."""
+    if layout.pp == 1:
+        return None
+    stages = layout.chunk_layers(num_layers)
+    rows = [["decoder"] * len(stages[stage][chunk]) for chunk in range(layout.vp) for stage in range(layout.pp)]
+    rows[0].insert(0, "embedding")
+    rows[-1].append("loss")
+    return rows
+
+
+def whole_model_name(chunk: ParallelLlama, name: str) -> str:
+    """A parameter's name with its layer counted through the whole model instead of this chunk."""
+    head, separator, rest = name.partition("decoder.layers.")
+    if not separator:
+        return name
+    local, _, tail = rest.partition(".")
+    return f"{head}decoder.layers.{chunk.layers[int(local)]}.{tail}"
+
+
+@torch.no_grad()
+def load_initial_weights(chunk: ParallelLlama, run: ResolvedConfig, tp_rank: int) -> None:
+    """Fills a chunk with this rank's part of the layout-independent initial weights, in the training dtype."""
+    shapes = hugging_face_shapes(run.shape)
+    for name, parameter in chunk.named_parameters():
+        cut = shard(whole_model_name(chunk, name), run.shape, run.layout.tp, tp_rank)
+        values = initial_shard(cut, shapes, run.shape, run.seed)
+        assert values.shape == parameter.shape, f"{name}: {tuple(values.shape)} for {tuple(parameter.shape)}"
+        parameter.copy_(values)

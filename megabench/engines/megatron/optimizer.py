@@ -1,0 +1,107 @@
+"""megatron-core's distributed optimizer around an Adam, or an SGD, of apex's contract."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, _get_param_groups_and_buffers, distrib_optimizer
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megabench.config import ResolvedConfig
+from megabench.engines.optim import GroupStepAdamW, GroupStepOptimizer, GroupStepSGD, apex_adam
+
+# fp16 loss scaling, as DeepSpeed's defaults
+INITIAL_LOSS_SCALE = 2.0**16
+LOSS_SCALE_WINDOW = 1000
+LOSS_SCALE_HYSTERESIS = 2
+
+
+def build_optimizer(
+    run: ResolvedConfig, chunks: list[DistributedDataParallel], groups: ProcessGroupCollection
+) -> distrib_optimizer.DistributedOptimizer:
+    """The optimizer of this rank: fp32 masters and state sharded over the data- and context-parallel ranks."""
+    _accept_group_step()
+    config = OptimizerConfig(
+        optimizer="adam",  # what megatron-core would build itself; ours is handed in
+        lr=run.lr,
+        min_lr=run.min_lr,
+        weight_decay=run.weight_decay,
+        bf16=run.precision == "bf16",
+        fp16=run.precision == "fp16",
+        clip_grad=run.clip_grad,
+        use_distributed_optimizer=True,
+        overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+    )
+    param_groups, buffers = _get_param_groups_and_buffers(
+        chunks, 0, config, None, lambda group: not group["is_expert_parallel"], "buffers"
+    )
+    for group in param_groups:
+        assert all(key in group for key in param_group_identifier_keys)
+        # megatron-core leaves this product to its own scheduler
+        group["weight_decay"] = run.weight_decay * group["wd_mult"]
+    optimizer = distrib_optimizer.DistributedOptimizer(
+        _inner_optimizer(run, param_groups),
+        config,
+        _grad_scaler() if run.precision == "fp16" else None,
+        _init_state,
+        model_chunks=chunks,
+        per_model_buffers=buffers,
+        data_parallel_group=groups.intra_dp_cp,
+        data_parallel_group_gloo=None,
+        data_parallel_group_idx=groups.mp.rank(),
+        distributed_optimizer_instance_id=0,
+    )
+    optimizer.grad_stats_parallel_group = groups.intra_dist_opt
+    optimizer.tp_group = groups.tp
+    return optimizer
+
+
+def _accept_group_step() -> None:
+    """Tells the distributed optimizer that ours keeps `step` in the parameter group, as apex's does."""
+    distrib_optimizer.Adam = (GroupStepOptimizer, apex_adam() or GroupStepOptimizer)
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _inner_optimizer(run: ResolvedConfig, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if run.optimizer == "sgd":
+        return GroupStepSGD(param_groups, lr=run.lr, weight_decay=run.weight_decay)
+    adam: Any = apex_adam() if run.device == "cuda" else None
+    return (adam or GroupStepAdamW)(
+        param_groups, lr=run.lr, betas=run.betas, eps=run.eps, weight_decay=run.weight_decay
+    )
+
+
+def _init_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    """Gives every shard its empty Adam state, which loading a checkpoint then fills."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not optimizer.state[param]:
+                optimizer.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+
+
+def _grad_scaler() -> DynamicGradScaler:
+    return DynamicGradScaler(
+        initial_scale=INITIAL_LOSS_SCALE,
+        min_scale=1.0,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=LOSS_SCALE_WINDOW,
+        hysteresis=LOSS_SCALE_HYSTERESIS,
+    )
+
+
+def process_groups(run: ResolvedConfig) -> ProcessGroupCollection:
+    """megatron-core's process groups for the layout of `run`, over the whole default group."""
+    layout = run.layout
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+        context_parallel_size=layout.cp,
+        create_gloo_process_groups=False,
+    )
+    return ProcessGroupCollection.use_mpu_process_groups()

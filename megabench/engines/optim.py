@@ -1,0 +1,94 @@
+"""Optimizers and their rules, shared by the engines."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim._functional import adamw, sgd
+
+
+def is_decayed(num_dims: int) -> bool:
+    """Weight decay is for matrices; norm weights and other vectors have none (GPT-3, Llama, Megatron-LM)."""
+    return num_dims > 1
+
+
+def apex_adam() -> type[torch.optim.Optimizer] | None:
+    """FusedAdam of NVIDIA's apex where it was built; None otherwise (PyPI's `apex` is an unrelated package)."""
+    try:
+        import amp_C  # noqa: F401  (apex's compiled kernels, without which FusedAdam cannot run)
+        from apex.optimizers import FusedAdam
+    except ImportError:
+        return None
+    return FusedAdam
+
+
+class GroupStepOptimizer(torch.optim.Optimizer):
+    """An optimizer that keeps `step` in its parameter groups, as apex's do.
+
+    megatron-core's distributed optimizer cuts parameters into shards and saves one step count for all of them; torch's
+    own optimizers keep one a parameter, which it cannot load back.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if group["params"]:
+                group["step"] = int(group.get("step", 0)) + 1
+            if params:
+                self._update(group, params, [param.grad for param in params])
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        raise NotImplementedError
+
+
+class GroupStepAdamW(GroupStepOptimizer):
+    """AdamW (arXiv 1711.05101) through torch's fused kernels, which exist for CPU and CUDA."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        for param in params:
+            if not self.state[param]:
+                self.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+        # the kernel counts one step on from what it is given
+        steps = [torch.tensor(group["step"] - 1.0, device=param.device) for param in params]
+        adamw(
+            params,
+            grads,
+            [self.state[param]["exp_avg"] for param in params],
+            [self.state[param]["exp_avg_sq"] for param in params],
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+class GroupStepSGD(GroupStepOptimizer):
+    """Plain SGD without momentum, with torch's coupled weight decay."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        sgd(
+            params,
+            grads,
+            [None] * len(params),
+            weight_decay=group["weight_decay"],
+            momentum=0.0,
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )

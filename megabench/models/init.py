@@ -1,0 +1,84 @@
+"""Layout-independent initial weights.
+
+Each Hugging Face parameter is drawn in fp32 tiles, every tile from a generator of its own seeded by run seed, name and
+tile position. A shard draws only the tiles that it touches, so all layouts and engines start from the same weights,
+and no process ever holds the whole model.
+"""
+
+import hashlib
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from megabench.models.catalog import ModelShape
+from megabench.models.mapping import Piece, Shard
+
+TILE = 1024  # rows and columns of a tile
+_STD = 0.02  # initializer_range of transformers' Llama
+
+
+def standard_deviation(name: str, shape: ModelShape) -> float:
+    """0.02, and 0.02 / √(2·layers) for the two matrices that write into the residual stream (GPT-2, Megatron-LM)."""
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return _STD / math.sqrt(2 * shape.num_layers)
+    return _STD
+
+
+def initial_piece(piece: Piece, full_shape: tuple[int, ...], std: float, seed: int) -> Tensor:
+    """The initial values of a block of a Hugging Face parameter: fp32 on CPU, [rows, columns] or [rows].
+
+    Vectors are norm weights and start at one. `full_shape` is the shape of the whole parameter.
+    """
+    if piece.columns is None:
+        return torch.ones(piece.num_rows)
+    (top, bottom), (left, right) = piece.rows, piece.columns
+    block = torch.empty(bottom - top, right - left)
+
+    def draw(position: tuple[int, int]) -> None:
+        row, column = position
+        height = min(TILE, full_shape[0] - row * TILE)
+        width = min(TILE, full_shape[1] - column * TILE)
+        digest = hashlib.sha256(f"{seed}/{piece.name}/{row}/{column}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        tile = torch.empty(height, width).normal_(0.0, std, generator=generator)
+        first_row, last_row = max(top, row * TILE), min(bottom, row * TILE + height)
+        first_column, last_column = max(left, column * TILE), min(right, column * TILE + width)
+        block[first_row - top : last_row - top, first_column - left : last_column - left] = tile[
+            first_row - row * TILE : last_row - row * TILE, first_column - column * TILE : last_column - column * TILE
+        ]
+
+    tiles = [
+        (row, column)
+        for row in range(top // TILE, -(-bottom // TILE))
+        for column in range(left // TILE, -(-right // TILE))
+    ]
+    with ThreadPoolExecutor(_num_threads()) as pool:  # drawing releases the interpreter lock
+        list(pool.map(draw, tiles))
+    return block
+
+
+def initial_shard(cut: Shard, shapes: dict[str, tuple[int, ...]], shape: ModelShape, seed: int) -> Tensor:
+    """The initial values of a tensor-parallel shard: fp32 on CPU, padding rows zero."""
+    spans: dict[str, list[Piece]] = {}
+    for piece in cut.pieces:
+        spans.setdefault(piece.name, []).append(piece)
+    drawn = {}  # each tensor once: the pieces of its query groups may share a tile
+    for name, pieces in spans.items():
+        rows = min(piece.rows[0] for piece in pieces), max(piece.rows[1] for piece in pieces)
+        span = Piece(name, rows, pieces[0].columns)
+        drawn[name] = rows[0], initial_piece(span, shapes[name], standard_deviation(name, shape), seed)
+    blocks = []
+    for piece in cut.pieces:
+        first, block = drawn[piece.name]
+        blocks.append(block[piece.rows[0] - first : piece.rows[1] - first])
+    if cut.padding_rows:
+        blocks.append(torch.zeros(cut.padding_rows, *blocks[0].shape[1:]))
+    return torch.cat(blocks)
+
+
+def _num_threads() -> int:
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, (os.cpu_count() or 1) // local_world_size)

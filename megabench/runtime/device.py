@@ -1,0 +1,68 @@
+"""The device of this process, its communication backend, and what can be asked of it."""
+
+import os
+import resource
+import socket
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megabench import UserError
+from megabench.runtime.rendezvous import Rendezvous
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+class DeviceError(UserError):
+    """The device that was asked for is not there."""
+
+
+def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_world_size: int) -> DeviceKind:
+    """The kind of device to run on; DeviceError when `cuda` is wanted, or chosen, and there are too few GPUs."""
+    num_gpus = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+        return "cpu"
+    if num_gpus < local_world_size:
+        found = f"{num_gpus} GPU{'s' * (num_gpus != 1)} for {local_world_size} processes on {socket.gethostname()}"
+        raise DeviceError(f"device={wanted} found {found}; start one process a GPU, or use --device cpu")
+    return "cuda"
+
+
+def initialize(rendezvous: Rendezvous, device: DeviceKind, timeout: timedelta = timedelta(minutes=10)) -> torch.device:
+    """Binds this process to its device and creates the default process group: NCCL on GPUs, gloo on CPU."""
+    if device == "cuda":
+        where = torch.device("cuda", rendezvous.local_rank)
+        torch.cuda.set_device(where)
+    else:
+        where = torch.device("cpu")
+        if rendezvous.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // rendezvous.local_world_size))
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=rendezvous.store,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=timeout,
+        device_id=where if device == "cuda" else None,
+    )
+    return where
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak so far, in GiB: reserved by the allocator on a GPU, resident set of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

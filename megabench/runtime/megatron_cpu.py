@@ -1,0 +1,107 @@
+"""megatron-core on a machine without a GPU: the only file that knows how.
+
+megatron-core asks for CUDA by name in many places. `install()` answers those calls with the CPU, for callers inside
+megatron.core alone, so that a wrong device in our own code still fails. It does nothing where there is a GPU, and it
+must run before megatron.core is first imported. The mode is thread-local: call it in the thread that trains.
+
+What does not work this way: Transformer Engine, FP8, CUDA graphs, stream timing, asynchronous checkpoint saves.
+"""
+
+import logging
+import os
+import queue
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_mode: TorchFunctionMode | None = None
+
+
+def _called_by_megatron() -> bool:
+    """Whether the code that called the torch function lies in megatron.core (two frames up from the caller)."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core")
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites what megatron.core asks of CUDA: tensor devices, pinned memory, `.cuda()`, and type names."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _is_cuda(kwargs.get("device")) and _called_by_megatron():
+            kwargs = {**kwargs, "device": _CPU}
+        if kwargs.get("pin_memory") and _called_by_megatron():
+            kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.cuda and _called_by_megatron():
+            return args[0]
+        # its optimizers compare `param.type()` with 'torch.cuda.FloatTensor' and the like
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs and _called_by_megatron():
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+def install() -> None:
+    """Makes megatron-core importable and usable on CPU; a second call, or a GPU, makes this a no-op."""
+    global _mode
+    if _mode is not None or torch.cuda.is_available():
+        return
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("megatron.core was imported before megatron_cpu.install()")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core insists on it, with or without a GPU
+    _answer_cuda_calls()
+    _import_megatron()
+    _answer_random_state()
+    _keep_saver_in_process()
+    _mode = _CudaMeansCpu()
+    _mode.__enter__()
+
+
+def _answer_cuda_calls() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU
+    cuda.synchronize = cuda.empty_cache = lambda *args, **kwargs: None
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.manual_seed = cuda.random.manual_seed = torch.default_generator.manual_seed
+
+
+def _import_megatron() -> None:
+    """Imports what decorates functions with torch.compile, with compilation switched off: on CPU it costs minutes."""
+    compiler = torch.compile
+    torch.compile = lambda function=None, **_: function if function else (lambda inner: inner)  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that Transformer Engine and apex are missing is known
+            import megatron.core.distributed
+            import megatron.core.models.gpt
+            import megatron.core.optimizer
+            import megatron.core.pipeline_parallel.schedules  # noqa: F401
+    finally:
+        torch.compile = compiler
+
+
+def _answer_random_state() -> None:
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    is_expected = "CPU RNG state changed"
+    logging.getLogger(random.__name__).addFilter(lambda record: is_expected not in record.getMessage())
+
+
+def _keep_saver_in_process() -> None:
+    """A checkpoint saver otherwise starts a manager process per rank, only to hold this queue."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    results: queue.Queue[Any] = queue.Queue()
+    filesystem_async._get_write_results_queue = lambda: results

@@ -1,0 +1,123 @@
+"""Runs an engine on the ranks of the pool and the reference in this process, on the same work, and compares them."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabench.config import ResolvedConfig, RunConfig
+from megabench.data.batch import micro_batches
+from megabench.data.source import open_source
+from megabench.engines.base import build_engine
+from tests import distributed
+from tests.engines.reference import Reference
+
+TOLERANCE = 1e-5  # relative L2 difference of any tensor, fp32
+NUM_STEPS = 3
+BASE: dict[str, Any] = {
+    "model": "llama-tiny",
+    "data": "synthetic",
+    "seq_length": 64,
+    "micro_batch": 1,
+    "global_batch": 8,
+    "precision": "fp32",
+    "optimizer": "sgd",
+    "lr": 0.05,
+    "eps": 1e-3,  # with 1e-8 Adam turns rounding into visible differences
+    "clip_grad": 0.5,  # below the norm, so that clipping is at work
+    "device": "cpu",
+}
+
+
+@dataclass
+class Trace:
+    """What a few steps of training left behind."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
+    weights: dict[str, Tensor] = field(default_factory=dict)  # after the last
+
+
+def train(run: ResolvedConfig, num_steps: int = NUM_STEPS) -> Trace:
+    """Trains `run` on this rank; tensors are returned by rank 0 alone."""
+    engine = build_engine(run, torch.device("cpu"))
+    source = open_source(run)
+    dp_rank = run.layout.coordinates(dist.get_rank()).dp
+    trace = Trace()
+    for step in range(num_steps):
+        engine.accumulate(list(micro_batches(source, run, dp_rank, step)))
+        if step == 0:
+            trace.gradients = dict(engine.full_tensors("gradients"))
+        result = engine.update(run.lr)
+        trace.losses.append(result.loss)
+        trace.grad_norms.append(result.grad_norm)
+        assert result.num_tokens == run.global_batch * run.seq_length
+    trace.weights = dict(engine.full_tensors("weights"))
+    if dist.get_rank() != 0:
+        trace.gradients, trace.weights = {}, {}
+    return trace
+
+
+def train_reference(run: ResolvedConfig, num_steps: int = NUM_STEPS) -> Trace:
+    """The same in this process with transformers and torch's optimizer."""
+    reference = Reference(run)
+    source = open_source(run)
+    trace = Trace()
+    for step in range(num_steps):
+        batches = list(micro_batches(source, run, 0, step))
+        loss, norm, gradients = reference.step(batches, run.lr)
+        trace.losses.append(loss)
+        trace.grad_norms.append(norm)
+        trace.gradients = trace.gradients or gradients
+    trace.weights = reference.weights()
+    return trace
+
+
+def resolve(world_size: int, **fields: Any) -> ResolvedConfig:
+    return RunConfig.parse(BASE | fields).resolve(world_size, "cpu")
+
+
+@lru_cache(maxsize=8)
+def _cached_reference(fields: tuple[tuple[str, Any], ...]) -> Trace:
+    return train_reference(resolve(1, **dict(fields)))
+
+
+def reference_of(**fields: Any) -> Trace:
+    """The reference trace of the work that `fields` name; the layout and engine play no part in it."""
+    parallel = ("engine", "tp", "pp", "vp", "cp", "zero_stage", "micro_batch", "recompute")
+    return _cached_reference(tuple(sorted((k, v) for k, v in fields.items() if k not in parallel)))
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """‖ours − theirs‖ / ‖theirs‖."""
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+
+
+def differences(ours: Trace, theirs: Trace) -> dict[str, float]:
+    """The relative difference of every tensor and figure, by name; a missing or extra tensor is an error."""
+    found: dict[str, float] = {}
+    for kind in ("gradients", "weights"):
+        mine, other = getattr(ours, kind), getattr(theirs, kind)
+        assert mine.keys() == other.keys(), mine.keys() ^ other.keys()
+        found |= {f"{kind} {name}": relative_difference(mine[name], other[name]) for name in other}
+    for kind in ("losses", "grad_norms"):
+        mine, other = torch.tensor(getattr(ours, kind)), torch.tensor(getattr(theirs, kind))
+        found[kind] = relative_difference(mine, other)
+    return found
+
+
+def worst(found: dict[str, float]) -> tuple[str, float]:
+    name = max(found, key=lambda key: found[key] if found[key] == found[key] else float("inf"))
+    return name, found[name]
+
+
+def assert_equal_to_reference(world_size: int, **fields: Any) -> None:
+    traces = distributed.run(train, world_size, resolve(world_size, **fields))
+    assert all(trace.losses == traces[0].losses for trace in traces), "ranks report different losses"
+    assert all(trace.grad_norms == traces[0].grad_norms for trace in traces), "ranks report different norms"
+    name, difference = worst(differences(traces[0], reference_of(**fields)))
+    assert difference < TOLERANCE, f"{name} differs by {difference:.1e}"

@@ -1,0 +1,56 @@
+"""The one-process model that every layout is compared with: transformers' Llama, trained by torch's own optimizers."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from megabench.config import ResolvedConfig
+from megabench.data.batch import Batch
+from megabench.engines.hugging_face import llama_config
+from megabench.models.init import initial_shard
+from megabench.models.mapping import Piece, Shard, hugging_face_shapes
+
+
+class Reference:
+    """Trains on whole global batches; gradients and weights by Hugging Face name."""
+
+    def __init__(self, run: ResolvedConfig) -> None:
+        self.run = run
+        self.model = LlamaForCausalLM(llama_config(run.shape)).float()
+        shapes = hugging_face_shapes(run.shape)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                size = shapes[name]
+                piece = Piece(name, (0, size[0]), (0, size[1]) if len(size) > 1 else None)
+                parameter.copy_(initial_shard(Shard((piece,)), shapes, run.shape, run.seed))
+        groups = [
+            {"params": [p for p in self.model.parameters() if p.ndim > 1], "weight_decay": run.weight_decay},
+            {"params": [p for p in self.model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        self.optimizer: torch.optim.Optimizer
+        if run.optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(groups, lr=run.lr)
+        else:
+            self.optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps)
+
+    def step(self, batches: Sequence[Batch], learning_rate: float) -> tuple[float, float, dict[str, Tensor]]:
+        """One optimizer step: (loss, gradient norm before clipping, gradients before clipping)."""
+        self.optimizer.zero_grad()
+        total = 0.0
+        for batch in batches:
+            logits = self.model(input_ids=batch.inputs).logits.float()
+            loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()) / len(batches)
+            loss.backward()
+            total += loss.item()
+        gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip_grad or float("inf"))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        return total, norm.item(), gradients
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}

@@ -1,0 +1,57 @@
+"""Every layout and engine does what one process does: gradients, gradient norms, losses and updated weights."""
+
+from typing import Any
+
+import pytest
+
+from tests.engines.equivalence import assert_equal_to_reference
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp1": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "tp4": (4, {"tp": 4}),
+    "pp2": (2, {"pp": 2}),
+    "pp2-vp2": (2, {"pp": 2, "vp": 2}),
+    "pp4": (4, {"pp": 4}),
+    "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2-dp2": (4, {"tp": 2}),
+    "dp4": (4, {}),
+    "cp2": (2, {"cp": 2}),
+    "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2}),
+    "pp2-five-layers": (2, {"pp": 2, "num_layers": 5}),
+    "pp3-uneven": (3, {"pp": 3}),
+    "tp2-cp2": (4, {"tp": 2, "cp": 2}),
+    "pp2-vp2-dp2": (4, {"pp": 2, "vp": 2}),
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": "sgd", "lr": 0.05},
+    "adamw": {"optimizer": "adamw", "lr": 1e-3},
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_megatron(layout: str, optimizer: str) -> None:
+    world_size, fields = LAYOUTS[layout]
+    assert_equal_to_reference(world_size, **fields, **OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_megatron_recompute(recompute: str) -> None:
+    assert_equal_to_reference(4, tp=2, pp=2, recompute=recompute)
+
+
+def test_megatron_larger_micro_batch() -> None:
+    assert_equal_to_reference(4, tp=2, pp=2, micro_batch=2)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_deepspeed(zero_stage: int, optimizer: str) -> None:
+    assert_equal_to_reference(2, engine="deepspeed", zero_stage=zero_stage, **OPTIMIZERS[optimizer])
+
+
+def test_deepspeed_recompute() -> None:
+    assert_equal_to_reference(2, engine="deepspeed", zero_stage=3, recompute="full")
