@@ -1,6 +1,7 @@
 """RunConfig: all that one run is made of, and its validation with advice. Loads no torch."""
 
 import hashlib
+import json
 import shlex
 from difflib import get_close_matches
 from pathlib import Path
@@ -100,15 +101,20 @@ class RunConfig(BaseModel):
 
     def resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
         """Fills every default and checks every rule; raises ConfigError, LayoutError or UnknownModelError."""
-        shape = self.shape
         if self.engine == "deepspeed":
             self._check_deepspeed()
+            if self.deepspeed_config:
+                return self._with_deepspeed_json()._resolve(world_size, device)
         elif self.zero_stage is not None or self.deepspeed_config is not None:
             setting = "zero_stage" if self.zero_stage is not None else "deepspeed_config"
             raise ConfigError(
                 f"{setting} is a setting of the deepspeed engine, and the engine is megatron (tp={self.tp}, "
                 f"pp={self.pp}); add --engine deepspeed with tp=1 and pp=1, or leave it out"
             )
+        return self._resolve(world_size, device)
+
+    def _resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
+        shape = self.shape
         if max(self.betas) >= 1:
             raise ConfigError(f"betas={self.betas} must lie below 1, e.g. 0.9 0.95")
         precision = self.precision or ("bf16" if device == "cuda" else "fp32")
@@ -116,6 +122,11 @@ class RunConfig(BaseModel):
             raise ConfigError("precision=fp16 needs a GPU; use bf16 or fp32 on CPU")
         if self.grad_dtype == "bf16" and precision != "bf16":
             raise ConfigError(f"grad_dtype=bf16 goes with precision=bf16 only, not {precision}; use grad_dtype=fp32")
+        if self.zero_stage == 0 and precision != self.grad_dtype:
+            raise ConfigError(
+                f"DeepSpeed's zero_stage=0 accumulates {precision} gradients in {precision} alone, and "
+                f"grad_dtype={self.grad_dtype}; use zero_stage=1, or precision=fp32"
+            )
         lr = self.lr or shape.learning_rate
         min_lr = lr / 10 if self.min_lr is None else self.min_lr
         if min_lr > lr:
@@ -148,8 +159,33 @@ class RunConfig(BaseModel):
                 )
         if self.recompute == "selective":
             raise ConfigError("recompute=selective is the megatron engine's; use none or full with deepspeed")
-        if self.deepspeed_config and not self.deepspeed_config.is_file():
-            raise ConfigError(f"deepspeed_config={self.deepspeed_config} is not a file; give the path of a JSON file")
+
+    def _with_deepspeed_json(self) -> Self:
+        """Takes what the user's DeepSpeed JSON says of the run; ConfigError where a flag says otherwise."""
+        assert self.deepspeed_config is not None
+        content = read_deepspeed_json(self.deepspeed_config)
+        for section in ("optimizer", "scheduler"):
+            if section in content:
+                raise ConfigError(
+                    f"{self.deepspeed_config} sets {section!r}, which megabench sets for every engine alike; "
+                    f"remove it there and use --optimizer, --lr, --lr-warmup and --min-lr"
+                )
+        said = {
+            "zero_stage": content.get("zero_optimization", {}).get("stage"),
+            "micro_batch": content.get("train_micro_batch_size_per_gpu"),
+            "global_batch": content.get("train_batch_size"),
+            "clip_grad": content.get("gradient_clipping"),
+            "grad_dtype": content.get("data_types", {}).get("grad_accum_dtype"),
+            "precision": next((p for p in ("bf16", "fp16") if content.get(p, {}).get("enabled") is True), None),
+        }
+        said = {name: value for name, value in said.items() if value is not None}
+        for name in self.model_fields_set & said.keys():
+            if getattr(self, name) != said[name]:
+                raise ConfigError(
+                    f"{self.deepspeed_config} says {name}={said[name]}, but the run says {name}={getattr(self, name)}; "
+                    f"change one of them"
+                )
+        return type(self).parse(self.model_dump(exclude_unset=True) | said, where=f"{self.deepspeed_config}: ")
 
     def flags(self) -> list[str]:
         """The command-line flags that reproduce this configuration: those that differ from the defaults."""
@@ -206,6 +242,36 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, e.g. 'tp: 2', not {type(content).__name__}")
     return content
+
+
+def read_deepspeed_json(path: Path) -> dict[str, Any]:
+    """A DeepSpeed configuration without its "auto" entries, which leave the choice to the program that reads it."""
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a DeepSpeed JSON file") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return _without_auto(content)
+
+
+def _without_auto(content: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in content.items()
+        if value != "auto"
+    }
+
+
+def merge(base: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the entries of `winning` over it, mapping by mapping."""
+    merged = dict(base)
+    for key, value in winning.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = merge(base[key], value) if both else value
+    return merged
 
 
 def near_matches(word: str, known: list[str]) -> str:

@@ -13,6 +13,7 @@ from megabench import UserError
 from megabench.runtime.rendezvous import Rendezvous
 
 DeviceKind = Literal["cpu", "cuda"]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class DeviceError(UserError):

@@ -15,8 +15,8 @@ from megabench.engines.megatron.blocks import llama_blocks
 from megabench.models.init import initial_shard
 from megabench.models.mapping import hugging_face_shapes, padded_vocab_size, shard
 from megabench.parallel.layout import Layout
+from megabench.runtime.device import DTYPES
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class ParallelLlama(GPTModel):
@@ -80,7 +80,11 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             masked_softmax_fusion=False,
             apply_rope_fusion=False,
             gradient_accumulation_fusion=False,
-            perform_initialization=False,
+            # initialization also marks parameters as split over tp, without which the gradient norm leaves them out;
+            # the values come from load_initial_weights
+            perform_initialization=True,
+            init_method=_leave,
+            output_layer_init_method=_leave,
             bf16=run.precision == "bf16",
             fp16=run.precision == "fp16",
             params_dtype=dtype,
@@ -91,10 +95,11 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
             pipeline_model_parallel_layout=_pipeline_layout(layout, shape.num_layers),
             pipeline_dtype=dtype,
-            deallocate_pipeline_outputs=True,
-            # the interleaved schedule is silently wrong with batched p2p when pp is 2
+            # the interleaved schedule is silently wrong with batched p2p when pp is 2 …
             overlap_p2p_comm=layout.vp > 1,
             batch_p2p_comm=layout.vp == 1,
+            # … and with overlapped p2p it would free an output that is still being sent
+            deallocate_pipeline_outputs=layout.vp == 1,
             # the loss function returns a sum and a count, and gradients are divided by the count of the global batch
             calculate_per_token_loss=True,
             cross_entropy_loss_fusion=False,
@@ -103,6 +108,11 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             recompute_num_layers=1 if run.recompute == "full" else None,
             recompute_modules=["core_attn"],
         )
+
+
+def _leave(weight: Tensor) -> Tensor:
+    """An initialization that leaves the weight alone."""
+    return weight
 
 
 def _pipeline_layout(layout: Layout, num_layers: int) -> list[list[str]] | None:

@@ -1,0 +1,183 @@
+"""The DeepSpeed engine: ZeRO 0 to 3 on the transformers model, with megabench's weights, tokens and schedule."""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from megabench.config import ResolvedConfig, merge, read_deepspeed_json
+from megabench.data.batch import Batch
+from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.hugging_face import llama_config
+from megabench.engines.optim import is_decayed
+from megabench.models.init import initial_piece, standard_deviation
+from megabench.models.mapping import Piece, hugging_face_shapes
+from megabench.runtime.device import DTYPES
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+import deepspeed  # noqa: E402  (reads the environment when it is imported)
+from deepspeed.utils import safe_get_full_grad  # noqa: E402
+
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+class DeepSpeedEngine:
+    """Pure data parallelism under ZeRO; see `megabench.engines.base.Engine`."""
+
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
+        self.run = config
+        self.device = device
+        self.settings = deepspeed_settings(config)
+        self.zero_stage = self.settings["zero_optimization"]["stage"]
+        os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+        # a shared-memory op that it would compile on CPU, at a minute's cost, for the same losses
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+        model = self._build_model()
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=_build_optimizer(config, model), config=self.settings
+        )
+        # it casts buffers with the weights, and rotary frequencies in half precision are wrong ones
+        for name, buffer in model.named_buffers():
+            buffer.data = buffers[name].to(self.device)
+        self.loss = torch.zeros((), device=device)
+
+    def _build_model(self) -> LlamaForCausalLM:
+        """The transformers model with the layout-independent initial weights, partitioned from birth under ZeRO-3."""
+        config = llama_config(self.run.shape)
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(DTYPES[self.run.precision])
+        try:
+            with self.device, deepspeed.zero.Init(config_dict_or_path=self.settings, enabled=self.zero_stage == 3):
+                model = LlamaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(default_dtype)
+        _load_initial_weights(model, self.run)
+        if self.run.recompute == "full":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model.train()
+
+    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        self.accumulate(batches)
+        return self.update(learning_rate)
+
+    def accumulate(self, batches: Sequence[Batch]) -> None:
+        self.loss.zero_()
+        for number, batch in enumerate(batches):
+            tokens = batch.tokens.to(self.device, non_blocking=True)
+            logits = self.engine(input_ids=tokens[:, :-1]).logits
+            # over all S labels: transformers' own shift would lose one
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            self.engine.backward(loss)  # divides by the number of micro-batches
+            self.loss += loss.detach() / len(batches)
+            if number < len(batches) - 1:
+                self.engine.step()  # steps nothing before the last micro-batch, but counts them
+
+    def update(self, learning_rate: float) -> StepResult:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        grad_norm = self._plain_grad_norm() if self.zero_stage == 0 else None
+        skipped_before = self.engine.skipped_steps
+        self.engine.step()
+        skipped = self.engine.skipped_steps > skipped_before
+        if grad_norm is None:
+            grad_norm = float(self.engine.get_global_grad_norm() or 0.0)
+        dist.all_reduce(self.loss)
+        return StepResult(
+            loss=self.loss.item() / dist.get_world_size(),
+            grad_norm=float("inf") if skipped else grad_norm,
+            num_tokens=self.run.global_batch * self.run.seq_length,
+            skipped=skipped,
+        )
+
+    def _plain_grad_norm(self) -> float:
+        """The gradient norm without ZeRO, where every rank holds every reduced gradient."""
+        grads = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(grads).item()
+
+    def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.engine.module.named_parameters():
+            if kind == "gradients":
+                gradient = safe_get_full_grad(parameter)
+                assert gradient is not None, f"{name} has no gradient; they exist between accumulate and update"
+                yield name, gradient.detach().float().cpu().clone()
+            else:
+                with deepspeed.zero.GatheredParameters([parameter], enabled=self.zero_stage == 3):
+                    yield name, parameter.detach().float().cpu().clone()
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return {
+            "attention": "torch scaled_dot_product_attention",
+            "norm": "transformers LlamaRMSNorm",
+            "rope": "transformers unfused",
+            "activation": "transformers unfused SwiGLU",
+            "cross_entropy": "torch, fp32 logits",
+            "optimizer": "torch fused AdamW" if self.run.optimizer == "adamw" else "torch SGD",
+        }
+
+
+def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
+    """DeepSpeed's JSON for `run`; the user's own file, already found not to contradict it, wins where it speaks."""
+    ours: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": run.micro_batch,
+        "gradient_accumulation_steps": run.num_micro_batches,
+        "train_batch_size": run.global_batch,
+        "gradient_clipping": run.clip_grad,
+        "bf16": {"enabled": run.precision == "bf16"},
+        "fp16": {"enabled": run.precision == "fp16", "initial_scale_power": 16, "loss_scale_window": 1000},
+        "data_types": {"grad_accum_dtype": run.grad_dtype},
+        "communication_data_type": run.grad_dtype,
+        "zero_optimization": {
+            "stage": run.zero_stage,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+        },
+        "zero_allow_untested_optimizer": True,  # plain SGD
+        "steps_per_print": 2**31,
+    }
+    if run.deepspeed_config is None:
+        return ours
+    return merge(ours, read_deepspeed_json(run.deepspeed_config))
+
+
+def _build_optimizer(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """torch's optimizer, as a single process would use it: it counts steps a parameter, and ZeRO-3 steps in groups."""
+    # under ZeRO-3 a parameter is empty here and keeps its shape aside
+    decayed = {p: is_decayed(len(getattr(p, "ds_shape", p.shape))) for p in model.parameters()}
+    groups = [
+        {"params": [p for p, is_matrix in decayed.items() if is_matrix], "weight_decay": run.weight_decay},
+        {"params": [p for p, is_matrix in decayed.items() if not is_matrix], "weight_decay": 0.0},
+    ]
+    if run.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=run.lr)
+    return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
+
+
+@torch.no_grad()
+def _load_initial_weights(model: torch.nn.Module, run: ResolvedConfig) -> None:
+    """Fills each parameter, or this rank's partition of it under ZeRO-3, with its initial values."""
+    shapes = hugging_face_shapes(run.shape)
+    for name, parameter in model.named_parameters():
+        shape, std = shapes[name], standard_deviation(name, run.shape)
+        partition = getattr(parameter, "ds_tensor", None)
+        columns = (0, shape[1]) if len(shape) == 2 else None
+        if partition is None:
+            parameter.copy_(initial_piece(Piece(name, (0, shape[0]), columns), shape, std, run.seed))
+            continue
+        # ZeRO-3 cuts the flat tensor, padded at its end, in equal parts
+        width = shape[1] if columns else 1
+        start = min(partition.numel() * dist.get_rank(), shape[0] * width)
+        stop = min(start + partition.numel(), shape[0] * width)
+        rows = start // width, -(-stop // width)
+        values = initial_piece(Piece(name, rows, columns), shape, std, run.seed).flatten()
+        partition.zero_()
+        partition[: stop - start].copy_(values[start - rows[0] * width : stop - rows[0] * width])

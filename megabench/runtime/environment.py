@@ -1,0 +1,35 @@
+"""Versions and environment variables that shape a run. Loads no heavy library."""
+
+import os
+import platform
+import socket
+from importlib.metadata import PackageNotFoundError, version
+
+import megabench
+from megabench.record import Environment
+
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "deepspeed",
+    "transformers",
+    "transformer-engine",
+    "liger-kernel",
+    "triton",
+    "numpy",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+)
+_VARIABLES = ("NCCL_", "FI_", "CUDA_", "TORCH_", "OMP_", "NVSHMEM_", "PYTORCH_", "MEGABENCH_")
+
+
+def collect() -> Environment:
+    """The environment of this process."""
+    versions = {"megabench": megabench.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    return Environment(versions=versions, variables=variables, host=socket.gethostname())

@@ -1,0 +1,104 @@
+"""The training command: from the command line to an exit status.
+
+0: trained; 2: what was asked for cannot be done (one sentence, before any process group exists); 1: anything else.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from megabench import UserError
+from megabench.config import ResolvedConfig, RunConfig
+from megabench.train.flags import parse_flags
+
+if TYPE_CHECKING:
+    from megabench.runtime.rendezvous import Rendezvous
+
+
+def main() -> None:
+    """Runs the command line of this process and ends it."""
+    # a supervisor asks where a hanging run stands
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)
+    try:
+        given = parse_flags()
+    except click.ClickException as error:
+        _refuse(error.format_message())
+    except UserError as error:
+        _refuse(str(error))
+    if given is not None:
+        _run(given)
+
+
+def _run(given: RunConfig) -> None:
+    if given.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else libraries find the GPUs by themselves
+    from megabench.data.source import open_source
+    from megabench.runtime import rendezvous as rendezvous_module
+    from megabench.runtime.device import choose_device
+
+    try:
+        rendezvous = rendezvous_module.join()
+    except Exception as error:
+        _refuse(f"cannot open the rendezvous store that the launcher named: {error}")
+    try:
+        device_kind = choose_device(given.device, rendezvous.local_world_size)
+        run = given.resolve(rendezvous.world_size, device_kind)
+        source = open_source(run)
+    except UserError as error:
+        _refuse(str(error), rendezvous)
+    _set_connections(run)
+    try:
+        from megabench.train.loop import train
+
+        train(run, given, source, rendezvous)
+    except UserError as error:
+        _refuse(str(error), rendezvous)
+    except BaseException as error:
+        _fail(error, rendezvous)
+
+
+def _set_connections(run: ResolvedConfig) -> None:
+    """One hardware queue keeps TP and CP collectives in step with the GEMMs they overlap; others want many."""
+    if run.device == "cuda" and run.engine == "megatron" and (run.tp > 1 or run.cp > 1):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
+    """Ends this rank with status 2; the ranks of a launch that all refuse print one sentence between them."""
+    from megabench.runtime import messages
+    from megabench.runtime import rendezvous as rendezvous_module
+
+    text = f"Error: {sentence}"
+    if rendezvous_module.world_size_from_environment() == 1 and not rendezvous_module.is_supervised():
+        print(text, file=sys.stderr, flush=True)
+        sys.exit(2)
+    try:
+        rendezvous = rendezvous or rendezvous_module.join(timedelta(seconds=20))
+        messages.report_failure(rendezvous.store, rendezvous.rank, "invalid", sentence)
+        messages.print_once(rendezvous.store, text)
+    except Exception:  # the store is out of reach: better twice than not at all
+        print(text, file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def _fail(error: BaseException, rendezvous: "Rendezvous") -> NoReturn:
+    """Ends this rank with status 1 at once: an orderly exit would wait for peers that may never answer."""
+    import torch
+
+    from megabench.runtime import messages
+
+    kind: messages.FailureKind = "oom" if isinstance(error, torch.OutOfMemoryError) else "failed"
+    summary = " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        messages.report_failure(rendezvous.store, rendezvous.rank, kind, summary[:2000])
+    finally:
+        traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

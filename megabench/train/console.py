@@ -1,0 +1,70 @@
+"""What a run prints: a head, a line a step, a last line."""
+
+from datetime import timedelta
+from pathlib import Path
+
+from megabench.config import ResolvedConfig
+from megabench.engines.base import StepResult
+from megabench.metrics import throughput
+from megabench.record import RunRecord
+
+
+class Console:
+    """The log of a run on standard output."""
+
+    def __init__(self, run: ResolvedConfig, device_name: str, peak_tflops: float | None) -> None:
+        self.run = run
+        self.device_name = device_name
+        self.peak_tflops = peak_tflops
+        self.seconds_so_far = 0.0
+
+    def head(self, data_name: str) -> None:
+        run = self.run
+        what = f"{run.model}, {run.shape.num_layers} layers, {run.shape.num_parameters / 1e6:,.1f} M parameters"
+        how = run.engine if run.zero_stage is None else f"{run.engine} ZeRO-{run.zero_stage}"
+        print(f"{what} · {how} · {run.layout} on {run.world_size} × {self.device_name}")
+        print(
+            f"{run.precision}, gradients {run.grad_dtype} · sequence {run.seq_length}, micro-batch {run.micro_batch}, "
+            f"global batch {run.global_batch} · {run.optimizer}, lr {run.lr:g} · data {data_name}",
+            flush=True,
+        )
+
+    def step(
+        self, step: int, result: StepResult, learning_rate: float, seconds: float, peak_memory_gib: float
+    ) -> None:
+        """Prints the line of step `step`, counted from 1, that took `seconds`."""
+        run = self.run
+        self.seconds_so_far += seconds
+        eta = timedelta(seconds=round(self.seconds_so_far / step * (run.steps - step)))
+        achieved = throughput([seconds], run.shape, run.seq_length, run.global_batch, run.world_size)
+        assert achieved is not None
+        width = len(str(run.steps))
+        parts = [
+            f"step {step:{width}}/{run.steps} {step / run.steps:4.0%}",
+            f"loss {result.loss:.4f}",
+            f"grad {result.grad_norm:.3f}",
+            f"lr {learning_rate:.2e}",
+            f"{seconds:.3f} s",
+            f"{achieved.tokens_per_second:,.0f} tok/s",
+        ]
+        if self.peak_tflops is not None:
+            parts.append(f"{achieved.tflops_per_device_causal:.0f} TFLOP/s")
+            parts.append(f"{achieved.mfu(self.peak_tflops):.1%} MFU")
+        parts.append(f"{peak_memory_gib:.2f} GiB")
+        parts.append(f"ETA {eta}")
+        if step <= run.warmup_steps:
+            parts.append("warm-up")
+        if result.skipped:
+            parts.append("SKIPPED: gradients not finite")
+        print("  ".join(parts), flush=True)
+
+    def last(self, record: RunRecord, record_path: Path | None) -> None:
+        line = f"loss {record.losses[0]:.4f} -> {record.losses[-1]:.4f}"
+        if record.step_seconds and record.tokens_per_second:
+            line += f" · {record.step_seconds.median:.3f} s a step (median of {len(record.step_seconds.all)})"
+            line += f" · {record.tokens_per_second:,.0f} tok/s"
+        else:
+            line += f" · no throughput: {record.num_steps} steps are no more than the {record.warmup_steps} of warm-up"
+        if record_path:
+            line += f" · {record_path}"
+        print(line, flush=True)

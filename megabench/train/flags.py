@@ -1,0 +1,74 @@
+"""The command line of a run, made from RunConfig, so that flags, YAML fields and help cannot drift apart.
+
+Loads no torch.
+"""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from megabench.config import RunConfig, read_yaml_mapping
+
+
+def parse_flags(arguments: Sequence[str] | None = None) -> RunConfig | None:
+    """The configuration that a command line asks for; None when it only asked for help.
+
+    Raises click.ClickException for flags that are not known or not well-formed, ConfigError for wrong values.
+    """
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(_command())
+    result = app(args=arguments, standalone_mode=False)
+    return result if isinstance(result, RunConfig) else None
+
+
+def _command() -> Any:
+    """A function whose signature has an option for every field of RunConfig; it returns the configuration."""
+
+    def pretrain(config_file: Path | None, **flags: Any) -> RunConfig:
+        """Train one model under one layout, on as many processes as the launcher started.
+
+        On several GPUs or hosts start it by torchrun; dp follows from the number of processes.
+        """
+        from_file = read_yaml_mapping(config_file) if config_file else {}
+        given = {name: value for name, value in flags.items() if value is not None}
+        return RunConfig.parse(from_file | given, where=f"{config_file}: " if config_file and not given else "")
+
+    config_option = typer.Option("--config", metavar="FILE", help="YAML file of the same settings; flags override it.")
+    parameters = [_parameter("config_file", Path, config_option)]
+    for name, field in RunConfig.model_fields.items():
+        option = typer.Option(f"--{name.replace('_', '-')}", help=f"{field.description}{_shown(field.default)}")
+        parameters.append(_parameter(name, _plain_type(field.annotation), option))
+    pretrain.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    pretrain.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return pretrain
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    """An option that is None unless it was given."""
+    annotation = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _shown(default: Any) -> str:
+    """The default in brackets, unless the description tells where it comes from."""
+    if default is None:
+        return ""
+    return f" [default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
+
+
+def _plain_type(annotation: Any) -> Any:
+    """What typer shall parse: the type without None and without pydantic's bounds, which RunConfig checks."""
+    arms = [arm for arm in get_args(annotation) if arm is not NoneType]
+    if NoneType in get_args(annotation):
+        return _plain_type(arms[0])
+    if get_origin(annotation) is Annotated:
+        return arms[0]
+    if get_origin(annotation) is tuple:
+        return tuple[tuple(_plain_type(arm) for arm in arms)]  # type: ignore[misc]
+    if get_origin(annotation) is Literal and not all(isinstance(arm, str) for arm in arms):
+        return int
+    return annotation

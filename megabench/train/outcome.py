@@ -1,0 +1,119 @@
+"""The RunRecord of a run that trained to its end."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megabench.config import ResolvedConfig, RunConfig
+from megabench.data.source import TokenSource
+from megabench.engines.base import StepResult
+from megabench.metrics import quantile, throughput
+from megabench.parallel.groups import rank_groups
+from megabench.record import (
+    Group,
+    LayoutSizes,
+    PeakMemory,
+    RunRecord,
+    StepSeconds,
+    TflopsPerDevice,
+    WorkClass,
+)
+from megabench.runtime import environment
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the loop saw; `step_seconds` and `peak_memory_gib` are of all ranks."""
+
+    results: Sequence[StepResult]
+    step_seconds: Sequence[float]
+    peak_memory_gib: list[float]
+    gpu_utilization: float | None
+    wall_seconds: float
+    num_hosts: int
+    device_name: str
+    peak_tflops: float | None
+    kernels: dict[str, str]
+
+
+def build_record(run: ResolvedConfig, given: RunConfig, source: TokenSource, measured: Measured) -> RunRecord:
+    """The record of a run; throughput is of the steps after warm-up, and absent when there are none."""
+    timed = list(measured.step_seconds[run.warmup_steps :])
+    achieved = throughput(timed, run.shape, run.seq_length, run.global_batch, run.world_size)
+    layout = run.layout
+    speed: dict[str, Any] = {}
+    if achieved:
+        speed = {
+            "step_seconds": StepSeconds(
+                median=achieved.step_seconds, p10=quantile(timed, 0.1), p90=quantile(timed, 0.9), all=timed
+            ),
+            "tokens_per_second": achieved.tokens_per_second,
+            "tokens_per_second_per_device": achieved.tokens_per_second_per_device,
+            "samples_per_second": achieved.samples_per_second,
+            "model_tflops_per_device": TflopsPerDevice(
+                causal=achieved.tflops_per_device_causal, full=achieved.tflops_per_device_full
+            ),
+            "mfu": achieved.mfu(measured.peak_tflops),
+            "days_per_100b_tokens": achieved.days_per_100b_tokens,
+        }
+    return RunRecord(
+        trial=run.out.name if run.out else f"{run.engine}-{layout}",
+        engine=run.engine,
+        layout=LayoutSizes(**asdict(layout)),
+        options={"zero_stage": run.zero_stage, "recompute": run.recompute},
+        optimizer=run.optimizer,
+        work_class=work_class(run, source),
+        status="ok",
+        world_size=run.world_size,
+        num_hosts=measured.num_hosts,
+        device=measured.device_name,
+        model=run.model,
+        num_parameters=run.shape.num_parameters,
+        seq_length=run.seq_length,
+        micro_batch=run.micro_batch,
+        global_batch=run.global_batch,
+        precision=run.precision,
+        grad_dtype=run.grad_dtype,
+        kernels=measured.kernels,
+        num_steps=run.steps,
+        warmup_steps=run.warmup_steps,
+        first_step_seconds=measured.step_seconds[0],
+        warmup_seconds=sum(measured.step_seconds[: run.warmup_steps]),
+        wall_seconds=measured.wall_seconds,
+        peak_tflops=measured.peak_tflops,
+        peak_memory_gib=PeakMemory(max=max(measured.peak_memory_gib), per_rank=measured.peak_memory_gib),
+        gpu_utilization=measured.gpu_utilization,
+        losses=[result.loss for result in measured.results],
+        grad_norms=[result.grad_norm for result in measured.results],
+        num_skipped_steps=sum(result.skipped for result in measured.results),
+        groups=[
+            Group(kind=kind, ranks=ranks)  # type: ignore[arg-type]
+            for kind, groups in rank_groups(layout).items()
+            for ranks in groups
+            if len(ranks) > 1
+        ],
+        environment=environment.collect(),
+        command=given.command(run.world_size),
+        **speed,
+    )
+
+
+def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
+    """What another run must have in common with `run` to be comparable."""
+    schedule = {"lr": run.lr, "min_lr": run.min_lr, "lr_warmup": run.lr_warmup, "steps": run.steps}
+    rules = {"weight_decay": run.weight_decay, "clip_grad": run.clip_grad}
+    if run.optimizer == "adamw":
+        rules |= {"beta1": run.betas[0], "beta2": run.betas[1], "eps": run.eps}
+    return WorkClass(
+        model=run.model,
+        num_layers=run.shape.num_layers,
+        data=source.name,
+        data_sha256=source.sha256,
+        seed=run.seed,
+        optimizer=run.optimizer,
+        schedule=schedule | rules,
+        precision=run.precision,
+        grad_dtype=run.grad_dtype,
+        global_batch=run.global_batch,
+        seq_length=run.seq_length,
+    )

@@ -1,0 +1,53 @@
+"""TensorBoard scalars of a run."""
+
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from megabench.config import ResolvedConfig
+from megabench.engines.base import StepResult
+from megabench.metrics import throughput
+
+
+class Scalars:
+    """Writes the scalars of each step; throughput and time of timed steps alone."""
+
+    def __init__(self, directory: Path, run: ResolvedConfig, peak_tflops: float | None) -> None:
+        self.run = run
+        self.peak_tflops = peak_tflops
+        self.writer = SummaryWriter(str(directory))
+
+    def step(
+        self,
+        step: int,
+        result: StepResult,
+        learning_rate: float,
+        seconds: float,
+        peak_memory_gib: float,
+        gpu_utilization: float | None,
+    ) -> None:
+        """Writes step `step`, counted from 1."""
+        run = self.run
+        values: dict[str, float | None] = {
+            "loss/train": result.loss,
+            "optim/grad_norm": result.grad_norm,
+            "optim/learning_rate": learning_rate,
+            "memory/peak_reserved_gib": peak_memory_gib if run.device == "cuda" else None,
+            "gpu/utilization": gpu_utilization,
+        }
+        if step > run.warmup_steps:
+            achieved = throughput([seconds], run.shape, run.seq_length, run.global_batch, run.world_size)
+            assert achieved is not None
+            values |= {
+                "time/step_seconds": seconds,
+                "throughput/tokens_per_second": achieved.tokens_per_second,
+                "throughput/tokens_per_second_per_device": achieved.tokens_per_second_per_device,
+                "throughput/tflops_per_device": achieved.tflops_per_device_causal,
+                "throughput/mfu": achieved.mfu(self.peak_tflops),
+            }
+        for tag, value in values.items():
+            if value is not None:
+                self.writer.add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
