@@ -5,18 +5,24 @@ A value that is not known is None, never a guess.
 
 import hashlib
 import json
+import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "oom", "failed", "timeout", "diverged"]
 
 
+# JSON has no word for infinity or NaN
+Measure = Annotated[float | None, BeforeValidator(lambda x: None if x is None or not math.isfinite(x) else x)]
+
+
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    # a loss or gradient norm that is not finite must come back as it was: JSON knows no NaN, pydantic makes it null
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
 
 class LayoutSizes(_Part):
@@ -102,7 +108,7 @@ class RunRecord(_Part):
 
     schema_version: int = SCHEMA_VERSION
     trial: str
-    trial_id: str | None = Field(None, description="hash of the full configuration, which --resume goes by")
+    trial_id: str | None = Field(default=None, description="hash of the full configuration, which --resume goes by")
     repeat: int = 0
     engine: str
     layout: LayoutSizes
@@ -136,10 +142,10 @@ class RunRecord(_Part):
     mfu: float | None = None
     peak_tflops: float | None = None
     peak_memory_gib: PeakMemory | None = None
-    gpu_utilization: float | None = Field(None, description="mean over the timed steps and GPUs, 0 to 1")
+    gpu_utilization: float | None = Field(default=None, description="mean over the timed steps and GPUs, 0 to 1")
     days_per_100b_tokens: float | None = None
-    losses: list[float] = []
-    grad_norms: list[float] = []
+    losses: list[Measure] = Field([], description="every step of this run; null where not finite")
+    grad_norms: list[Measure] = Field([], description="every step of this run; null where not finite")
     num_skipped_steps: int = 0
     parity: Parity | None = None
     groups: list[Group] = []

@@ -49,7 +49,7 @@ def main(
     try:
         num_documents, facts = preprocess(inputs, out, tokenizer, workers, append_eod)
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(f"Error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     seconds = time.perf_counter() - started
     print(

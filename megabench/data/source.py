@@ -95,9 +95,10 @@ def open_source(config: ResolvedConfig) -> TokenSource:
         return Synthetic(config.shape.vocab_size, config.seq_length, config.seed)
     name, tokens, facts = _load(config.data, config.tokenizer)
     if facts.num_tokens <= config.seq_length:
+        shorter = f" or seq_length up to {facts.num_tokens - 1}" if facts.num_tokens > 1 else ""
         raise DataError(
             f"data={config.data} has {facts.num_tokens} tokens, too few for one sequence of {config.seq_length} and "
-            f"the token after it; use more text or seq_length up to {facts.num_tokens - 1}"
+            f"the token after it; use more text{shorter}"
         )
     if facts.max_token >= config.shape.vocab_size:
         raise DataError(

@@ -56,7 +56,10 @@ def is_text_file(path: Path) -> bool:
 def read_stdlib() -> Iterator[Piece]:
     """The sources of this machine's Python standard library, a document each, sorted by relative path."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in root.rglob("*.py") if NOT_STDLIB.isdisjoint(path.relative_to(root).parts)]
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in NOT_STDLIB]  # os.walk does not enter the others
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     for path in sorted(files, key=lambda path: path.relative_to(root).as_posix()):
         text = path.read_bytes()
         yield Piece(text, where=str(path), ends_document=True, input_bytes=len(text))

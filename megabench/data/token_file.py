@@ -21,7 +21,9 @@ _HEADER = np.dtype(
     [("magic", "S9"), ("version", "<u8"), ("dtype", "u1"), ("num_sequences", "<u8"), ("num_borders", "<u8")]
 )
 _MAGIC = b"MMIDIDX"
-_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_DTYPES: dict[int, type[np.integer[Any]]] = {
+    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16
+}  # fmt: skip
 _SCAN_TOKENS = 1 << 23
 
 
@@ -51,7 +53,9 @@ def open_token_file(prefix: Path) -> NDArray[Any]:
     bin_path, idx_path = beside(prefix, ".bin"), beside(prefix, ".idx")
     for path, other in ((bin_path, idx_path), (idx_path, bin_path)):
         if not path.is_file():
-            raise DataError(f"{other} is there but {path} is not; a token file needs both, make it with tools/preprocess.py")
+            raise DataError(
+                f"{other} is there but {path} is not; a token file needs both, make it with tools/preprocess.py"
+            )
     dtype, num_tokens = _read_index(idx_path)
     expected = num_tokens * np.dtype(dtype).itemsize
     if bin_path.stat().st_size != expected:

@@ -39,14 +39,19 @@ class HuggingFaceTokenizer:
 
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
-            raise DataError(f"tokenizer={directory} is not a directory; use bytes or a Hugging Face tokenizer directory")
+            raise DataError(
+                f"tokenizer={directory} is not a directory; use bytes or a Hugging Face tokenizer directory"
+            )
         from transformers import AutoTokenizer  # here, because it takes seconds that bytes need not pay
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except Exception as error:  # transformers raises whatever its parsers do
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise DataError(f"tokenizer={directory} holds no tokenizer that transformers can load: {reason}") from None
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(" :")
+            raise DataError(
+                f"tokenizer={directory} holds no tokenizer that transformers can load ({reason}); give a directory "
+                f"that `save_pretrained` wrote"
+            ) from None
         self.vocab_size: int = len(self._tokenizer)
         self.end_of_document: int | None = self._tokenizer.eos_token_id
 

@@ -10,11 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megabench.config import ResolvedConfig, merge, read_deepspeed_json
 from megabench.data.batch import Batch
 from megabench.engines.base import StepResult, TensorKind
-from megabench.engines.hugging_face import llama_config
+from megabench.models.hugging_face import llama_config
 from megabench.engines.optim import is_decayed
 from megabench.models.init import initial_piece, standard_deviation
 from megabench.models.mapping import Piece, hugging_face_shapes
@@ -44,7 +45,7 @@ class DeepSpeedEngine:
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=_build_optimizer(config, model), config=self.settings
         )
-        # it casts buffers with the weights, and rotary frequencies in half precision are wrong ones
+        # and its engine casts buffers with the weights
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name].to(self.device)
         self.loss = torch.zeros((), device=device)
@@ -59,6 +60,8 @@ class DeepSpeedEngine:
                 model = LlamaForCausalLM(config)
         finally:
             torch.set_default_dtype(default_dtype)
+        # ZeRO-3's Init makes every tensor in the training dtype, and rotary frequencies in half precision are wrong ones
+        model.model.rotary_emb = LlamaRotaryEmbedding(config).to(self.device)
         _load_initial_weights(model, self.run)
         if self.run.recompute == "full":
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.hugging_face import llama_config
+from megabench.models.hugging_face import llama_config
 from megabench.models.init import initial_shard
 from megabench.models.mapping import Piece, Shard, hugging_face_shapes
 

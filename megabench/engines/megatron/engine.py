@@ -42,7 +42,7 @@ class MegatronEngine:
         self.chunks = self._build_chunks()
         self.optimizer = build_optimizer(config, self.chunks, self.groups)
         self._connect_schedule()
-        self.loss_and_tokens = torch.zeros(2, dtype=torch.float64, device=device)
+        self.loss_and_count = torch.zeros(2, dtype=torch.float64, device=device)
 
     def _build_chunks(self) -> list[DistributedDataParallel]:
         """The model chunks of this pipeline stage, with their initial weights, each in its gradient buffers."""
@@ -98,9 +98,9 @@ class MegatronEngine:
             seq_length=self.run.seq_length,
             micro_batch_size=self.run.micro_batch,
         )
-        self.loss_and_tokens.zero_()
+        self.loss_and_count.zero_()
         for report in reports:  # none but on the last stage
-            self.loss_and_tokens += report
+            self.loss_and_count += report
 
     def _forward_step(self, batches: Iterator[Batch], model: DistributedDataParallel) -> tuple[Tensor, Any]:
         tokens = next(batches).tokens.to(self.device, non_blocking=True)
@@ -111,23 +111,27 @@ class MegatronEngine:
         return output, self._loss
 
     def _loss(self, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, S] losses -> (their sum, to be differentiated; their number; what is reported of both)."""
-        loss_sum = token_losses.sum()
-        num_tokens = torch.tensor(token_losses.numel(), dtype=torch.int, device=self.device)
+        """[B, S] losses -> (their mean, to be differentiated; how much it counts; what is reported of both).
+
+        All micro-batches, replicas and context-parallel parts have as many tokens, so each mean counts once; sums of
+        token losses would overflow under fp16's loss scale.
+        """
+        loss = token_losses.mean()
+        count = torch.ones((), dtype=torch.int, device=self.device)
         # a copy: the schedule may scale the loss in place
-        report = torch.stack([loss_sum.detach().double(), num_tokens.double()])
-        return loss_sum, num_tokens, report
+        report = torch.stack([loss.detach().double(), count.double()])
+        return loss, count, report
 
     @torch.no_grad()
     def update(self, learning_rate: float) -> StepResult:
         skipped = self.optimizer.prepare_grads()
         for_norm = self.optimizer.get_main_grads_for_grad_norm()
         squared_norm = torch.nn.utils.get_total_norm(for_norm).double().square().to(self.device)
-        # every rank of a tensor-parallel group reports the same tokens, which cancels in the mean;
+        # the ranks of a tensor-parallel group report the same losses, which cancels in the mean;
         # the gradient shards of all ranks together are the gradient, each once
-        totals = torch.cat([self.loss_and_tokens, squared_norm.reshape(1)])
+        totals = torch.cat([self.loss_and_count, squared_norm.reshape(1)])
         dist.all_reduce(totals)
-        loss_sum, num_tokens, squared_norm_sum = totals.tolist()
+        loss_sum, loss_count, squared_norm_sum = totals.tolist()
         grad_norm = squared_norm_sum**0.5
         if not skipped:
             self._clip(grad_norm)
@@ -135,9 +139,9 @@ class MegatronEngine:
                 group["lr"] = learning_rate
             self.optimizer.step_with_ready_grads()
         return StepResult(
-            loss=loss_sum / num_tokens,
+            loss=loss_sum / loss_count,
             grad_norm=grad_norm if not skipped else float("inf"),
-            num_tokens=round(num_tokens / self.run.layout.tp),
+            num_tokens=self.run.global_batch * self.run.seq_length,
             skipped=skipped,
         )
 

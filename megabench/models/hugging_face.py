@@ -1,4 +1,4 @@
-"""The transformers model of a shape, for the engines that train transformers models."""
+"""The transformers model of a shape, for the engines that train one."""
 
 from transformers import LlamaConfig
 

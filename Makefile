@@ -1,0 +1,28 @@
+# `make quickstart` and `make test` need Python 3.11 to 3.13, a C compiler and nothing else.
+PYTHON ?= python3
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+
+.PHONY: quickstart test lint venv clean
+
+quickstart: $(INSTALLED)
+	$(VENV)/bin/megabench compare configs/studies/quickstart.yaml --out runs/quickstart
+
+test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+venv: $(INSTALLED)
+
+$(INSTALLED): setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,15 @@
+"""Runs a study on the processes that torchrun started; the same command on every node of a cluster.
+
+torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+    launch/compare.py configs/studies/quickstart.yaml --out runs/quickstart
+
+Without torchrun it is `megabench compare`.
+"""
+
+import sys
+
+from megabench.cli import main
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "compare")
+    main()

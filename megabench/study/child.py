@@ -1,0 +1,97 @@
+"""One trainer process: started in a session of its own, gone when its supervisor is gone, ended with all it started."""
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+TERM_GRACE_SECONDS = 5.0
+KILL_WAIT_SECONDS = 15.0
+
+_LAUNCHER_VARIABLES = re.compile(
+    r"(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|PET)_.*)"
+)
+# torch's own notes, e.g. "[rank0]:[W120 09:14:02.1 ProcessGroupNCCL.cpp:1496] Warning: …", which follow the real cause
+_LIBRARY_NOTE = re.compile(r"(\[rank\d+\]:)?\s*\[?[WI]\d{3,4} ")
+_TERMINAL_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+_PR_SET_PDEATHSIG = 1
+# bound before any fork: between fork and exec nothing may be looked up
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+class Child:
+    """A process and its log. Its exit is noticed only after everything it started has been killed."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        supervisor = os.getpid()
+
+        def die_with_supervisor() -> None:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != supervisor:  # it died before the line above
+                os._exit(1)
+
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_supervisor,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_status(self) -> int | None:
+        """Exit status, negative for a signal; None while the process runs."""
+        if self._process.returncode is None:
+            # WNOWAIT leaves a zombie, which keeps its number from being given to a stranger until the group is killed
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+        return self._process.returncode
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the process alone, if it still runs."""
+        if self.exit_status() is None:
+            os.kill(self.pid, number)
+
+    def send_to_group(self, number: signal.Signals) -> None:
+        """Sends a signal to the process and to all it started, if it still runs."""
+        if self.exit_status() is None:
+            os.killpg(self.pid, number)
+
+    def last_line(self) -> str:
+        """The last line it printed that is neither empty nor a library's note; "" when there is none."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - 16384))
+            text = _TERMINAL_CODE.sub("", log.read().decode(errors="replace"))
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return next((line for line in reversed(lines) if not _LIBRARY_NOTE.match(line)), "")[:300]
+
+
+def end_all(children: Collection[Child]) -> None:
+    """Ends the children that still run, by process group: SIGTERM, and SIGKILL for those that stay."""
+    for number, patience in ((signal.SIGTERM, TERM_GRACE_SECONDS), (signal.SIGKILL, KILL_WAIT_SECONDS)):
+        running = [child for child in children if child.exit_status() is None]
+        for child in running:
+            child.send_to_group(number)
+        deadline = time.monotonic() + patience
+        while any(child.exit_status() is None for child in running) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without what torchrun tells its own workers."""
+    return {name: value for name, value in environment.items() if not _LAUNCHER_VARIABLES.fullmatch(name)}

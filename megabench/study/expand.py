@@ -1,0 +1,55 @@
+"""From the entries of a study file to single trials: lists become one trial each, and every trial gets a name."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any
+
+from megabench.config import ResolvedConfig
+
+SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
+
+_IN_THE_LAYOUT = {"engine", "zero_stage", "tp", "cp", "pp", "vp"}
+
+
+def list_fields(entry: Mapping[str, Any]) -> list[str]:
+    """The fields of `entry` whose value is a list of alternatives; `betas` is itself a list of two numbers."""
+    return [
+        field
+        for field, value in entry.items()
+        if isinstance(value, list) and (field != "betas" or any(isinstance(item, list) for item in value))
+    ]
+
+
+def expand(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One mapping for each combination of the list values in `entry`, the last list varying fastest."""
+    fields = list_fields(entry)
+    return [
+        {**entry, **dict(zip(fields, values, strict=True))} for values in product(*(entry[field] for field in fields))
+    ]
+
+
+def automatic_name(config: ResolvedConfig, shown: Mapping[str, Any]) -> str:
+    """A name from the layout, such as "tp2-pp2" or "zero3", and from those fields of `shown` it does not tell yet."""
+    stem = str(config.layout).replace("·", "-") if config.zero_stage is None else f"zero{config.zero_stage}"
+    return with_fields(stem, {field: value for field, value in shown.items() if field not in _IN_THE_LAYOUT})
+
+
+def with_fields(stem: str, fields: Mapping[str, Any]) -> str:
+    """`stem` with each field and its value, safe as a folder name: ("tp2", {"micro_batch": 4}) → "tp2-micro_batch4"."""
+    parts = [stem]
+    for field, value in fields.items():
+        word = re.sub(r"[^A-Za-z0-9._+=-]+", "_", str(value)).strip("_")
+        parts.append(f"{field}{word}" if word[:1].isdigit() else f"{field}_{word}")
+    return "-".join(parts)
+
+
+def numbered(names: Iterable[str]) -> list[str]:
+    """The same names, each later copy of one numbered: a, a, b → a, a-2, b."""
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return unique

@@ -1,0 +1,69 @@
+"""The launch that runs a study: which ranks this supervisor looks after, and the store that all supervisors share."""
+
+import os
+from dataclasses import dataclass
+from typing import cast
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from megabench.runtime import rendezvous
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One supervisor's view: it looks after `ranks`, which are the launch's from `first_on_host` on this host.
+
+    `store` (at `address`:`port`) outlives every trial; all keys of this launch stand under the prefix `root`.
+    """
+
+    store: Store
+    address: str
+    port: int
+    root: str
+    ranks: tuple[int, ...]
+    first_on_host: int
+    num_on_host: int
+    supervisors: tuple[int, ...]
+
+    @property
+    def supervisor(self) -> int:
+        """This supervisor's number: its first rank."""
+        return self.ranks[0]
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this supervisor decides, and reads and writes the results."""
+        return self.supervisor == 0
+
+    def placement_variables(self, rank: int, world_size: int) -> dict[str, str]:
+        """What a launcher tells the process of `rank` in a trial of `world_size` ranks."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank - self.first_on_host),
+            "LOCAL_WORLD_SIZE": str(min(self.num_on_host, world_size - self.first_on_host)),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def open_here(num_processes: int) -> Launch:
+    """A launch on this machine alone: this process hosts the store and looks after all ranks."""
+    store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+    ranks = tuple(range(num_processes))
+    return Launch(store, "127.0.0.1", store.port, "study/0", ranks, 0, num_processes, (0,))
+
+
+def join_launcher() -> Launch:
+    """This process's part in a launch by torchrun: one supervisor a rank, all on the launcher's store."""
+    place = rendezvous.join()
+    return Launch(
+        store=cast(PrefixStore, place.store).underlying_store,
+        address=os.environ["MASTER_ADDR"],
+        port=int(os.environ["MASTER_PORT"]),
+        root=f"study/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        ranks=(place.rank,),
+        first_on_host=place.rank - place.local_rank,
+        num_on_host=place.local_world_size,
+        supervisors=tuple(range(place.world_size)),
+    )

@@ -1,0 +1,68 @@
+"""Did the trials of a work class do the same work? Their losses, step by step, against the reference trial's."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from megabench.record import Parity, RunRecord
+
+# Largest relative difference of the loss at any step. The engines sum in different orders, so results differ by
+# rounding: 2^-24 a sum in fp32, 2^-8 in bf16 and 2^-11 in fp16, and training amplifies a difference step by step. A
+# missing reduction, a wrong token order or a different initial weight shows above these within a few steps.
+TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
+
+
+def compare_losses(losses: Sequence[float], expected: Sequence[float]) -> float | None:
+    """The largest |loss − expected| ÷ |expected| over all steps; None when they cannot be compared step by step."""
+    if len(losses) != len(expected) or not losses or not all(map(math.isfinite, [*losses, *expected])):
+        return None
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, expected, strict=True))
+
+
+def judge_parity(records: Sequence[RunRecord], reference: str) -> list[RunRecord]:
+    """The records with `parity` filled and `status` ok or diverged by it; those without a result stay as they are.
+
+    Each work class is compared with the trial `reference` where that is in it and has finite losses, else with the
+    class's first such trial.
+    """
+    standards: dict[str, RunRecord] = {}
+    for record in sorted(records, key=lambda record: record.trial != reference):
+        if _is_finished(record) and record.losses and all(map(math.isfinite, record.losses)):
+            standards.setdefault(_class_of(record), record)
+    return [_judged(record, standards.get(_class_of(record))) if _is_finished(record) else record for record in records]
+
+
+def _is_finished(record: RunRecord) -> bool:
+    return record.work_class is not None and record.status in ("ok", "diverged")
+
+
+def _judged(record: RunRecord, standard: RunRecord | None) -> RunRecord:
+    tolerance = TOLERANCES[record.precision]
+    difference = compare_losses(record.losses, standard.losses) if standard else None
+    verdict: Literal["equal", "diverged", "unknown"] = "diverged"
+    if not record.losses and standard is None:
+        verdict = "unknown"
+    elif difference is not None and difference <= tolerance:
+        verdict = "equal"
+    parity = Parity(
+        reference=standard.trial if standard else record.trial,
+        max_relative_difference=difference,
+        tolerance=tolerance,
+        verdict=verdict,
+    )
+    update = {"parity": parity, "status": "diverged" if verdict == "diverged" else "ok", "error": _error(parity)}
+    return record.model_copy(update=update)
+
+
+def _error(parity: Parity) -> str | None:
+    if parity.verdict != "diverged":
+        return None
+    if parity.max_relative_difference is None:
+        return f"its losses are not finite, or not of as many steps as those of {parity.reference}"
+    difference = f"{parity.max_relative_difference:.2g} of their value, more than {parity.tolerance:g}"
+    return f"its losses differ from those of {parity.reference} by up to {difference}"
+
+
+def _class_of(record: RunRecord) -> str:
+    assert record.work_class is not None
+    return record.work_class.id

@@ -1,0 +1,41 @@
+"""What a person asked for, checked as far as that needs no torch and starts nothing."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megabench.study.machine import gpu_names
+from megabench.study.study import Study, StudyError, StudyFile, plan_study
+
+
+@dataclass(frozen=True)
+class Request:
+    """A study file, the folder for its results, and which of its runs to do."""
+
+    source: Path
+    out: Path
+    resume: bool = False
+    only: tuple[str, ...] = ()
+
+    def plan_launched(self, num_processes: int) -> Study:
+        """The checked study for a launch of `num_processes` on one host or several; raises StudyError."""
+        return plan_study(StudyFile.read(self.source), self.source, num_processes, "cuda" if gpu_names() else "cpu")
+
+    def plan_here(self, num_processes: int | None) -> tuple[Study, int]:
+        """The checked study for this machine alone, and its number of processes, which None leaves to be found out.
+
+        By default one process a GPU; without GPUs, or for a study of the CPU alone, the largest world size it names.
+        """
+        file = StudyFile.read(self.source)
+        num_gpus = len(gpu_names())
+        default = file.largest_world_size if file.is_cpu_only or not num_gpus else num_gpus
+        if not (size := num_processes or default):
+            missing = "no NVIDIA GPU was found" if not num_gpus else "it runs on CPU alone"
+            raise StudyError(f"{self.source} names no world_size and {missing}; add --nproc N, or world_size to base")
+        study = plan_study(file, self.source, size, "cuda" if num_gpus else "cpu")
+        for trial in study.trials:
+            if trial.resolved.device == "cuda" and trial.world_size > num_gpus:
+                raise StudyError(
+                    f"{self.source}: trial {trial.name} needs {trial.world_size} GPUs and this machine has {num_gpus}; "
+                    f"use --nproc {num_gpus}, or device: cpu to try it without GPUs"
+                )
+        return study, size

@@ -1,0 +1,137 @@
+"""The results of a study on disk: which runs have one, and the files that are drawn from the records."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from megabench.config import near_matches
+from megabench.record import LayoutSizes, RunRecord, Status, read_records, write_records
+from megabench.study.machine import describe, gpu_names
+from megabench.study.parity import judge_parity
+from megabench.study.study import Attempt, Study, StudyError, Trial
+from megabench.study.summary import summarize, write_csv
+
+
+class Results:
+    """The records of a study in the folder `out`, in the study's order, rewritten whole after every run."""
+
+    def __init__(self, out: Path, study: Study) -> None:
+        self.out, self.study = out, study
+        self._by_key: dict[tuple[str | None, int], RunRecord] = {}
+
+    @classmethod
+    def open(cls, out: Path, study: Study) -> "Results":
+        """The results that `out` holds of these very trials; records of other configurations are left behind."""
+        results = cls(out, study)
+        try:
+            records = read_records(results._jsonl)
+        except ValueError as error:
+            reason = str(error).splitlines()[0]
+            raise StudyError(f"{results._jsonl} cannot be read as results ({reason}); move it away") from None
+        known = {attempt.key: attempt for attempt in study.attempts}
+        for record in records:
+            key = (record.trial_id, record.repeat)
+            if key in known:
+                results._by_key[key] = record.model_copy(update={"trial": known[key].trial.name})
+        return results
+
+    @property
+    def records(self) -> list[RunRecord]:
+        """The records so far, in the study's order, with parity judged over all of them."""
+        ordered = [self._by_key[attempt.key] for attempt in self.study.attempts if attempt.key in self._by_key]
+        return judge_parity(ordered, self.study.reference)
+
+    @property
+    def _jsonl(self) -> Path:
+        return self.out / "results.jsonl"
+
+    def choose(self, resume: bool, only: Sequence[str]) -> list[Attempt]:
+        """The runs to do: all, those of the trials that `only` names or matches, and on `resume` those not ok yet.
+
+        Raises StudyError for a name that fits no trial, and where results would be overwritten unasked.
+        """
+        if self._jsonl.exists() and not resume and not only:
+            raise StudyError(f"{self._jsonl} holds results; add --resume to go on with them, or give another --out")
+        attempts = self.select(only)
+        if not resume:
+            return attempts
+        good = {(record.trial_id, record.repeat) for record in self.records if record.status == "ok"}
+        return [attempt for attempt in attempts if attempt.key not in good]
+
+    def select(self, only: Sequence[str]) -> list[Attempt]:
+        """The runs of the trials that `only` names or matches (`tp2-*`); of all when it is empty."""
+        names = [trial.name for trial in self.study.trials]
+        for pattern in only:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                source = self.study.source
+                raise StudyError(f"--only {pattern} fits no trial of {source}; {near_matches(pattern, names)}")
+        return [
+            attempt
+            for attempt in self.study.attempts
+            if not only or any(fnmatchcase(attempt.trial.name, pattern) for pattern in only)
+        ]
+
+    def all_ok(self, attempts: Sequence[Attempt]) -> bool:
+        """Whether each of these runs has a record that says ok."""
+        status = {(record.trial_id, record.repeat): record.status for record in self.records}
+        return all(status.get(attempt.key) == "ok" for attempt in attempts)
+
+    def start(self) -> None:
+        """Writes what is known before the first run: the study as run, and the environment."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        copy = self.out / "study.yaml"
+        if copy.absolute() != self.study.source.absolute():
+            copy.write_bytes(self.study.source.read_bytes())
+        (self.out / "environment.json").write_text(json.dumps(describe(), indent=2) + "\n")
+
+    def logs(self, attempt: Attempt) -> Path:
+        return self.out / "logs" / attempt.folder
+
+    def tensorboard(self, attempt: Attempt) -> Path:
+        return self.out / "tensorboard" / attempt.folder
+
+    def clear(self, attempt: Attempt) -> None:
+        """Removes what an earlier try of this run left, so that nothing of it can be taken for the new one's."""
+        for folder in (self.logs(attempt), self.tensorboard(attempt)):
+            shutil.rmtree(folder, ignore_errors=True)
+        self.logs(attempt).mkdir(parents=True)
+
+    def add(self, attempt: Attempt, record: RunRecord) -> RunRecord:
+        """Keeps the record of a run, writes all files anew, and returns the record with its parity."""
+        update = {"trial": attempt.trial.name, "trial_id": attempt.trial.id, "repeat": attempt.repeat}
+        self._by_key[attempt.key] = record.model_copy(update=update)
+        records = self.records
+        write_records(self._jsonl, records)
+        write_csv(self.out / "summary.csv", summarize(records, self.study.reference))
+        return next(record for record in records if (record.trial_id, record.repeat) == attempt.key)
+
+
+def failed_record(trial: Trial, status: Status, error: str, num_hosts: int | None) -> RunRecord:
+    """The record of a run without a result: what was asked for, and why nothing was measured."""
+    config, layout = trial.resolved, trial.resolved.layout
+    gpus = gpu_names()
+    return RunRecord(
+        trial=trial.name,
+        engine=config.engine,
+        layout=LayoutSizes(tp=layout.tp, cp=layout.cp, pp=layout.pp, vp=layout.vp, dp=layout.data_parallel),
+        options={"zero_stage": config.zero_stage, "recompute": config.recompute},
+        optimizer=config.optimizer,
+        work_class=None,
+        status=status,
+        error=error,
+        world_size=config.world_size,
+        num_hosts=num_hosts,
+        device=(gpus[0] if gpus else None) if config.device == "cuda" else "cpu",
+        model=config.model,
+        num_parameters=config.shape.num_parameters,
+        seq_length=config.seq_length,
+        micro_batch=config.micro_batch,
+        global_batch=config.global_batch,
+        precision=config.precision,
+        grad_dtype=config.grad_dtype,
+        num_steps=config.steps,
+        warmup_steps=config.warmup_steps,
+        command=trial.config.command(config.world_size),
+    )

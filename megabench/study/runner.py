@@ -1,0 +1,177 @@
+"""Runs a study: one supervisor for all ranks of this machine, or one a rank under torchrun; the same code for both."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from torch.distributed import DistError
+
+from megabench import UserError
+from megabench.record import RunRecord
+from megabench.study.crew import Crew, StudyStopped, note_signals
+from megabench.study.hparams import write_hparams
+from megabench.study.launch import join_launcher, open_here
+from megabench.study.outcome import judge
+from megabench.study.progress import RunDisplay
+from megabench.study.request import Request
+from megabench.study.results import Results, failed_record
+from megabench.study.study import Attempt, Study
+from megabench.study.summary import summarize
+from megabench.study.supervisor import Task, TrialRun
+from megabench.study.table import show
+
+TRAINER = (sys.executable, "-m", "megabench.train")
+
+# wide enough for every column: a file or a pipe has no width of its own
+PLAIN_WIDTH = 250
+
+
+def run_here(request: Request, study: Study, num_processes: int, trainer: Sequence[str] = TRAINER) -> int:
+    """Runs a study on this machine alone. Returns the exit status: 0 when every trial is ok, else 1.
+
+    `trainer` is the command that trains; it gets the flags of a RunConfig. Raises StudyError before any start.
+    """
+    results = Results.open(request.out, study)
+    attempts = results.choose(request.resume, request.only)
+    crew = Crew(open_here(num_processes), note_signals())
+    return _to_the_end(crew, lambda: _lead(crew, request, results, attempts, trainer))
+
+
+def run_launched(request: Request, trainer: Sequence[str] = TRAINER) -> int:
+    """Runs a study as one of the processes that torchrun started, each the supervisor of its own rank.
+
+    Returns the same exit status on all of them: as `run_here`, and 2, with one line by the lead, for a study that
+    cannot be run.
+    """
+    crew = Crew(join_launcher(), note_signals())
+    return _to_the_end(crew, lambda: _join_study(crew, request, trainer))
+
+
+def _to_the_end(crew: Crew, run: Callable[[], int]) -> int:
+    """The exit status of `run`, also when the study stops before its end."""
+    launch = crew.launch
+    try:
+        status = run()
+        crew.part()
+    except StudyStopped as stopped:
+        if launch.is_lead or not stopped.signal:
+            print(f"Stopped: {stopped}. The same command with --resume goes on.", file=sys.stderr, flush=True)
+        return 128 + stopped.signal if stopped.signal else 1
+    except DistError:
+        where = f"{launch.address}:{launch.port}"
+        print(f"Stopped: the store at {where} is gone, and with it the study's first process.", file=sys.stderr)
+        return 1
+    except Exception as error:
+        crew.stop_all(f"the supervisor of rank {launch.supervisor} failed: {error!r}")
+        raise
+    return status
+
+
+def _join_study(crew: Crew, request: Request, trainer: Sequence[str]) -> int:
+    """Every supervisor reads the study; the lead chooses the runs once all are known to have read the same."""
+    study: Study | None = None
+    try:
+        study = request.plan_launched(len(crew.launch.supervisors))
+        crew.report({"digest": study.digest})
+    except UserError as error:
+        crew.report({"problem": str(error)})
+    if crew.launch.is_lead:
+        return _lead_launched(crew, request, study, trainer)
+    plan = crew.announced("plan")
+    if "problem" in plan:
+        return 2
+    assert study is not None
+    attempts = [study.attempts[index] for index in plan["attempts"]]
+    return _follow(crew, Results(request.out, study), attempts, trainer)
+
+
+def _lead_launched(crew: Crew, request: Request, study: Study | None, trainer: Sequence[str]) -> int:
+    try:
+        _check_reports(crew.reports())
+        assert study is not None
+        results = Results.open(request.out, study)
+        attempts = results.choose(request.resume, request.only)
+    except UserError as error:
+        # printed before the others hear of it: the first to leave makes torchrun end the rest
+        print(f"Error: {error}", file=sys.stderr, flush=True)
+        crew.announce("plan", {"problem": str(error)})
+        return 2
+    crew.announce("plan", {"attempts": [study.attempts.index(attempt) for attempt in attempts]})
+    return _lead(crew, request, results, attempts, trainer)
+
+
+def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
+    """UserError unless every supervisor could read the study, and all read the same."""
+    first = reports[0]
+    for report in reports:
+        if "problem" in report:
+            elsewhere = f" (on {report['host']})" if report["host"] != first["host"] else ""
+            raise UserError(report["problem"] + elsewhere)
+    for report in reports:
+        if report["digest"] != first["digest"]:
+            raise UserError(
+                f"the study file differs between {first['host']} and {report['host']}; give every host the same file"
+            )
+
+
+def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Attempt], trainer: Sequence[str]) -> int:
+    """Runs all attempts, keeps their records, prints the table and tells the others the verdict."""
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    results.start()
+    for number, attempt in enumerate(attempts):
+        results.clear(attempt)
+        crew.announce(f"start/{number}", attempt.folder.as_posix())
+        with RunDisplay(console, number + 1, len(attempts), attempt.folder.as_posix()) as display:
+            try:
+                record = _run_attempt(crew, _task(crew, results, attempt, number, trainer), attempt, display)
+            except StudyStopped as stopped:
+                if not stopped.signal:  # what broke the crew may have been this very run
+                    display.end(results.add(attempt, failed_record(attempt.trial, "failed", str(stopped), None)))
+                raise
+            display.end(results.add(attempt, record))
+    show(console, results.records, results.study.reference)
+    write_hparams(results.out / "tensorboard", summarize(results.records, results.study.reference))
+    console.print(f"records: {results.out / 'results.jsonl'}", markup=False, highlight=False, soft_wrap=True)
+    status = 0 if results.all_ok(results.select(request.only)) else 1
+    crew.announce("verdict", status)
+    return status
+
+
+def _follow(crew: Crew, results: Results, attempts: Sequence[Attempt], trainer: Sequence[str]) -> int:
+    """Runs this supervisor's rank in every attempt; returns the lead's verdict."""
+    for number, attempt in enumerate(attempts):
+        crew.announced(f"start/{number}")
+        TrialRun(crew, _task(crew, results, attempt, number, trainer)).run(lambda progress: None)
+    verdict: int = crew.announced("verdict")
+    return verdict
+
+
+def _task(crew: Crew, results: Results, attempt: Attempt, number: int, trainer: Sequence[str]) -> Task:
+    trial, logs = attempt.trial, results.logs(attempt)
+    config = trial.config.model_copy(update={"out": logs, "tensorboard": results.tensorboard(attempt)})
+    return Task(
+        command=[*trainer, *config.flags()],
+        prefix=f"{crew.launch.root}/{number}/{attempt.folder.as_posix()}",
+        world_size=trial.world_size,
+        device=trial.resolved.device,
+        env=trial.env,
+        logs=logs,
+        timeout_seconds=results.study.timeout_seconds,
+    )
+
+
+def _run_attempt(crew: Crew, task: Task, attempt: Attempt, display: RunDisplay) -> RunRecord:
+    """The record of one run: what its rank 0 wrote, or why there is none."""
+    run = TrialRun(crew, task)
+    stop = run.run(display.update)
+    ends = run.ends()
+    status, error = judge(ends, stop == "timeout", task.timeout_seconds)
+    if status == "ok":
+        try:
+            return RunRecord.read(task.logs / "record.json")
+        except FileNotFoundError:
+            status, error = "failed", "rank 0 ended with exit status 0 but wrote no record.json"
+        except ValueError as problem:
+            status, error = "failed", f"rank 0 wrote a record.json that is none: {str(problem).splitlines()[0]}"
+    return failed_record(attempt.trial, status, error or "", num_hosts=len({end.host for end in ends}))

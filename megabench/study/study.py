@@ -1,0 +1,249 @@
+"""A study file, and the trials it stands for: all checked before any process starts. Loads no torch."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+
+from megabench import UserError
+from megabench.config import ConfigError, ResolvedConfig, RunConfig, explain, near_matches, read_yaml_mapping
+from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_fields, numbered, with_fields
+
+# where a trial writes is the study's to say
+_TRIAL_FIELDS = [field for field in RunConfig.model_fields if field not in ("out", "tensorboard")]
+_EXTRAS = ["name", "env", "world_size"]
+
+
+class StudyError(UserError):
+    """A study that cannot be run; the message names the file and, where there is one, the trial."""
+
+
+class StudyFile(BaseModel):
+    """What a study file holds, not yet expanded into trials."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str | None = Field(None, description="Name of the study [default: the file's].")
+    question: str = Field("", description="What the study answers, in one sentence.")
+    base: dict[str, Any] = Field({}, description="RunConfig fields for all trials, env and world_size.")
+    trials: list[dict[str, Any]] = Field(min_length=1, description="RunConfig fields of each, name, env, world_size.")
+    reference: str | None = Field(None, description="Trial to compare with [default: the first ZeRO-3 trial].")
+    repeats: PositiveInt = Field(1, description="How often each trial runs.")
+    timeout_seconds: PositiveFloat = Field(1800.0, description="Longest time that one trial may take.")
+
+    @classmethod
+    def read(cls, path: Path) -> "StudyFile":
+        """The study in `path`; StudyError when it is none."""
+        try:
+            content = read_yaml_mapping(path)
+        except ConfigError as error:
+            raise StudyError(str(error)) from None
+        if not content.get("trials"):
+            raise StudyError(f"{path} has no trials; give a list of them, e.g. 'trials: [{{tp: 2}}, {{tp: 4}}]'")
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise StudyError(f"{path}: {explain(error, cls)}") from None
+
+    @property
+    def largest_world_size(self) -> int | None:
+        """The largest world size that the file names; None when it names none."""
+        named = [trial.get("world_size") for entry in [self.base, *self.trials] for trial in expand(entry)]
+        return max((size for size in named if isinstance(size, int)), default=None)
+
+    @property
+    def is_cpu_only(self) -> bool:
+        """Whether every trial asks for the CPU."""
+        default = self.base.get("device")
+        return all(trial.get("device", default) == "cpu" for entry in self.trials for trial in expand(entry))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One configuration of a study, with the environment variables and the world size it runs in."""
+
+    name: str
+    config: RunConfig
+    resolved: ResolvedConfig
+    env: dict[str, str]
+
+    @property
+    def world_size(self) -> int:
+        return self.resolved.world_size
+
+    @property
+    def id(self) -> str:
+        """Hash of everything that shapes the run; equal ids mean the same run."""
+        return self.resolved.identity(world_size=self.world_size, env=self.env)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One run of a trial: what one set of fresh processes does."""
+
+    trial: Trial
+    repeat: int
+    folder: Path
+
+    @property
+    def key(self) -> tuple[str | None, int]:
+        """What its record is found by."""
+        return self.trial.id, self.repeat
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study file, expanded and checked. `digest` is the hash of the file's text."""
+
+    name: str
+    question: str
+    source: Path
+    digest: str
+    trials: tuple[Trial, ...]
+    reference: str
+    repeats: int
+    timeout_seconds: float
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """All runs in order, the repeats of a trial one after the other."""
+        return [
+            Attempt(trial, repeat, Path(trial.name, f"repeat-{repeat}") if self.repeats > 1 else Path(trial.name))
+            for trial in self.trials
+            for repeat in range(self.repeats)
+        ]
+
+
+def plan_study(file: StudyFile, source: Path, num_processes: int, device: Literal["cpu", "cuda"]) -> Study:
+    """The study of `file` (read from `source`) for a launch of `num_processes`, each trial on `device` by default.
+
+    Raises StudyError for the first setting that cannot work, with the file, the trial and a way out.
+    """
+    for field in list_fields(file.base):
+        raise StudyError(f"{source}: base.{field} is a list; lists expand in trials, so give it in each of them")
+    drafts = [
+        _draft(file.base, entry, values, f"{source}: trial {number} ({_label(values)})", num_processes, device)
+        for number, entry in enumerate(file.trials, 1)
+        for values in expand(entry)
+    ]
+    if not drafts:
+        raise StudyError(f"{source} has no trials: an empty list in a trial leaves nothing to run")
+    trials = _named(drafts, source)
+    return Study(
+        name=file.name or source.stem,
+        question=file.question,
+        source=source,
+        digest=hashlib.sha256(source.read_bytes()).hexdigest(),
+        trials=trials,
+        reference=_reference(file.reference, trials, source),
+        repeats=file.repeats,
+        timeout_seconds=file.timeout_seconds,
+    )
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A checked trial that has no name yet."""
+
+    where: str
+    name: str | None
+    given: dict[str, Any]
+    config: RunConfig
+    resolved: ResolvedConfig
+    env: dict[str, str]
+
+
+def _label(values: dict[str, Any]) -> str:
+    """How an error names a trial: by its name, else by its own fields."""
+    return str(values.get("name") or ", ".join(f"{field}={value}" for field, value in values.items()) or "base alone")
+
+
+def _draft(
+    base: dict[str, Any], entry: dict[str, Any], values: dict[str, Any], where: str, num_processes: int, device: str
+) -> _Draft:
+    both = {**base, **values}
+    for field in both:
+        if field not in _TRIAL_FIELDS + _EXTRAS:
+            raise StudyError(f"{where}: unknown setting {field!r}; {near_matches(field, _TRIAL_FIELDS + _EXTRAS)}")
+    world_size = both.get("world_size", num_processes)
+    if not isinstance(world_size, int) or world_size < 1:
+        raise StudyError(f"{where}: world_size={world_size!r} must be a whole number of processes, e.g. 8")
+    if world_size > num_processes:
+        raise StudyError(
+            f"{where} needs {world_size} processes but the launch has {num_processes}; "
+            f"start {world_size} or lower its world_size"
+        )
+    try:
+        config = RunConfig.parse({field: both[field] for field in both if field not in _EXTRAS})
+        if config.device == "cuda" and device == "cpu":
+            raise ConfigError("device=cuda, but no NVIDIA GPU was found here; use device: auto or cpu")
+        resolved = config.resolve(world_size, "cpu" if "cpu" in (config.device, device) else "cuda")
+    except UserError as error:
+        raise StudyError(f"{where}: {error}") from None
+    return _Draft(
+        where=where,
+        name=_given_name(entry, values, where),
+        given={field: value for field, value in values.items() if field not in ("name", "env")},
+        config=config,
+        resolved=resolved,
+        env=_variables(base.get("env"), where) | _variables(values.get("env"), where),
+    )
+
+
+def _given_name(entry: dict[str, Any], values: dict[str, Any], where: str) -> str | None:
+    """The name that the file gives, followed by the fields that its entry varies; None when it gives none."""
+    if "name" not in values:
+        return None
+    name = values["name"]
+    if not isinstance(name, str) or not SAFE_NAME.fullmatch(name):
+        raise StudyError(
+            f"{where}: name {name!r} cannot name a folder; use letters, digits and . _ + = - and begin with "
+            "a letter or digit"
+        )
+    varied = [field for field in list_fields(entry) if field not in ("name", "env")]
+    return with_fields(name, {field: values[field] for field in varied})
+
+
+def _variables(value: Any, where: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    settings = value.values() if isinstance(value, dict) else [None]
+    if not all(isinstance(setting, str | int | float) and not isinstance(setting, bool) for setting in settings):
+        raise StudyError(f"{where}: env={value!r} must map variables to text or numbers, e.g. {{NCCL_P2P_LEVEL: NVL}}")
+    return {str(variable): str(setting) for variable, setting in value.items()}
+
+
+def _named(drafts: Sequence[_Draft], source: Path) -> tuple[Trial, ...]:
+    """The trials with names: those given, else layout and what varies over the study."""
+    varying = {
+        field
+        for field in [*_TRIAL_FIELDS, "world_size"]
+        if len({str(getattr(draft.resolved, field)) for draft in drafts}) > 1
+    }
+    proposals = [
+        draft.name
+        or automatic_name(draft.resolved, {field: draft.given[field] for field in draft.given if field in varying})
+        for draft in drafts
+    ]
+    trials: dict[str, Trial] = {}
+    by_id: dict[str, str] = {}
+    for name, proposal, draft in zip(numbered(proposals), proposals, drafts, strict=True):
+        if name in trials or (draft.name and name != proposal):
+            raise StudyError(f"{draft.where}: a trial before it is called {proposal!r} too; give it another name")
+        trial = Trial(name, draft.config, draft.resolved, draft.env)
+        if twin := by_id.get(trial.id):
+            raise StudyError(f"{draft.where} is the same run as trial {twin!r}; to run one several times use repeats")
+        trials[name] = trial
+        by_id[trial.id] = name
+    return tuple(trials.values())
+
+
+def _reference(wanted: str | None, trials: Sequence[Trial], source: Path) -> str:
+    names = [trial.name for trial in trials]
+    if wanted is not None and wanted not in names:
+        raise StudyError(f"{source}: reference {wanted!r} is no trial of the study; {near_matches(wanted, names)}")
+    zero3 = [trial.name for trial in trials if trial.resolved.zero_stage == 3]
+    return wanted or (zero3 or names)[0]

@@ -1,0 +1,135 @@
+"""The table of a study, from its records alone: best first, each trial beside the reference of its work class."""
+
+import csv
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megabench.record import RunRecord
+
+_SEVERITY = ("ok", "diverged", "timeout", "oom", "failed")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trial: medians over its runs with a result. What is not known is None.
+
+    `ratio` is tokens/s per device over the reference's, within one work class only: with equal world sizes, the ratio
+    of tokens/s; a trial that is not ok has none. `work_class` is None for a trial without a result.
+    """
+
+    trial: str
+    engine: str
+    layout: str
+    world_size: int
+    micro_batch: int
+    num_runs: int
+    step_seconds: float | None
+    tokens_per_second_per_device: float | None
+    tokens_per_second_per_device_min: float | None
+    tokens_per_second_per_device_max: float | None
+    tflops_per_device: float | None
+    mfu: float | None
+    peak_memory_gib: float | None
+    ratio: float | None
+    reference: str
+    parity: str
+    max_relative_difference: float | None
+    status: str
+    reason: str | None
+    work_class: str | None
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == "ok"
+
+
+def summarize(records: Sequence[RunRecord], reference: str) -> list[Row]:
+    """One row a trial. Work classes follow each other, the reference's first; in each, good trials stand best first and
+    the others behind them; trials without a result come last."""
+    by_trial: dict[str, list[RunRecord]] = {}
+    for record in records:
+        by_trial.setdefault(record.trial, []).append(record)
+    rows = [_row(runs, by_trial.get(reference, []), reference) for runs in by_trial.values()]
+    reference_first = sorted(rows, key=lambda row: row.trial != reference)
+    classes = list(dict.fromkeys(row.work_class for row in reference_first if row.work_class))
+    place: dict[str | None, int] = {work_class: number for number, work_class in enumerate(classes)}
+    place[None] = len(classes)
+    return sorted(
+        rows, key=lambda row: (place[row.work_class], not row.is_ok, -(row.tokens_per_second_per_device or 0.0))
+    )
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """The rows as CSV, atomically."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([field.name for field in fields(Row)])
+        writer.writerows([getattr(row, field.name) for field in fields(Row)] for row in rows)
+    partial.replace(path)
+
+
+def layout_name(record: RunRecord) -> str:
+    """The layout as people say it: "tp2·pp2·dp2"."""
+    sizes = record.layout.model_dump()
+    return "·".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "dp1"
+
+
+def engine_name(record: RunRecord) -> str:
+    """The engine with its ZeRO stage, where it has one."""
+    stage = record.options.get("zero_stage")
+    return record.engine if stage is None else f"{record.engine} ZeRO-{stage}"
+
+
+def is_zero3(record: RunRecord) -> bool:
+    return record.options.get("zero_stage") == 3
+
+
+def _row(runs: Sequence[RunRecord], reference_runs: Sequence[RunRecord], reference: str) -> Row:
+    worst = max(runs, key=lambda record: _SEVERITY.index(record.status))
+    num_bad = sum(record.status != "ok" for record in runs)
+    measured = [record for record in runs if record.work_class]
+    work_class = next((_class(record) for record in measured), None)
+    speeds = _speeds(measured)
+    expected = _speeds([record for record in reference_runs if record.status == "ok" and _class(record) == work_class])
+    parities = [record.parity for record in runs if record.parity]
+    differences = [p.max_relative_difference for p in parities if p.max_relative_difference is not None]
+    verdicts = {parity.verdict for parity in parities}
+    return Row(
+        trial=runs[0].trial,
+        engine=engine_name(runs[0]),
+        layout=layout_name(runs[0]),
+        world_size=runs[0].world_size,
+        micro_batch=runs[0].micro_batch,
+        num_runs=len(runs),
+        step_seconds=_median([record.step_seconds.median for record in measured if record.step_seconds]),
+        tokens_per_second_per_device=_median(speeds),
+        tokens_per_second_per_device_min=min(speeds, default=None),
+        tokens_per_second_per_device_max=max(speeds, default=None),
+        tflops_per_device=_median(
+            [record.model_tflops_per_device.causal for record in measured if record.model_tflops_per_device]
+        ),
+        mfu=_median([record.mfu for record in measured if record.mfu is not None]),
+        peak_memory_gib=max((r.peak_memory_gib.max for r in measured if r.peak_memory_gib), default=None),
+        ratio=statistics.median(speeds) / statistics.median(expected) if speeds and expected and not num_bad else None,
+        reference=reference,
+        parity=next((verdict for verdict in ("diverged", "equal") if verdict in verdicts), "unknown"),
+        max_relative_difference=max(differences, default=None),
+        status=worst.status,
+        reason=worst.error and (f"{num_bad} of {len(runs)} runs: " if len(runs) > 1 else "") + worst.error,
+        work_class=work_class,
+    )
+
+
+def _class(record: RunRecord) -> str | None:
+    return record.work_class.id if record.work_class else None
+
+
+def _speeds(records: Sequence[RunRecord]) -> list[float]:
+    return [record.tokens_per_second_per_device for record in records if record.tokens_per_second_per_device]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None

@@ -1,0 +1,143 @@
+"""The rows of a study as tables for a terminal, in Markdown so that they can be pasted, and what they say in a line."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from megabench.record import RunRecord
+from megabench.study.summary import Row, is_zero3, summarize
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column; those with a `rank` are left out when the terminal is too narrow, the highest first."""
+
+    head: str
+    cell: Callable[[Row], str]
+    rank: int = 0
+    is_text: bool = False
+
+
+def show(console: Console, records: Sequence[RunRecord], reference: str) -> None:
+    """Prints one table for each work class, the best trial of each, and why the others have no place in it."""
+    rows = summarize(records, reference)
+    head = _reference_name(records, reference)
+    titles = _titles(records)
+    groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: row.work_class)]
+    if len(groups) > 1 and groups[-1][0] is None:  # trials without a result stand at the end of the last table
+        (_, unplaced), (_, last) = groups.pop(), groups[-1]
+        last += unplaced
+    for work_class, group in groups:
+        _say(console, titles.get(work_class, "no trial has a result"))
+        _print_table(console, group, head)
+        _say(console, _best(group, head))
+        for row in group:
+            if not row.is_ok:
+                _say(console, f"{row.trial} ({_status(row)}): {row.reason}")
+    if any(record.device == "cpu" for record in records):
+        _say(console, "These are CPU timings: no evidence about GPUs.")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(Text(text), soft_wrap=True)
+
+
+def _reference_name(records: Sequence[RunRecord], reference: str) -> str:
+    return "ZeRO-3" if any(record.trial == reference and is_zero3(record) for record in records) else reference
+
+
+def _titles(records: Sequence[RunRecord]) -> dict[str | None, str]:
+    """A line for each work class: what was trained, and in what it differs from the other classes."""
+    classes = {record.work_class.id: record for record in records if record.work_class}
+    dumps = [record.work_class.model_dump() for record in classes.values() if record.work_class]
+    differing = [field for field in (dumps or [{}])[0] if any(dump[field] != dumps[0][field] for dump in dumps)]
+    titles: dict[str | None, str] = {}
+    for (name, record), dump in zip(classes.items(), dumps, strict=True):
+        what = f"{record.model}, {record.precision}, {record.global_batch} × {record.seq_length} tokens a step"
+        where = f"{record.world_size} × {record.device}"
+        titles[name] = ", ".join([what, where, *(f"{field}={dump[field]}" for field in differing)])
+    return titles
+
+
+def _best(rows: Sequence[Row], reference: str) -> str:
+    good = [row for row in rows if row.is_ok]
+    if not good:
+        return "best: none, no trial is ok"
+    best = good[0]
+    if best.ratio is None:
+        return f"best: {best.trial}; the reference {best.reference} has no result here to compare with"
+    if best.trial == best.reference:
+        return f"best: {best.trial}" + ("; no layout beat it" if len(good) > 1 else "")
+    return f"best: {best.trial}, {best.ratio:.2f} × {reference}"
+
+
+def _print_table(console: Console, rows: Sequence[Row], reference: str) -> None:
+    columns = _columns(rows, reference)
+    left_out = []
+    while _width(console, _table(columns, rows)) > console.width and any(column.rank for column in columns):
+        dropped = max(columns, key=lambda column: column.rank)
+        columns.remove(dropped)
+        left_out.append(dropped.head)
+    console.print(_table(columns, rows))
+    if left_out:
+        _say(console, f"left out for want of width: {', '.join(left_out)}; summary.csv has them")
+
+
+def _width(console: Console, table: Table) -> int:
+    """The width at which no cell of `table` is folded."""
+    return Measurement.get(console, console.options.update(width=10_000), table).maximum
+
+
+def _table(columns: Sequence[_Column], rows: Sequence[Row]) -> Table:
+    table = Table(box=box.MARKDOWN)
+    for column in columns:
+        table.add_column(Text(column.head), justify="left" if column.is_text else "right", overflow="fold")
+    for row in rows:
+        style = "bold" if row is rows[0] and row.is_ok else "" if row.is_ok else "dim"
+        table.add_row(*(Text(column.cell(row)) for column in columns), style=style)
+    return table
+
+
+def _columns(rows: Sequence[Row], reference: str) -> list[_Column]:
+    columns = [
+        _Column("trial", lambda row: row.trial, is_text=True),
+        _Column("engine", lambda row: row.engine, rank=6, is_text=True),
+        _Column("layout", lambda row: row.layout, rank=2, is_text=True),
+        _Column("micro-batch", lambda row: str(row.micro_batch), rank=5),
+        _Column("step s", lambda row: _number(row.step_seconds, ".4g"), rank=1),
+        _Column("tok/s per device", _speed),
+        _Column("TFLOP/s per device", lambda row: _number(row.tflops_per_device, ".3g"), rank=4),
+        _Column("MFU", lambda row: _number(row.mfu, ".1%")),
+        _Column("peak GiB", lambda row: _number(row.peak_memory_gib, ".2f"), rank=3),
+        _Column(f"× {reference}", lambda row: _number(row.ratio, ".2f")),
+        _Column("parity", _parity, is_text=True),
+        _Column("status", _status, is_text=True),
+    ]
+    return [column for column in columns if column.head != "MFU" or any(row.mfu is not None for row in rows)]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _speed(row: Row) -> str:
+    low, high = row.tokens_per_second_per_device_min, row.tokens_per_second_per_device_max
+    spread = f" ({low:,.0f}–{high:,.0f})" if row.num_runs > 1 and low is not None and high is not None else ""
+    return _number(row.tokens_per_second_per_device, ",.0f") + spread
+
+
+def _status(row: Row) -> str:
+    return "DIVERGED" if row.status == "diverged" else row.status
+
+
+def _parity(row: Row) -> str:
+    difference = "" if row.max_relative_difference is None else f" {row.max_relative_difference:.1g}"
+    if row.parity == "equal" and row.trial == row.reference:
+        return "reference"
+    return {"equal": f"equal{difference}", "diverged": f"DIVERGED{difference}", "unknown": "–"}[row.parity]

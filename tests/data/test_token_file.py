@@ -1,0 +1,189 @@
+"""Token files: what tools/preprocess.py writes, megatron-core and this package read alike; damage is told."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megabench.data import DataError, token_file
+from megabench.data.source import open_source
+from megabench.data.text import read_text
+from megabench.data.token_file import open_token_file, read_facts, scan, token_file_prefix
+from megabench.data.tokenizer import BYTES
+from tests.data.conftest import DOCUMENTS
+from tools.preprocess import preprocess
+
+PREPROCESS = Path(__file__).parents[2] / "tools" / "preprocess.py"
+
+
+def run_preprocess(*words, check=True):
+    return subprocess.run(
+        [sys.executable, PREPROCESS, *map(str, words)], capture_output=True, text=True, check=check, timeout=120
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with documents.jsonl and the token file `tokens` made of it, and what the command printed."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    return folder, run_preprocess(folder / "documents.jsonl", "--out", folder / "out" / "tokens").stdout
+
+
+@pytest.fixture
+def prefix(made, tmp_path):
+    """A copy of the token file that a test may damage."""
+    shutil.copytree(made[0] / "out", tmp_path / "out")
+    return tmp_path / "out" / "tokens"
+
+
+def test_preprocess_tells_what_it_wrote_and_leaves_nothing_else(made):
+    folder, printed = made
+    num_tokens = sum(len(document.encode()) + 1 for document in DOCUMENTS)
+    assert f"4 documents, {num_tokens:,} tokens, {2 * num_tokens:,} bytes in " in printed
+    assert sorted(os.listdir(folder / "out")) == ["tokens.bin", "tokens.idx", "tokens.json"]
+
+
+def test_reads_as_the_text_itself_does(made, resolve):
+    folder, _ = made
+    direct = open_source(resolve(data=str(folder / "documents.jsonl")))
+    for name in ("tokens", "tokens.bin", "tokens.idx"):
+        corpus = open_source(resolve(data=str(folder / "out" / name)))
+        assert (corpus.name, corpus.sha256, corpus.num_tokens) == ("tokens", direct.sha256, direct.num_tokens)
+        assert all((corpus.sequence(i) == direct.sequence(i)).all() for i in range(2 * direct.num_windows))
+
+
+def test_tokens_are_mapped_not_loaded(prefix, resolve):
+    corpus = open_source(resolve(data=str(prefix)))
+    assert isinstance(corpus.tokens, np.memmap)
+    assert not corpus.tokens.flags.writeable
+
+
+def test_megatron_core_reads_the_same(prefix):
+    from megabench.runtime import megatron_cpu
+
+    megatron_cpu.install()
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    theirs, ours = IndexedDataset(str(prefix)), open_token_file(prefix)
+    assert len(theirs) == len(DOCUMENTS)
+    assert np.array_equal(np.concatenate([theirs[i] for i in range(len(theirs))]), ours)
+    assert theirs.document_indices.tolist() == list(range(len(DOCUMENTS) + 1))
+
+
+def test_hugging_face_tokenizer_over_several_files_and_workers(tmp_path, jsonl, tokenizer_dir, resolve):
+    text = tmp_path / "more.txt"
+    text.write_text("def more():\n    return 1\n" * 50)
+    options = ("--tokenizer", tokenizer_dir, "--workers", 2)
+    run_preprocess(jsonl, text, *options, "--out", tmp_path / "tokens")
+    direct = [open_source(resolve(data=str(path), tokenizer=str(tokenizer_dir))).tokens for path in (jsonl, text)]
+    assert np.array_equal(open_token_file(tmp_path / "tokens"), np.concatenate(direct))
+
+
+def test_no_append_eod(tmp_path, jsonl):
+    preprocess([jsonl], tmp_path / "tokens", BYTES, workers=1, append_eod=False)
+    assert bytes(open_token_file(tmp_path / "tokens").astype(np.uint8)) == "".join(DOCUMENTS).encode()
+
+
+def test_bad_input_leaves_the_older_token_file_alone(prefix, tmp_path):
+    before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
+    done = run_preprocess(tmp_path / "bad.jsonl", "--out", prefix, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("bad.jsonl line 2 has no text: the field text must be there and hold a string")
+    assert "Traceback" not in done.stderr
+    assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
+
+
+def test_a_missing_half(prefix, resolve):
+    prefix.with_suffix(".bin").unlink()
+    with pytest.raises(DataError, match=r"tokens.idx is there but .*tokens.bin is not; a token file needs both"):
+        open_source(resolve(data=str(prefix)))
+    prefix.with_suffix(".idx").rename(prefix.with_suffix(".bin"))
+    with pytest.raises(DataError, match=r"tokens.bin is there but .*tokens.idx is not"):
+        open_source(resolve(data=str(prefix) + ".bin"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda index: b"",
+        lambda index: index[:20],
+        lambda index: index[:-4],
+        lambda index: index + b"\0" * 8,
+        lambda index: b"NOTMAGIC" + index[8:],
+        lambda index: index[:9] + b"\2" + index[10:],  # version
+        lambda index: index[:17] + b"\7" + index[18:],  # dtype code: float
+        lambda index: index[:34] + b"\xff" * 4 + index[38:],  # a negative length
+    ],
+)
+def test_a_damaged_index(prefix, damage):
+    path = prefix.with_suffix(".idx")
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=r"tokens.idx is damaged or no token index"):
+        open_token_file(prefix)
+
+
+def test_a_truncated_token_file(prefix):
+    path = prefix.with_suffix(".bin")
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"tokens.bin has \d+ bytes where tokens.idx tells of \d+"):
+        open_token_file(prefix)
+
+
+def test_tokens_of_another_vocabulary(prefix, resolve):
+    tokens = np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16)
+    tokens[5] = 40_000
+    tokens.tofile(prefix.with_suffix(".bin"))
+    with pytest.raises(DataError, match="holds token 40000, but llama-tiny has a vocabulary of 512"):
+        open_source(resolve(data=str(prefix)))
+
+
+def test_facts_beside_the_tokens_spare_reading_them(prefix, monkeypatch):
+    tokens = open_token_file(prefix)
+    expected = scan(tokens)
+    monkeypatch.setattr(token_file, "scan", lambda tokens: pytest.fail("read every token"))
+    assert read_facts(prefix, tokens) == expected
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", '{"num_tokens": 3, "max_token": 1, "sha256": "0"}'])
+def test_facts_that_are_missing_or_do_not_fit_are_found_again(prefix, content):
+    path = prefix.with_suffix(".json")
+    path.unlink() if content is None else path.write_text(content)
+    tokens = open_token_file(prefix)
+    assert read_facts(prefix, tokens) == scan(tokens)
+
+
+def test_facts_older_than_the_tokens_are_not_believed(prefix):
+    facts = prefix.with_suffix(".json")
+    facts.write_text(facts.read_text().replace('"max_token": 256', '"max_token": 7'))
+    tokens = open_token_file(prefix)
+    assert read_facts(prefix, tokens).max_token == 7
+    os.utime(facts, ns=(0, 0))
+    assert read_facts(prefix, tokens).max_token == 256
+
+
+def test_scan_of_a_file_longer_than_its_blocks(monkeypatch):
+    tokens = np.arange(1000, dtype=np.int32)
+    whole = scan(tokens)
+    monkeypatch.setattr(token_file, "_SCAN_TOKENS", 64)
+    assert scan(tokens) == whole
+
+
+def test_prefix_of_a_token_file(prefix, tmp_path):
+    assert token_file_prefix(prefix) == token_file_prefix(prefix.with_suffix(".bin")) == prefix
+    dotted = tmp_path / "v1.5"
+    for suffix in (".bin", ".idx"):
+        shutil.copy(prefix.with_suffix(suffix), tmp_path / f"v1.5{suffix}")
+    assert token_file_prefix(dotted) == token_file_prefix(tmp_path / "v1.5.idx") == dotted
+    assert token_file_prefix(tmp_path / "absent") is None
+
+
+def test_text_files_are_not_taken_for_token_files(jsonl):
+    assert token_file_prefix(jsonl) is None
+    assert len(list(read_text(jsonl))) == len(DOCUMENTS)

@@ -1,0 +1,13 @@
+"""The compare command with the fake trainer in the trainer's place."""
+
+import sys
+
+from megabench import cli
+from megabench.study import crew, runner
+
+runner.run_here.__defaults__ = runner.run_launched.__defaults__ = ((sys.executable, "-m", "tests.study.fake_trainer"),)
+crew.LOST_AFTER_SECONDS = 8.0
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "compare")
+    cli.main()

@@ -1,0 +1,77 @@
+"""Stands in for megabench.train: `FAULT` says how it ends, and `FAULT_RANK` on which rank (all others see no fault).
+
+It writes the same files and messages as the trainer, without a model, so that a trial takes a second.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.study.records import make_record
+
+NUM_STEPS = 4
+
+
+def main() -> int:
+    rank = int(os.environ["RANK"])
+    fields = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    out = Path(fields["--out"])
+    (out / f"pid-{rank}").write_text(str(os.getpid()))
+    fault = os.environ.get("FAULT", "")
+    mine = fault and rank == int(os.environ.get("FAULT_RANK", "0"))
+    if fault in ("hang", "raise", "oom"):
+        return with_messages(rank, fault, bool(mine))
+    if mine and fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mine and fault == "exit":
+        print("the words before the end")
+        return 3
+    if fault == "kill":  # a peer waits for the one that was killed
+        time.sleep(600)
+    if fault == "grandchild":
+        (out / f"pid-grandchild-{rank}").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        time.sleep(600)
+    if fault == "environment":
+        (out / f"environment-{rank}").write_text("\n".join(f"{k}={v}" for k, v in sorted(os.environ.items())))
+    if rank == 0 and fault != "no_record":
+        losses = [6.0, 5.0, 4.0, float(os.environ.get("LAST_LOSS", "3.0"))]
+        make_record(losses).write(out / "record.json")
+    return 0
+
+
+def with_messages(rank: int, fault: str, mine: bool) -> int:
+    """The faults that are told over the store."""
+    import faulthandler
+
+    from megabench.runtime import rendezvous
+    from megabench.runtime.messages import Progress, report_failure, report_progress
+
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
+    store = rendezvous.join().store
+    report_progress(store, rank, Progress("training", 2 if mine else 3, NUM_STEPS))
+    if fault == "hang":
+        lost_in_thought() if mine else waiting_for_peers()
+    if mine:
+        time.sleep(0.5)  # the peers' report comes first
+        error = "CUDA out of memory" if fault == "oom" else "ValueError: the real cause"
+        report_failure(store, rank, "oom" if fault == "oom" else "failed", error)
+    else:
+        store.wait([f"progress/{os.environ['FAULT_RANK']}"])
+        report_failure(store, rank, "failed", "RuntimeError: [gloo/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
+    return 1
+
+
+def lost_in_thought() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def waiting_for_peers() -> None:
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Parity: equal losses are equal, a drift is marked, and nothing is compared across work classes."""
+
+import math
+
+import pytest
+
+from megabench.study.parity import compare_losses, judge_parity
+from tests.study.records import make_record, work_class
+
+LOSSES = [6.0, 5.0, 4.0]
+
+
+def test_the_largest_relative_difference_over_steps():
+    assert compare_losses([6.0, 5.5, 4.0], LOSSES) == pytest.approx(0.1)
+    assert compare_losses(LOSSES, LOSSES) == 0
+
+
+@pytest.mark.parametrize("losses", [[6.0, 5.0], [6.0, math.nan, 4.0], [6.0, math.inf, 4.0], []])
+def test_what_cannot_be_compared(losses):
+    assert compare_losses(losses, LOSSES) is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "factor", "verdict"),
+    [("fp32", 1 + 5e-5, "equal"), ("fp32", 1.001, "diverged"), ("bf16", 1.01, "equal"), ("bf16", 1.1, "diverged")],
+)
+def test_the_tolerance_is_the_precisions(precision, factor, verdict):
+    reference = make_record(LOSSES, trial="zero3", precision=precision)
+    other = make_record([loss * factor for loss in LOSSES], trial="tp2", precision=precision)
+    other, reference = judge_parity([other, reference], "zero3")
+    assert (other.parity.verdict, other.parity.reference) == (verdict, "zero3")
+    assert other.status == ("ok" if verdict == "equal" else "diverged")
+    assert (reference.parity.verdict, reference.parity.max_relative_difference) == ("equal", 0)
+
+
+@pytest.mark.parametrize("losses", [[6.0, 5.0], [6.0, math.nan, 4.0], []])
+def test_losses_that_cannot_be_compared_are_a_divergence(losses):
+    judged, _ = judge_parity([make_record(losses, trial="tp2"), make_record(LOSSES, trial="zero3")], "zero3")
+    assert judged.status == "diverged" and judged.parity.max_relative_difference is None
+    assert "not finite, or not of as many steps as those of zero3" in judged.error
+
+
+def test_without_the_reference_the_first_good_trial_of_the_class_is_the_standard():
+    other_class = work_class(seed=2)
+    records = [
+        make_record([math.nan] * 3, trial="a", work_class=other_class),
+        make_record([9.0, 8.0, 7.0], trial="b", work_class=other_class),
+        make_record([9.0, 8.0, 7.0], trial="c", work_class=other_class),
+        make_record([], trial="zero3", status="oom", work_class=None),
+        make_record(LOSSES, trial="d"),
+    ]
+    judged = {record.trial: record for record in judge_parity(records, "zero3")}
+    assert {name: record.parity and record.parity.reference for name, record in judged.items()} == {
+        **dict.fromkeys("abc", "b"),
+        "zero3": None,
+        "d": "d",
+    }
+    assert [judged[name].status for name in ("a", "b", "c", "zero3", "d")] == ["diverged", "ok", "ok", "oom", "ok"]
+
+
+def test_a_verdict_is_taken_back_when_the_standard_changes():
+    drifted, standard = make_record([1.0], trial="tp2"), make_record([2.0], trial="zero3")
+    (judged, _) = judge_parity([drifted, standard], "zero3")
+    assert judged.status == "diverged"
+    (judged,) = judge_parity([judged], "zero3")
+    assert (judged.status, judged.error, judged.parity.reference) == ("ok", None, "tp2")
+
+
+def test_a_class_whose_losses_are_all_missing_is_unknown():
+    (judged,) = judge_parity([make_record([])], "zero3")
+    assert (judged.status, judged.parity.verdict) == ("ok", "unknown")
+
+
+def test_losses_that_are_not_finite_survive_the_file(tmp_path):
+    record = make_record([6.0, math.nan, math.inf])
+    record.write(tmp_path / "record.json")
+    again = type(record).read(tmp_path / "record.json").losses
+    assert again[0] == 6.0 and math.isnan(again[1]) and again[2] == math.inf

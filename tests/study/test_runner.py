@@ -1,0 +1,251 @@
+"""The runner with a fake trainer: every way a trial can end is named rightly, and harms no other trial."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from megabench.record import RunRecord, read_records
+from tests.study.compare_process import (
+    BASE,
+    FAKE,
+    compare,
+    finish,
+    free_port,
+    running,
+    start,
+    torchrun,
+    wait_until_gone,
+    wait_until_running,
+)
+
+FAULTS = (
+    BASE
+    + """
+timeout_seconds: 30
+trials:
+  - {name: first, world_size: 2}
+  - {name: killed, world_size: 2, seed: 1, env: {FAULT: kill, FAULT_RANK: 1}}
+  - {name: raised, world_size: 2, seed: 2, env: {FAULT: raise, FAULT_RANK: 1}}
+  - {name: memory, world_size: 2, seed: 3, env: {FAULT: oom, FAULT_RANK: 1}}
+  - {name: exited, world_size: 2, seed: 4, env: {FAULT: exit, FAULT_RANK: 0}}
+  - {name: hung, world_size: 2, seed: 5, env: {FAULT: hang, FAULT_RANK: 1}}
+  - {name: unwritten, world_size: 2, seed: 6, env: {FAULT: no_record}}
+  - {name: drifted, world_size: 2, seed: 7, env: {LAST_LOSS: 3.5}}
+  - {name: last, world_size: 2, seed: 8}
+"""
+)
+
+ENDS = {
+    "first": ("ok", None),
+    "killed": ("failed", "rank 1 was killed by signal 9 (SIGKILL); on Linux that is often the out-of-memory killer"),
+    "raised": ("failed", "rank 1 failed after step 2 of 4: ValueError: the real cause"),
+    "memory": ("oom", "rank 1 ran out of memory after step 2 of 4: CUDA out of memory"),
+    "exited": ("failed", "rank 0 ended with exit status 3; its last words: the words before the end"),
+    "hung": ("timeout", "rank 1 in lost_in_thought (fake_trainer.py"),
+    "unwritten": ("failed", "rank 0 ended with exit status 0 but wrote no record.json"),
+    "drifted": ("diverged", "its losses differ from those of first by up to 0.17 of their value"),
+    "last": ("ok", None),
+}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "study.yaml"
+    path.write_text(text)
+    return path
+
+
+def records(out: Path) -> dict[str, RunRecord]:
+    return {record.trial: record for record in read_records(out / "results.jsonl")}
+
+
+class Faults:
+    """One run of the study of faults, which all tests of its outcome share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.out = folder / "out"
+        self.study = write(folder, FAULTS)
+        self.status, self.stdout, self.stderr = compare(self.study, "--out", self.out)
+        self.records = records(self.out)
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    return Faults(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.parametrize("trial", ENDS)
+def test_each_end_is_named(faults, trial):
+    status, error = ENDS[trial]
+    record = faults.records[trial]
+    assert record.status == status, faults.stdout
+    assert record.error == error or (error and error in record.error)
+    if status != "ok":
+        assert f"{trial} " in faults.stdout and record.error in faults.stdout
+
+
+def test_a_hang_says_how_far_each_rank_was(faults):
+    assert "rank 1 in lost_in_thought (fake_trainer.py" in faults.records["hung"].error
+    assert "2 of 4 steps done" in faults.records["hung"].error
+    assert "rank 0 in waiting_for_peers (fake_trainer.py" in faults.records["hung"].error
+    assert faults.records["hung"].error.startswith("no result after 30 s (timeout_seconds): ")
+
+
+def test_a_study_with_bad_trials_ends_with_1_and_leaves_no_process(faults):
+    assert faults.status == 1
+    assert "Traceback" not in faults.stderr
+    assert not running(faults.out)
+
+
+def test_what_a_study_leaves(faults):
+    assert list(faults.records) == list(ENDS)
+    assert (faults.out / "study.yaml").read_text() == FAULTS
+    assert json.loads((faults.out / "environment.json").read_text())["versions"]["python"]
+    assert (faults.out / "summary.csv").read_text().count("\n") == 1 + len(ENDS)
+    assert list((faults.out / "tensorboard" / "first").iterdir())
+    assert all((faults.out / "logs" / name / f"rank-{rank}.log").exists() for name in ENDS for rank in (0, 1))
+
+
+def test_a_failed_record_says_what_was_asked_for_and_measures_nothing(faults):
+    record = faults.records["killed"]
+    assert (record.layout.dp, record.num_steps, record.device, record.num_hosts) == (2, 4, "cpu", 1)
+    assert record.command.startswith("torchrun --nproc-per-node 2 launch/pretrain.py --model llama-tiny")
+    assert record.tokens_per_second is None and record.losses == [] and record.work_class is None
+
+
+def test_resume_runs_only_what_has_no_good_record(tmp_path):
+    study = write(tmp_path, BASE + "trials: [{name: a}, {name: b, seed: 1, env: {FAULT: exit}}, {name: c, seed: 2}]")
+    out = tmp_path / "out"
+    status, stdout, _ = compare(study, "--out", out, "--nproc", 1, "--only", "a", "--only", "b*")
+    assert status == 1 and "[2/2] b failed" in stdout
+    assert list(records(out)) == ["a", "b"]
+    pid = (out / "logs/a/pid-0").read_text()
+
+    status, stdout, _ = compare(study, "--out", out, "--nproc", 1, "--resume")
+    assert status == 1 and "[1/2] b failed" in stdout and "[2/2] c ok" in stdout
+    assert list(records(out)) == ["a", "b", "c"]
+    assert (out / "logs/a/pid-0").read_text() == pid
+
+    status, stdout, _ = compare(study, "--out", out, "--nproc", 1, "--resume", "--only", "a")
+    assert status == 0 and "[1/" not in stdout and "best: a" in stdout
+
+    status, stdout, stderr = compare(study, "--out", out, "--nproc", 1)
+    assert (status, stdout) == (2, "") and "--resume" in stderr
+
+
+def test_repeats_and_environment(tmp_path):
+    study = write(tmp_path, BASE + "repeats: 2\ntrials: [{name: a, env: {FAULT: environment, MINE: 7}}]")
+    out = tmp_path / "out"
+    status, stdout, stderr = compare(study, "--out", out, "--nproc", 2, TORCHELASTIC_RUN_ID="x", GROUP_RANK="0")
+    assert status == 0, stdout + stderr
+    assert [record.repeat for record in read_records(out / "results.jsonl")] == [0, 1]
+    prefixes = set()
+    for repeat in (0, 1):
+        lines = (out / f"logs/a/repeat-{repeat}/environment-1").read_text().splitlines()
+        variables = dict(line.split("=", 1) for line in lines if "=" in line)
+        assert not {name for name in variables if name.startswith(("TORCHELASTIC", "GROUP_"))}
+        assert [variables[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == list("1122")
+        assert (variables["MINE"], variables["OMP_NUM_THREADS"], variables["CUDA_VISIBLE_DEVICES"]) == ("7", "1", "")
+        prefixes.add(variables["MEGABENCH_STORE_PREFIX"])
+    assert len(prefixes) == 2
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stopped_supervisor_ends_all_that_its_children_started(tmp_path, sent, status):
+    study = write(tmp_path, BASE + "trials: [{name: a, env: {FAULT: grandchild}}]")
+    out = tmp_path / "out"
+    process = start(FAKE, study, "--out", out, "--nproc", 2)
+    wait_until_running(out, {f"logs/a/pid-{who}" for who in ("0", "1", "grandchild-0", "grandchild-1")})
+    process.send_signal(sent)
+    code, _, stderr = finish(process, 60)
+    assert code == status
+    assert stderr == f"Stopped: stopped by {sent.name}. The same command with --resume goes on.\n"
+    assert not running(out)
+
+
+def test_children_die_with_a_killed_supervisor(tmp_path):
+    study = write(tmp_path, BASE + "trials: [{name: a, env: {FAULT: kill, FAULT_RANK: 9}}]")
+    out = tmp_path / "out"
+    process = start(FAKE, study, "--out", out, "--nproc", 2)
+    wait_until_running(out, {"logs/a/pid-0", "logs/a/pid-1"})
+    process.kill()
+    finish(process)
+    wait_until_gone(out)
+
+
+def test_two_agents_survive_a_kill_and_a_hang(tmp_path):
+    study = write(
+        tmp_path,
+        BASE
+        + """
+timeout_seconds: 45
+trials:
+  - {name: killed, env: {FAULT: kill, FAULT_RANK: 3}}
+  - {name: hung, seed: 1, env: {FAULT: hang, FAULT_RANK: 2}}
+  - {name: two, seed: 2, world_size: 2}
+  - {name: all, seed: 3}
+""",
+    )
+    out = tmp_path / "out"
+    command = torchrun(2, 2, study, "--out", out)
+    agents = [start(command), start(command)]
+    ends = [finish(agent) for agent in agents]
+    assert [status for status, _, _ in ends] == [1, 1], ends
+    found = records(out)
+    assert {name: record.status for name, record in found.items()} == {
+        "killed": "failed",
+        "hung": "timeout",
+        "two": "ok",
+        "all": "ok",
+    }
+    assert found["killed"].error.startswith("rank 3 was killed by signal 9")
+    assert "rank 2 in lost_in_thought" in found["hung"].error
+    assert "ranks 0, 1, 3 in waiting_for_peers" in found["hung"].error
+    assert sum(stdout.count("best:") for _, stdout, _ in ends) == 1
+    assert not running(out)
+
+
+def test_a_study_that_cannot_run_is_refused_once_by_all_ranks(tmp_path):
+    study = write(tmp_path, BASE + "trials: [{tp: 3}]")
+    status, _, stderr = compare(command=torchrun(1, 2, study, "--out", tmp_path / "out"))
+    assert status == 1  # torchrun's own, for workers that ended with 2
+    assert stderr.count("\nError: ") == 1 and stderr.count("trial 1 (tp=3): tp=3") == 1
+    assert "exitcode  : 2" in stderr and "exitcode  : -" not in stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_hosts_with_different_study_files_are_told(tmp_path):
+    (tmp_path / "other").mkdir()
+    texts = [BASE + "trials: [{seed: 1}]", BASE + "trials: [{seed: 2}]"]
+    studies = [write(tmp_path, texts[0]), write(tmp_path / "other", texts[1])]
+    ranks = launched(studies, tmp_path / "out")
+    ends = [finish(rank) for rank in ranks]
+    assert [status for status, _, _ in ends] == [2, 2]
+    assert "the study file differs between" in ends[0][2] and ends[1][2] == ""
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_lost_supervisor_ends_the_study(tmp_path, dead):
+    study = write(tmp_path, BASE + "trials: [{name: a, env: {FAULT: kill, FAULT_RANK: 9}}]")
+    out = tmp_path / "out"
+    ranks = launched([study, study], out)
+    wait_until_running(out, {"logs/a/pid-0", "logs/a/pid-1"})
+    ranks[dead].kill()
+    status, _, stderr = finish(ranks[1 - dead], 60)
+    finish(ranks[dead])
+    assert status == 1 and "Stopped: the s" in stderr and "Traceback" not in stderr
+    wait_until_gone(out)
+    if dead == 1:
+        error = records(out)["a"].error
+        assert error.startswith("the supervisor of rank 1 has been silent for") and error in stderr
+
+
+def launched(studies: list[Path], out: Path) -> list:
+    """One supervisor a study file, by a launcher that leaves the store to rank 0."""
+    place = {"WORLD_SIZE": str(len(studies)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    local = {"LOCAL_WORLD_SIZE": str(len(studies))}
+    return [
+        start(FAKE, study, "--out", out, **place, **local, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank, study in enumerate(studies)
+    ]

@@ -1,0 +1,190 @@
+"""Study files: expansion, names, identities, and one sentence for each mistake. Nothing here starts a process."""
+
+from pathlib import Path
+
+import pytest
+
+from megabench.study import machine
+from megabench.study.expand import expand, numbered, with_fields
+from megabench.study.request import Request
+from megabench.study.study import Study, StudyError, StudyFile, plan_study
+
+BASE = "base: {model: llama-tiny, world_size: 4}\n"
+
+
+@pytest.fixture
+def plan(tmp_path):
+    def plan(text: str, num_processes: int = 4) -> Study:
+        path = tmp_path / "study.yaml"
+        path.write_text(text)
+        return plan_study(StudyFile.read(path), path, num_processes, "cpu")
+
+    return plan
+
+
+def names(study: Study) -> list[str]:
+    return [trial.name for trial in study.trials]
+
+
+def test_lists_expand_to_their_product_and_betas_is_a_value():
+    assert expand({"tp": [1, 2], "micro_batch": [4, 8], "betas": [0.9, 0.95]}) == [
+        {"tp": tp, "micro_batch": micro_batch, "betas": [0.9, 0.95]} for tp in (1, 2) for micro_batch in (4, 8)
+    ]
+    assert [values["betas"] for values in expand({"betas": [[0.9, 0.95], [0.8, 0.9]]})] == [[0.9, 0.95], [0.8, 0.9]]
+
+
+def test_names_come_from_the_layout_and_what_varies(plan):
+    study = plan(
+        BASE
+        + """
+trials:
+  - {tp: 2, pp: 2}
+  - {tp: [1, 2], micro_batch: [2, 4]}
+  - {pp: 2, vp: 2, recompute: full}
+  - {engine: deepspeed}
+  - {engine: deepspeed, zero_stage: 2}
+  - {name: mine, tp: 4}
+  - {name: both, tp: 2, seed: [1, 2]}
+"""
+    )
+    assert names(study) == [
+        *("tp2-pp2", "dp4-micro_batch2", "dp4-micro_batch4", "tp2-dp2-micro_batch2", "tp2-dp2-micro_batch4"),
+        *("pp2-vp2-dp2-recompute_full", "zero3", "zero2", "mine", "both-seed1", "both-seed2"),
+    ]
+    assert study.reference == "zero3"
+
+
+def test_names_are_unique_and_safe(plan):
+    assert numbered(["a", "b", "a", "a"]) == ["a", "b", "a-2", "a-3"]
+    assert with_fields("tp2", {"data": "../other file.txt", "lr": 0.001}) == "tp2-data_.._other_file.txt-lr0.001"
+    study = plan(BASE + "trials: [{tp: 2}, {tp: 2, env: {A: 1}}]")
+    assert names(study) == ["tp2-dp2", "tp2-dp2-2"]
+
+
+def test_reference_is_the_first_zero3_trial_else_the_first_else_the_one_named(plan):
+    assert plan(BASE + "trials: [{tp: 2}, {tp: 4}]").reference == "tp2-dp2"
+    assert plan(BASE + "reference: tp4\ntrials: [{engine: deepspeed}, {tp: 4}]").reference == "tp4"
+
+
+def test_environment_and_world_size_of_a_trial(plan):
+    study = plan(
+        """
+base: {model: llama-tiny, env: {A: 1, B: base}}
+trials: [{tp: 2}, {tp: 2, world_size: 2, env: {B: 2.5}}]
+""",
+        num_processes=8,
+    )
+    assert [trial.env for trial in study.trials] == [{"A": "1", "B": "base"}, {"A": "1", "B": "2.5"}]
+    assert [trial.world_size for trial in study.trials] == [8, 2]
+    assert names(study) == ["tp2-dp4", "tp2-world_size2"]
+
+
+def test_identity_is_of_all_that_shapes_the_run_and_nothing_else(plan):
+    def id_of(fields: str, more: str = "") -> str:
+        return plan(f"{BASE}{more}\ntrials: [{{{fields}}}]").trials[0].id
+
+    assert id_of("tp: 2") == id_of("tp: 2, name: other") == id_of("tp: 2, micro_batch: 4") == id_of("tp: 2", "repeats: 3")
+    others = ["tp: 4", "tp: 2, seed: 1", "tp: 2, env: {A: 1}", "tp: 2, world_size: 2", "tp: 2, lr: 0.1"]
+    assert len({id_of("tp: 2"), *map(id_of, others)}) == 1 + len(others)
+
+
+def test_attempts_have_folders_of_their_own(plan):
+    study = plan(BASE + "repeats: 2\ntrials: [{tp: 2}, {tp: 4}]")
+    folders = [attempt.folder.as_posix() for attempt in study.attempts]
+    assert folders == ["tp2-dp2/repeat-0", "tp2-dp2/repeat-1", "tp4/repeat-0", "tp4/repeat-1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("trials: [{tp: 3}]", "trial 1 (tp=3): tp=3 × cp=1 × pp=1 needs a multiple of 3 processes"),
+        ("trials: [{tp: 2}, {name: bad, tp: 4, cp: 2}]", "trial 2 (bad): tp=4 × cp=2"),
+        ("trials: [{tpp: 2}]", "unknown setting 'tpp'; did you mean tp"),
+        ("trials: [{wrold_size: 2}]", "did you mean world_size?"),
+        ("trials: [{out: here}]", "unknown setting 'out'"),
+        ("trial: [{tp: 2}]", "has no trials"),
+        ("trials: []", "has no trials"),
+        ("trials: [{tp: []}]", "has no trials"),
+        ("trials: [3]", "trials=3 is not valid"),
+        ("trials: [{tp: 2}]\nrepeat: 2", "unknown setting 'repeat'; did you mean repeats?"),
+        ("trials: [{tp: 2}]\nrepeats: 0", "repeats=0 is not valid"),
+        ("trials: [{tp: 2}]\nreference: tp2", "reference 'tp2' is no trial of the study; did you mean tp2-dp2?"),
+        ("trials: [{name: a/b}]", "name 'a/b' cannot name a folder"),
+        ("trials: [{name: a}, {name: a, tp: 2}]", "a trial before it is called 'a' too"),
+        ("trials: [{tp: 2}, {tp: 2, name: twin}]", "is the same run as trial 'tp2-dp2'"),
+        ("trials: [{world_size: 8}]", "needs 8 processes but the launch has 4"),
+        ("trials: [{world_size: many}]", "world_size='many' must be a whole number"),
+        ("trials: [{env: {A: true}}]", "env={'A': True} must map variables to text or numbers"),
+        ("trials: [{env: NCCL_DEBUG}]", "env='NCCL_DEBUG' must map"),
+        ("trials: [{device: cuda}]", "no NVIDIA GPU was found"),
+        ("trials: [{engine: deepspeed, tp: 2}]", "zero_stage=3 of the deepspeed engine shards over data-parallel ranks"),
+        ("trials: [{model: llama-tiney}]", "did you mean llama-tiny"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence_with_the_file(plan, tmp_path, text, words):
+    with pytest.raises(StudyError) as raised:
+        plan(BASE + text)
+    assert words in str(raised.value)
+    assert str(raised.value).startswith(str(tmp_path / "study.yaml"))
+    assert "\n" not in str(raised.value)
+
+
+def test_lists_in_base_are_refused(plan):
+    with pytest.raises(StudyError, match=r"base\.tp is a list; lists expand in trials"):
+        plan("base: {tp: [1, 2]}\ntrials: [{}]")
+
+
+@pytest.mark.parametrize(
+    ("base", "gpus", "asked", "size"),
+    [
+        ("world_size: 4", 0, None, 4),
+        ("world_size: 4", 8, None, 8),
+        ("world_size: 4, device: cpu", 8, None, 4),
+        ("tp: 1", 2, None, 2),
+        ("tp: 1", 0, 3, 3),
+    ],
+)
+def test_processes_of_one_machine(tmp_path, monkeypatch, base, gpus, asked, size):
+    monkeypatch.setattr("megabench.study.request.gpu_names", lambda: ["NVIDIA H200"] * gpus)
+    path = tmp_path / "study.yaml"
+    path.write_text(f"base: {{model: llama-tiny, global_batch: 96, {base}}}\ntrials: [{{}}]")
+    assert Request(path, tmp_path).plan_here(asked)[1] == size
+
+
+@pytest.mark.parametrize(
+    ("base", "gpus", "words"),
+    [
+        ("tp: 1", 0, "names no world_size and no NVIDIA GPU was found; add --nproc N"),
+        ("device: cpu", 2, "names no world_size and it runs on CPU alone"),
+        ("world_size: 4", 2, "needs 4 processes but the launch has 2"),
+    ],
+)
+def test_too_few_processes_on_one_machine(tmp_path, monkeypatch, base, gpus, words):
+    monkeypatch.setattr("megabench.study.request.gpu_names", lambda: ["NVIDIA H200"] * gpus)
+    path = tmp_path / "study.yaml"
+    path.write_text(f"base: {{model: llama-tiny, {base}}}\ntrials: [{{}}]")
+    with pytest.raises(StudyError, match=words):
+        Request(path, tmp_path).plan_here(None)
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("megabench.study.request.gpu_names", lambda: ["NVIDIA H200"] * 2)
+    path = tmp_path / "study.yaml"
+    path.write_text("base: {model: llama-tiny}\ntrials: [{tp: 4}]")
+    with pytest.raises(StudyError, match="trial tp4 needs 4 GPUs and this machine has 2; use --nproc 2"):
+        Request(path, tmp_path).plan_here(4)
+
+
+def test_cuda_visible_devices_is_respected():
+    names = ["A", "B", "C"]
+    assert machine._visible(names, "2,0") == ["C", "A"]
+    assert machine._visible(names, "") == machine._visible(names, "-1") == machine._visible(names, "7") == []
+    assert len(machine._visible(names, "GPU-1234")) == 1
+
+
+def test_the_quickstart_is_a_study():
+    path = Path(__file__).parents[2] / "configs/studies/quickstart.yaml"
+    file = StudyFile.read(path)
+    study = plan_study(file, path, file.largest_world_size or 0, "cpu")
+    assert names(study) == ["tp2-pp2", "tp4", "pp2-vp2-dp2", "tp2-dp2", "zero3"]
+    assert study.reference == "zero3" and {trial.world_size for trial in study.trials} == {4}

@@ -1,0 +1,115 @@
+"""The table: best first, ratios inside a work class only, and nothing bad ranked among the good."""
+
+import csv
+import io
+
+import pytest
+from rich.console import Console
+
+from megabench.study.parity import judge_parity
+from megabench.study.summary import summarize, write_csv
+from megabench.study.table import show
+from tests.study.records import make_record, work_class
+
+ZERO3 = {"trial": "zero3", "engine": "deepspeed", "options": {"zero_stage": 3}}
+
+
+def shown(records, reference="zero3", width=250) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(console, judge_parity(records, reference), reference)
+    return console.file.getvalue()
+
+
+def trials_in(table: str) -> list[str]:
+    """The first column of all tables, heads aside."""
+    lines = [line for line in table.splitlines() if line.startswith("|") and not line.startswith("|-")]
+    return [name for line in lines if (name := line.split("|")[1].strip()) != "trial"]
+
+
+def lost(**fields) -> object:
+    """A record without a result."""
+    measured = ("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "model_tflops_per_device")
+    fields = {"status": "failed", "error": "rank 1 failed", "work_class": None, "peak_memory_gib": None} | fields
+    return make_record([], **dict.fromkeys(measured), **fields)
+
+
+def test_best_first_and_the_others_behind():
+    records = [
+        lost(trial="broken"),
+        make_record([6.0], 1000, **ZERO3),
+        make_record([6.0], 1430, trial="tp2"),
+        make_record([9.0], 9000, trial="wrong"),
+        make_record([6.0], 500, trial="tp4"),
+    ]
+    text = shown(records)
+    assert trials_in(text) == ["tp2", "zero3", "tp4", "wrong", "broken"]
+    assert "best: tp2, 1.43 × ZeRO-3\n" in text and "× ZeRO-3 |" in text
+    assert "DIVERGED 0.5 | DIVERGED" in text and "broken (failed): rank 1 failed" in text
+    assert "wrong (DIVERGED): its losses differ from those of zero3" in text
+    assert [row.ratio for row in summarize(judge_parity(records, "zero3"), "zero3")] == [1.43, 1.0, 0.5, None, None]
+
+
+def test_zero3_wins_in_the_same_words():
+    text = shown([make_record([6.0], 1000, **ZERO3), make_record([6.0], 900, trial="tp2")])
+    assert "best: zero3; no layout beat it\n" in text
+
+
+def test_another_reference_is_named_in_the_head():
+    text = shown([make_record([6.0], 1000, trial="tp2"), make_record([6.0], 1500, trial="tp4")], "tp2")
+    assert "| × tp2 |" in text and "best: tp4, 1.50 × tp2\n" in text and "ZeRO" not in text
+
+
+def test_no_ratio_without_a_result_of_the_reference():
+    text = shown([lost(**ZERO3), make_record([6.0], 1000, trial="tp2")])
+    assert "best: tp2; the reference zero3 has no result here to compare with\n" in text
+    assert "best: none, no trial is ok" in shown([lost(**ZERO3)])
+
+
+def test_work_classes_are_never_ranked_together():
+    other = work_class(seed=2)
+    text = shown(
+        [
+            make_record([5.0], 9000, trial="other", work_class=other),
+            make_record([6.0], 1000, **ZERO3),
+            make_record([6.0], 1100, trial="tp2"),
+            lost(trial="broken"),
+        ]
+    )
+    assert trials_in(text) == ["tp2", "zero3", "other", "broken"]
+    assert text.count("× ZeRO-3 |") == 2 and "seed=1234" in text and "seed=2" in text
+    assert "best: tp2, 1.10 × ZeRO-3" in text and "best: other; the reference zero3 has no result here" in text
+
+
+def test_repeats_are_one_row_with_their_spread():
+    records = [make_record([6.0], speed, repeat=n, **ZERO3) for n, speed in enumerate((900.0, 1000.0, 1200.0))]
+    text = shown([*records, make_record([6.0], 1, trial="tp2"), lost(trial="tp2", repeat=1)])
+    assert "1,000 (900–1,200)" in text
+    assert trials_in(text) == ["zero3", "tp2"]
+    assert "tp2 (failed): 1 of 2 runs: rank 1 failed" in text
+
+
+def test_mfu_is_shown_when_it_is_known_and_cpu_is_called_cpu():
+    cpu = shown([make_record([6.0], **ZERO3)])
+    assert "MFU" not in cpu and "These are CPU timings: no evidence about GPUs." in cpu
+    gpu = shown([make_record([6.0], mfu=0.412, device="NVIDIA H200", **ZERO3)])
+    assert "41.2%" in gpu and "CPU timings" not in gpu
+
+
+@pytest.mark.parametrize("width", [70, 80, 100])
+def test_a_narrow_terminal_keeps_what_matters(width):
+    text = shown([make_record([6.0], 1000, **ZERO3), make_record([6.0], 1430, trial="tp2-pp2")], width=width)
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert max(map(len, table)) <= width
+    assert len(table) == 4, "no cell is folded"
+    assert all(word in text for word in ("1,430", "1.43", "reference", "left out for want of width: engine"))
+
+
+def test_the_csv_has_the_same_rows(tmp_path):
+    rows = summarize([make_record([6.0], 1000, **ZERO3), lost(trial="tp2")], "zero3")
+    write_csv(tmp_path / "summary.csv", rows)
+    with (tmp_path / "summary.csv").open() as file:
+        found = list(csv.DictReader(file))
+    assert [(row["trial"], row["status"], row["tokens_per_second_per_device"]) for row in found] == [
+        ("zero3", "ok", "1000.0"),
+        ("tp2", "failed", ""),
+    ]

@@ -1,0 +1,67 @@
+"""The command line: instant to start, and clear about what cannot be run."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.study.compare_process import REAL, REPOSITORY, compare
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("module", ["megabench", "megabench.cli", "megabench.study.request"])
+def test_planning_loads_no_torch(module):
+    assert python("-c", f"import sys, {module}; sys.exit('torch' in sys.modules)").returncode == 0
+
+
+def test_help_is_instant():
+    def seconds() -> float:
+        """CPU time: one process on an idle machine takes as long; what else runs beside the tests does not count."""
+        before = os.times()
+        assert "compare" in python("-m", "megabench.cli", "--help").stdout
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    assert min(seconds() for _ in range(5)) < 0.5
+
+
+def test_help_tells_the_exit_statuses():
+    text = " ".join(python("-m", "megabench.cli", "compare", "--help").stdout.split())
+    assert "2 when the study cannot be run" in text and "--resume" in text
+
+
+@pytest.mark.parametrize(
+    ("study", "arguments", "words"),
+    [
+        ("trials: [{tp: 3}]", [], "trial 1 (tp=3): tp=3 × cp=1"),
+        ("trials: [{tp: 2}]", ["--nproc", "3"], "needs 4 processes but the launch has 3"),
+        ("trials: [{tp: 2}]", ["--only", "tp3"], "--only tp3 fits no trial"),
+        ("trials: [", [], "is not valid YAML"),
+    ],
+)
+def test_a_study_that_cannot_run_is_one_sentence_and_2(tmp_path, study, arguments, words):
+    path, out = tmp_path / "study.yaml", tmp_path / "out"
+    path.write_text(f"base: {{model: llama-tiny, world_size: 4, device: cpu}}\n{study}")
+    status, stdout, stderr = compare(path, "--out", out, *arguments, command=REAL)
+    assert (status, stdout) == (2, "")
+    assert stderr.startswith("Error: ") and words in stderr and stderr.count("\n") == 1
+    assert not out.exists()
+
+
+def test_wrong_usage_is_2(tmp_path):
+    status, _, stderr = compare("no.yaml", command=REAL)
+    assert status == 2 and "--out" in stderr
+
+
+def test_nproc_is_not_for_launchers():
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    status, _, stderr = compare("s.yaml", "--out", "o", "--nproc", 2, command=REAL, **launcher)
+    assert status == 2 and "--nproc-per-node" in stderr
+    status, _, stderr = compare("s.yaml", "--out", "o", "--nproc", 2, command=REAL, **launcher | {"RANK": "1"})
+    assert (status, stderr) == (2, "")
+    status, _, stderr = compare("s.yaml", command=REAL, **launcher | {"RANK": "1"})
+    assert (status, stderr) == (2, "")
