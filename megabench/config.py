@@ -5,11 +5,19 @@ import json
 import shlex
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic import ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from megabench import UserError
 from megabench.models.catalog import ModelShape, get_model
@@ -144,18 +152,27 @@ class RunConfig(BaseModel):
             "device": device,
             "tensorboard": self.tensorboard or (self.out / "tensorboard" if self.out else None),
         }
-        layout = self.layout.with_world_size(world_size)
-        layout.check_model(shape, filled["seq_length"])
-        layout.check_batch(filled["global_batch"], filled["micro_batch"])
-        return ResolvedConfig.model_validate(self.model_dump() | filled | {"world_size": world_size})
+        self.layout.with_world_size(world_size)
+        run = ResolvedConfig.model_validate(self.model_dump() | filled | {"world_size": world_size})
+        run.layout.check_model(shape, run.seq_length)
+        run.layout.check_batch(run.global_batch, run.micro_batch)
+        if self.deepspeed_config:
+            said = read_deepspeed_json(self.deepspeed_config).get("gradient_accumulation_steps", run.num_micro_batches)
+            if said != run.num_micro_batches:
+                raise ConfigError(
+                    f"{self.deepspeed_config} says gradient_accumulation_steps={said}, but global_batch="
+                    f"{run.global_batch} is {run.num_micro_batches} micro-batches of {run.micro_batch} on "
+                    f"{run.layout.dp} replicas; leave it out, or change global_batch"
+                )
+        return run
 
     def _check_deepspeed(self) -> None:
         for axis in ("tp", "pp", "vp", "cp"):
             if (size := getattr(self, axis)) > 1:
                 stage = 3 if self.zero_stage is None else self.zero_stage
                 raise ConfigError(
-                    f"zero_stage={stage} of the deepspeed engine shards over data-parallel ranks alone, but {axis}={size}; "
-                    f"use {axis}=1, or --engine megatron for {axis}={size}"
+                    f"zero_stage={stage} of the deepspeed engine shards over data-parallel ranks alone, but "
+                    f"{axis}={size}; use {axis}=1, or --engine megatron for {axis}={size}"
                 )
         if self.recompute == "selective":
             raise ConfigError("recompute=selective is the megatron engine's; use none or full with deepspeed")
@@ -280,6 +297,13 @@ def near_matches(word: str, known: list[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
 
 
+def literal_values(annotation: Any) -> tuple[Any, ...]:
+    """The choices of a Literal, or of the Literal in `Literal[…] | None`; empty for any other type."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return next((get_args(arm) for arm in get_args(annotation) if get_origin(arm) is Literal), ())
+
+
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """The first problem of a ValidationError as one sentence with a way out."""
     problem = error.errors()[0]
@@ -288,7 +312,6 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         return f"unknown setting {name!r}; {near_matches(name, list(model.model_fields))}"
     field = model.model_fields.get(name)
     if problem["type"] == "literal_error" and field:
-        options = [str(o) for arm in (get_args(field.annotation) or ()) for o in (get_args(arm) or (arm,))]
-        choices = ", ".join(o for o in options if o != "<class 'NoneType'>")
+        choices = ", ".join(map(str, literal_values(field.annotation)))
         return f"{name}={problem['input']!r} is not known; use one of {choices}"
     return f"{name}={problem['input']!r} is not valid: {problem['msg'][0].lower()}{problem['msg'][1:]}"

@@ -16,7 +16,7 @@ SCHEMA_VERSION = 1
 Status = Literal["ok", "oom", "failed", "timeout", "diverged"]
 
 
-# JSON has no word for infinity or NaN
+# JSON has no word for infinity or NaN: null stands for both
 Measure = Annotated[float | None, BeforeValidator(lambda x: None if x is None or not math.isfinite(x) else x)]
 
 
@@ -144,8 +144,8 @@ class RunRecord(_Part):
     peak_memory_gib: PeakMemory | None = None
     gpu_utilization: float | None = Field(default=None, description="mean over the timed steps and GPUs, 0 to 1")
     days_per_100b_tokens: float | None = None
-    losses: list[Measure] = Field([], description="every step of this run; null where not finite")
-    grad_norms: list[Measure] = Field([], description="every step of this run; null where not finite")
+    losses: list[Measure] = []  # every step of this run
+    grad_norms: list[Measure] = []
     num_skipped_steps: int = 0
     parity: Parity | None = None
     groups: list[Group] = []

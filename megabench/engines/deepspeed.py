@@ -1,5 +1,7 @@
 """The DeepSpeed engine: ZeRO 0 to 3 on the transformers model, with megabench's weights, tokens and schedule."""
 
+import contextlib
+import io
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -15,15 +17,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from megabench.config import ResolvedConfig, merge, read_deepspeed_json
 from megabench.data.batch import Batch
 from megabench.engines.base import StepResult, TensorKind
-from megabench.models.hugging_face import llama_config
 from megabench.engines.optim import is_decayed
+from megabench.models.hugging_face import llama_config
 from megabench.models.init import initial_piece, standard_deviation
 from megabench.models.mapping import Piece, hugging_face_shapes
 from megabench.runtime.device import DTYPES
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-import deepspeed  # noqa: E402  (reads the environment when it is imported)
-from deepspeed.utils import safe_get_full_grad  # noqa: E402
+import deepspeed
+from deepspeed.utils import safe_get_full_grad
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
@@ -42,9 +44,10 @@ class DeepSpeedEngine:
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         model = self._build_model()
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=_build_optimizer(config, model), config=self.settings
-        )
+        with contextlib.redirect_stdout(io.StringIO()):  # reports of memory, a dozen lines a rank
+            self.engine, *_ = deepspeed.initialize(
+                model=model, optimizer=_build_optimizer(config, model), config=self.settings
+            )
         # and its engine casts buffers with the weights
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name].to(self.device)
@@ -60,7 +63,7 @@ class DeepSpeedEngine:
                 model = LlamaForCausalLM(config)
         finally:
             torch.set_default_dtype(default_dtype)
-        # ZeRO-3's Init makes every tensor in the training dtype, and rotary frequencies in half precision are wrong ones
+        # ZeRO-3's Init makes every tensor in the training dtype, and half-precision rotary frequencies are wrong ones
         model.model.rotary_emb = LlamaRotaryEmbedding(config).to(self.device)
         _load_initial_weights(model, self.run)
         if self.run.recompute == "full":

@@ -5,7 +5,6 @@ from transformers import LlamaConfig
 from megabench.models.catalog import ModelShape
 
 
-
 def llama_config(shape: ModelShape) -> LlamaConfig:
     """transformers' configuration of a Llama of `shape`."""
     return LlamaConfig(

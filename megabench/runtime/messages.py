@@ -50,6 +50,15 @@ def read_failure(store: Store, rank: int) -> Failure | None:
     return Failure(**json.loads(store.get(key))) if store.check([key]) else None
 
 
+def disagreement(store: Store, rank: int, topic: str, value: str) -> str | None:
+    """Rank 0's `value` of `topic` where this rank's differs from it; None where they agree. Every rank must call it."""
+    if rank == 0:
+        store.set(f"agreed/{topic}", value)
+        return None
+    theirs = store.get(f"agreed/{topic}").decode()
+    return None if theirs == value else theirs
+
+
 def print_once(store: Store, text: str) -> None:
     """Prints `text` on the first rank that gets here; the others return once it is out, so none ends too early."""
     if store.add("printed/claims", 1) == 1:

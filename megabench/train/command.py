@@ -6,12 +6,11 @@
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
-
-import click
 
 from megabench import UserError
 from megabench.config import ResolvedConfig, RunConfig
@@ -27,8 +26,6 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)
     try:
         given = parse_flags()
-    except click.ClickException as error:
-        _refuse(error.format_message())
     except UserError as error:
         _refuse(str(error))
     if given is not None:
@@ -50,6 +47,7 @@ def _run(given: RunConfig) -> None:
         device_kind = choose_device(given.device, rendezvous.local_world_size)
         run = given.resolve(rendezvous.world_size, device_kind)
         source = open_source(run)
+        _check_same_data(run, source.sha256, rendezvous)
     except UserError as error:
         _refuse(str(error), rendezvous)
     _set_connections(run)
@@ -61,6 +59,19 @@ def _run(given: RunConfig) -> None:
         _refuse(str(error), rendezvous)
     except BaseException as error:
         _fail(error, rendezvous)
+
+
+def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous") -> None:
+    """DataError where this rank reads other data than rank 0: hosts may differ in a file or in their Python."""
+    from megabench.data import DataError
+    from megabench.runtime.messages import disagreement
+
+    theirs = disagreement(rendezvous.store, rendezvous.rank, "data", sha256)
+    if theirs is not None:
+        raise DataError(
+            f"data={run.data} on rank {rendezvous.rank} ({socket.gethostname()}) has sha256 {sha256[:12]}, on rank 0 "
+            f"{theirs[:12]}; give every host the same file (stdlib: the same Python)"
+        )
 
 
 def _set_connections(run: ResolvedConfig) -> None:

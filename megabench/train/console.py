@@ -29,9 +29,7 @@ class Console:
             flush=True,
         )
 
-    def step(
-        self, step: int, result: StepResult, learning_rate: float, seconds: float, peak_memory_gib: float
-    ) -> None:
+    def step(self, step: int, result: StepResult, learning_rate: float, seconds: float, peak_memory_gib: float) -> None:
         """Prints the line of step `step`, counted from 1, that took `seconds`."""
         run = self.run
         self.seconds_so_far += seconds

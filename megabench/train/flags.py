@@ -11,17 +11,23 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from megabench.config import RunConfig, read_yaml_mapping
+from megabench.config import ConfigError, RunConfig, literal_values, read_yaml_mapping
 
 
 def parse_flags(arguments: Sequence[str] | None = None) -> RunConfig | None:
     """The configuration that a command line asks for; None when it only asked for help.
 
-    Raises click.ClickException for flags that are not known or not well-formed, ConfigError for wrong values.
+    Raises ConfigError for flags that are not known, not well-formed or wrong.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command()(_command())
-    result = app(args=arguments, standalone_mode=False)
+    try:
+        result = app(args=arguments, standalone_mode=False)
+    except Exception as error:
+        # of click, or of the copy of click that newer versions of typer carry
+        if (message := getattr(error, "format_message", None)) is None:
+            raise
+        raise ConfigError(message()) from None
     return result if isinstance(result, RunConfig) else None
 
 
@@ -40,7 +46,11 @@ def _command() -> Any:
     config_option = typer.Option("--config", metavar="FILE", help="YAML file of the same settings; flags override it.")
     parameters = [_parameter("config_file", Path, config_option)]
     for name, field in RunConfig.model_fields.items():
-        option = typer.Option(f"--{name.replace('_', '-')}", help=f"{field.description}{_shown(field.default)}")
+        option = typer.Option(
+            f"--{name.replace('_', '-')}",
+            help=f"{field.description}{_shown(field.default)}",
+            metavar="|".join(map(str, literal_values(field.annotation))) or None,
+        )
         parameters.append(_parameter(name, _plain_type(field.annotation), option))
     pretrain.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     pretrain.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -69,6 +79,6 @@ def _plain_type(annotation: Any) -> Any:
         return arms[0]
     if get_origin(annotation) is tuple:
         return tuple[tuple(_plain_type(arm) for arm in arms)]  # type: ignore[misc]
-    if get_origin(annotation) is Literal and not all(isinstance(arm, str) for arm in arms):
-        return int
+    if get_origin(annotation) is Literal:
+        return type(arms[0])  # RunConfig says which values it may have
     return annotation

@@ -58,7 +58,7 @@ def train(run: ResolvedConfig, given: RunConfig, source: TokenSource, rendezvous
     for step in range(run.steps):
         if step == run.warmup_steps:
             sampler.reset()
-        batches = list(micro_batches(source, run, run.layout.coordinates(rank).dp, step))
+        batches = micro_batches(source, run, run.layout.coordinates(rank).dp, step)
         learning_rate = learning_rate_at(run, step)
         results.append(engine.train_step(batches, learning_rate))
         devices.synchronize(device)

@@ -54,7 +54,7 @@ def train(run: ResolvedConfig, num_steps: int = NUM_STEPS) -> Trace:
     dp_rank = run.layout.coordinates(dist.get_rank()).dp
     trace = Trace()
     for step in range(num_steps):
-        engine.accumulate(list(micro_batches(source, run, dp_rank, step)))
+        engine.accumulate(micro_batches(source, run, dp_rank, step))
         if step == 0:
             trace.gradients = dict(engine.full_tensors("gradients"))
         result = engine.update(run.lr)
@@ -73,7 +73,7 @@ def train_reference(run: ResolvedConfig, num_steps: int = NUM_STEPS) -> Trace:
     source = open_source(run)
     trace = Trace()
     for step in range(num_steps):
-        batches = list(micro_batches(source, run, 0, step))
+        batches = micro_batches(source, run, 0, step)
         loss, norm, gradients = reference.step(batches, run.lr)
         trace.losses.append(loss)
         trace.grad_norms.append(norm)

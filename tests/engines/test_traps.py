@@ -122,9 +122,7 @@ def _unmasked_padding() -> Any:
 def _same_data_everywhere() -> Any:
     """Every replica reads what the first one reads."""
     original = equivalence.micro_batches
-    return patch.object(
-        equivalence, "micro_batches", lambda source, run, dp_rank, step: original(source, run, 0, step)
-    )
+    return patch.object(equivalence, "micro_batches", lambda source, run, dp_rank, step: original(source, run, 0, step))
 
 
 def _uninitialized() -> Any:
@@ -238,11 +236,14 @@ class _Largest(TorchDispatchMode):
 
 
 def largest_tensor_of_attention(run: ResolvedConfig, what: str | None) -> int:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     from megabench.engines.megatron import blocks
     from megabench.engines.megatron.model import transformer_config
     from megabench.engines.megatron.optimizer import process_groups
 
     groups = process_groups(run)
+    model_parallel_cuda_manual_seed(1)  # the built-in one draws its dropout from there
     shape, length = run.shape, run.seq_length
     with BREAKS[what]() if what else nullcontext():
         attention = blocks.CausalAttention(
@@ -304,7 +305,7 @@ def reload_optimizer(run: ResolvedConfig, folder: str, what: str | None) -> list
 
     with BREAKS[what]() if what else nullcontext():
         engine = MegatronEngine(run, torch.device("cpu"))
-        engine.train_step(list(micro_batches(open_source(run), run, 0, 0)), run.lr)
+        engine.train_step(micro_batches(open_source(run), run, 0, 0), run.lr)
         dist_checkpointing.save(state(engine, is_loading=False), folder)
         engine.optimizer.optimizer.state.clear()  # as in a process that has just started
         for group in engine.optimizer.param_groups:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from megabench.models.hugging_face import llama_config
 from megabench.models.catalog import CATALOG, UnknownModelError, get_model
+from megabench.models.hugging_face import llama_config
 from megabench.models.mapping import hugging_face_shapes
 
 

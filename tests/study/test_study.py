@@ -83,7 +83,9 @@ def test_identity_is_of_all_that_shapes_the_run_and_nothing_else(plan):
     def id_of(fields: str, more: str = "") -> str:
         return plan(f"{BASE}{more}\ntrials: [{{{fields}}}]").trials[0].id
 
-    assert id_of("tp: 2") == id_of("tp: 2, name: other") == id_of("tp: 2, micro_batch: 4") == id_of("tp: 2", "repeats: 3")
+    assert (
+        id_of("tp: 2") == id_of("tp: 2, name: other") == id_of("tp: 2, micro_batch: 4") == id_of("tp: 2", "repeats: 3")
+    )
     others = ["tp: 4", "tp: 2, seed: 1", "tp: 2, env: {A: 1}", "tp: 2, world_size: 2", "tp: 2, lr: 0.1"]
     assert len({id_of("tp: 2"), *map(id_of, others)}) == 1 + len(others)
 
@@ -117,7 +119,10 @@ def test_attempts_have_folders_of_their_own(plan):
         ("trials: [{env: {A: true}}]", "env={'A': True} must map variables to text or numbers"),
         ("trials: [{env: NCCL_DEBUG}]", "env='NCCL_DEBUG' must map"),
         ("trials: [{device: cuda}]", "no NVIDIA GPU was found"),
-        ("trials: [{engine: deepspeed, tp: 2}]", "zero_stage=3 of the deepspeed engine shards over data-parallel ranks"),
+        (
+            "trials: [{engine: deepspeed, tp: 2}]",
+            "zero_stage=3 of the deepspeed engine shards over data-parallel ranks",
+        ),
         ("trials: [{model: llama-tiney}]", "did you mean llama-tiny"),
     ],
 )

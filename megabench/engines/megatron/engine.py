@@ -177,7 +177,10 @@ class MegatronEngine:
                     parts = list(bucket.grad_data.chunk(group.size()))
                     dist.all_gather(parts, parts[group.rank()].clone(), group=group)
         scale = self.optimizer.get_loss_scale()
-        return {name: parameter.main_grad.float() / scale for name, parameter in self._named_parameters()}
+        return {
+            name: parameter.main_grad.float() / scale  # type: ignore[attr-defined]
+            for name, parameter in self._named_parameters()
+        }
 
     @property
     def kernels(self) -> dict[str, str]:

@@ -18,7 +18,6 @@ from megabench.parallel.layout import Layout
 from megabench.runtime.device import DTYPES
 
 
-
 class ParallelLlama(GPTModel):
     """GPTModel with Llama blocks, for one chunk of the pipeline.
 

@@ -1,0 +1,102 @@
+"""What is DeepSpeed's alone: its settings, the user's own file, and rotary frequencies in half precision."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megabench.config import ConfigError, ResolvedConfig, RunConfig
+from tests import distributed
+from tests.engines.equivalence import Trace, resolve, train
+
+
+def write(path: Path, content: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_settings_follow_the_run() -> None:
+    from megabench.engines.deepspeed import deepspeed_settings
+
+    run = resolve(2, engine="deepspeed", zero_stage=2, micro_batch=2, clip_grad=0.5)
+    settings = deepspeed_settings(run)
+    assert settings["train_micro_batch_size_per_gpu"] == 2
+    assert settings["gradient_accumulation_steps"] == 2
+    assert settings["train_batch_size"] == 8
+    assert settings["gradient_clipping"] == 0.5
+    assert settings["zero_optimization"]["stage"] == 2
+    assert settings["data_types"]["grad_accum_dtype"] == settings["communication_data_type"] == "fp32"
+
+
+def test_users_file_wins_where_the_run_is_silent(tmp_path: Path) -> None:
+    from megabench.engines.deepspeed import deepspeed_settings
+
+    content = {
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 12345},
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": "auto",
+    }
+    run = resolve_with(tmp_path, content)
+    assert (run.zero_stage, run.micro_batch, run.clip_grad) == (1, 2, 1.0)
+    settings = deepspeed_settings(run)
+    assert settings["zero_optimization"]["reduce_bucket_size"] == 12345
+    assert settings["zero_optimization"]["overlap_comm"] is True
+    assert settings["gradient_clipping"] == 1.0
+
+
+def resolve_with(tmp_path: Path, content: dict[str, Any], **fields: Any) -> ResolvedConfig:
+    config = write(tmp_path / "ds.json", content)
+    given = {"model": "llama-tiny", "engine": "deepspeed", "deepspeed_config": config, **fields}
+    return RunConfig.parse(given).resolve(2, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("content", "fields", "words"),
+    [
+        ({"train_micro_batch_size_per_gpu": 8}, {"micro_batch": 2}, ["micro_batch=8", "micro_batch=2"]),
+        ({"zero_optimization": {"stage": 2}}, {"zero_stage": 3}, ["zero_stage=2", "zero_stage=3"]),
+        ({"gradient_clipping": 0.1}, {"clip_grad": 1.0}, ["clip_grad=0.1", "clip_grad=1.0"]),
+        ({"bf16": {"enabled": True}}, {"precision": "fp32"}, ["precision=bf16", "precision=fp32"]),
+        ({"optimizer": {"type": "AdamW"}}, {}, ["'optimizer'", "--optimizer"]),
+        ({"gradient_accumulation_steps": 3}, {}, ["gradient_accumulation_steps=3", "2 micro-batches"]),
+    ],
+)
+def test_contradictions_are_named(tmp_path: Path, content: dict[str, Any], fields: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve_with(tmp_path, content, **fields)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_file_that_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        RunConfig.parse(
+            {"model": "llama-tiny", "engine": "deepspeed", "deepspeed_config": tmp_path / "ds.json"}
+        ).resolve(2, "cpu")
+
+
+def buffer_dtypes(run: ResolvedConfig) -> set[torch.dtype]:
+    from megabench.engines.deepspeed import DeepSpeedEngine
+
+    engine = DeepSpeedEngine(run, torch.device("cpu"))
+    return {buffer.dtype for buffer in engine.engine.module.buffers()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_rotary_frequencies_stay_in_fp32(zero_stage: int) -> None:
+    run = resolve(2, engine="deepspeed", zero_stage=zero_stage, precision="bf16")
+    assert distributed.run(buffer_dtypes, 2, run) == [{torch.float32}] * 2
+
+
+@pytest.mark.distributed
+def test_bf16_stages_and_megatron_agree() -> None:
+    runs: list[Trace] = [
+        distributed.run(train, 2, resolve(2, precision="bf16", optimizer="adamw", lr=1e-3, **fields))[0]
+        for fields in ({"engine": "deepspeed", "zero_stage": 1}, {"engine": "deepspeed", "zero_stage": 3}, {"tp": 2})
+    ]
+    first = torch.tensor(runs[0].losses)
+    for other in runs[1:]:
+        assert torch.allclose(torch.tensor(other.losses), first, rtol=1e-3)

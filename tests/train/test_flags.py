@@ -1,0 +1,74 @@
+"""The command line is RunConfig: every field has a flag with help, and a file's fields can be overridden."""
+
+from pathlib import Path
+
+import pytest
+
+from megabench.config import ConfigError, RunConfig
+from megabench.train.flags import parse_flags
+
+
+def test_flags_become_fields() -> None:
+    run = parse_flags(
+        ["--model", "llama-tiny", "--tp", "2", "--betas", "0.8", "0.9", "--zero-stage", "1", "--out", "here"]
+    )
+    assert run == RunConfig(model="llama-tiny", tp=2, betas=(0.8, 0.9), zero_stage=1, out=Path("here"))
+    assert run.model_fields_set == {"model", "tp", "betas", "zero_stage", "out"}
+
+
+def test_a_configuration_survives_its_own_flags() -> None:
+    run = RunConfig(model="llama-tiny", tp=2, pp=2, betas=(0.8, 0.9), lr=1e-3, eps=1e-6, data="synthetic", num_layers=4)
+    assert parse_flags(run.flags()) == run
+
+
+def test_every_field_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_flags(["--help"]) is None
+    text = capsys.readouterr().out
+    for name, field in RunConfig.model_fields.items():
+        assert f"--{name.replace('_', '-')} " in text
+        assert field.description, name
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: llama-tiny\ntp: 2\nbetas: [0.7, 0.8]\n")
+    run = parse_flags(["--config", str(path), "--tp", "4"])
+    assert run == RunConfig(model="llama-tiny", tp=4, betas=(0.7, 0.8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tpp", "2"], ["--tpp", "--tp"]),
+        (["--precision", "bf17"], ["bf17", "bf16", "fp16", "fp32"]),
+        (["--tp", "two"], ["--tp", "integer"]),
+    ],
+)
+def test_unknown_flags_and_values(arguments: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_flags(arguments)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("tpp: 2", "unknown setting 'tpp'; did you mean tp or pp?"),
+        ("precision: bf17", "precision='bf17' is not known; use one of bf16, fp16, fp32"),
+        ("tp: 0", "tp=0 is not valid"),
+        ("- tp", "must hold a mapping"),
+        ("tp: [", "is not valid YAML"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: str, sentence: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        parse_flags(["--config", str(path)])
+    assert sentence in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_missing_file() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read nowhere\.yaml"):
+        parse_flags(["--config", "nowhere.yaml"])

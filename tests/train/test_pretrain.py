@@ -1,0 +1,99 @@
+"""launch/pretrain.py as a user starts it."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megabench.record import RunRecord
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--model", "llama-tiny", "--seq-length", "64", "--device", "cpu"]
+
+
+def pretrain(*flags: str, processes: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs launch/pretrain.py, under torchrun where `processes` are given, with stderr in stdout."""
+    start = [sys.executable]
+    if processes:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [*start, "launch/pretrain.py", *TINY, *flags]
+    return subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False
+    )
+
+
+def test_a_run_and_what_it_leaves(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = pretrain("--tp", "2", "--pp", "2", "--steps", "8", "--out", str(tmp_path / "run"), processes=4)
+    assert result.returncode == 0, result.stdout
+    record = RunRecord.read(tmp_path / "run" / "record.json")
+    printed = re.findall(r"^step +\d+/8 .*loss (\S+)  grad (\S+)  ", result.stdout, re.MULTILINE)
+    assert printed == [
+        (f"{loss:.4f}", f"{norm:.3f}") for loss, norm in zip(record.losses, record.grad_norms, strict=True)
+    ]
+    assert "Warning" not in result.stdout.split("llama-tiny", 1)[1]
+
+    assert record.layout.model_dump() == {"tp": 2, "cp": 1, "pp": 2, "vp": 1, "dp": 1}
+    assert record.losses[0] == pytest.approx(math.log(512), abs=0.2)
+    assert record.step_seconds is not None and len(record.step_seconds.all) == 3
+    assert record.device == "cpu" and record.mfu is None and record.peak_tflops is None
+    assert record.tokens_per_second == pytest.approx(16 * 64 / record.step_seconds.median)
+    assert {(group.kind, tuple(group.ranks)) for group in record.groups} == {
+        ("tp", (0, 1)), ("tp", (2, 3)), ("pp", (0, 2)), ("pp", (1, 3)),
+    }  # fmt: skip
+    assert record.command.endswith(f"--out {tmp_path / 'run'}") and "--tp 2 --pp 2" in record.command
+
+    scalars = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [round(event.value, 4) for event in scalars.Scalars("loss/train")] == [round(x, 4) for x in record.losses]
+    throughput = scalars.Scalars("throughput/tokens_per_second")
+    assert [event.step for event in throughput] == [6, 7, 8], "warm-up steps are in no figure"
+
+
+def test_shorter_than_its_warm_up(tmp_path: Path) -> None:
+    result = pretrain("--steps", "2", "--data", "synthetic", "--out", str(tmp_path))
+    assert result.returncode == 0, result.stdout
+    assert "no throughput: 2 steps are no more than the 5 of warm-up" in result.stdout
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["status"] == "ok" and len(record["losses"]) == 2
+    assert record["tokens_per_second"] is None and record["step_seconds"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--tp", "4", "--pp", "2"], "tp=4 × cp=1 × pp=2 needs a multiple of 8 processes, but the world size is 2"),
+        (["--precision", "bf17"], "precision='bf17' is not known; use one of bf16, fp16, fp32"),
+        (["--data", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_bad_input_under_torchrun(flags: list[str], sentence: str) -> None:
+    result = pretrain(*flags, processes=2)
+    assert result.returncode == 1, "torchrun's own status"
+    assert result.stdout.count(sentence) == 1, result.stdout
+    assert "exitcode  : 2" in result.stdout
+    assert "/megabench/" not in result.stdout, "a traceback of ours"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "llama-tinny"], ["unknown model 'llama-tinny'", "llama-tiny"]),
+        (["--engine", "deepspeed", "--zero-stage", "3", "--tp", "2"], ["zero_stage=3", "tp=2", "tp=1"]),
+        (["--global-batch", "10"], ["global_batch=10", "4·1"]),
+        (["--data", "EMPTY"], ["EMPTY"]),
+    ],
+)
+def test_bad_input_in_one_process(tmp_path: Path, flags: list[str], words: list[str]) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    result = pretrain(*[str(empty) if flag == "EMPTY" else flag for flag in flags])
+    assert result.returncode == 2
+    assert result.stdout.startswith("Error: ") and result.stdout.count("\n") == 1, result.stdout
+    assert all((word if word != "EMPTY" else str(empty)) in result.stdout for word in words)
