@@ -57,9 +57,7 @@ class RunConfig(BaseModel):
     warmup_steps: NonNegativeInt = Field(5, description="Steps before timing starts; in no reported figure.")
     optimizer: Literal["adamw", "sgd"] = Field("adamw", description="Optimizer (SGD without momentum).")
     lr: PositiveFloat | None = Field(None, description="Peak learning rate [default: the model's].")
-    lr_warmup: NonNegativeInt | None = Field(
-        None, description="Steps of linear warm-up [default: a tenth of the steps, at most 2000]."
-    )
+    lr_warmup: NonNegativeInt | None = Field(None, description="Steps of linear warm-up [default: the model's].")
     min_lr: NonNegativeFloat | None = Field(
         None, description="Learning rate at the end of the cosine [default: a tenth of lr]."
     )
@@ -139,7 +137,6 @@ class RunConfig(BaseModel):
         min_lr = lr / 10 if self.min_lr is None else self.min_lr
         if min_lr > lr:
             raise ConfigError(f"min_lr={min_lr:g} is above lr={lr:g}; use a min_lr between 0 and lr")
-        lr_warmup = min(2000, self.steps // 10) if self.lr_warmup is None else self.lr_warmup
         filled = {
             "zero_stage": 3 if self.engine == "deepspeed" and self.zero_stage is None else self.zero_stage,
             "seq_length": self.seq_length or shape.seq_length,
@@ -148,7 +145,7 @@ class RunConfig(BaseModel):
             "precision": precision,
             "lr": lr,
             "min_lr": min_lr,
-            "lr_warmup": lr_warmup,
+            "lr_warmup": shape.lr_warmup if self.lr_warmup is None else self.lr_warmup,
             "device": device,
             "tensorboard": self.tensorboard or (self.out / "tensorboard" if self.out else None),
         }

@@ -21,8 +21,7 @@ Measure = Annotated[float | None, BeforeValidator(lambda x: None if x is None or
 
 
 class _Part(BaseModel):
-    # a loss or gradient norm that is not finite must come back as it was: JSON knows no NaN, pydantic makes it null
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(extra="forbid")
 
 
 class LayoutSizes(_Part):

@@ -14,7 +14,8 @@ class UnknownModelError(UserError):
 class ModelShape:
     """A Llama-family decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, no biases, untied output.
 
-    `seq_length`, `micro_batch`, `global_batch` and `learning_rate` are defaults that a run may override.
+    `seq_length`, `micro_batch`, `global_batch`, `learning_rate` and `lr_warmup` (steps) are defaults that a run may
+    override.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ModelShape:
     micro_batch: int
     global_batch: int
     learning_rate: float
+    lr_warmup: int
     source: str
 
     @property
@@ -60,22 +62,24 @@ _SHAPES = (
         name="llama-tiny",
         num_layers=8, hidden_size=128, num_heads=8, num_kv_heads=4, head_dim=16, ffn_size=384, vocab_size=512,
         rope_theta=500_000.0, norm_eps=1e-5,
-        seq_length=256, micro_batch=4, global_batch=16, learning_rate=3e-3,
+        seq_length=256, micro_batch=4, global_batch=16, learning_rate=3e-3, lr_warmup=10,
         source="megabench: small enough for 8 processes on 2 cores; every layout up to tp 4 and pp·vp 8 divides it",
     ),
     ModelShape(
         name="llama3-8b",
         num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=128256,
         rope_theta=500_000.0, norm_eps=1e-5,
-        seq_length=8192, micro_batch=1, global_batch=32, learning_rate=3e-4,
-        source="Llama 3 model card and config.json of Meta-Llama-3-8B; learning rate: arXiv 2407.21783 table 3",
+        seq_length=8192, micro_batch=1, global_batch=32, learning_rate=3e-4, lr_warmup=2000,
+        source="Llama 3 model card and config.json of Meta-Llama-3-8B; learning rate: arXiv 2407.21783 table 3; "
+        "warm-up: arXiv 2307.09288",
     ),
     ModelShape(
         name="llama3-70b",
         num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=28672, vocab_size=128256,
         rope_theta=500_000.0, norm_eps=1e-5,
-        seq_length=8192, micro_batch=1, global_batch=64, learning_rate=1.5e-4,
-        source="Llama 3 model card and config.json of Meta-Llama-3-70B; learning rate: arXiv 2407.21783 table 3",
+        seq_length=8192, micro_batch=1, global_batch=64, learning_rate=1.5e-4, lr_warmup=2000,
+        source="Llama 3 model card and config.json of Meta-Llama-3-70B; learning rate: arXiv 2407.21783 table 3; "
+        "warm-up: arXiv 2307.09288",
     ),
 )  # fmt: skip
 

@@ -26,10 +26,7 @@ class StudyStopped(Exception):
 
 
 def note_signals() -> list[int]:
-    """From now on SIGINT and SIGTERM are collected in the list returned, so that children can be ended in order.
-
-    For good: torchrun sends SIGTERM to all once the first has ended, and the others' exit status must not suffer.
-    """
+    """From now on SIGINT and SIGTERM are collected in the list returned, so that children can be ended in order."""
     received: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: received.append(number))

@@ -1,6 +1,5 @@
 """Did the trials of a work class do the same work? Their losses, step by step, against the reference trial's."""
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,11 +11,15 @@ from megabench.record import Parity, RunRecord
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 
 
-def compare_losses(losses: Sequence[float], expected: Sequence[float]) -> float | None:
-    """The largest |loss − expected| ÷ |expected| over all steps; None when they cannot be compared step by step."""
-    if len(losses) != len(expected) or not losses or not all(map(math.isfinite, [*losses, *expected])):
+def compare_losses(losses: Sequence[float | None], expected: Sequence[float | None]) -> float | None:
+    """The largest |loss − expected| ÷ |expected| over all steps; None when they cannot be compared step by step.
+
+    A loss that was not finite is None, as in a record.
+    """
+    pairs = [(a, b) for a, b in zip(losses, expected, strict=False) if a is not None and b is not None]
+    if not pairs or not len(pairs) == len(losses) == len(expected):
         return None
-    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, expected, strict=True))
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
 
 
 def judge_parity(records: Sequence[RunRecord], reference: str) -> list[RunRecord]:
@@ -27,7 +30,7 @@ def judge_parity(records: Sequence[RunRecord], reference: str) -> list[RunRecord
     """
     standards: dict[str, RunRecord] = {}
     for record in sorted(records, key=lambda record: record.trial != reference):
-        if _is_finished(record) and record.losses and all(map(math.isfinite, record.losses)):
+        if _is_finished(record) and record.losses and None not in record.losses:
             standards.setdefault(_class_of(record), record)
     return [_judged(record, standards.get(_class_of(record))) if _is_finished(record) else record for record in records]
 

@@ -100,7 +100,13 @@ class Results:
 
     def add(self, attempt: Attempt, record: RunRecord) -> RunRecord:
         """Keeps the record of a run, writes all files anew, and returns the record with its parity."""
-        update = {"trial": attempt.trial.name, "trial_id": attempt.trial.id, "repeat": attempt.repeat}
+        trial = attempt.trial
+        update = {
+            "trial": trial.name,
+            "trial_id": trial.id,
+            "repeat": attempt.repeat,
+            "command": trial.config.command(trial.world_size),  # without the folders of this study
+        }
         self._by_key[attempt.key] = record.model_copy(update=update)
         records = self.records
         write_records(self._jsonl, records)

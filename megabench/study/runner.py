@@ -1,5 +1,6 @@
 """Runs a study: one supervisor for all ranks of this machine, or one a rank under torchrun; the same code for both."""
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,7 +46,11 @@ def run_launched(request: Request, trainer: Sequence[str] = TRAINER) -> int:
     cannot be run.
     """
     crew = Crew(join_launcher(), note_signals())
-    return _to_the_end(crew, lambda: _join_study(crew, request, trainer))
+    try:
+        return _to_the_end(crew, lambda: _join_study(crew, request, trainer))
+    finally:
+        # torchrun sends SIGTERM to all others once the first has ended; each shall end with its own status
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _to_the_end(crew: Crew, run: Callable[[], int]) -> int:

@@ -112,8 +112,10 @@ class TrialRun:
         self._publish_ends()
         running = {rank: child for rank, child in self._children.items() if rank not in self._ended}
         places = ask_where(running) if stop == "timeout" else {}
-        # read before the first is ended: the others will soon report that they lost it
         failures = {rank: read_failure(self._messages, rank) for rank in running}
+        # nobody ends a process before all have looked: its peers, on whatever host, will report that they lost it
+        self._notes.add("looked", len(self._children))
+        self._crew.wait_until(lambda: self._count("looked") == self._task.world_size)
         end_all(running.values())
         for rank in running:
             self._publish(rank, failures[rank], was_ended=True, place=places.get(rank))

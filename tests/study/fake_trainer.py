@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from tests.study.records import make_record
 
 NUM_STEPS = 4
@@ -53,7 +55,11 @@ def with_messages(rank: int, fault: str, mine: bool) -> int:
     store = rendezvous.join().store
     report_progress(store, rank, Progress("training", 2 if mine else 3, NUM_STEPS))
     if fault == "hang":
-        lost_in_thought() if mine else waiting_for_peers()
+        if mine:
+            lost_in_thought()
+        waiting_for_peers(Path(sys.argv[sys.argv.index("--out") + 1]) / f"pid-{os.environ['FAULT_RANK']}")
+        report_failure(store, rank, "failed", "RuntimeError: Connection closed by peer")
+        return 1
     if mine:
         time.sleep(0.5)  # the peers' report comes first
         error = "CUDA out of memory" if fault == "oom" else "ValueError: the real cause"
@@ -69,8 +75,10 @@ def lost_in_thought() -> None:
         time.sleep(0.1)
 
 
-def waiting_for_peers() -> None:
-    time.sleep(600)
+def waiting_for_peers(noted: Path) -> None:
+    """Returns when the process that noted its number is gone, as a collective does."""
+    while psutil.pid_exists(int(noted.read_text())):
+        time.sleep(0.005)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import pytest
 
 from megabench.record import read_records
-from tests.study.compare_process import REAL, REPOSITORY, compare, torchrun
+from tests.study.compare_process import REAL, REPOSITORY, finish, start, torchrun
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +27,7 @@ def test_faults_are_named_and_harm_no_other_trial(tmp_path, launcher):
     study, out = tmp_path / "study.yaml", tmp_path / "out"
     study.write_text(STUDY.format(path=f"{REPOSITORY}/tests/faults:{REPOSITORY}", timeout=90))
     command = [*REAL, "--nproc", "2"] if launcher == "megabench" else torchrun(1, 2, script="launch/compare.py")
-    status, stdout, stderr = compare(study, "--out", out, command=command)
+    status, stdout, stderr = finish(start(command, study, "--out", out), seconds=800)
     found = {record.trial: record for record in read_records(out / "results.jsonl")}
     assert status == 1
     assert {name: record.status for name, record in found.items()} == {

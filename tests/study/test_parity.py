@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from megabench.record import RunRecord
 from megabench.study.parity import compare_losses, judge_parity
 from tests.study.records import make_record, work_class
 
@@ -15,7 +16,7 @@ def test_the_largest_relative_difference_over_steps():
     assert compare_losses(LOSSES, LOSSES) == 0
 
 
-@pytest.mark.parametrize("losses", [[6.0, 5.0], [6.0, math.nan, 4.0], [6.0, math.inf, 4.0], []])
+@pytest.mark.parametrize("losses", [[6.0, 5.0], [6.0, 5.0, 4.0, 3.0], [6.0, None, 4.0], []])
 def test_what_cannot_be_compared(losses):
     assert compare_losses(losses, LOSSES) is None
 
@@ -71,8 +72,8 @@ def test_a_class_whose_losses_are_all_missing_is_unknown():
     assert (judged.status, judged.parity.verdict) == ("ok", "unknown")
 
 
-def test_losses_that_are_not_finite_survive_the_file(tmp_path):
-    record = make_record([6.0, math.nan, math.inf])
-    record.write(tmp_path / "record.json")
-    again = type(record).read(tmp_path / "record.json").losses
-    assert again[0] == 6.0 and math.isnan(again[1]) and again[2] == math.inf
+def test_a_loss_that_is_not_finite_is_a_divergence_after_the_file_too(tmp_path):
+    make_record([6.0, math.nan, 4.0], trial="tp2").write(tmp_path / "record.json")
+    again = RunRecord.read(tmp_path / "record.json")
+    judged, _ = judge_parity([again, make_record(LOSSES, trial="zero3")], "zero3")
+    assert judged.status == "diverged"

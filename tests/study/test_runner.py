@@ -20,6 +20,8 @@ from tests.study.compare_process import (
     wait_until_running,
 )
 
+pytestmark = pytest.mark.distributed
+
 FAULTS = (
     BASE
     + """
