@@ -6,6 +6,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: quickstart test lint venv clean
 
 quickstart: $(INSTALLED)
+	rm -rf runs/quickstart
 	$(VENV)/bin/megabench compare configs/studies/quickstart.yaml --out runs/quickstart
 
 test: $(INSTALLED)

@@ -15,7 +15,6 @@ setup(
     description="Which parallel layout trains fastest on this cluster, proven against ZeRO-3, and training with it",
     license="Apache-2.0",
     packages=find_packages(include=["megabench", "megabench.*"]),
-    package_data={"": ["*.j2", "*.html"]},
     python_requires=">=3.11,<3.14",
     install_requires=[
         "deepspeed>=0.19",

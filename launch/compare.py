@@ -7,6 +7,9 @@ Without torchrun it is `megabench compare`.
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout works without an install
 
 from megabench.cli import main
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout works without an install
 
-from megabench.train.command import main  # noqa: E402
+from megabench.train.command import main
 
 if __name__ == "__main__":
     main()

@@ -49,8 +49,8 @@ class WorkClass(_Part):
 
     @property
     def id(self) -> str:
-        """A short name of the class: equal ids mean comparable trials."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
+        """A short name of the class: equal ids mean comparable trials. Data goes by its hash, not by its name."""
+        return hashlib.sha256(self.model_dump_json(exclude={"data"}).encode()).hexdigest()[:12]
 
 
 class StepSeconds(_Part):

@@ -13,10 +13,14 @@ from megabench.data.source import TokenSource
 class Batch:
     """One micro-batch of one data-parallel rank: packed sequences without padding.
 
-    `tokens` is int64 [B, S+1], on the CPU; the loss counts all S labels.
+    `tokens` is int64 [B, S+1]; the loss counts all S labels.
     """
 
     tokens: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same micro-batch on `device`."""
+        return Batch(self.tokens.to(device, non_blocking=True))
 
     @property
     def inputs(self) -> Tensor:

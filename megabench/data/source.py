@@ -22,16 +22,13 @@ MAX_TEXT_BYTES = 1 << 30  # every rank holds the tokens of a text file in memory
 
 
 class TokenSource(Protocol):
-    """Sequences by number. `name` and `sha256` go into the record; `num_tokens` is None where there is no end."""
+    """Sequences by number. `name` and `sha256` go into the record."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def sha256(self) -> str: ...
-
-    @property
-    def num_tokens(self) -> int | None: ...
 
     def sequence(self, index: int) -> Tensor:
         """int64 [S+1]: a pure function of the data, the seed and `index`, which has no upper end."""
@@ -71,7 +68,6 @@ class Synthetic:
     seq_length: int
     seed: int
     name: str = "synthetic"
-    num_tokens: None = None
 
     @property
     def sha256(self) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from megabench.config import ResolvedConfig, merge, read_deepspeed_json
+from megabench.config import ResolvedConfig
+from megabench.config.deepspeed_json import merge, read_deepspeed_json
 from megabench.data.batch import Batch
 from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.optim import is_decayed
@@ -28,6 +30,7 @@ import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
 
 
 class DeepSpeedEngine:
@@ -77,10 +80,10 @@ class DeepSpeedEngine:
     def accumulate(self, batches: Sequence[Batch]) -> None:
         self.loss.zero_()
         for number, batch in enumerate(batches):
-            tokens = batch.tokens.to(self.device, non_blocking=True)
-            logits = self.engine(input_ids=tokens[:, :-1]).logits
+            batch = batch.to(self.device)
+            logits = self.engine(input_ids=batch.inputs).logits
             # over all S labels: transformers' own shift would lose one
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss = F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
             self.engine.backward(loss)  # divides by the number of micro-batches
             self.loss += loss.detach() / len(batches)
             if number < len(batches) - 1:

@@ -33,6 +33,7 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_world_size: int)
 
 def initialize(rendezvous: Rendezvous, device: DeviceKind, timeout: timedelta = timedelta(minutes=10)) -> torch.device:
     """Binds this process to its device and creates the default process group: NCCL on GPUs, gloo on CPU."""
+    torch.set_float32_matmul_precision("highest")  # no TF32: an fp32 run means fp32
     if device == "cuda":
         where = torch.device("cuda", rendezvous.local_rank)
         torch.cuda.set_device(where)

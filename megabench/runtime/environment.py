@@ -20,7 +20,8 @@ _PACKAGES = (
     "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
 )
-_VARIABLES = ("NCCL_", "FI_", "CUDA_", "TORCH_", "OMP_", "NVSHMEM_", "PYTORCH_", "MEGABENCH_")
+_VARIABLES = ("NCCL_", "FI_", "CUDA_", "TORCH_", "OMP_", "NVSHMEM_", "PYTORCH_")
+_LOG_FILES = ("NCCL_DEBUG_FILE",)  # where a run writes does not shape it
 
 
 def collect() -> Environment:
@@ -31,5 +32,9 @@ def collect() -> Environment:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    variables = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_VARIABLES) and name not in _LOG_FILES
+    }
     return Environment(versions=versions, variables=variables, host=socket.gethostname())

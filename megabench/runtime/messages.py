@@ -1,6 +1,7 @@
 """What the ranks of a run tell each other, and their supervisor, over the rendezvous store."""
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Literal
@@ -60,9 +61,12 @@ def disagreement(store: Store, rank: int, topic: str, value: str) -> str | None:
 
 
 def print_once(store: Store, text: str) -> None:
-    """Prints `text` on the first rank that gets here; the others return once it is out, so none ends too early."""
+    """Prints `text` to stderr on the first rank that gets here.
+
+    The others return once it is out: the first rank to end would take the rest with it.
+    """
     if store.add("printed/claims", 1) == 1:
-        print(text, flush=True)
+        print(text, file=sys.stderr, flush=True)
         store.set("printed/done", "yes")
     else:
         store.wait(["printed/done"], timedelta(seconds=10))

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import sys
 from typing import Any
 
 import pynvml
@@ -35,7 +34,6 @@ def describe() -> dict[str, Any]:
     """The content of a study's environment.json."""
     return environment.collect().model_dump() | {
         "platform": platform.platform(),
-        "executable": sys.executable,
         "cpu_count": os.cpu_count(),
         "gpus": gpu_names(),
     }

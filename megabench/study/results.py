@@ -7,11 +7,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megabench.config import near_matches
-from megabench.record import LayoutSizes, RunRecord, Status, read_records, write_records
+from megabench.record import RunRecord, Status, read_records, write_records
 from megabench.study.machine import describe, gpu_names
 from megabench.study.parity import judge_parity
 from megabench.study.study import Attempt, Study, StudyError, Trial
 from megabench.study.summary import summarize, write_csv
+from megabench.train.outcome import asked_for
 
 
 class Results:
@@ -25,6 +26,10 @@ class Results:
     def open(cls, out: Path, study: Study) -> "Results":
         """The results that `out` holds of these very trials; records of other configurations are left behind."""
         results = cls(out, study)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StudyError(f"--out {out} cannot be made a folder: {error.strerror}; give another path") from None
         try:
             records = read_records(results._jsonl)
         except ValueError as error:
@@ -80,7 +85,6 @@ class Results:
 
     def start(self) -> None:
         """Writes what is known before the first run: the study as run, and the environment."""
-        self.out.mkdir(parents=True, exist_ok=True)
         copy = self.out / "study.yaml"
         if copy.absolute() != self.study.source.absolute():
             copy.write_bytes(self.study.source.read_bytes())
@@ -116,28 +120,13 @@ class Results:
 
 def failed_record(trial: Trial, status: Status, error: str, num_hosts: int | None) -> RunRecord:
     """The record of a run without a result: what was asked for, and why nothing was measured."""
-    config, layout = trial.resolved, trial.resolved.layout
     gpus = gpu_names()
     return RunRecord(
+        **asked_for(trial.resolved, trial.config),
         trial=trial.name,
-        engine=config.engine,
-        layout=LayoutSizes(tp=layout.tp, cp=layout.cp, pp=layout.pp, vp=layout.vp, dp=layout.data_parallel),
-        options={"zero_stage": config.zero_stage, "recompute": config.recompute},
-        optimizer=config.optimizer,
         work_class=None,
         status=status,
         error=error,
-        world_size=config.world_size,
         num_hosts=num_hosts,
-        device=(gpus[0] if gpus else None) if config.device == "cuda" else "cpu",
-        model=config.model,
-        num_parameters=config.shape.num_parameters,
-        seq_length=config.seq_length,
-        micro_batch=config.micro_batch,
-        global_batch=config.global_batch,
-        precision=config.precision,
-        grad_dtype=config.grad_dtype,
-        num_steps=config.steps,
-        warmup_steps=config.warmup_steps,
-        command=trial.config.command(config.world_size),
+        device=(gpus[0] if gpus else None) if trial.resolved.device == "cuda" else "cpu",
     )

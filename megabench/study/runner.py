@@ -135,6 +135,8 @@ def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Att
                     display.end(results.add(attempt, failed_record(attempt.trial, "failed", str(stopped), None)))
                 raise
             display.end(results.add(attempt, record))
+    if results.study.question:
+        console.print(results.study.question, markup=False, highlight=False, soft_wrap=True)
     show(console, results.records, results.study.reference)
     write_hparams(results.out / "tensorboard", summarize(results.records, results.study.reference))
     console.print(f"records: {results.out / 'results.jsonl'}", markup=False, highlight=False, soft_wrap=True)
@@ -154,7 +156,8 @@ def _follow(crew: Crew, results: Results, attempts: Sequence[Attempt], trainer: 
 
 def _task(crew: Crew, results: Results, attempt: Attempt, number: int, trainer: Sequence[str]) -> Task:
     trial, logs = attempt.trial, results.logs(attempt)
-    config = trial.config.model_copy(update={"out": logs, "tensorboard": results.tensorboard(attempt)})
+    folders = {"out": logs, "tensorboard": results.tensorboard(attempt)}
+    config = trial.config.model_copy(update={"device": trial.resolved.device, **folders})
     return Task(
         command=[*trainer, *config.flags()],
         prefix=f"{crew.launch.root}/{number}/{attempt.folder.as_posix()}",

@@ -1,6 +1,7 @@
 """A study file, and the trials it stands for: all checked before any process starts. Loads no torch."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_field
 # where a trial writes is the study's to say
 _TRIAL_FIELDS = [field for field in RunConfig.model_fields if field not in ("out", "tensorboard")]
 _EXTRAS = ["name", "env", "world_size"]
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class StudyError(UserError):
@@ -24,7 +26,7 @@ class StudyError(UserError):
 class StudyFile(BaseModel):
     """What a study file holds, not yet expanded into trials."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str | None = Field(None, description="Name of the study [default: the file's].")
     question: str = Field("", description="What the study answers, in one sentence.")
@@ -169,7 +171,7 @@ def _draft(
         if field not in _TRIAL_FIELDS + _EXTRAS:
             raise StudyError(f"{where}: unknown setting {field!r}; {near_matches(field, _TRIAL_FIELDS + _EXTRAS)}")
     world_size = both.get("world_size", num_processes)
-    if not isinstance(world_size, int) or world_size < 1:
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise StudyError(f"{where}: world_size={world_size!r} must be a whole number of processes, e.g. 8")
     if world_size > num_processes:
         raise StudyError(
@@ -213,6 +215,9 @@ def _variables(value: Any, where: str) -> dict[str, str]:
     settings = value.values() if isinstance(value, dict) else [None]
     if not all(isinstance(setting, str | int | float) and not isinstance(setting, bool) for setting in settings):
         raise StudyError(f"{where}: env={value!r} must map variables to text or numbers, e.g. {{NCCL_P2P_LEVEL: NVL}}")
+    for variable in value:
+        if variable in _LAUNCHER_VARIABLES or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(variable)):
+            raise StudyError(f"{where}: env cannot set {variable!r}; name a variable that the launcher does not set")
     return {str(variable): str(setting) for variable, setting in value.items()}
 
 

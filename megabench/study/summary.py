@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from megabench.parallel.layout import Layout
 from megabench.record import RunRecord
 
 _SEVERITY = ("ok", "diverged", "timeout", "oom", "failed")
@@ -16,7 +17,8 @@ class Row:
     """One trial: medians over its runs with a result. What is not known is None.
 
     `ratio` is tokens/s per device over the reference's, within one work class only: with equal world sizes, the ratio
-    of tokens/s; a trial that is not ok has none. `work_class` is None for a trial without a result.
+    of tokens/s; a trial that is not ok has none.
+    `work_class` is None for a trial without a result; `num_skipped_steps` is the most of any run.
     """
 
     trial: str
@@ -37,6 +39,7 @@ class Row:
     parity: str
     max_relative_difference: float | None
     status: str
+    num_skipped_steps: int
     reason: str | None
     work_class: str | None
 
@@ -73,14 +76,14 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 def layout_name(record: RunRecord) -> str:
     """The layout as people say it: "tp2·pp2·dp2"."""
-    sizes = record.layout.model_dump()
-    return "·".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "dp1"
+    return str(Layout(**record.layout.model_dump()))
 
 
 def engine_name(record: RunRecord) -> str:
-    """The engine with its ZeRO stage, where it has one."""
+    """The engine with its ZeRO stage, where it has one, and a sign of settings of the user's own."""
     stage = record.options.get("zero_stage")
-    return record.engine if stage is None else f"{record.engine} ZeRO-{stage}"
+    name = record.engine if stage is None else f"{record.engine} ZeRO-{stage}"
+    return f"{name}, own JSON" if record.options.get("deepspeed_config") else name
 
 
 def is_zero3(record: RunRecord) -> bool:
@@ -118,6 +121,7 @@ def _row(runs: Sequence[RunRecord], reference_runs: Sequence[RunRecord], referen
         parity=next((verdict for verdict in ("diverged", "equal") if verdict in verdicts), "unknown"),
         max_relative_difference=max(differences, default=None),
         status=worst.status,
+        num_skipped_steps=max(record.num_skipped_steps for record in runs),
         reason=worst.error and (f"{num_bad} of {len(runs)} runs: " if len(runs) > 1 else "") + worst.error,
         work_class=work_class,
     )

@@ -133,7 +133,8 @@ def _speed(row: Row) -> str:
 
 
 def _status(row: Row) -> str:
-    return "DIVERGED" if row.status == "diverged" else row.status
+    status = "DIVERGED" if row.status == "diverged" else row.status
+    return f"{status}, {row.num_skipped_steps} steps skipped" if row.num_skipped_steps else status
 
 
 def _parity(row: Row) -> str:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from megabench import UserError
-from megabench.config import ResolvedConfig, RunConfig
+from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.train.flags import parse_flags
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def _run(given: RunConfig) -> None:
     try:
         device_kind = choose_device(given.device, rendezvous.local_world_size)
         run = given.resolve(rendezvous.world_size, device_kind)
+        _make_folders(run)
         source = open_source(run)
         _check_same_data(run, source.sha256, rendezvous)
     except UserError as error:
@@ -59,6 +60,18 @@ def _run(given: RunConfig) -> None:
         _refuse(str(error), rendezvous)
     except BaseException as error:
         _fail(error, rendezvous)
+
+
+def _make_folders(run: ResolvedConfig) -> None:
+    """Makes the folders that the run will write to; ConfigError when that cannot be."""
+    for setting in ("out", "tensorboard"):
+        if folder := getattr(run, setting):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"{setting}={folder} cannot be made a folder: {error.strerror}; give a path that can be written to"
+                ) from None
 
 
 def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous") -> None:
@@ -104,7 +117,8 @@ def _fail(error: BaseException, rendezvous: "Rendezvous") -> NoReturn:
 
     from megabench.runtime import messages
 
-    kind: messages.FailureKind = "oom" if isinstance(error, torch.OutOfMemoryError) else "failed"
+    is_oom = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    kind: messages.FailureKind = "oom" if is_oom else "failed"
     summary = " ".join(f"{type(error).__name__}: {error}".split())
     try:
         messages.report_failure(rendezvous.store, rendezvous.rank, kind, summary[:2000])

@@ -57,7 +57,9 @@ class Console:
         print("  ".join(parts), flush=True)
 
     def last(self, record: RunRecord, record_path: Path | None) -> None:
-        line = f"loss {record.losses[0]:.4f} -> {record.losses[-1]:.4f}"
+        ends = record.losses[0], record.losses[-1]
+        first, last = ("not finite" if loss is None else f"{loss:.4f}" for loss in ends)
+        line = f"loss {first} -> {last}"
         if record.step_seconds and record.tokens_per_second:
             line += f" · {record.step_seconds.median:.3f} s a step (median of {len(record.step_seconds.all)})"
             line += f" · {record.tokens_per_second:,.0f} tok/s"

@@ -1,6 +1,7 @@
 """The training loop: steps, their timing, and what is written down about them."""
 
 import math
+import socket
 import time
 from collections.abc import Sequence
 
@@ -88,7 +89,6 @@ def train(run: ResolvedConfig, given: RunConfig, source: TokenSource, rendezvous
     record = build_record(run, given, source, measured)
     record_path = run.out / "record.json" if run.out else None
     if rank == 0 and record_path:
-        record_path.parent.mkdir(parents=True, exist_ok=True)
         record.write(record_path)
     if scalars:
         scalars.close()
@@ -116,8 +116,6 @@ def gather(value: float, device: torch.device) -> list[float]:
 
 def count_hosts() -> int:
     """How many hosts the ranks run on, told apart by hostname."""
-    import socket
-
     names: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
     return len(set(names))

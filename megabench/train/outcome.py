@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megabench.config import ResolvedConfig, RunConfig
+from megabench.config.deepspeed_json import read_deepspeed_json
 from megabench.data.source import TokenSource
 from megabench.engines.base import StepResult
 from megabench.metrics import quantile, throughput
@@ -57,26 +58,13 @@ def build_record(run: ResolvedConfig, given: RunConfig, source: TokenSource, mea
             "days_per_100b_tokens": achieved.days_per_100b_tokens,
         }
     return RunRecord(
+        **asked_for(run, given),
         trial=run.out.name if run.out else f"{run.engine}-{layout}",
-        engine=run.engine,
-        layout=LayoutSizes(**asdict(layout)),
-        options={"zero_stage": run.zero_stage, "recompute": run.recompute},
-        optimizer=run.optimizer,
         work_class=work_class(run, source),
         status="ok",
-        world_size=run.world_size,
         num_hosts=measured.num_hosts,
         device=measured.device_name,
-        model=run.model,
-        num_parameters=run.shape.num_parameters,
-        seq_length=run.seq_length,
-        micro_batch=run.micro_batch,
-        global_batch=run.global_batch,
-        precision=run.precision,
-        grad_dtype=run.grad_dtype,
         kernels=measured.kernels,
-        num_steps=run.steps,
-        warmup_steps=run.warmup_steps,
         first_step_seconds=measured.step_seconds[0],
         warmup_seconds=sum(measured.step_seconds[: run.warmup_steps]),
         wall_seconds=measured.wall_seconds,
@@ -93,9 +81,33 @@ def build_record(run: ResolvedConfig, given: RunConfig, source: TokenSource, mea
             if len(ranks) > 1
         ],
         environment=environment.collect(),
-        command=given.command(run.world_size),
         **speed,
     )
+
+
+def asked_for(run: ResolvedConfig, given: RunConfig) -> dict[str, Any]:
+    """The fields of a record that are known before anything runs."""
+    return {
+        "engine": run.engine,
+        "layout": LayoutSizes(**asdict(run.layout)),
+        "options": {
+            "zero_stage": run.zero_stage,
+            "recompute": run.recompute,
+            "deepspeed_config": read_deepspeed_json(run.deepspeed_config) if run.deepspeed_config else None,
+        },
+        "optimizer": run.optimizer,
+        "world_size": run.world_size,
+        "model": run.model,
+        "num_parameters": run.shape.num_parameters,
+        "seq_length": run.seq_length,
+        "micro_batch": run.micro_batch,
+        "global_batch": run.global_batch,
+        "precision": run.precision,
+        "grad_dtype": run.grad_dtype,
+        "num_steps": run.steps,
+        "warmup_steps": run.warmup_steps,
+        "command": given.command(run.world_size),
+    }
 
 
 def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:

@@ -10,7 +10,7 @@ from megabench.metrics import throughput
 
 
 class Scalars:
-    """Writes the scalars of each step; throughput and time of timed steps alone."""
+    """Writes the scalars of each step as rank 0 sees it; throughput and time of timed steps alone."""
 
     def __init__(self, directory: Path, run: ResolvedConfig, peak_tflops: float | None) -> None:
         self.run = run

@@ -24,9 +24,9 @@ NUM_STEPS = 3
 BASE: dict[str, Any] = {
     "model": "llama-tiny",
     "data": "synthetic",
-    "seq_length": 64,
+    "seq_length": 32,
     "micro_batch": 1,
-    "global_batch": 8,
+    "global_batch": 4,
     "precision": "fp32",
     "optimizer": "sgd",
     "lr": 0.05,

@@ -20,7 +20,7 @@ def write(path: Path, content: dict[str, Any]) -> Path:
 def test_settings_follow_the_run() -> None:
     from megabench.engines.deepspeed import deepspeed_settings
 
-    run = resolve(2, engine="deepspeed", zero_stage=2, micro_batch=2, clip_grad=0.5)
+    run = resolve(2, engine="deepspeed", zero_stage=2, micro_batch=2, global_batch=8, clip_grad=0.5)
     settings = deepspeed_settings(run)
     assert settings["train_micro_batch_size_per_gpu"] == 2
     assert settings["gradient_accumulation_steps"] == 2
@@ -61,6 +61,13 @@ def resolve_with(tmp_path: Path, content: dict[str, Any], **fields: Any) -> Reso
         ({"bf16": {"enabled": True}}, {"precision": "fp32"}, ["precision=bf16", "precision=fp32"]),
         ({"optimizer": {"type": "AdamW"}}, {}, ["'optimizer'", "--optimizer"]),
         ({"gradient_accumulation_steps": 3}, {}, ["gradient_accumulation_steps=3", "2 micro-batches"]),
+        ({"bf16": {"enabled": False}}, {"precision": "bf16"}, ["bf16.enabled=False", "precision is bf16"]),
+        ({"bf16": True}, {}, ["bf16 must be an object"]),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, ["both bf16 and fp16"]),
+        ({"communication_data_type": "bf16"}, {}, ["communication_data_type=bf16", "gradients are fp32"]),
+        ({"tensor_parallel": {"autotp_size": 2}}, {}, ["'tensor_parallel'", "remove it"]),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, {}, ["zero_quantized_weights"]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {}, ["offload is not supported yet"]),
     ],
 )
 def test_contradictions_are_named(tmp_path: Path, content: dict[str, Any], fields: Any, words: list[str]) -> None:
@@ -75,6 +82,14 @@ def test_file_that_is_no_json(tmp_path: Path) -> None:
         RunConfig.parse(
             {"model": "llama-tiny", "engine": "deepspeed", "deepspeed_config": tmp_path / "ds.json"}
         ).resolve(2, "cpu")
+
+
+def test_a_changed_file_is_another_run(tmp_path: Path) -> None:
+    content: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+    first = resolve_with(tmp_path, content).identity()
+    assert resolve_with(tmp_path, content).identity() == first
+    content["zero_optimization"]["reduce_bucket_size"] = 1000
+    assert resolve_with(tmp_path, content).identity() != first
 
 
 def buffer_dtypes(run: ResolvedConfig) -> set[torch.dtype]:

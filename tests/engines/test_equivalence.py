@@ -1,10 +1,13 @@
 """Every layout and engine does what one process does: gradients, gradient norms, losses and updated weights."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from tests.engines.equivalence import assert_equal_to_reference
+from megabench.config import ResolvedConfig
+from tests import distributed
+from tests.engines.equivalence import assert_equal_to_reference, resolve, train
 
 pytestmark = pytest.mark.distributed
 
@@ -25,6 +28,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-cp2": (4, {"tp": 2, "cp": 2}),
     "pp2-vp2-dp2": (4, {"pp": 2, "vp": 2}),
 }
+# beyond the layouts that both optimizers are run on
+COMBINATIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2-cp2": (4, {"pp": 2, "cp": 2}),
+    "cp2-dp2": (4, {"cp": 2}),
+    "pp2-vp2-cp2": (4, {"pp": 2, "vp": 2, "cp": 2}),
+}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "lr": 0.05},
     "adamw": {"optimizer": "adamw", "lr": 1e-3},
@@ -38,9 +47,31 @@ def test_megatron(layout: str, optimizer: str) -> None:
     assert_equal_to_reference(world_size, **fields, **OPTIMIZERS[optimizer])
 
 
+@pytest.mark.parametrize("layout", COMBINATIONS)
+def test_megatron_combinations(layout: str) -> None:
+    world_size, fields = COMBINATIONS[layout]
+    assert_equal_to_reference(world_size, **fields)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_megatron_recompute(recompute: str) -> None:
-    assert_equal_to_reference(4, tp=2, pp=2, recompute=recompute)
+    assert_equal_to_reference(2, tp=2, recompute=recompute)
+
+
+def count_attentions(run: ResolvedConfig) -> int:
+    """How often attention is computed in one step."""
+    from megabench.engines.megatron.blocks import CausalAttention
+
+    with patch.object(CausalAttention, "forward", autospec=True, side_effect=CausalAttention.forward) as forward:
+        train(run, num_steps=1)
+    return forward.call_count
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 2), ("full", 2)])
+def test_recompute_computes_again(recompute: str, times: int) -> None:
+    run = resolve(1, recompute=recompute)
+    per_forward = run.shape.num_layers * run.num_micro_batches
+    assert distributed.run(count_attentions, 1, run) == [times * per_forward]
 
 
 def test_megatron_larger_micro_batch() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from megabench.record import read_records
-from tests.study.compare_process import REAL, REPOSITORY, finish, start, torchrun
+from tests.study.compare_process import REPOSITORY, finish, start, torchrun
 
 pytestmark = pytest.mark.e2e
 
@@ -22,12 +22,15 @@ reference: before
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("launcher", ["megabench", "torchrun"])
-def test_faults_are_named_and_harm_no_other_trial(tmp_path, launcher):
+def test_faults_are_named_and_harm_no_other_trial_of_two_agents(tmp_path):
     study, out = tmp_path / "study.yaml", tmp_path / "out"
-    study.write_text(STUDY.format(path=f"{REPOSITORY}/tests/faults:{REPOSITORY}", timeout=90))
-    command = [*REAL, "--nproc", "2"] if launcher == "megabench" else torchrun(1, 2, script="launch/compare.py")
-    status, stdout, stderr = finish(start(command, study, "--out", out), seconds=800)
+    study.write_text(STUDY.format(path=f"{REPOSITORY}/tests/faults:{REPOSITORY}", timeout=45))
+    command = torchrun(2, 1, script="launch/compare.py")
+    other = start(command, study, "--out", out)
+    status, stdout, stderr = finish(start(command, study, "--out", out), seconds=400)
+    other_status, other_stdout, other_stderr = finish(other, seconds=60)
+    assert other_status == status, "torchrun's own status, on both"
+    stdout, stderr = stdout + other_stdout, stderr + other_stderr
     found = {record.trial: record for record in read_records(out / "results.jsonl")}
     assert status == 1
     assert {name: record.status for name, record in found.items()} == {

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -73,20 +74,20 @@ class CausalAttention(nn.Module):
     ) -> Tensor:
         """query [S, B, N, D], key and value [S, B, K, D] -> [S, B, N·D]."""
         if self.cp_group.size() == 1:
-            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            query, key, value = (rearrange(tensor, "s b n d -> b n s d") for tensor in (query, key, value))
             context = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=self.scale, enable_gqa=True
             )
         else:
             context = self._zigzag(query, key, value)
-        return context.permute(2, 0, 1, 3).flatten(2)
+        return rearrange(context, "b n s d -> s b (n d)")
 
     def _zigzag(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The same for the two chunks of a context-parallel rank; returns [B, N, S, D]."""
         size, rank = self.cp_group.size(), self.cp_group.rank()
         chunk = query.shape[0] // 2
         key, value = (self._in_order(tensor, chunk) for tensor in (key, value))
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        query, key, value = (rearrange(tensor, "s b n d -> b n s d") for tensor in (query, key, value))
         parts = []
         for queries, position in zip(query.split(chunk, dim=2), (rank, 2 * size - 1 - rank), strict=True):
             end = (position + 1) * chunk

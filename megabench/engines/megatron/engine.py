@@ -1,5 +1,6 @@
 """The megatron engine: forward and backward under megatron-core's schedules, and its distributed optimizer."""
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -103,9 +104,8 @@ class MegatronEngine:
             self.loss_and_count += report
 
     def _forward_step(self, batches: Iterator[Batch], model: DistributedDataParallel) -> tuple[Tensor, Any]:
-        tokens = next(batches).tokens.to(self.device, non_blocking=True)
-        cp = self.groups.cp
-        inputs, labels = (zigzag_slice(part, cp.size(), cp.rank()) for part in (tokens[:, :-1], tokens[:, 1:]))
+        batch, cp = next(batches).to(self.device), self.groups.cp
+        inputs, labels = (zigzag_slice(part, cp.size(), cp.rank()) for part in (batch.inputs, batch.labels))
         # rotary positions are counted by the model, attention is causal: neither takes an argument
         output = model(input_ids=inputs, position_ids=None, attention_mask=None, labels=labels)
         return output, self._loss
@@ -133,6 +133,8 @@ class MegatronEngine:
         dist.all_reduce(totals)
         loss_sum, loss_count, squared_norm_sum = totals.tolist()
         grad_norm = squared_norm_sum**0.5
+        # DeepSpeed, too, leaves the weights alone then, in any precision
+        skipped = skipped or not math.isfinite(grad_norm)
         if not skipped:
             self._clip(grad_norm)
             for group in self.optimizer.param_groups:
@@ -191,5 +193,6 @@ class MegatronEngine:
             "rope": "megatron-core unfused",
             "activation": "megatron-core unfused SwiGLU",
             "cross_entropy": "megatron-core vocab-parallel, fp32 logits",
+            "weight_gradient": "apex" if self.transformer_config.gradient_accumulation_fusion else "torch",
             "optimizer": adam if self.run.optimizer == "adamw" else "torch SGD",
         }

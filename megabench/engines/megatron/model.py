@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megabench.config import ResolvedConfig
 from megabench.engines.megatron.blocks import llama_blocks
+from megabench.engines.optim import has_apex_weight_gradients
 from megabench.models.init import initial_shard
 from megabench.models.mapping import hugging_face_shapes, padded_vocab_size, shard
 from megabench.parallel.layout import Layout
@@ -78,7 +79,7 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             bias_activation_fusion=False,
             masked_softmax_fusion=False,
             apply_rope_fusion=False,
-            gradient_accumulation_fusion=False,
+            gradient_accumulation_fusion=run.device == "cuda" and has_apex_weight_gradients(),
             # initialization also marks parameters as split over tp, without which the gradient norm leaves them out;
             # the values come from load_initial_weights
             perform_initialization=True,

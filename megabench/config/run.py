@@ -1,13 +1,10 @@
-"""RunConfig: all that one run is made of, and its validation with advice. Loads no torch."""
+"""RunConfig: all that one run is made of, and its validation with advice."""
 
 import hashlib
-import json
 import shlex
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -19,7 +16,8 @@ from pydantic import (
     ValidationError,
 )
 
-from megabench import UserError
+from megabench.config.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
+from megabench.config.reading import ConfigError, explain
 from megabench.models.catalog import ModelShape, get_model
 from megabench.parallel.layout import Layout
 
@@ -28,14 +26,10 @@ Precision = Literal["bf16", "fp16", "fp32"]
 Beta = PositiveFloat  # checked to be below 1 in resolve()
 
 
-class ConfigError(UserError):
-    """A setting that is wrong or contradicts another."""
-
-
 class RunConfig(BaseModel):
     """Every setting of a run. Fields that default to None are filled by `resolve` from the model or the device."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str = Field("llama3-8b", description="Model: a name of the catalogue.")
     num_layers: PositiveInt | None = Field(None, description="Cut or grow the model to this many layers.")
@@ -77,7 +71,9 @@ class RunConfig(BaseModel):
         description="stdlib, synthetic, a .txt/.jsonl/.parquet file, or the prefix of a .bin/.idx token file.",
     )
     tokenizer: str = Field("bytes", description="bytes, or a Hugging Face tokenizer directory.")
-    seed: NonNegativeInt = Field(1234, description="Seed of the initial weights and of the order of the data.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        1234, description="Seed of the initial weights and of the order of the data."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to run.")
     tensorboard: Path | None = Field(None, description="TensorBoard directory [default: OUT/tensorboard].")
     out: Path | None = Field(None, description="Directory for record.json and TensorBoard scalars.")
@@ -89,11 +85,6 @@ class RunConfig(BaseModel):
             return cls.model_validate(fields)
         except ValidationError as error:
             raise ConfigError(where + explain(error, cls)) from None
-
-    @classmethod
-    def from_yaml(cls, path: Path) -> dict[str, Any]:
-        """The fields of a YAML file, not yet validated, so that flags may override them."""
-        return read_yaml_mapping(path)
 
     @property
     def shape(self) -> ModelShape:
@@ -110,7 +101,13 @@ class RunConfig(BaseModel):
         if self.engine == "deepspeed":
             self._check_deepspeed()
             if self.deepspeed_config:
-                return self._with_deepspeed_json()._resolve(world_size, device)
+                content = read_deepspeed_json(self.deepspeed_config)
+                given = {name: getattr(self, name) for name in self.model_fields_set}
+                said = settings_of_run(content, given, self.deepspeed_config)
+                taken = type(self).parse(self.model_dump(exclude_unset=True) | said, f"{self.deepspeed_config}: ")
+                run = taken._resolve(world_size, device)
+                check_deepspeed_json(content, run, self.deepspeed_config)
+                return run
         elif self.zero_stage is not None or self.deepspeed_config is not None:
             setting = "zero_stage" if self.zero_stage is not None else "deepspeed_config"
             raise ConfigError(
@@ -153,14 +150,6 @@ class RunConfig(BaseModel):
         run = ResolvedConfig.model_validate(self.model_dump() | filled | {"world_size": world_size})
         run.layout.check_model(shape, run.seq_length)
         run.layout.check_batch(run.global_batch, run.micro_batch)
-        if self.deepspeed_config:
-            said = read_deepspeed_json(self.deepspeed_config).get("gradient_accumulation_steps", run.num_micro_batches)
-            if said != run.num_micro_batches:
-                raise ConfigError(
-                    f"{self.deepspeed_config} says gradient_accumulation_steps={said}, but global_batch="
-                    f"{run.global_batch} is {run.num_micro_batches} micro-batches of {run.micro_batch} on "
-                    f"{run.layout.dp} replicas; leave it out, or change global_batch"
-                )
         return run
 
     def _check_deepspeed(self) -> None:
@@ -173,33 +162,6 @@ class RunConfig(BaseModel):
                 )
         if self.recompute == "selective":
             raise ConfigError("recompute=selective is the megatron engine's; use none or full with deepspeed")
-
-    def _with_deepspeed_json(self) -> Self:
-        """Takes what the user's DeepSpeed JSON says of the run; ConfigError where a flag says otherwise."""
-        assert self.deepspeed_config is not None
-        content = read_deepspeed_json(self.deepspeed_config)
-        for section in ("optimizer", "scheduler"):
-            if section in content:
-                raise ConfigError(
-                    f"{self.deepspeed_config} sets {section!r}, which megabench sets for every engine alike; "
-                    f"remove it there and use --optimizer, --lr, --lr-warmup and --min-lr"
-                )
-        said = {
-            "zero_stage": content.get("zero_optimization", {}).get("stage"),
-            "micro_batch": content.get("train_micro_batch_size_per_gpu"),
-            "global_batch": content.get("train_batch_size"),
-            "clip_grad": content.get("gradient_clipping"),
-            "grad_dtype": content.get("data_types", {}).get("grad_accum_dtype"),
-            "precision": next((p for p in ("bf16", "fp16") if content.get(p, {}).get("enabled") is True), None),
-        }
-        said = {name: value for name, value in said.items() if value is not None}
-        for name in self.model_fields_set & said.keys():
-            if getattr(self, name) != said[name]:
-                raise ConfigError(
-                    f"{self.deepspeed_config} says {name}={said[name]}, but the run says {name}={getattr(self, name)}; "
-                    f"change one of them"
-                )
-        return type(self).parse(self.model_dump(exclude_unset=True) | said, where=f"{self.deepspeed_config}: ")
 
     def flags(self) -> list[str]:
         """The command-line flags that reproduce this configuration: those that differ from the defaults."""
@@ -219,6 +181,8 @@ class RunConfig(BaseModel):
     def identity(self, **more: object) -> str:
         """Hash of all that shapes the run (where it writes aside), together with `more`."""
         fields = self.model_dump(mode="json", exclude={"out", "tensorboard"}) | more
+        if self.deepspeed_config:
+            fields["deepspeed_config"] = read_deepspeed_json(self.deepspeed_config)
         return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
 
 
@@ -243,72 +207,3 @@ class ResolvedConfig(RunConfig):
     def num_micro_batches(self) -> int:
         """Micro-batches of one replica and step."""
         return self.global_batch // (self.micro_batch * self.layout.data_parallel)
-
-
-def read_yaml_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; ConfigError when it cannot be read or holds something else."""
-    try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a YAML file") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings, e.g. 'tp: 2', not {type(content).__name__}")
-    return content
-
-
-def read_deepspeed_json(path: Path) -> dict[str, Any]:
-    """A DeepSpeed configuration without its "auto" entries, which leave the choice to the program that reads it."""
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a DeepSpeed JSON file") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return _without_auto(content)
-
-
-def _without_auto(content: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_auto(value) if isinstance(value, dict) else value
-        for key, value in content.items()
-        if value != "auto"
-    }
-
-
-def merge(base: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the entries of `winning` over it, mapping by mapping."""
-    merged = dict(base)
-    for key, value in winning.items():
-        both = isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = merge(base[key], value) if both else value
-    return merged
-
-
-def near_matches(word: str, known: list[str]) -> str:
-    """ "; did you mean X?", or the whole list when nothing is near."""
-    near = get_close_matches(word, known, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
-
-
-def literal_values(annotation: Any) -> tuple[Any, ...]:
-    """The choices of a Literal, or of the Literal in `Literal[…] | None`; empty for any other type."""
-    if get_origin(annotation) is Literal:
-        return get_args(annotation)
-    return next((get_args(arm) for arm in get_args(annotation) if get_origin(arm) is Literal), ())
-
-
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first problem of a ValidationError as one sentence with a way out."""
-    problem = error.errors()[0]
-    name = str(problem["loc"][0]) if problem["loc"] else "settings"
-    if problem["type"] == "extra_forbidden":
-        return f"unknown setting {name!r}; {near_matches(name, list(model.model_fields))}"
-    field = model.model_fields.get(name)
-    if problem["type"] == "literal_error" and field:
-        choices = ", ".join(map(str, literal_values(field.annotation)))
-        return f"{name}={problem['input']!r} is not known; use one of {choices}"
-    return f"{name}={problem['input']!r} is not valid: {problem['msg'][0].lower()}{problem['msg'][1:]}"

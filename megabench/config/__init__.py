@@ -1,0 +1,16 @@
+"""All that one run is made of. Loads no torch."""
+
+from megabench.config.reading import ConfigError, explain, literal_values, near_matches, read_yaml_mapping
+from megabench.config.run import EngineName, Precision, ResolvedConfig, RunConfig
+
+__all__ = [
+    "ConfigError",
+    "EngineName",
+    "Precision",
+    "ResolvedConfig",
+    "RunConfig",
+    "explain",
+    "literal_values",
+    "near_matches",
+    "read_yaml_mapping",
+]

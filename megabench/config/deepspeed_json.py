@@ -1,0 +1,140 @@
+"""A user's own DeepSpeed JSON: its settings win where the run is silent, and must not contradict it elsewhere."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megabench.config.reading import ConfigError, near_matches, read_text
+
+if TYPE_CHECKING:
+    from megabench.config.run import ResolvedConfig
+
+_RUN_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "communication_data_type",
+)
+_SECTIONS = (
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "data_types",
+    "activation_checkpointing",
+    "aio",
+    "comms_logger",
+    "flops_profiler",
+)
+_HARMLESS = (
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "zero_allow_untested_optimizer",
+)
+# what would make another run of it, beside other runs, and where it is set instead
+_ELSEWHERE = {
+    "optimizer": "--optimizer, --lr, --betas, --eps and --weight-decay",
+    "scheduler": "--lr, --lr-warmup and --min-lr",
+}
+_ZERO_REFUSED = {
+    "offload_optimizer": "offload is not supported yet",
+    "offload_param": "offload is not supported yet",
+    "zero_quantized_weights": "it changes the weights that are trained with",
+    "zero_quantized_gradients": "it changes the gradients",
+    "zero_quantized_nontrainable_weights": "it changes the weights that are trained with",
+}
+
+
+def read_deepspeed_json(path: Path) -> dict[str, Any]:
+    """A DeepSpeed configuration without its "auto" entries, which leave the choice to the program that reads it.
+
+    ConfigError for what is no such configuration, and for settings that would change the work that is compared.
+    """
+    try:
+        content = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    for section in _SECTIONS:
+        if not isinstance(content.get(section, {}), dict):
+            raise ConfigError(f"{path}: {section} must be an object, e.g. {{}}, not {content[section]!r}")
+    for key in content:
+        if key in _ELSEWHERE:
+            raise ConfigError(
+                f"{path} sets {key!r}, which megabench sets for every engine alike; remove it there and use "
+                f"{_ELSEWHERE[key]}"
+            )
+        if key not in _RUN_KEYS + _SECTIONS + _HARMLESS:
+            raise ConfigError(
+                f"{path} sets {key!r}, which megabench does not pass on; remove it "
+                f"({near_matches(key, [*_RUN_KEYS, *_SECTIONS, *_HARMLESS])})"
+            )
+    for key, why in _ZERO_REFUSED.items():
+        if content.get("zero_optimization", {}).get(key):
+            raise ConfigError(f"{path} sets zero_optimization.{key}, and {why}; remove it there")
+    return _without_auto(content)
+
+
+def settings_of_run(content: dict[str, Any], given: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What the JSON says of the run, as RunConfig fields; ConfigError where `given`, the user's own, say otherwise."""
+    enabled = [precision for precision in ("bf16", "fp16") if content.get(precision, {}).get("enabled")]
+    if len(enabled) > 1:
+        raise ConfigError(f"{path} enables both bf16 and fp16; enable one of them")
+    said = {
+        "zero_stage": content.get("zero_optimization", {}).get("stage"),
+        "micro_batch": content.get("train_micro_batch_size_per_gpu"),
+        "global_batch": content.get("train_batch_size"),
+        "clip_grad": content.get("gradient_clipping"),
+        "grad_dtype": content.get("data_types", {}).get("grad_accum_dtype"),
+        "precision": enabled[0] if enabled else None,
+    }
+    said = {name: value for name, value in said.items() if value is not None}
+    for name in given.keys() & said.keys():
+        if given[name] != said[name]:
+            raise ConfigError(
+                f"{path} says {name}={said[name]}, but the run says {name}={given[name]}; change one of them"
+            )
+    return said
+
+
+def check_deepspeed_json(content: dict[str, Any], run: "ResolvedConfig", path: Path) -> None:
+    """ConfigError where the JSON contradicts what the run has become."""
+    for precision in ("bf16", "fp16"):
+        enabled = content.get(precision, {}).get("enabled")
+        if enabled is not None and bool(enabled) != (run.precision == precision):
+            raise ConfigError(f"{path} says {precision}.enabled={enabled}, but the run's precision is {run.precision}")
+    wire = content.get("communication_data_type")
+    if wire is not None and wire != run.grad_dtype:
+        raise ConfigError(
+            f"{path} says communication_data_type={wire}, but gradients are {run.grad_dtype}; "
+            f"use grad_dtype={wire} for both, or remove it"
+        )
+    steps = content.get("gradient_accumulation_steps")
+    if steps is not None and steps != run.num_micro_batches:
+        raise ConfigError(
+            f"{path} says gradient_accumulation_steps={steps}, but global_batch={run.global_batch} is "
+            f"{run.num_micro_batches} micro-batches of {run.micro_batch} on {run.layout.dp} replicas; "
+            f"remove it there, or change global_batch"
+        )
+
+
+def merge(base: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the entries of `winning` over it, mapping by mapping."""
+    merged = dict(base)
+    for key, value in winning.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = merge(base[key], value) if both else value
+    return merged
+
+
+def _without_auto(content: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in content.items()
+        if value != "auto"
+    }

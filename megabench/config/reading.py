@@ -1,0 +1,61 @@
+"""Reading settings from files, and saying in one sentence what is wrong with them."""
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from megabench import UserError
+
+
+class ConfigError(UserError):
+    """A setting that is wrong or contradicts another."""
+
+
+def read_text(path: Path) -> str:
+    """The text of a settings file; ConfigError when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text; give a text file of settings") from None
+
+
+def read_yaml_mapping(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; ConfigError when it cannot be read or holds something else."""
+    try:
+        content = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, e.g. 'tp: 2', not {type(content).__name__}")
+    return content
+
+
+def near_matches(word: str, known: list[str]) -> str:
+    """ "did you mean X?", or all that is known when nothing is near."""
+    near = get_close_matches(word, known, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+
+
+def literal_values(annotation: Any) -> tuple[Any, ...]:
+    """The choices of a Literal, or of the Literal in `Literal[…] | None`; empty for any other type."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return next((get_args(arm) for arm in get_args(annotation) if get_origin(arm) is Literal), ())
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """The first problem of a ValidationError as one sentence with a way out."""
+    problem = error.errors()[0]
+    name = str(problem["loc"][0]) if problem["loc"] else "settings"
+    if problem["type"] == "extra_forbidden":
+        return f"unknown setting {name!r}; {near_matches(name, list(model.model_fields))}"
+    field = model.model_fields.get(name)
+    if problem["type"] == "literal_error" and field:
+        choices = ", ".join(map(str, literal_values(field.annotation)))
+        return f"{name}={problem['input']!r} is not known; use one of {choices}"
+    return f"{name}={problem['input']!r} is not valid: {problem['msg'][0].lower()}{problem['msg'][1:]}"
