@@ -44,7 +44,9 @@ def token_file_prefix(path: Path) -> Path | None:
 
 
 def beside(prefix: Path, suffix: str) -> Path:
-    """The file `prefix` + `suffix`; a dot in the prefix's own name stays."""
+    """The file `prefix` + `suffix`; a dot in the prefix's own name stays. DataError for a prefix without a name."""
+    if not prefix.name:
+        raise DataError(f"'{prefix}' names no file; give the path of a file, or the prefix of a token file")
     return prefix.with_name(prefix.name + suffix)
 
 
