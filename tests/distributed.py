@@ -6,6 +6,7 @@ the ranks returned. A job that fails or hangs ends the workers it used; the next
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -43,6 +44,7 @@ def _reset_globals() -> None:
                 setattr(groups, name, None)
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # an engine is full of circles, and a gloo group's threads end with its last reference
 
 
 def _work(rank: int, jobs: Connection) -> None:

@@ -1,6 +1,7 @@
 """The results of a study on disk: which runs have one, and the files that are drawn from the records."""
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -26,10 +27,9 @@ class Results:
     def open(cls, out: Path, study: Study) -> "Results":
         """The results that `out` holds of these very trials; records of other configurations are left behind."""
         results = cls(out, study)
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StudyError(f"--out {out} cannot be made a folder: {error.strerror}; give another path") from None
+        nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise StudyError(f"--out {out} cannot be a folder: {nearest} cannot be written into; give another path")
         try:
             records = read_records(results._jsonl)
         except ValueError as error:
@@ -85,6 +85,7 @@ class Results:
 
     def start(self) -> None:
         """Writes what is known before the first run: the study as run, and the environment."""
+        self.out.mkdir(parents=True, exist_ok=True)
         copy = self.out / "study.yaml"
         if copy.absolute() != self.study.source.absolute():
             copy.write_bytes(self.study.source.read_bytes())

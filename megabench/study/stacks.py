@@ -1,4 +1,4 @@
-"""Where hung processes stand, from the stacks that faulthandler prints into their logs on SIGUSR1."""
+"""Where hung processes stand, from the stacks that faulthandler prints into their logs on SIGUSR2."""
 
 import re
 import signal
@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from megabench.study.child import Child
 
-STACK_SIGNAL = signal.SIGUSR1
+STACK_SIGNAL = signal.SIGUSR2
 DUMP_SECONDS = 1.0
 
 _THREAD = re.compile(r"^(?:Current thread 0x|Thread 0x|Stack ).*most recent call first", re.MULTILINE)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Runs the command line of this process and ends it."""
     # a supervisor asks where a hanging run stands
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=False)
     try:
         given = parse_flags()
     except UserError as error:

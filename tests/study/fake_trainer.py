@@ -51,7 +51,7 @@ def with_messages(rank: int, fault: str, mine: bool) -> int:
     from megabench.runtime import rendezvous
     from megabench.runtime.messages import Progress, report_failure, report_progress
 
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr)
     store = rendezvous.join().store
     report_progress(store, rank, Progress("training", 2 if mine else 3, NUM_STEPS))
     if fault == "hang":

@@ -24,7 +24,7 @@ reference: before
 @pytest.mark.timeout(900)
 def test_faults_are_named_and_harm_no_other_trial_of_two_agents(tmp_path):
     study, out = tmp_path / "study.yaml", tmp_path / "out"
-    study.write_text(STUDY.format(path=f"{REPOSITORY}/tests/faults:{REPOSITORY}", timeout=45))
+    study.write_text(STUDY.format(path=f"{REPOSITORY}/tests/faults:{REPOSITORY}", timeout=40))
     command = torchrun(2, 1, script="launch/compare.py")
     other = start(command, study, "--out", out)
     status, stdout, stderr = finish(start(command, study, "--out", out), seconds=400)

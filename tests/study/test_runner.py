@@ -25,7 +25,7 @@ pytestmark = pytest.mark.distributed
 FAULTS = (
     BASE
     + """
-timeout_seconds: 30
+timeout_seconds: 20
 trials:
   - {name: first, world_size: 2}
   - {name: killed, world_size: 2, seed: 1, env: {FAULT: kill, FAULT_RANK: 1}}
@@ -91,7 +91,7 @@ def test_a_hang_says_how_far_each_rank_was(faults):
     assert "rank 1 in lost_in_thought (fake_trainer.py" in faults.records["hung"].error
     assert "2 of 4 steps done" in faults.records["hung"].error
     assert "rank 0 in waiting_for_peers (fake_trainer.py" in faults.records["hung"].error
-    assert faults.records["hung"].error.startswith("no result after 30 s (timeout_seconds): ")
+    assert faults.records["hung"].error.startswith("no result after 20 s (timeout_seconds): ")
 
 
 def test_a_study_with_bad_trials_ends_with_1_and_leaves_no_process(faults):
