@@ -10,7 +10,7 @@ quickstart: $(INSTALLED)
 	$(VENV)/bin/megabench compare configs/studies/quickstart.yaml --out runs/quickstart
 
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

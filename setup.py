@@ -41,6 +41,7 @@ setup(
             "pyarrow",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "types-psutil",
             "types-PyYAML",
