@@ -37,6 +37,9 @@ def compare(
     only: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Run these trials only: a name or a pattern; repeatable.")
     ] = None,
+    emulate_hosts: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Split this machine's ranks into N hosts, linked by sockets.")
+    ] = None,
 ) -> None:
     """Run the trials of a study, each in fresh processes, and rank them against ZeRO-3.
 
@@ -46,7 +49,7 @@ def compare(
     """
     from megabench.study.request import Request
 
-    request = Request(study, out, resume, tuple(only or ()))
+    request = Request(study, out, resume, tuple(only or ()), emulate_hosts)
     if _launcher_rank() is not None:
         if nproc:
             raise UserError("--nproc is for one machine without torchrun; here use torchrun's --nproc-per-node")
@@ -57,6 +60,50 @@ def compare(
     from megabench.study.runner import run_here
 
     sys.exit(run_here(request, planned, num_processes))
+
+
+@app.command()
+def topo(
+    cluster: Annotated[
+        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="A cluster to plan for [default: this machine].")
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine [default: one a GPU].")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    vp: Annotated[int, typer.Option(min=1, help="Model chunks per pipeline stage.")] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="Context-parallel size.")] = 1,
+    placement: Annotated[str, typer.Option(metavar="topology|launcher|spread-tp", help="Which rank sits where.")] = (
+        "topology"
+    ),
+    strict_placement: Annotated[
+        bool, typer.Option("--strict-placement", help="An error when a TP group leaves its NVLink domain.")
+    ] = False,
+    emulate_hosts: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Split one machine into N hosts, linked by sockets.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Check that the layout can cut this model, too.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
+) -> None:
+    """Show hosts, NVLink domains and GPUs, and what the groups of a layout ride on.
+
+    For this machine, for the ranks of a launch (torchrun … -m megabench.cli topo), or for a cluster to plan for.
+    Exit status: 2 when the layout cannot be had.
+    """
+    from megabench import topo as room
+    from megabench.models.catalog import get_model
+    from megabench.parallel.layout import Layout
+    from megabench.parallel.placement import place
+
+    policy = room.read_policy(placement)
+    asked = Layout(tp=tp, cp=cp, pp=pp, vp=vp)
+    topology = room.find_topology(cluster, nproc, asked, _launcher_rank() is not None, emulate_hosts)
+    layout = asked.with_world_size(topology.world_size)
+    if model:
+        shape = get_model(model)
+        layout.check_model(shape, shape.seq_length)
+    placed = place(topology, layout, policy, strict_placement)
+    if _launcher_rank() in (None, 0):
+        room.write(placed, layout, as_json)
 
 
 def _launcher_rank() -> int | None:

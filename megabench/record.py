@@ -94,6 +94,37 @@ class Group(_Part):
     transport: str | None = None
 
 
+class LinkBandwidth(_Part):
+    """What the network between hosts achieved at the start of the run, in GB/s.
+
+    `all_gather_gb_per_s` is the bus bandwidth of an all-gather over all ranks, `send_recv_gb_per_s` that of one rank
+    sending to one on the next host; each moved `num_bytes` a rank.
+    """
+
+    all_gather_gb_per_s: float
+    send_recv_gb_per_s: float
+    num_bytes: int
+
+
+class HostRanks(_Part):
+    """A host and the run's ranks on it."""
+
+    name: str
+    ranks: list[int]
+
+
+class PlacementUsed(_Part):
+    """How the ranks were placed: rank n of the run is the launcher's rank `launcher_ranks[n]`.
+
+    `nccl_num_nodes` is how many hosts NCCL itself counted; None where it did not say.
+    """
+
+    policy: str
+    launcher_ranks: list[int]
+    hosts: list[HostRanks]
+    nccl_num_nodes: int | None = None
+
+
 class Environment(_Part):
     """Versions and environment variables that shape a run."""
 
@@ -147,8 +178,10 @@ class RunRecord(_Part):
     grad_norms: list[Measure] = []
     num_skipped_steps: int = 0
     parity: Parity | None = None
+    placement: PlacementUsed | None = None
     groups: list[Group] = []
-    link_bandwidth: dict[str, float] | None = None
+    link_bandwidth: LinkBandwidth | None = None
+    warnings: list[str] = []
     environment: Environment | None = None
     command: str
 

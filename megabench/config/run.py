@@ -19,7 +19,8 @@ from pydantic import (
 from megabench.config.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
 from megabench.config.reading import ConfigError, explain
 from megabench.models.catalog import ModelShape, get_model
-from megabench.parallel.layout import Layout
+from megabench.parallel.layout import Layout, divisors
+from megabench.parallel.placement import Policy
 
 EngineName = Literal["megatron", "deepspeed"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -38,6 +39,14 @@ class RunConfig(BaseModel):
     pp: PositiveInt = Field(1, description="Pipeline stages.")
     vp: PositiveInt = Field(1, description="Model chunks per pipeline stage (interleaved schedule).")
     cp: PositiveInt = Field(1, description="Context-parallel size.")
+    placement: Policy = Field(
+        "topology",
+        description="Which rank sits where: TP inside NVLink domains, as the launcher counts, or TP across on purpose.",
+    )
+    strict_placement: bool = Field(False, description="Refuse to start when a TP group leaves its NVLink domain.")
+    emulate_hosts: PositiveInt | None = Field(
+        None, description="Split one machine's ranks into this many hosts, which talk over sockets."
+    )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(None, description="ZeRO stage of the deepspeed engine [default: 3].")
     deepspeed_config: Path | None = Field(None, description="Your own DeepSpeed JSON; its settings win.")
     seq_length: PositiveInt | None = Field(None, description="Tokens of a sequence [default: the model's].")
@@ -118,6 +127,7 @@ class RunConfig(BaseModel):
 
     def _resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
         shape = self.shape
+        self._check_placement(world_size)
         if max(self.betas) >= 1:
             raise ConfigError(f"betas={self.betas} must lie below 1, e.g. 0.9 0.95")
         precision = self.precision or ("bf16" if device == "cuda" else "fp32")
@@ -152,6 +162,15 @@ class RunConfig(BaseModel):
         run.layout.check_batch(run.global_batch, run.micro_batch)
         return run
 
+    def _check_placement(self, world_size: int) -> None:
+        if self.strict_placement and self.placement == "spread-tp":
+            raise ConfigError("strict_placement keeps TP inside NVLink domains, and placement=spread-tp puts it across")
+        if self.emulate_hosts and world_size % self.emulate_hosts:
+            raise ConfigError(
+                f"emulate_hosts={self.emulate_hosts} does not divide the {world_size} ranks; "
+                f"use one of {divisors(world_size)}"
+            )
+
     def _check_deepspeed(self) -> None:
         for axis in ("tp", "pp", "vp", "cp"):
             if (size := getattr(self, axis)) > 1:
@@ -169,7 +188,7 @@ class RunConfig(BaseModel):
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name in RunConfig.model_fields and value != field.default and value is not None:
-                values = value if isinstance(value, tuple) else (value,)
+                values = () if value is True else value if isinstance(value, tuple) else (value,)
                 words += [f"--{name.replace('_', '-')}", *map(str, values)]
         return words
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.parallel.groups import AXES, Axis, create
 
 TensorKind = Literal["weights", "gradients"]
 
@@ -55,6 +57,19 @@ class Engine(Protocol):
     def kernels(self) -> dict[str, str]:
         """Which implementation serves each operation, for the record."""
         ...
+
+
+def process_groups(config: ResolvedConfig) -> dict[Axis, dist.ProcessGroup]:
+    """The process groups that the engine of `config` will use on this rank, by axis; those of one rank left out.
+
+    None of them has communicated yet, if the default group has not.
+    """
+    if config.engine == "megatron":
+        created = create(config.layout)
+        groups = {axis: getattr(created, axis) for axis in AXES}
+    else:
+        groups = {"dp": dist.group.WORLD}
+    return {axis: group for axis, group in groups.items() if group.size() > 1}
 
 
 def build_engine(config: ResolvedConfig, device: torch.device) -> Engine:

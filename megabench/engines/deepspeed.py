@@ -4,7 +4,6 @@ import contextlib
 import io
 import logging
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
 
 
 class DeepSpeedEngine:

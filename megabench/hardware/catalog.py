@@ -1,6 +1,9 @@
-"""GPUs with their peak rates; every fact with its source. Loads no torch."""
+"""GPUs with their peak rates and cloud instances with their networks; every fact with its source. Loads no torch."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+Network = Literal["efa", "infiniband", "socket"]
 
 
 @dataclass(frozen=True)
@@ -50,3 +53,55 @@ _GPUS = {
 def find_gpu(device_name: str) -> Gpu | None:
     """The catalogue entry for a CUDA device name such as "NVIDIA H200"; None when it is not known (never a guess)."""
     return _GPUS.get(device_name)
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One type of cloud instance. `gpu` is CUDA's name of its GPUs.
+
+    `nvlink_gb_per_s` is of one GPU in one direction, 0 without NVLink; `nvlink_domain` how many GPUs it joins.
+    `gpudirect` tells whether the network reads GPU memory (aws-ofi-nccl #547: P instances from p4d on).
+    """
+
+    name: str
+    gpu: str
+    num_gpus: int
+    gpu_memory_mib: int
+    nvlink_gb_per_s: float
+    nvlink_domain: int
+    network: Network
+    num_nics: int
+    nic_gbits: float
+    gpudirect: bool
+    num_vcpus: int
+
+    @property
+    def network_gbits(self) -> float:
+        """Of all its NICs together, one direction."""
+        return self.num_nics * self.nic_gbits
+
+
+# karpenter-provider-aws instance-types.md; awsome-distributed-training efa-cheatsheet.md; NVLink: the GPUs' datasheets
+_A100_40, _A100_80 = "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"
+_INSTANCES = {
+    instance.name: instance
+    for instance in (
+        Instance("p3dn.24xlarge", "Tesla V100-SXM2-32GB", 8, 32768, 150.0, 8, "efa", 1, 100.0, False, 96),
+        Instance("p4d.24xlarge", _A100_40, 8, 40960, 300.0, 8, "efa", 4, 100.0, True, 96),
+        Instance("p4de.24xlarge", _A100_80, 8, 81920, 300.0, 8, "efa", 4, 100.0, True, 96),
+        Instance("p5.48xlarge", "NVIDIA H100 80GB HBM3", 8, 81920, 450.0, 8, "efa", 32, 100.0, True, 192),
+        Instance("p5e.48xlarge", "NVIDIA H200", 8, 144384, 450.0, 8, "efa", 32, 100.0, True, 192),
+        Instance("p5en.48xlarge", "NVIDIA H200", 8, 144384, 450.0, 8, "efa", 16, 200.0, True, 192),
+        Instance("p6-b200.48xlarge", "NVIDIA B200", 8, 183359, 900.0, 8, "efa", 8, 400.0, True, 192),
+        Instance("g5.48xlarge", "NVIDIA A10G", 8, 22888, 0.0, 1, "efa", 1, 100.0, False, 192),
+        Instance("g6.48xlarge", "NVIDIA L4", 8, 22888, 0.0, 1, "efa", 1, 100.0, False, 192),
+        Instance("g6e.48xlarge", "NVIDIA L40S", 8, 45776, 0.0, 1, "efa", 4, 100.0, False, 192),
+    )
+}
+
+INSTANCE_NAMES = tuple(_INSTANCES)
+
+
+def find_instance(name: str) -> Instance | None:
+    """The catalogue entry for an instance type such as "p5.48xlarge"; None when it is not known."""
+    return _INSTANCES.get(name)

@@ -1,13 +1,26 @@
-"""The process groups of a layout, as rank lists. Loads no torch."""
+"""The process groups of a placement: who is in them, over which link, and how they are made.
 
+Loads torch only to make them.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations, pairwise
+from typing import TYPE_CHECKING, Literal
+
+from megabench.hardware.topology import Topology
 from megabench.parallel.layout import Layout
+from megabench.record import Group
 
-AXES = ("tp", "cp", "pp", "dp")
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+Axis = Literal["tp", "cp", "pp", "dp"]
+AXES: tuple[Axis, ...] = ("tp", "cp", "pp", "dp")
 
 
-def rank_groups(layout: Layout) -> dict[str, list[list[int]]]:
+def rank_groups(layout: Layout) -> dict[Axis, list[list[int]]]:
     """Every group of each axis, e.g. {"tp": [[0, 1], [2, 3]], …}: the ranks that differ in that coordinate alone."""
-    groups: dict[str, list[list[int]]] = {}
+    groups: dict[Axis, list[list[int]]] = {}
     for axis in AXES:
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(layout.world_size):
@@ -15,4 +28,44 @@ def rank_groups(layout: Layout) -> dict[str, list[list[int]]]:
             others = tuple(getattr(at, other) for other in AXES if other != axis)
             members.setdefault(others, []).append(rank)
         groups[axis] = list(members.values())
+    return groups
+
+
+def groups_on(layout: Layout, topology: Topology) -> list[Group]:
+    """Every group of more than one rank, with its slowest link. `topology` goes by the run's ranks."""
+    return [
+        Group(kind=axis, ranks=ranks, link=topology.slowest_link(neighbours(axis, ranks)))
+        for axis, groups in rank_groups(layout).items()
+        for ranks in groups
+        if len(ranks) > 1
+    ]
+
+
+def neighbours(axis: Axis, ranks: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """The pairs of a group that talk to each other: any two, but of a pipeline one stage and the next."""
+    return pairwise(ranks) if axis == "pp" else combinations(ranks, 2)
+
+
+def create(layout: Layout) -> "ProcessGroupCollection":
+    """megatron-core's process groups of a layout, on the default process group, whose ranks are placed already.
+
+    They live in its global state, which some of its layers and schedules read: a second call finds the same groups.
+    """
+    from megabench.runtime import megatron_cpu
+
+    megatron_cpu.install()  # before megatron-core is imported for the first time
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+            context_parallel_size=layout.cp,
+            create_gloo_process_groups=False,
+        )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    sizes = (groups.tp.size(), groups.cp.size(), groups.pp.size(), groups.dp.size())
+    assert sizes == (layout.tp, layout.cp, layout.pp, layout.dp), "one process, one layout"
     return groups

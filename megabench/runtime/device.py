@@ -3,6 +3,7 @@
 import os
 import resource
 import socket
+import warnings
 from datetime import timedelta
 from typing import Literal
 
@@ -11,6 +12,9 @@ import torch.distributed as dist
 
 from megabench import UserError
 from megabench.runtime.rendezvous import Rendezvous
+
+# torch 2.13 renames collectives, and the older torch that is supported has only the older names
+warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
 
 DeviceKind = Literal["cpu", "cuda"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -31,8 +35,16 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_world_size: int)
     return "cuda"
 
 
-def initialize(rendezvous: Rendezvous, device: DeviceKind, timeout: timedelta = timedelta(minutes=10)) -> torch.device:
-    """Binds this process to its device and creates the default process group: NCCL on GPUs, gloo on CPU."""
+def gpu_uuid(local_rank: int) -> str:
+    """NVML's name ("GPU-…") of the GPU that the process of `local_rank` runs on."""
+    return f"GPU-{torch.cuda.get_device_properties(local_rank).uuid}"
+
+
+def initialize(
+    rendezvous: Rendezvous, rank: int, device: DeviceKind, timeout: timedelta = timedelta(minutes=10)
+) -> torch.device:
+    """Binds this process to its device and creates the default process group, in which it is `rank`: NCCL on GPUs, gloo
+    on CPU."""
     torch.set_float32_matmul_precision("highest")  # no TF32: an fp32 run means fp32
     if device == "cuda":
         where = torch.device("cuda", rendezvous.local_rank)
@@ -44,7 +56,7 @@ def initialize(rendezvous: Rendezvous, device: DeviceKind, timeout: timedelta = 
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=rendezvous.store,
-        rank=rendezvous.rank,
+        rank=rank,
         world_size=rendezvous.world_size,
         timeout=timeout,
         device_id=where if device == "cuda" else None,

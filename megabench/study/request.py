@@ -15,17 +15,24 @@ class Request:
     out: Path
     resume: bool = False
     only: tuple[str, ...] = ()
+    emulate_hosts: int | None = None
+
+    def read_study(self) -> StudyFile:
+        """The study file, with what the command line sets in its place."""
+        file = StudyFile.read(self.source)
+        given = {"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}
+        return file.model_copy(update={"base": file.base | given})
 
     def plan_launched(self, num_processes: int) -> Study:
         """The checked study for a launch of `num_processes` on one host or several; raises StudyError."""
-        return plan_study(StudyFile.read(self.source), self.source, num_processes, "cuda" if gpu_names() else "cpu")
+        return plan_study(self.read_study(), self.source, num_processes, "cuda" if gpu_names() else "cpu")
 
     def plan_here(self, num_processes: int | None) -> tuple[Study, int]:
         """The checked study for this machine alone, and its number of processes, which None leaves to be found out.
 
         By default one process a GPU; without GPUs, or for a study of the CPU alone, the largest world size it names.
         """
-        file = StudyFile.read(self.source)
+        file = self.read_study()
         num_gpus = len(gpu_names())
         default = file.largest_world_size if file.is_cpu_only or not num_gpus else num_gpus
         if not (size := num_processes or default):

@@ -35,6 +35,7 @@ class StudyFile(BaseModel):
     reference: str | None = Field(None, description="Trial to compare with [default: the first ZeRO-3 trial].")
     repeats: PositiveInt = Field(1, description="How often each trial runs.")
     timeout_seconds: PositiveFloat = Field(1800.0, description="Longest time that one trial may take.")
+    emulate_hosts: PositiveInt | None = Field(None, description="Split the machine into this many hosts.")
 
     @classmethod
     def read(cls, path: Path) -> "StudyFile":
@@ -61,6 +62,11 @@ class StudyFile(BaseModel):
         """Whether every trial asks for the CPU."""
         default = self.base.get("device")
         return all(trial.get("device", default) == "cpu" for entry in self.trials for trial in expand(entry))
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What every trial has unless it says otherwise."""
+        return ({"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}) | self.base
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ def plan_study(file: StudyFile, source: Path, num_processes: int, device: Litera
     for field in list_fields(file.base):
         raise StudyError(f"{source}: base.{field} is a list; lists expand in trials, so give it in each of them")
     drafts = [
-        _draft(file.base, entry, values, f"{source}: trial {number} ({_label(values)})", num_processes, device)
+        _draft(file.defaults, entry, values, f"{source}: trial {number} ({_label(values)})", num_processes, device)
         for number, entry in enumerate(file.trials, 1)
         for values in expand(entry)
     ]

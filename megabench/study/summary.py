@@ -25,6 +25,8 @@ class Row:
     engine: str
     layout: str
     world_size: int
+    num_hosts: int | None
+    is_emulated: bool
     micro_batch: int
     num_runs: int
     step_seconds: float | None
@@ -42,6 +44,7 @@ class Row:
     num_skipped_steps: int
     reason: str | None
     work_class: str | None
+    warnings: tuple[str, ...]
 
     @property
     def is_ok(self) -> bool:
@@ -69,8 +72,11 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     partial = path.with_suffix(".partial")
     with partial.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow([field.name for field in fields(Row)])
-        writer.writerows([getattr(row, field.name) for field in fields(Row)] for row in rows)
+        names = [field.name for field in fields(Row)]
+        writer.writerow(names)
+        for row in rows:
+            values = {name: getattr(row, name) for name in names} | {"warnings": "; ".join(row.warnings)}
+            writer.writerow(values.values())
     partial.replace(path)
 
 
@@ -105,6 +111,8 @@ def _row(runs: Sequence[RunRecord], reference_runs: Sequence[RunRecord], referen
         engine=engine_name(runs[0]),
         layout=layout_name(runs[0]),
         world_size=runs[0].world_size,
+        num_hosts=runs[0].num_hosts,
+        is_emulated=runs[0].emulated_hosts is not None,
         micro_batch=runs[0].micro_batch,
         num_runs=len(runs),
         step_seconds=_median([record.step_seconds.median for record in measured if record.step_seconds]),
@@ -124,6 +132,7 @@ def _row(runs: Sequence[RunRecord], reference_runs: Sequence[RunRecord], referen
         num_skipped_steps=max(record.num_skipped_steps for record in runs),
         reason=worst.error and (f"{num_bad} of {len(runs)} runs: " if len(runs) > 1 else "") + worst.error,
         work_class=work_class,
+        warnings=tuple(dict.fromkeys(warning for record in runs for warning in record.warnings)),
     )
 
 

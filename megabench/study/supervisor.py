@@ -79,9 +79,6 @@ class TrialRun:
         environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # each layout wants its own: train/command.py
         if task.device == "cpu":
             environment = {"OMP_NUM_THREADS": "1"} | environment | {"CUDA_VISIBLE_DEVICES": ""}
-        else:
-            log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(task.logs.absolute() / "nccl-%h-%p.log")}
-            environment = log | environment
         placement = self._crew.launch.placement_variables(rank, task.world_size)
         return environment | dict(task.env) | placement | {PREFIX_VARIABLE: task.prefix}
 

@@ -40,6 +40,8 @@ def show(console: Console, records: Sequence[RunRecord], reference: str) -> None
         for row in group:
             if not row.is_ok:
                 _say(console, f"{row.trial} ({_status(row)}): {row.reason}")
+            for warning in row.warnings:
+                console.print(Text(f"WARNING {row.trial}: {warning}", style="bold red"), soft_wrap=True)
     if any(record.device == "cpu" for record in records):
         _say(console, "These are CPU timings: no evidence about GPUs.")
 
@@ -109,6 +111,7 @@ def _columns(rows: Sequence[Row], reference: str) -> list[_Column]:
         _Column("trial", lambda row: row.trial, is_text=True),
         _Column("engine", lambda row: row.engine, rank=6, is_text=True),
         _Column("layout", lambda row: row.layout, rank=2, is_text=True),
+        _Column("hosts", _hosts, is_text=True),
         _Column("micro-batch", lambda row: str(row.micro_batch), rank=5),
         _Column("step s", lambda row: _number(row.step_seconds, ".4g"), rank=1),
         _Column("tok/s per device", _speed),
@@ -119,11 +122,17 @@ def _columns(rows: Sequence[Row], reference: str) -> list[_Column]:
         _Column("parity", _parity, is_text=True),
         _Column("status", _status, is_text=True),
     ]
-    return [column for column in columns if column.head != "MFU" or any(row.mfu is not None for row in rows)]
+    unused = {"MFU"} if all(row.mfu is None for row in rows) else set()
+    unused |= {"hosts"} if all(row.num_hosts in (None, 1) for row in rows) else set()
+    return [column for column in columns if column.head not in unused]
 
 
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
+
+
+def _hosts(row: Row) -> str:
+    return "–" if row.num_hosts is None else f"{row.num_hosts}{' emulated' * row.is_emulated}"
 
 
 def _speed(row: Row) -> str:

@@ -54,8 +54,12 @@ def _run(given: RunConfig) -> None:
     _set_connections(run)
     try:
         from megabench.train.loop import train
+        from megabench.train.network import write_nccl_log
+        from megabench.train.placing import place_ranks
 
-        train(run, given, source, rendezvous)
+        placement = place_ranks(run, rendezvous)
+        write_nccl_log(run.out, rendezvous.rank)
+        train(run, given, source, rendezvous, placement)
     except UserError as error:
         _refuse(str(error), rendezvous)
     except BaseException as error:

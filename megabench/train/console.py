@@ -1,12 +1,15 @@
 """What a run prints: a head, a line a step, a last line."""
 
+import sys
 from datetime import timedelta
 from pathlib import Path
 
 from megabench.config import ResolvedConfig
 from megabench.engines.base import StepResult
 from megabench.metrics import throughput
+from megabench.parallel.placement import Placement, number_ranges
 from megabench.record import RunRecord
+from megabench.train.network import Network, describe
 
 
 class Console:
@@ -28,6 +31,24 @@ class Console:
             f"global batch {run.global_batch} · {run.optimizer}, lr {run.lr:g} · data {data_name}",
             flush=True,
         )
+
+    def network(self, placement: Placement, network: Network) -> None:
+        """Where the ranks sit, what their groups ride on, and, loudly, what is wrong with that."""
+        topology = placement.topology
+        emulated = " (emulated)" if topology.emulated else ""
+        if len(topology.hosts) > 1:
+            hosts = zip(topology.hosts, topology.ranks_by_host, strict=True)
+            print(f"hosts{emulated}: " + " · ".join(f"{host.name}: {number_ranges(ranks)}" for host, ranks in hosts))
+        if placement.launcher_ranks != tuple(range(topology.world_size)):
+            print(f"placement {placement.policy}: the launcher's ranks {number_ranges(placement.launcher_ranks)}")
+        if network.groups:
+            print("groups: " + " · ".join(describe(network.groups)))
+        if network.bandwidth:
+            gather, send = network.bandwidth.all_gather_gb_per_s, network.bandwidth.send_recv_gb_per_s
+            print(f"between hosts{emulated}: all-gather {gather:.3g} GB/s, one rank to another {send:.3g} GB/s")
+        for warning in (*placement.warnings, *network.warnings):
+            print(f"WARNING: {warning}")
+        sys.stdout.flush()
 
     def step(self, step: int, result: StepResult, learning_rate: float, seconds: float, peak_memory_gib: float) -> None:
         """Prints the line of step `step`, counted from 1, that took `seconds`."""

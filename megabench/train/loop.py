@@ -1,7 +1,6 @@
 """The training loop: steps, their timing, and what is written down about them."""
 
 import math
-import socket
 import time
 from collections.abc import Sequence
 
@@ -11,14 +10,16 @@ import torch.distributed as dist
 from megabench.config import ResolvedConfig, RunConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import TokenSource
-from megabench.engines.base import StepResult, build_engine
+from megabench.engines.base import StepResult, build_engine, process_groups
 from megabench.hardware.catalog import find_gpu
 from megabench.hardware.sampler import Sampler
+from megabench.parallel.placement import Placement
 from megabench.record import RunRecord
 from megabench.runtime import device as devices
 from megabench.runtime.messages import Progress, report_progress
 from megabench.runtime.rendezvous import Rendezvous, is_supervised
 from megabench.train.console import Console
+from megabench.train.network import nccl_log_path, try_out
 from megabench.train.outcome import Measured, build_record
 from megabench.train.scalars import Scalars
 
@@ -31,7 +32,9 @@ def learning_rate_at(run: ResolvedConfig, step: int) -> float:
     return run.min_lr + (run.lr - run.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def train(run: ResolvedConfig, given: RunConfig, source: TokenSource, rendezvous: Rendezvous) -> RunRecord:
+def train(
+    run: ResolvedConfig, given: RunConfig, source: TokenSource, rendezvous: Rendezvous, placement: Placement
+) -> RunRecord:
     """Trains `run` on this rank and returns its record, the same on every rank; rank 0 prints and writes.
 
     `given` is the configuration as the user gave it, for the command in the record.
@@ -40,8 +43,8 @@ def train(run: ResolvedConfig, given: RunConfig, source: TokenSource, rendezvous
     report = rendezvous.store if is_supervised() else None
     if report:
         report_progress(report, rendezvous.rank, Progress("starting", 0, run.steps))
-    device = devices.initialize(rendezvous, run.device)
-    rank = dist.get_rank()
+    rank = placement.rank_of(rendezvous.rank)
+    device = devices.initialize(rendezvous, rank, run.device)
     name = devices.device_name(device)
     gpu = find_gpu(name) if device.type == "cuda" else None
     peak_tflops = gpu.peak_tflops(run.precision) if gpu else None
@@ -49,6 +52,10 @@ def train(run: ResolvedConfig, given: RunConfig, source: TokenSource, rendezvous
     scalars = Scalars(run.tensorboard, run, peak_tflops) if rank == 0 and run.tensorboard else None
     if console:
         console.head(source.name)
+    groups = process_groups(run)
+    network = try_out(run.layout, placement.topology, groups, rendezvous.store, device, nccl_log_path())
+    if console:
+        console.network(placement, network)
 
     engine = build_engine(run, device)
     sampler = Sampler(device)
@@ -72,7 +79,7 @@ def train(run: ResolvedConfig, given: RunConfig, source: TokenSource, rendezvous
         if scalars:
             scalars.step(step + 1, results[-1], learning_rate, seconds[-1], memory, sampler.latest)
         if report:
-            report_progress(report, rank, Progress("training", step + 1, run.steps))
+            report_progress(report, rendezvous.rank, Progress("training", step + 1, run.steps))
     sampler.close()
 
     measured = Measured(
@@ -81,12 +88,11 @@ def train(run: ResolvedConfig, given: RunConfig, source: TokenSource, rendezvous
         peak_memory_gib=gather(devices.peak_memory_gib(device), device),
         gpu_utilization=_mean_known(gather(sampler.mean if sampler.mean is not None else math.nan, device)),
         wall_seconds=time.perf_counter() - started,
-        num_hosts=count_hosts(),
         device_name=name,
         peak_tflops=peak_tflops,
         kernels=engine.kernels,
     )
-    record = build_record(run, given, source, measured)
+    record = build_record(run, given, source, placement, network, measured)
     record_path = run.out / "record.json" if run.out else None
     if rank == 0 and record_path:
         record.write(record_path)
@@ -112,13 +118,6 @@ def gather(value: float, device: torch.device) -> list[float]:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return torch.cat(everyone).tolist()
-
-
-def count_hosts() -> int:
-    """How many hosts the ranks run on, told apart by hostname."""
-    names: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
-    return len(set(names))
 
 
 def _mean_known(values: list[float]) -> float | None:

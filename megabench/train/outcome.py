@@ -9,17 +9,19 @@ from megabench.config.deepspeed_json import read_deepspeed_json
 from megabench.data.source import TokenSource
 from megabench.engines.base import StepResult
 from megabench.metrics import quantile, throughput
-from megabench.parallel.groups import rank_groups
+from megabench.parallel.placement import Placement
 from megabench.record import (
-    Group,
+    HostRanks,
     LayoutSizes,
     PeakMemory,
+    PlacementUsed,
     RunRecord,
     StepSeconds,
     TflopsPerDevice,
     WorkClass,
 )
 from megabench.runtime import environment
+from megabench.train.network import Network
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,19 @@ class Measured:
     peak_memory_gib: list[float]
     gpu_utilization: float | None
     wall_seconds: float
-    num_hosts: int
     device_name: str
     peak_tflops: float | None
     kernels: dict[str, str]
 
 
-def build_record(run: ResolvedConfig, given: RunConfig, source: TokenSource, measured: Measured) -> RunRecord:
+def build_record(
+    run: ResolvedConfig,
+    given: RunConfig,
+    source: TokenSource,
+    placement: Placement,
+    network: Network,
+    measured: Measured,
+) -> RunRecord:
     """The record of a run; throughput is of the steps after warm-up, and absent when there are none."""
     timed = list(measured.step_seconds[run.warmup_steps :])
     achieved = throughput(timed, run.shape, run.seq_length, run.global_batch, run.world_size)
@@ -62,7 +70,7 @@ def build_record(run: ResolvedConfig, given: RunConfig, source: TokenSource, mea
         trial=run.out.name if run.out else f"{run.engine}-{layout}",
         work_class=work_class(run, source),
         status="ok",
-        num_hosts=measured.num_hosts,
+        num_hosts=len(placement.topology.hosts),
         device=measured.device_name,
         kernels=measured.kernels,
         first_step_seconds=measured.step_seconds[0],
@@ -74,12 +82,18 @@ def build_record(run: ResolvedConfig, given: RunConfig, source: TokenSource, mea
         losses=[result.loss for result in measured.results],
         grad_norms=[result.grad_norm for result in measured.results],
         num_skipped_steps=sum(result.skipped for result in measured.results),
-        groups=[
-            Group(kind=kind, ranks=ranks)  # type: ignore[arg-type]
-            for kind, groups in rank_groups(layout).items()
-            for ranks in groups
-            if len(ranks) > 1
-        ],
+        placement=PlacementUsed(
+            policy=placement.policy,
+            launcher_ranks=list(placement.launcher_ranks),
+            hosts=[
+                HostRanks(name=host.name, ranks=sorted(ranks))
+                for host, ranks in zip(placement.topology.hosts, placement.topology.ranks_by_host, strict=True)
+            ],
+            nccl_num_nodes=network.nccl_num_nodes,
+        ),
+        groups=network.groups,
+        link_bandwidth=network.bandwidth,
+        warnings=[*placement.warnings, *network.warnings],
         environment=environment.collect(),
         **speed,
     )
@@ -97,6 +111,7 @@ def asked_for(run: ResolvedConfig, given: RunConfig) -> dict[str, Any]:
         },
         "optimizer": run.optimizer,
         "world_size": run.world_size,
+        "emulated_hosts": run.emulate_hosts,
         "model": run.model,
         "num_parameters": run.shape.num_parameters,
         "seq_length": run.seq_length,

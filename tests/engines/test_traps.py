@@ -250,9 +250,9 @@ def largest_tensor_of_attention(run: ResolvedConfig, what: str | None) -> int:
 
     from megabench.engines.megatron import blocks
     from megabench.engines.megatron.model import transformer_config
-    from megabench.engines.megatron.optimizer import process_groups
+    from megabench.parallel.groups import create
 
-    groups = process_groups(run)
+    groups = create(run.layout)
     model_parallel_cuda_manual_seed(1)  # the built-in one draws its dropout from there
     shape, length = run.shape, run.seq_length
     with BREAKS[what]() if what else nullcontext():

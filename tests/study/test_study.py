@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from megabench.study import machine
 from megabench.study.expand import expand, numbered, with_fields
 from megabench.study.request import Request
 from megabench.study.study import Study, StudyError, StudyFile, plan_study
@@ -178,13 +177,6 @@ def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
     path.write_text("base: {model: llama-tiny}\ntrials: [{tp: 4}]")
     with pytest.raises(StudyError, match="trial tp4 needs 4 GPUs and this machine has 2; use --nproc 2"):
         Request(path, tmp_path).plan_here(4)
-
-
-def test_cuda_visible_devices_is_respected():
-    names = ["A", "B", "C"]
-    assert machine._visible(names, "2,0") == ["C", "A"]
-    assert machine._visible(names, "") == machine._visible(names, "-1") == machine._visible(names, "7") == []
-    assert len(machine._visible(names, "GPU-1234")) == 1
 
 
 def test_the_quickstart_is_a_study():

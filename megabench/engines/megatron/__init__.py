@@ -9,8 +9,6 @@ from megabench.runtime import megatron_cpu
 
 megatron_cpu.install()
 
-# megatron-core's schedules look at the gradients of stage outputs, and its communication uses older names of torch's
-# collectives: both as intended, and said once a rank otherwise
+# megatron-core's schedules look at the gradients of stage outputs: as intended, and said once a rank otherwise
 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")

@@ -27,8 +27,9 @@ from megabench.engines.megatron.model import (
     transformer_config,
     whole_model_name,
 )
-from megabench.engines.megatron.optimizer import build_optimizer, process_groups
+from megabench.engines.megatron.optimizer import build_optimizer
 from megabench.engines.optim import apex_adam
+from megabench.parallel import groups
 
 
 class MegatronEngine:
@@ -37,7 +38,7 @@ class MegatronEngine:
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run = config
         self.device = device
-        self.groups = process_groups(config)
+        self.groups = groups.create(config.layout)
         # the sequence-parallel forward takes its random state from megatron-core's tracker
         model_parallel_cuda_manual_seed(config.seed)
         self.chunks = self._build_chunks()

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, _get_param_groups_and_buffers, distrib_optimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
@@ -92,16 +91,3 @@ def _grad_scaler() -> DynamicGradScaler:
         growth_interval=LOSS_SCALE_WINDOW,
         hysteresis=LOSS_SCALE_HYSTERESIS,
     )
-
-
-def process_groups(run: ResolvedConfig) -> ProcessGroupCollection:
-    """megatron-core's process groups for the layout of `run`, over the whole default group."""
-    layout = run.layout
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
-        context_parallel_size=layout.cp,
-        create_gloo_process_groups=False,
-    )
-    return ProcessGroupCollection.use_mpu_process_groups()

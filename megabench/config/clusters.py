@@ -1,0 +1,76 @@
+"""Clusters to plan for: an instance type and a count, or a file of configs/clusters/. Loads no torch."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+
+from megabench.config.reading import ConfigError, explain, read_yaml_mapping
+from megabench.hardware.catalog import Network
+from megabench.hardware.topology import Host, Topology, build, from_cluster, instance_host
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Hosts(BaseModel):
+    """Some equal hosts of a cluster: instances of a known type, or what else tells all about them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    count: PositiveInt = Field(1, description="How many of these hosts there are.")
+    name: str | None = Field(None, description="Stem of their names [default: the instance type's, or host].")
+    instance: str | None = Field(None, description="Instance type of the catalogue; the rest then has its defaults.")
+    gpu: str | None = Field(None, description="CUDA's name of a GPU.")
+    num_gpus: PositiveInt | None = Field(None, description="GPUs of a host [default: 8].")
+    nvlink_domain: PositiveInt | None = Field(None, description="GPUs of an NVLink domain [default: all of a host].")
+    nvlink_gb_per_s: PositiveFloat | None = Field(None, description="NVLink of one GPU in one direction.")
+    network: Network | None = Field(None, description="What joins the hosts [default: socket].")
+    network_gbits: PositiveFloat | None = Field(None, description="All NICs of a host together.")
+
+    def kind(self) -> tuple[Host, int, int]:
+        """Such a host, its number of GPUs, and of GPUs in an NVLink domain."""
+        host, num_gpus, domain = Host("host", "GPU", "pcie", "socket"), 8, None
+        if self.instance:
+            host, num_gpus, domain = instance_host(self.instance)
+        host = Host(
+            name=self.name or host.name,
+            device=self.gpu or host.device,
+            inside="pcie",
+            network=self.network or host.network,
+            network_gbits=self.network_gbits or host.network_gbits,
+            nvlink_gb_per_s=self.nvlink_gb_per_s or host.nvlink_gb_per_s,
+        )
+        num_gpus = self.num_gpus or num_gpus
+        return host, num_gpus, min(self.nvlink_domain or domain or num_gpus, num_gpus)
+
+
+class ClusterFile(BaseModel):
+    """What a cluster file holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    description: str = Field("", description="What this cluster is, in one sentence.")
+    hosts: list[dict[str, Any]] = Field(min_length=1, description="The hosts, in their order, as `Hosts`.")
+
+
+def read_cluster(text: str) -> Topology:
+    """The topology of "TYPE:COUNT" or of a YAML file; ConfigError or TopologyError when `text` is neither."""
+    path = Path(text)
+    if path.suffix not in (".yaml", ".yml"):
+        return from_cluster(text)
+    file = _validate(ClusterFile, read_yaml_mapping(path), str(path))
+    hosts: list[tuple[Host, int, int]] = []
+    for index, entry in enumerate(file.hosts):
+        some = _validate(Hosts, entry, f"{path}: hosts[{index}]")
+        host, num_gpus, domain = some.kind()
+        names = [f"{host.name}-{len(hosts) + number}" for number in range(some.count)]
+        hosts += [(replace(host, name=name), num_gpus, domain) for name in names]
+    return build(hosts)
+
+
+def _validate(model: type[Model], content: dict[str, Any], where: str) -> Model:
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {explain(error, model)}") from None

@@ -1,0 +1,314 @@
+"""Topology: which ranks share a host and an NVLink domain, and what links any two of them. Loads no torch.
+
+The rules are NCCL's own: src/init.cc (hosts), src/graph/paths.cc and src/graph/xml.cc (NVLinks), of NCCL 2.28.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import combinations
+from typing import TYPE_CHECKING, Literal
+
+from megabench import UserError
+from megabench.hardware.catalog import INSTANCE_NAMES, Network, find_instance
+from megabench.hardware.facts import GpuFacts, RankFacts
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+Link = Literal["nvlink", "pcie", "shm", "infiniband", "efa", "socket"]
+LINKS: tuple[Link, ...] = ("nvlink", "pcie", "shm", "infiniband", "efa", "socket")  # fast to slow
+
+
+class TopologyError(UserError):
+    """A cluster that cannot be, or cannot be found out."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """What NCCL would call a node. `inside` links its GPUs that share no domain; `device` is a GPU's name, or "cpu".
+
+    `nvlink_gb_per_s` is of one GPU in one direction, `network_gbits` of all NICs together; None where not known.
+    """
+
+    name: str
+    device: str
+    inside: Link
+    network: Network
+    network_gbits: float | None = None
+    nvlink_gb_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks on hosts and in NVLink domains; on CPU a host's ranks are one domain, joined by shared memory.
+
+    `host_of`, `domain_of` and `seat_of` go by rank. Hosts and domains are numbered in an order of their own, which
+    does not depend on how the launcher numbered the ranks; `seat_of` orders the ranks within a host in the same way.
+    """
+
+    hosts: tuple[Host, ...]
+    host_of: tuple[int, ...]
+    domain_of: tuple[int, ...]
+    seat_of: tuple[int, ...]
+    emulated: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return len(self.host_of)
+
+    @property
+    def ranks_by_host(self) -> list[list[int]]:
+        """The ranks of every host, in the order of their seats."""
+        members: list[list[int]] = [[] for _ in self.hosts]
+        for rank in sorted(range(self.world_size), key=self.seat_of.__getitem__):
+            members[self.host_of[rank]].append(rank)
+        return members
+
+    @property
+    def ranks_by_domain(self) -> list[list[int]]:
+        """The ranks of every NVLink domain, ascending."""
+        members: dict[int, list[int]] = {}
+        for rank, domain in enumerate(self.domain_of):
+            members.setdefault(domain, []).append(rank)
+        return [members[domain] for domain in sorted(members)]
+
+    def link(self, a: int, b: int) -> Link:
+        """The link between two different ranks."""
+        host, other = self.hosts[self.host_of[a]], self.hosts[self.host_of[b]]
+        if self.domain_of[a] == self.domain_of[b]:
+            return "shm" if host.device == "cpu" else "nvlink"
+        if self.host_of[a] == self.host_of[b]:
+            return host.inside
+        # EFA and InfiniBand do not talk to each other
+        return host.network if host.network == other.network else "socket"
+
+    def slowest_link(self, pairs: Iterable[tuple[int, int]]) -> Link | None:
+        """The slowest link between any of these pairs of ranks; None without pairs."""
+        return max((self.link(a, b) for a, b in pairs), key=LINKS.index, default=None)
+
+    def count_links(self) -> dict[Link, int]:
+        """How many pairs of ranks each kind of link joins."""
+        counts: dict[Link, int] = {}
+        for a, b in combinations(range(self.world_size), 2):
+            kind = self.link(a, b)
+            counts[kind] = counts.get(kind, 0) + 1
+        return {kind: counts[kind] for kind in LINKS if kind in counts}
+
+    def renumbered(self, ranks: Sequence[int]) -> "Topology":
+        """The same machines with rank n where `ranks[n]` was."""
+        return replace(
+            self,
+            host_of=tuple(self.host_of[rank] for rank in ranks),
+            domain_of=tuple(self.domain_of[rank] for rank in ranks),
+            seat_of=tuple(self.seat_of[rank] for rank in ranks),
+        )
+
+
+def discover(store: "Store", facts: RankFacts, rank: int, world_size: int) -> Topology:
+    """The topology of a launch, the same on every rank; each must call it. Needs a store, and no process group."""
+    store.set(f"facts/{rank}", facts.model_dump_json())
+    keys = [f"facts/{number}" for number in range(world_size)]
+    try:
+        store.wait(keys, timedelta(minutes=5))
+    except Exception:
+        missing = [number for number, key in enumerate(keys) if not store.check([key])]
+        raise TopologyError(
+            f"ranks {missing} of {world_size} did not say within 5 minutes where they run; look at their logs"
+        ) from None
+    return from_facts([RankFacts.model_validate_json(text) for text in store.multi_get(keys)])
+
+
+def from_facts(facts: Sequence[RankFacts]) -> Topology:
+    """The topology that the facts of all ranks add up to, by rank."""
+    identities = [_host_identity(fact) for fact in facts]
+    names = _host_names(facts, identities)
+    order = sorted(set(identities), key=lambda identity: (_natural(names[identity]), identity))
+    number_of = {identity: number for number, identity in enumerate(order)}
+    host_of = tuple(number_of[identity] for identity in identities)
+    by_seat = sorted(range(len(facts)), key=lambda rank: (host_of[rank], _seat(facts[rank]), rank))
+    roots = _domains(facts, host_of)
+    domain_of: dict[int, int] = {}
+    for rank in by_seat:
+        domain_of.setdefault(roots[rank], len(domain_of))
+    on_host: list[list[RankFacts]] = [[] for _ in order]
+    for rank in by_seat:
+        on_host[host_of[rank]].append(facts[rank])
+    seat_of = {rank: seat for seat, rank in enumerate(by_seat)}
+    return Topology(
+        hosts=tuple(_host(names[identity], on_host[number]) for identity, number in number_of.items()),
+        host_of=host_of,
+        domain_of=tuple(domain_of[root] for root in roots),
+        seat_of=tuple(seat_of[rank] for rank in range(len(facts))),
+    )
+
+
+def from_cluster(text: str) -> Topology:
+    """The topology of "TYPE:COUNT", e.g. "p5.48xlarge:4": that many instances of a type of the catalogue."""
+    name, _, count = text.partition(":")
+    if not (count or "1").isdigit() or int(count or "1") < 1:
+        raise TopologyError(f"cluster {text!r}: {count!r} is no number of instances; write e.g. {name}:2")
+    host, num_gpus, domain_size = instance_host(name)
+    return build(
+        [(replace(host, name=f"{host.name}-{number}"), num_gpus, domain_size) for number in range(int(count or 1))]
+    )
+
+
+def instance_host(instance_type: str) -> tuple[Host, int, int]:
+    """A host of an instance type, its number of GPUs, and of GPUs in an NVLink domain; TopologyError if not known."""
+    instance = find_instance(instance_type)
+    if instance is None:
+        raise TopologyError(f"instance type {instance_type!r} is not known; use one of {', '.join(INSTANCE_NAMES)}")
+    host = Host(
+        name=instance.name.split(".")[0],
+        device=instance.gpu,
+        inside="pcie",
+        network=instance.network,
+        network_gbits=instance.network_gbits,
+        nvlink_gb_per_s=instance.nvlink_gb_per_s or None,
+    )
+    return host, instance.num_gpus, instance.nvlink_domain
+
+
+def build(hosts: Sequence[tuple[Host, int, int]]) -> Topology:
+    """The topology of (host, number of ranks, ranks of an NVLink domain) each, ranks counted host by host."""
+    host_of: list[int] = []
+    domain_of: list[int] = []
+    for number, (_, num_ranks, domain_size) in enumerate(hosts):
+        first = domain_of[-1] + 1 if domain_of else 0
+        host_of += [number] * num_ranks
+        domain_of += [first + seat // domain_size for seat in range(num_ranks)]
+    return Topology(
+        hosts=tuple(host for host, _, _ in hosts),
+        host_of=tuple(host_of),
+        domain_of=tuple(domain_of),
+        seat_of=tuple(range(len(host_of))),
+    )
+
+
+def split(topology: Topology, num_hosts: int) -> Topology:
+    """One machine's ranks dealt out, in their order, to `num_hosts` emulated hosts that talk over sockets.
+
+    TopologyError when they are on several hosts already, or cannot be dealt out evenly.
+    """
+    if len(topology.hosts) > 1:
+        names = ", ".join(host.name for host in topology.hosts)
+        raise TopologyError(
+            f"emulate_hosts={num_hosts} splits one machine, but the ranks are on {len(topology.hosts)} hosts "
+            f"({names}); leave it out, or start on one machine"
+        )
+    if topology.world_size % num_hosts:
+        raise TopologyError(f"emulate_hosts={num_hosts} does not divide the {topology.world_size} ranks")
+    host = replace(topology.hosts[0], network="socket", network_gbits=None)
+    host_of = tuple(emulated_host(rank, topology.world_size, num_hosts) for rank in range(topology.world_size))
+    domains = sorted(set(zip(host_of, topology.domain_of, strict=True)))
+    return replace(
+        topology,
+        hosts=tuple(replace(host, name=f"{host.name}/{number}") for number in range(num_hosts)),
+        host_of=host_of,
+        domain_of=tuple(domains.index(place) for place in zip(host_of, topology.domain_of, strict=True)),
+        emulated=True,
+    )
+
+
+def emulated_host(rank: int, world_size: int, num_hosts: int) -> int:
+    """The number of the emulated host that the launcher's `rank` is put on."""
+    return rank * num_hosts // world_size
+
+
+def _host_identity(fact: RankFacts) -> str:
+    """Equal for ranks that NCCL would put on one node and let talk to each other there."""
+    return f"{fact.nccl_hostid or fact.hostname + fact.boot_id} {fact.shm_device}"
+
+
+def _host_names(facts: Sequence[RankFacts], identities: Sequence[str]) -> dict[str, str]:
+    """A name for every host: its hostname where that is enough, else with its NCCL_HOSTID or a number."""
+    stems = {
+        identity: f"{fact.hostname}/{fact.nccl_hostid}" if fact.nccl_hostid else fact.hostname
+        for fact, identity in zip(facts, identities, strict=True)
+    }
+    names: dict[str, str] = {}
+    for identity in sorted(stems):
+        same = [other for other in sorted(stems) if stems[other] == stems[identity]]
+        names[identity] = f"{stems[identity]}#{same.index(identity)}" if len(same) > 1 else stems[identity]
+    return names
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A sort key by which node-2 comes before node-10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _seat(fact: RankFacts) -> tuple[str, int]:
+    return fact.gpu.bus_id if fact.gpu else "", fact.local_rank
+
+
+def _host(name: str, facts: Sequence[RankFacts]) -> Host:
+    gpus = [fact.gpu for fact in facts if fact.gpu]
+    reachable = all(set(_bus_ids(gpus)) - {gpu.bus_id} <= set(gpu.p2p_bus_ids) for gpu in gpus)
+    networks = {fact.network for fact in facts}
+    instance = find_instance(facts[0].instance_type or "")
+    return Host(
+        name=name,
+        device=gpus[0].name if gpus else "cpu",
+        inside="pcie" if gpus and reachable else "shm",
+        network=facts[0].network if len(networks) == 1 else "socket",
+        network_gbits=facts[0].network_gbits,
+        nvlink_gb_per_s=(gpus[0].nvlink_gb_per_s if gpus else None)
+        or (instance.nvlink_gb_per_s or None if gpus and instance else None),
+    )
+
+
+def _bus_ids(gpus: Iterable[GpuFacts]) -> list[str]:
+    return [gpu.bus_id for gpu in gpus]
+
+
+def _domains(facts: Sequence[RankFacts], host_of: Sequence[int]) -> list[int]:
+    """For every rank a number that it shares with the ranks of its NVLink domain."""
+    parent = list(range(len(facts)))
+
+    def root(rank: int) -> int:
+        while parent[rank] != rank:
+            rank = parent[rank]
+        return rank
+
+    def join(ranks: Sequence[int]) -> None:
+        for rank in ranks[1:]:
+            parent[root(rank)] = root(ranks[0])
+
+    hosts_with: dict[tuple[str, str], set[int]] = {}  # of a GPU, by server and bus id
+    for fact, host in zip(facts, host_of, strict=True):
+        if fact.gpu:
+            hosts_with.setdefault((fact.boot_id, fact.gpu.bus_id), set()).add(host)
+    together: dict[object, list[int]] = {}
+    for rank, fact in enumerate(facts):
+        for hub in _hubs(fact, host_of[rank], hosts_with):
+            together.setdefault((host_of[rank], hub), []).append(rank)
+        if fact.gpu and fact.gpu.fabric:
+            together.setdefault(fact.gpu.fabric, []).append(rank)
+    for ranks in together.values():
+        join(ranks)
+    return [root(rank) for rank in range(len(facts))]
+
+
+def _hubs(fact: RankFacts, host: int, hosts_with: Mapping[tuple[str, str], set[int]]) -> set[str]:
+    """What a rank is wired to on its host; ranks of one host with a hub in common can reach each other.
+
+    A hub is a switch, or a wire between two GPUs, named by both its ends.
+    """
+    gpu = fact.gpu
+    if gpu is None:
+        return {"shared memory"}
+    if gpu.nvlinks is None:  # NVML is silent: the instance type tells
+        instance = find_instance(fact.instance_type or "")
+        return {"switch"} if instance and instance.nvlink_domain > 1 else set()
+    hubs = set()
+    for remote in gpu.nvlinks:
+        owners = hosts_with.get((fact.boot_id, remote), set()) if remote else set()
+        if host in owners:
+            hubs.add(" ".join(sorted([gpu.bus_id, str(remote)])))
+        elif not owners and remote not in gpu.visible_bus_ids:
+            hubs.add("switch")  # NCCL's rule: an end that cannot be seen is a switch
+        # else it leads to a GPU of another host, or to one that takes no part
+    return hubs

@@ -1,0 +1,234 @@
+"""`megabench topo`: hosts, NVLink domains and GPUs with the groups of a layout on them, as a picture or as JSON.
+
+Loads no torch, unless it runs under a launcher.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from megabench.config import ConfigError
+from megabench.config.clusters import read_cluster
+from megabench.hardware.facts import read_facts, visible_gpus
+from megabench.hardware.topology import Host, Topology, TopologyError, discover, from_facts, split
+from megabench.parallel.groups import groups_on
+from megabench.parallel.layout import Layout
+from megabench.parallel.placement import LINK_NAMES, Placement, Policy, number_ranges
+from megabench.record import Group as RankGroup
+
+_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")
+_MOST_GROUPS = 8  # of a kind, in the table
+
+
+def read_policy(word: str) -> Policy:
+    """The placement policy that a user names; ConfigError when there is none of that name."""
+    for policy in get_args(Policy):
+        if policy == word:
+            return policy
+    raise ConfigError(f"placement={word} is not known; use one of {', '.join(get_args(Policy))}")
+
+
+def find_topology(
+    cluster: str | None, num_processes: int | None, layout: Layout, is_launched: bool, emulate_hosts: int | None
+) -> Topology:
+    """The topology of a cluster to plan for, of the launch that this process belongs to, or of this machine."""
+    if cluster:
+        topology = read_cluster(cluster)
+    elif is_launched:
+        topology = _of_launch()
+    else:
+        topology = _of_machine(num_processes, layout)
+    return split(topology, emulate_hosts) if emulate_hosts else topology
+
+
+def write(placement: Placement, layout: Layout, as_json: bool) -> None:
+    """Writes the picture, or the JSON, to standard output."""
+    if as_json:
+        print(json.dumps(describe(placement, layout), indent=2))
+    else:
+        show(Console(), placement, layout)
+
+
+def _of_machine(num_processes: int | None, layout: Layout) -> Topology:
+    """This machine with one rank a GPU; without GPUs, with `num_processes` ranks, or as many as the layout needs."""
+    gpus = visible_gpus()
+    size = num_processes or len(gpus) or layout.tp * layout.cp * layout.pp
+    if gpus and size > len(gpus):
+        raise TopologyError(f"--nproc {size}: this machine has {len(gpus)} GPUs; use --nproc {len(gpus)} or --cluster")
+    uuids: Sequence[str | None] = [uuid for uuid, _ in gpus[:size]] or [None] * size
+    return from_facts([read_facts(rank, uuid) for rank, uuid in enumerate(uuids)])
+
+
+def _of_launch() -> Topology:
+    """The topology of this process's launch; every process of it must call this."""
+    from megabench.runtime.rendezvous import join
+
+    here, gpus = join(), visible_gpus()
+    uuid = gpus[here.local_rank][0] if here.local_rank < len(gpus) else None
+    topology = discover(here.store, read_facts(here.local_rank, uuid), here.rank, here.world_size)
+    here.store.add("topology/read", 1)
+    while here.rank == 0 and here.store.add("topology/read", 0) < here.world_size:
+        time.sleep(0.05)  # its process may host the store that the others still read
+    return topology
+
+
+def describe(placement: Placement, layout: Layout) -> dict[str, Any]:
+    """All that the picture shows, for programs; ranks are the run's."""
+    topology = placement.topology
+    return {
+        "hosts": [
+            {
+                "name": host.name,
+                "device": host.device,
+                "ranks": sorted(ranks),
+                "network": host.network,
+                "network_gbits": host.network_gbits,
+            }
+            for host, ranks in zip(topology.hosts, topology.ranks_by_host, strict=True)
+        ],
+        "domains": [
+            {"ranks": ranks, "link": _inner_link(topology, ranks), "hosts": _host_names(topology, ranks)}
+            for ranks in topology.ranks_by_domain
+        ],
+        "links": [
+            {"kind": kind, "num_pairs": count, "gb_per_s": _gb_per_s(topology, kind)}
+            for kind, count in topology.count_links().items()
+        ],
+        "groups": [
+            {"kind": group.kind, "ranks": group.ranks, "link": group.link} for group in groups_on(layout, topology)
+        ],
+        "placement": {
+            "policy": placement.policy,
+            "launcher_ranks": list(placement.launcher_ranks),
+            "emulated": topology.emulated,
+        },
+        "warnings": list(placement.warnings),
+    }
+
+
+def show(console: Console, placement: Placement, layout: Layout) -> None:
+    """Prints the picture, the tables of links and groups, and the warnings."""
+    topology = placement.topology
+    count = f"{len(topology.hosts)} host{'s' * (len(topology.hosts) != 1)}{', emulated' * topology.emulated}"
+    console.print(Text(f"{layout} on {topology.world_size} ranks, {count}, placement {placement.policy}", style="bold"))
+    for number in sorted(range(len(topology.hosts)), key=lambda host: min(topology.ranks_by_host[host])):
+        console.print(_host_panel(placement, layout, number))
+        for line in _arrows(topology, layout, number):
+            console.print(Text(line), soft_wrap=True)
+    if layout.tp > 1:
+        console.print(Text("GPUs of one colour, and letter, are one tensor-parallel group.", style="dim"))
+    console.print(_links_table(topology))
+    if groups := groups_on(layout, topology):
+        console.print(_groups_table(topology, groups))
+    for warning in placement.warnings:
+        console.print(Text(f"WARNING: {warning}", style="bold red"), soft_wrap=True)
+
+
+def _host_panel(placement: Placement, layout: Layout, number: int) -> RenderableType:
+    topology = placement.topology
+    host, ranks = topology.hosts[number], topology.ranks_by_host[number]
+    parts: list[RenderableType] = []
+    for domain, members in enumerate(topology.ranks_by_domain):
+        here = [rank for rank in members if topology.host_of[rank] == number]
+        if here:
+            if len(members) > 1 or len(ranks) == 1:
+                parts.append(Text(_domain_title(topology, domain, members), style="dim"))
+            parts.append(_cells(placement, layout, here))
+    return Panel(Group(*parts), title=Text(_host_title(host, len(ranks))), title_align="left", expand=False)
+
+
+def _host_title(host: Host, num_ranks: int) -> str:
+    rate = f" {host.network_gbits:g} Gbit/s" if host.network_gbits else ""
+    return f"{host.name} · {num_ranks} × {host.device} · {LINK_NAMES[host.network]}{rate}"
+
+
+def _domain_title(topology: Topology, domain: int, members: Sequence[int]) -> str:
+    link = _inner_link(topology, members)
+    if link is None:
+        return "no NVLink to another rank"
+    rate = _gb_per_s(topology, link)
+    return f"{LINK_NAMES[link]} domain {domain}" + (f", {rate:g} GB/s a GPU" if rate else "")
+
+
+def _cells(placement: Placement, layout: Layout, ranks: Sequence[int]) -> RenderableType:
+    """One cell a rank: its number, its TP group's letter, its stage and its place among the replicas."""
+    table = Table.grid(padding=(0, 1))
+    cells = []
+    for rank in ranks:
+        at = layout.coordinates(rank)
+        group = (at.pp * layout.data_parallel + at.dp) * layout.cp + at.cp
+        lines = [f"{rank}"]
+        lines += [f"tp {_letters(group)}"] * (layout.tp > 1)
+        for axis in ("pp", "cp", "dp"):
+            if (getattr(layout, axis) or 1) > 1:
+                lines.append(f"{axis} {getattr(at, axis)}")
+        width = max(map(len, lines)) + 2
+        colour = _COLOURS[group % len(_COLOURS)] if layout.tp > 1 else "white"
+        cells.append(Text("\n".join(line.center(width) for line in lines), style=f"black on {colour}"))
+    for start in range(0, len(cells), 8):
+        table.add_row(*cells[start : start + 8])
+    return table
+
+
+def _letters(number: int) -> str:
+    """A, B, …, Z, AA, AB, …"""
+    return (_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
+
+
+def _arrows(topology: Topology, layout: Layout, number: int) -> Iterator[str]:
+    """Where the stages of a host send their activations: one line for each stage and receiving host."""
+    sends: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    step = topology.world_size // layout.pp
+    for rank in topology.ranks_by_host[number]:
+        stage = layout.coordinates(rank).pp
+        if stage + 1 < layout.pp:
+            sends.setdefault((stage, topology.host_of[rank + step]), []).append((rank, rank + step))
+    for (stage, target), pairs in sends.items():
+        to = "" if target == number else f" on {topology.hosts[target].name}"
+        link = LINK_NAMES[topology.slowest_link(pairs) or "socket"]
+        shown = ", ".join(f"{a} → {b}" for a, b in sorted(pairs)[:4]) + ", …" * (len(pairs) > 4)
+        yield f"  {'│' if not to else '▼'} stage {stage} → stage {stage + 1}{to} over {link}: {shown}"
+
+
+def _links_table(topology: Topology) -> Table:
+    table = Table("link", "pairs of ranks", "GB/s", box=box.MARKDOWN)
+    for kind, count in topology.count_links().items():
+        rate = _gb_per_s(topology, kind)
+        table.add_row(LINK_NAMES[kind], f"{count:,}", f"{rate:g}" if rate else "–")
+    return table
+
+
+def _groups_table(topology: Topology, groups: Sequence[RankGroup]) -> Table:
+    table = Table("group", "ranks", "hosts", "slowest link", box=box.MARKDOWN)
+    for kind in dict.fromkeys(group.kind for group in groups):
+        same = [group for group in groups if group.kind == kind]
+        for group in same[:_MOST_GROUPS]:
+            hosts = ", ".join(_host_names(topology, group.ranks))
+            table.add_row(kind, number_ranges(group.ranks), hosts, LINK_NAMES[group.link or "socket"])
+        if len(same) > _MOST_GROUPS:
+            table.add_row(kind, f"and {len(same) - _MOST_GROUPS} more (--json has them)", "", "")
+    return table
+
+
+def _inner_link(topology: Topology, ranks: Sequence[int]) -> str | None:
+    """The link inside a domain; None for a rank alone."""
+    return topology.link(ranks[0], ranks[1]) if len(ranks) > 1 else None
+
+
+def _host_names(topology: Topology, ranks: Sequence[int]) -> list[str]:
+    return [topology.hosts[number].name for number in sorted({topology.host_of[rank] for rank in ranks})]
+
+
+def _gb_per_s(topology: Topology, kind: str) -> float | None:
+    """One direction: of a GPU's NVLinks together, or of a host's NICs together; None where not known."""
+    if kind == "nvlink":
+        return min((host.nvlink_gb_per_s for host in topology.hosts if host.nvlink_gb_per_s), default=None)
+    rates = [host.network_gbits for host in topology.hosts if host.network == kind and host.network_gbits]
+    return min(rates) / 8 if rates else None

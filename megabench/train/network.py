@@ -1,0 +1,181 @@
+"""The network of a run, tried out before training: which transport NCCL chose for each group, and how fast hosts talk.
+
+NCCL connects a group when it first communicates, and writes how into its log without a word about the group. So each
+group's first messages are sent here, one kind of group after the other, and the log is read in between.
+"""
+
+import json
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store
+
+from megabench.hardware import transport
+from megabench.hardware.topology import Topology
+from megabench.parallel.groups import AXES, Axis, groups_on
+from megabench.parallel.layout import Layout
+from megabench.record import Group, LinkBandwidth
+from megabench.runtime.device import synchronize
+
+_PROBE_BYTES = 8 * 2**20  # enough for NCCL to take the paths of large messages
+_BANDWIDTH_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Network:
+    """What was found: groups with their transports, how many hosts NCCL counts, the bandwidth between hosts.
+
+    `warnings` are sentences about transports that are not what the topology promises.
+    """
+
+    groups: list[Group]
+    nccl_num_nodes: int | None
+    bandwidth: LinkBandwidth | None
+    warnings: list[str]
+
+
+def write_nccl_log(folder: Path | None, rank: int) -> None:
+    """Has NCCL log into a file of its own, in `folder` or for the time being, unless the user wants it elsewhere."""
+    if "NCCL_DEBUG_FILE" in os.environ or os.environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
+        return
+    path = (folder or Path(tempfile.mkdtemp(prefix="megabench-"))) / f"nccl-rank-{rank}.log"
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(path.absolute())}
+
+
+def nccl_log_path() -> Path | None:
+    """The file that NCCL of this process logs into; None when there is none."""
+    pattern = os.environ.get("NCCL_DEBUG_FILE")
+    host = socket.gethostname().split(".")[0]
+    return Path(pattern.replace("%h", host).replace("%p", str(os.getpid()))) if pattern else None
+
+
+def try_out(
+    layout: Layout,
+    topology: Topology,
+    process_groups: Mapping[Axis, ProcessGroup],
+    store: Store,
+    device: torch.device,
+    nccl_log: Path | None,
+) -> Network:
+    """Sends the first messages of `process_groups` and reads what NCCL says of them in `nccl_log`.
+
+    The same on every rank; each must call it, before anything else is sent.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tail = transport.LogTail(nccl_log)
+    heard: dict[str, list[str]] = {}
+    unknown: list[str] = []
+    for axis in AXES:
+        if axis in process_groups:
+            tail.read_on()
+            (_first_sends if axis == "pp" else _first_collectives)(process_groups[axis], device)
+            said = tail.read_on()
+            heard[axis] = said.transports
+            unknown += said.unknown
+    bandwidth = measure_bandwidth(topology, device) if len(topology.hosts) > 1 else None
+    if device.type == "cuda":  # the peak to be reported is the run's own
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    whole = transport.LogTail(nccl_log).read_on()
+    nodes = [made.num_nodes for made in whole.communicators if made.num_ranks == world_size]
+    mine = {"heard": heard, "unknown": unknown, "nodes": nodes[:1]}
+    store.set(f"network/{rank}", json.dumps(mine))
+    everyone = [json.loads(text) for text in store.multi_get([f"network/{other}" for other in range(world_size)])]
+    groups, warnings = [], []
+    for group in groups_on(layout, topology):
+        names = [name for member in group.ranks for name in everyone[member]["heard"].get(group.kind, [])]
+        transports = transport.in_order(names)
+        groups.append(group.model_copy(update={"transport": " + ".join(transports) or None}))
+        if wrong := transport.disagreement(group.kind, group.link, transports):
+            warnings.append(f"{group.kind} group of ranks {', '.join(map(str, group.ranks))}: {wrong}")
+    num_nodes = next((found["nodes"][0] for found in everyone if found["nodes"]), None)
+    if num_nodes not in (None, len(topology.hosts)):
+        warnings.append(f"NCCL counts {num_nodes} hosts where {len(topology.hosts)} were found")
+    lines = [line for found in everyone for line in found["unknown"]]
+    if lines:
+        warnings.append(f"{len(lines)} lines of NCCL's log about channels have no known form, e.g. {lines[0]!r}")
+    return Network(groups, num_nodes, bandwidth, warnings)
+
+
+def _first_collectives(group: ProcessGroup, device: torch.device) -> None:
+    """One of each kind that engines use: NCCL may connect each of them in its own way."""
+    size = group.size()
+    part = torch.zeros(_PROBE_BYTES // 4 // size, device=device)
+    whole = torch.zeros(part.numel() * size, device=device)
+    dist.all_gather_into_tensor(whole, part, group=group)
+    dist.reduce_scatter_tensor(part, whole, group=group)
+    dist.all_reduce(whole, group=group)
+    synchronize(device)
+
+
+def _first_sends(group: ProcessGroup, device: torch.device) -> None:
+    """To the next stage and back, as activations and their gradients go."""
+    before, after = group.rank() - 1, group.rank() + 1
+    operations = [
+        dist.P2POp(operation, torch.zeros(_PROBE_BYTES // 4, device=device), group=group, group_peer=peer)
+        for peer in (before, after)
+        if 0 <= peer < group.size()
+        for operation in (dist.isend, dist.irecv)
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    synchronize(device)
+
+
+def measure_bandwidth(topology: Topology, device: torch.device) -> LinkBandwidth:
+    """What the network between hosts gives now: all ranks gathering at once, and one rank sending to the next host."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    numel = _BANDWIDTH_BYTES[device.type] // 4 // world_size * world_size
+    whole = torch.zeros(numel, device=device)
+    part = whole[: numel // world_size].clone()
+    peer = next(other for other in range(world_size) if topology.host_of[other] != topology.host_of[0])
+
+    def send() -> None:
+        if rank == 0:
+            dist.send(whole, peer)
+        elif rank == peer:
+            dist.recv(whole, 0)
+
+    gather_seconds = _time(lambda: dist.all_gather_into_tensor(whole, part), device)
+    send_seconds = _time(send, device)
+    num_bytes = numel * 4
+    return LinkBandwidth(
+        all_gather_gb_per_s=num_bytes * (world_size - 1) / world_size / gather_seconds / 1e9,
+        send_recv_gb_per_s=num_bytes / send_seconds / 1e9,
+        num_bytes=num_bytes,
+    )
+
+
+def _time(operation: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of `operation` on the slowest rank; the first call, which connects, does not count."""
+    seconds = []
+    for _ in range(1 + _REPEATS):
+        dist.barrier()
+        synchronize(device)
+        started = time.perf_counter()
+        operation()
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    slowest = torch.tensor(seconds[1:], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return statistics.median(slowest.tolist())
+
+
+def describe(groups: Sequence[Group]) -> list[str]:
+    """One line for each kind of group: "tp 2 × 4 ranks over nvlink (P2P/CUMEM)"."""
+    by_kind: dict[tuple[str, str, str], list[Group]] = {}
+    for group in groups:
+        by_kind.setdefault((group.kind, group.link or "?", group.transport or ""), []).append(group)
+    return [
+        f"{kind} {len(same)} × {len(same[0].ranks)} ranks over {link}" + (f" ({name})" if name else "")
+        for (kind, link, name), same in by_kind.items()
+    ]
