@@ -192,7 +192,7 @@ def _remote_gpu(gpu: Any, link: int) -> str | None:
 
 def _nvlink_gb_per_s(gpu: Any) -> float | None:
     """One direction, all links that are up together."""
-    fields = [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON, pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT]
+    fields = [pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT]  # MB/s of a link, links
     values = _ask(pynvml.nvmlDeviceGetFieldValues, gpu, fields)
     if values is None or any(value.nvmlReturn != pynvml.NVML_SUCCESS for value in values):
         return None
@@ -201,7 +201,8 @@ def _nvlink_gb_per_s(gpu: Any) -> float | None:
 
 
 def _reads(gpu: Any, other: Any) -> bool:
-    status = _ask(pynvml.nvmlDeviceGetP2PStatus, gpu, other, pynvml.NVML_P2P_CAPS_INDEX_READ)
+    read = 0  # NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py gives as a tuple
+    status = _ask(pynvml.nvmlDeviceGetP2PStatus, gpu, other, read)
     return bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 

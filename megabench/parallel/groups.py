@@ -51,9 +51,9 @@ def create(layout: Layout) -> "ProcessGroupCollection":
 
     They live in its global state, which some of its layers and schedules read: a second call finds the same groups.
     """
-    from megabench.runtime import megatron_cpu
+    from megabench.runtime.megatron_core import prepare
 
-    megatron_cpu.install()  # before megatron-core is imported for the first time
+    prepare()
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 

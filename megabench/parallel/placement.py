@@ -160,9 +160,13 @@ def _describe(topology: Topology, groups: Sequence[Sequence[int]], kind: str) ->
     link = topology.slowest_link((ranks[0], other) for other in ranks[1:])
     hosts = [topology.hosts[number].name for number in sorted({topology.host_of[rank] for rank in ranks})]
     where = f"spans hosts {', '.join(hosts)}" if len(hosts) > 1 else f"lies in no one NVLink domain of {hosts[0]}"
-    more = f" (and {len(groups) - 1} more)" if len(groups) > 1 else ""
     rides_on = LINK_NAMES[link or "socket"]
-    return f"the {kind} group of ranks {number_ranges(ranks)}{more} {where} and will ride on {rides_on}"
+    return f"the {kind} group of ranks {number_ranges(ranks)}{and_more(groups)} {where} and will ride on {rides_on}"
+
+
+def and_more(groups: Sequence[object]) -> str:
+    """How many groups there are beside the first, which a sentence names."""
+    return f" (and {len(groups) - 1} more)" if len(groups) > 1 else ""
 
 
 def number_ranges(numbers: Sequence[int]) -> str:

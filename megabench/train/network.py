@@ -22,6 +22,7 @@ from megabench.hardware import transport
 from megabench.hardware.topology import Topology
 from megabench.parallel.groups import AXES, Axis, groups_on
 from megabench.parallel.layout import Layout
+from megabench.parallel.placement import and_more, number_ranges
 from megabench.record import Group, LinkBandwidth
 from megabench.runtime.device import synchronize
 
@@ -90,13 +91,18 @@ def try_out(
     mine = {"heard": heard, "unknown": unknown, "nodes": nodes[:1]}
     store.set(f"network/{rank}", json.dumps(mine))
     everyone = [json.loads(text) for text in store.multi_get([f"network/{other}" for other in range(world_size)])]
-    groups, warnings = [], []
+    groups: list[Group] = []
+    wrong: dict[tuple[str, str], list[Group]] = {}
     for group in groups_on(layout, topology):
         names = [name for member in group.ranks for name in everyone[member]["heard"].get(group.kind, [])]
         transports = transport.in_order(names)
         groups.append(group.model_copy(update={"transport": " + ".join(transports) or None}))
-        if wrong := transport.disagreement(group.kind, group.link, transports):
-            warnings.append(f"{group.kind} group of ranks {', '.join(map(str, group.ranks))}: {wrong}")
+        if said := transport.disagreement(group.kind, group.link, transports):
+            wrong.setdefault((group.kind, said), []).append(group)
+    warnings = [
+        f"the {kind.upper()} group of ranks {number_ranges(some[0].ranks)}{and_more(some)}: {said}"
+        for (kind, said), some in wrong.items()
+    ]
     num_nodes = next((found["nodes"][0] for found in everyone if found["nodes"]), None)
     if num_nodes not in (None, len(topology.hosts)):
         warnings.append(f"NCCL counts {num_nodes} hosts where {len(topology.hosts)} were found")
@@ -139,11 +145,12 @@ def measure_bandwidth(topology: Topology, device: torch.device) -> LinkBandwidth
     part = whole[: numel // world_size].clone()
     peer = next(other for other in range(world_size) if topology.host_of[other] != topology.host_of[0])
 
+    sends = {0: [dist.P2POp(dist.isend, whole, peer)], peer: [dist.P2POp(dist.irecv, whole, 0)]}
+
     def send() -> None:
-        if rank == 0:
-            dist.send(whole, peer)
-        elif rank == peer:
-            dist.recv(whole, 0)
+        if rank in sends:
+            for work in dist.batch_isend_irecv(sends[rank]):
+                work.wait()
 
     gather_seconds = _time(lambda: dist.all_gather_into_tensor(whole, part), device)
     send_seconds = _time(send, device)

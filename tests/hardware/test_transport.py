@@ -1,0 +1,121 @@
+"""NCCL's log: real ones, lines of many versions, and what cannot be read."""
+
+from pathlib import Path
+
+import pytest
+
+from megabench.hardware import transport
+from megabench.hardware.transport import Communicator, LogTail, read
+
+RECORDED = Path(__file__).parent / "recorded"
+PREFIX = "host:101:202 [0] NCCL INFO "
+
+
+def test_two_emulated_hosts_of_two():
+    log = read((RECORDED / "h200x4-two-hosts-of-two.log").read_text())
+    assert (log.version, log.network, log.unknown) == ("2.28.9", "Socket", [])
+    assert log.communicators == [Communicator(rank, 4, 2, 2) for rank in range(4)]
+    inside = {(c.sender, c.receiver) for c in log.connections if c.transport == "P2P/CUMEM"}
+    across = {(c.sender, c.receiver) for c in log.connections if c.transport == "NET/Socket"}
+    assert inside == {(0, 1), (1, 0), (2, 3), (3, 2)}
+    assert across == {(0, 2), (2, 0), (1, 2), (3, 0)}
+    assert log.transports == ["NET/Socket", "P2P/CUMEM"]
+
+
+def test_four_emulated_hosts_of_one():
+    log = read((RECORDED / "h200x4-four-hosts-of-one.log").read_text())
+    assert {made.num_nodes for made in log.communicators} == {4}
+    assert log.transports == ["NET/Socket"] and not log.unknown
+
+
+@pytest.mark.parametrize(
+    ("line", "expected", "pxn"),
+    [
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "P2P/CUMEM", False),
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read", "P2P/CUMEM", False),
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/CE", "P2P/CUMEM", False),
+        ("Channel 03/0 : 0[1a000] -> 1[1b000] via P2P/IPC/read", "P2P/IPC", False),
+        ("Channel 00 : 0[101c0] -> 1[101d0] via P2P/IPC", "P2P/IPC", False),
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/direct pointer", "P2P/direct pointer", False),
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/MNNVL", "P2P/MNNVL", False),
+        ("Channel 00/0 : 0[0] -> 5[5] via P2P/indirect/1[1]", "P2P/indirect", False),
+        ("Channel 00 : 0[0] -> 1[1] via SHM/direct/direct", "SHM", False),
+        ("Channel 00 : 0[0] -> 1[1] via SHM/direct", "SHM", False),
+        ("Channel 00/0 : 1[1] -> 2[2] [send] via NET/Socket/0", "NET/Socket", False),
+        ("Channel 00/1 : 1[1] -> 2[2] [receive] via NET/Socket/0/Shared", "NET/Socket", False),
+        ("Channel 00/0 : 7[7] -> 8[0] [receive] via NET/Libfabric/0/GDRDMA", "NET/Libfabric/GDRDMA", False),
+        (
+            "Channel 00/0 : 7[a01d0] -> 8[101c0] [receive] via NET/AWS Libfabric/2/GDRDMA",
+            "NET/AWS Libfabric/GDRDMA",
+            False,
+        ),
+        ("Channel 00/0 : 7[7] -> 8[0] [send] via NET/AWS Libfabric/0", "NET/AWS Libfabric", False),
+        ("Channel 04/0 : 1[1] -> 9[1] [send] via NET/IB/2(3)/GDRDMA", "NET/IB/GDRDMA", True),
+    ],
+)
+def test_lines_of_many_versions(line, expected, pxn):
+    (connection,) = read(PREFIX + line + "\n").connections
+    assert (connection.transport, connection.pxn) == (expected, pxn)
+
+
+def test_lines_that_are_no_connections():
+    text = "".join(
+        PREFIX + line + "\n" for line in ("Channel 00/02 : 0 1 2 3", "Connected all rings", "Ring 00 : 3 -> 0 -> 1")
+    )
+    log = read(text + "a line of another program\n")
+    assert not log.connections and not log.unknown
+
+
+def test_what_is_not_known_is_kept():
+    line = PREFIX + "Channel 00/0 : 0[0] -> 1[1] via WORMHOLE/9"
+    log = read(f"{line}\n{PREFIX}Channel 00/0 between 0 -> 1 by some new form via NET/IB/0\n")
+    assert not log.connections and log.unknown[0] == line and len(log.unknown) == 2
+
+
+def test_an_empty_log_and_one_that_is_not_there(tmp_path):
+    assert read("").transports == []
+    assert LogTail(None).read_on().transports == LogTail(tmp_path / "none").read_on().transports == []
+
+
+def test_a_line_that_is_cut_is_not_guessed_at():
+    whole = (RECORDED / "h200x4-two-hosts-of-two.log").read_text()
+    cut = whole[: whole.index("via P2P/CUMEM") + len("via P2P/CUM")]
+    log = read(cut)
+    assert not log.connections and log.unknown == [cut.splitlines()[-1]]
+    for end in range(0, len(whole), 97):
+        assert set(read(whole[:end]).transports) <= {"NET/Socket", "P2P/CUMEM"}
+
+
+def test_a_log_is_read_on_from_where_it_was_left(tmp_path):
+    path = tmp_path / "nccl.log"
+    tail = LogTail(path)
+    path.write_text(PREFIX + "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n")
+    assert tail.read_on().transports == ["P2P/CUMEM"]
+    with path.open("a") as file:
+        file.write(PREFIX + "Channel 00/0 : 0[0] -> 1[1] [send] via NET/Socket/0\n")
+    assert tail.read_on().transports == ["NET/Socket"]
+    assert tail.read_on().transports == []
+
+
+def test_nvls_is_named():
+    assert read(PREFIX + "Connected NVLS tree\n").transports == ["NVLS"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "link", "transports", "words"),
+    [
+        ("tp", "nvlink", ["NET/Socket"], "between ranks of one host, where nvlink was expected"),
+        ("dp", "nvlink", ["SHM"], "NCCL uses SHM where nvlink was expected"),
+        ("dp", "efa", ["NET/Socket", "P2P/CUMEM"], "EFA was expected and NCCL uses NET/Socket"),
+        ("pp", "infiniband", ["NET/Socket"], "InfiniBand was expected"),
+        ("tp", "socket", ["NET/Socket"], "tensor parallelism rides on NET/Socket"),
+        ("tp", "nvlink", ["P2P/CUMEM", "NVLS"], None),
+        ("tp", "pcie", ["SHM"], None),
+        ("dp", "efa", ["NET/Libfabric/GDRDMA", "P2P/CUMEM"], None),
+        ("pp", "socket", ["NET/Socket"], None),
+        ("tp", "nvlink", [], None),
+    ],
+)
+def test_transports_against_the_topology(kind, link, transports, words):
+    said = transport.disagreement(kind, link, transports)
+    assert said is None if words is None else words in (said or "")
