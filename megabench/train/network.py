@@ -97,11 +97,11 @@ def try_out(
         names = [name for member in group.ranks for name in everyone[member]["heard"].get(group.kind, [])]
         transports = transport.in_order(names)
         groups.append(group.model_copy(update={"transport": " + ".join(transports) or None}))
-        if said := transport.disagreement(group.kind, group.link, transports):
-            wrong.setdefault((group.kind, said), []).append(group)
+        if complaint := transport.disagreement(group.kind, group.link, transports):
+            wrong.setdefault((group.kind, complaint), []).append(group)
     warnings = [
-        f"the {kind.upper()} group of ranks {number_ranges(some[0].ranks)}{and_more(some)}: {said}"
-        for (kind, said), some in wrong.items()
+        f"the {kind.upper()} group of ranks {number_ranges(some[0].ranks)}{and_more(some)}: {complaint}"
+        for (kind, complaint), some in wrong.items()
     ]
     num_nodes = next((found["nodes"][0] for found in everyone if found["nodes"]), None)
     if num_nodes not in (None, len(topology.hosts)):
