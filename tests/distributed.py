@@ -9,6 +9,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
@@ -36,9 +37,14 @@ def _reset_globals() -> None:
     parallel_state.destroy_model_parallel()
     if "deepspeed" in sys.modules:
         from deepspeed.comm import comm
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.partition_parameters import Init
         from deepspeed.utils import groups
 
         comm.cdb = None
+        # ZeRO-3 numbers modules and parameters through the life of a process, and compares the numbers between ranks
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+        Init.param_id = 0
         for name, value in vars(groups).items():
             if name.startswith("_") and name.isupper() and value is not None:
                 setattr(groups, name, None)
@@ -91,19 +97,22 @@ class _Pool:
         store_file = os.path.join(self.folder, f"store-{self.num_jobs}")
         for _, jobs in self.workers[:world_size]:
             jobs.send((function, world_size, store_file, args))
-        answers: list[Any] = []
+        waiting = {jobs: rank for rank, (_, jobs) in enumerate(self.workers[:world_size])}
+        answers: list[Any] = [None] * world_size
         failures: list[str] = []
         deadline = time.monotonic() + timeout
-        for rank, (_, jobs) in enumerate(self.workers[:world_size]):
-            # once one has failed the others soon lose it
-            patience = deadline - time.monotonic() if not failures else 5.0
-            try:
-                ok, answer = jobs.recv() if jobs.poll(max(patience, 0.0)) else (False, "no answer in time")
-            except EOFError:
-                ok, answer = False, "the process died"
-            answers.append(answer)
-            if not ok:
-                failures.append(f"rank {rank} of {world_size}:\n{answer}")
+        while waiting and (ready := wait(waiting, max(deadline - time.monotonic(), 0.0))):
+            for jobs in ready:
+                rank = waiting.pop(jobs)
+                try:
+                    ok, answers[rank] = jobs.recv()
+                except EOFError:
+                    ok, answers[rank] = False, "the process died"
+                if not ok:
+                    failures.append(f"rank {rank} of {world_size}:\n{answers[rank]}")
+                    deadline = min(deadline, time.monotonic() + 5.0)  # the others soon lose it
+        if waiting and not failures:
+            failures.append(f"ranks {sorted(waiting.values())} of {world_size}: no answer in {timeout:.0f} s")
         if failures:
             self.close()
             own = [text for text in failures if not any(sign in text for sign in _LOST_PEER)]
@@ -117,9 +126,14 @@ class _Pool:
             process.join(5)
         self.workers = []
 
+    def remove(self) -> None:
+        """The end of the pool: no process and no file is left."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
 
 _pool = _Pool()
-atexit.register(_pool.close)
+atexit.register(_pool.remove)
 
 
 def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:

@@ -23,6 +23,7 @@ TOLERANCE = 1e-5  # relative L2 difference of any tensor, fp32
 NUM_STEPS = 3
 BASE: dict[str, Any] = {
     "model": "llama-tiny",
+    "num_layers": 4,
     "data": "synthetic",
     "seq_length": 32,
     "micro_batch": 1,

@@ -1,6 +1,7 @@
 """Placement among real processes: all decide alike, groups hold whom they should, and training is the same work."""
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -30,8 +31,13 @@ def train_placed(run: ResolvedConfig, hosts: str) -> tuple[Placement, dict[str, 
     topology = discover(PrefixStore("discovery", store), facts, rank, world_size)
     placement = place(topology, run.layout, run.placement)
     dist.destroy_process_group()
-    placed = PrefixStore("placed", store)
-    dist.init_process_group("gloo", store=placed, rank=placement.rank_of(rank), world_size=world_size)
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore("placed", store),
+        rank=placement.rank_of(rank),
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
     groups = {
         axis: sorted(placement.launcher_ranks[member] for member in dist.get_process_group_ranks(group))
         for axis, group in process_groups(run).items()
@@ -40,7 +46,7 @@ def train_placed(run: ResolvedConfig, hosts: str) -> tuple[Placement, dict[str, 
 
 
 def run_placed(hosts: str, **fields: Any) -> tuple[Placement, list[dict[str, list[int]]], Trace]:
-    run = resolve(len(hosts), global_batch=8, **fields)
+    run = resolve(len(hosts), **fields)
     results = distributed.run(train_placed, len(hosts), run, hosts)
     placements = [placement for placement, _, _ in results]
     assert all(placement == placements[0] for placement in placements), "every rank decides alike"
@@ -51,7 +57,7 @@ def run_placed(hosts: str, **fields: Any) -> tuple[Placement, list[dict[str, lis
 
 def assert_equal_to_one_process(trace: Trace, **fields: Any) -> None:
     """As the launcher's own order is: tests/engines/test_equivalence.py."""
-    name, difference = worst(differences(trace, reference_of(global_batch=8, **fields)))
+    name, difference = worst(differences(trace, reference_of(**fields)))
     assert difference < TOLERANCE, f"{name} differs by {difference:.1e}"
 
 
