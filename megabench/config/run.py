@@ -22,9 +22,17 @@ from megabench.models.catalog import ModelShape, get_model
 from megabench.parallel.layout import Layout, divisors
 from megabench.parallel.placement import Policy
 
-EngineName = Literal["megatron", "deepspeed"]
+EngineName = Literal["megatron", "deepspeed", "fsdp"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Beta = PositiveFloat  # checked to be below 1 in resolve()
+
+# settings that one engine alone understands
+_ENGINE_OF: dict[str, EngineName] = {
+    "zero_stage": "deepspeed",
+    "deepspeed_config": "deepspeed",
+    "shard_size": "fsdp",
+    "reshard_after_forward": "fsdp",
+}
 
 
 class RunConfig(BaseModel):
@@ -48,6 +56,12 @@ class RunConfig(BaseModel):
         None, description="Split one machine's ranks into this many hosts, which talk over sockets."
     )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(None, description="ZeRO stage of the deepspeed engine [default: 3].")
+    shard_size: PositiveInt | None = Field(
+        None, description="Neighbouring ranks that fsdp shards over, replicating beyond them (HSDP) [default: all]."
+    )
+    reshard_after_forward: bool = Field(
+        True, description="Whether fsdp drops a block's weights after forward, to gather them again for backward."
+    )
     deepspeed_config: Path | None = Field(None, description="Your own DeepSpeed JSON; its settings win.")
     seq_length: PositiveInt | None = Field(None, description="Tokens of a sequence [default: the model's].")
     micro_batch: PositiveInt | None = Field(
@@ -107,22 +121,15 @@ class RunConfig(BaseModel):
 
     def resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
         """Fills every default and checks every rule; raises ConfigError, LayoutError or UnknownModelError."""
-        if self.engine == "deepspeed":
-            self._check_deepspeed()
-            if self.deepspeed_config:
-                content = read_deepspeed_json(self.deepspeed_config)
-                given = {name: getattr(self, name) for name in self.model_fields_set}
-                said = settings_of_run(content, given, self.deepspeed_config)
-                taken = type(self).parse(self.model_dump(exclude_unset=True) | said, f"{self.deepspeed_config}: ")
-                run = taken._resolve(world_size, device)
-                check_deepspeed_json(content, run, self.deepspeed_config)
-                return run
-        elif self.zero_stage is not None or self.deepspeed_config is not None:
-            setting = "zero_stage" if self.zero_stage is not None else "deepspeed_config"
-            raise ConfigError(
-                f"{setting} is a setting of the deepspeed engine, and the engine is megatron (tp={self.tp}, "
-                f"pp={self.pp}); add --engine deepspeed with tp=1 and pp=1, or leave it out"
-            )
+        self._check_engine()
+        if self.deepspeed_config:
+            content = read_deepspeed_json(self.deepspeed_config)
+            given = {name: getattr(self, name) for name in self.model_fields_set}
+            said = settings_of_run(content, given, self.deepspeed_config)
+            taken = type(self).parse(self.model_dump(exclude_unset=True) | said, f"{self.deepspeed_config}: ")
+            run = taken._resolve(world_size, device)
+            check_deepspeed_json(content, run, self.deepspeed_config)
+            return run
         return self._resolve(world_size, device)
 
     def _resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
@@ -133,6 +140,13 @@ class RunConfig(BaseModel):
         precision = self.precision or ("bf16" if device == "cuda" else "fp32")
         if precision == "fp16" and device == "cpu":
             raise ConfigError("precision=fp16 needs a GPU; use bf16 or fp32 on CPU")
+        if precision == "fp16" and self.engine == "fsdp":
+            raise ConfigError("precision=fp16 needs loss scaling, which the fsdp engine has not; use bf16")
+        if self.shard_size and world_size % self.shard_size:
+            raise ConfigError(
+                f"shard_size={self.shard_size} does not divide the {world_size} ranks; "
+                f"use one of {divisors(world_size)}"
+            )
         if self.grad_dtype == "bf16" and precision != "bf16":
             raise ConfigError(f"grad_dtype=bf16 goes with precision=bf16 only, not {precision}; use grad_dtype=fp32")
         if self.zero_stage == 0 and precision != self.grad_dtype:
@@ -171,16 +185,24 @@ class RunConfig(BaseModel):
                 f"use one of {divisors(world_size)}"
             )
 
-    def _check_deepspeed(self) -> None:
+    def _check_engine(self) -> None:
+        for setting, engine in _ENGINE_OF.items():
+            if engine != self.engine and getattr(self, setting) != type(self).model_fields[setting].default:
+                raise ConfigError(
+                    f"{setting} is a setting of the {engine} engine, and the engine is {self.engine} (tp={self.tp}, "
+                    f"pp={self.pp}); add --engine {engine} with tp=1 and pp=1, or leave it out"
+                )
+        if self.engine == "megatron":
+            return
+        stage = f"zero_stage={3 if self.zero_stage is None else self.zero_stage} of " * (self.engine == "deepspeed")
         for axis in ("tp", "pp", "vp", "cp"):
             if (size := getattr(self, axis)) > 1:
-                stage = 3 if self.zero_stage is None else self.zero_stage
                 raise ConfigError(
-                    f"zero_stage={stage} of the deepspeed engine shards over data-parallel ranks alone, but "
+                    f"{stage}the {self.engine} engine shards over data-parallel ranks alone, but "
                     f"{axis}={size}; use {axis}=1, or --engine megatron for {axis}={size}"
                 )
         if self.recompute == "selective":
-            raise ConfigError("recompute=selective is the megatron engine's; use none or full with deepspeed")
+            raise ConfigError(f"recompute=selective is the megatron engine's; use none or full with {self.engine}")
 
     def flags(self) -> list[str]:
         """The command-line flags that reproduce this configuration: those that differ from the defaults."""

@@ -78,6 +78,10 @@ def build_engine(config: ResolvedConfig, device: torch.device) -> Engine:
         from megabench.engines.megatron.engine import MegatronEngine
 
         return MegatronEngine(config, device)
+    if config.engine == "fsdp":
+        from megabench.engines.fsdp import FsdpEngine
+
+        return FsdpEngine(config, device)
     from megabench.engines.deepspeed import DeepSpeedEngine
 
     return DeepSpeedEngine(config, device)

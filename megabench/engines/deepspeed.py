@@ -9,19 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megabench.config import ResolvedConfig
 from megabench.config.deepspeed_json import merge, read_deepspeed_json
 from megabench.data.batch import Batch
+from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
-from megabench.engines.optim import is_decayed
 from megabench.models.hugging_face import llama_config
-from megabench.models.init import initial_piece, standard_deviation
-from megabench.models.mapping import Piece, hugging_face_shapes
 from megabench.runtime.device import DTYPES
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -64,12 +60,9 @@ class DeepSpeedEngine:
                 model = LlamaForCausalLM(config)
         finally:
             torch.set_default_dtype(default_dtype)
-        # ZeRO-3's Init makes every tensor in the training dtype, and half-precision rotary frequencies are wrong ones
-        model.model.rotary_emb = LlamaRotaryEmbedding(config).to(self.device)
+        shared.prepare(model, self.run, self.device)
         _load_initial_weights(model, self.run)
-        if self.run.recompute == "full":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model.train()
+        return model
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         self.accumulate(batches)
@@ -79,9 +72,7 @@ class DeepSpeedEngine:
         self.loss.zero_()
         for number, batch in enumerate(batches):
             batch = batch.to(self.device)
-            logits = self.engine(input_ids=batch.inputs).logits
-            # over all S labels: transformers' own shift would lose one
-            loss = F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
+            loss = shared.mean_loss(self.engine, batch)
             self.engine.backward(loss)  # divides by the number of micro-batches
             self.loss += loss.detach() / len(batches)
             if number < len(batches) - 1:
@@ -121,14 +112,7 @@ class DeepSpeedEngine:
 
     @property
     def kernels(self) -> dict[str, str]:
-        return {
-            "attention": "torch scaled_dot_product_attention",
-            "norm": "transformers LlamaRMSNorm",
-            "rope": "transformers unfused",
-            "activation": "transformers unfused SwiGLU",
-            "cross_entropy": "torch, fp32 logits",
-            "optimizer": "torch fused AdamW" if self.run.optimizer == "adamw" else "torch SGD",
-        }
+        return shared.KERNELS | {"optimizer": shared.optimizer_name(self.run)}
 
 
 def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
@@ -157,34 +141,17 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
 
 
 def _build_optimizer(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """torch's optimizer, as a single process would use it: it counts steps a parameter, and ZeRO-3 steps in groups."""
     # under ZeRO-3 a parameter is empty here and keeps its shape aside
-    decayed = {p: is_decayed(len(getattr(p, "ds_shape", p.shape))) for p in model.parameters()}
-    groups = [
-        {"params": [p for p, is_matrix in decayed.items() if is_matrix], "weight_decay": run.weight_decay},
-        {"params": [p for p, is_matrix in decayed.items() if not is_matrix], "weight_decay": 0.0},
-    ]
-    if run.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=run.lr)
-    return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
+    return shared.build_optimizer(run, [(p, len(getattr(p, "ds_shape", p.shape))) for p in model.parameters()])
 
 
 @torch.no_grad()
 def _load_initial_weights(model: torch.nn.Module, run: ResolvedConfig) -> None:
     """Fills each parameter, or this rank's partition of it under ZeRO-3, with its initial values."""
-    shapes = hugging_face_shapes(run.shape)
     for name, parameter in model.named_parameters():
-        shape, std = shapes[name], standard_deviation(name, run.shape)
         partition = getattr(parameter, "ds_tensor", None)
-        columns = (0, shape[1]) if len(shape) == 2 else None
         if partition is None:
-            parameter.copy_(initial_piece(Piece(name, (0, shape[0]), columns), shape, std, run.seed))
-            continue
-        # ZeRO-3 cuts the flat tensor, padded at its end, in equal parts
-        width = shape[1] if columns else 1
-        start = min(partition.numel() * dist.get_rank(), shape[0] * width)
-        stop = min(start + partition.numel(), shape[0] * width)
-        rows = start // width, -(-stop // width)
-        values = initial_piece(Piece(name, rows, columns), shape, std, run.seed).flatten()
-        partition.zero_()
-        partition[: stop - start].copy_(values[start - rows[0] * width : stop - rows[0] * width])
+            parameter.copy_(shared.flat_values(name, 0, parameter.numel(), run).view(parameter.shape))
+        else:  # ZeRO-3 cuts the flat tensor, padded at its end, in equal parts
+            start = partition.numel() * dist.get_rank()
+            partition.copy_(shared.flat_values(name, start, start + partition.numel(), run))

@@ -87,3 +87,19 @@ def test_deepspeed(zero_stage: int, optimizer: str) -> None:
 @pytest.mark.parametrize(("zero_stage", "recompute"), [(0, "none"), (3, "full")])
 def test_deepspeed_otherwise(zero_stage: int, recompute: str) -> None:
     assert_equal_to_reference(2, engine="deepspeed", zero_stage=zero_stage, recompute=recompute, **OPTIMIZERS["adamw"])
+
+
+FSDP: dict[str, tuple[int, dict[str, Any]]] = {
+    "sgd": (2, {"optimizer": "sgd", "lr": 0.05}),
+    "adamw": (4, {**OPTIMIZERS["adamw"]}),
+    "hybrid": (4, {**OPTIMIZERS["adamw"], "shard_size": 2}),
+    "replicated": (2, {**OPTIMIZERS["adamw"], "shard_size": 1}),
+    "kept": (2, {**OPTIMIZERS["adamw"], "reshard_after_forward": False, "micro_batch": 2}),
+    "recompute": (2, {**OPTIMIZERS["adamw"], "recompute": "full"}),
+}
+
+
+@pytest.mark.parametrize("options", FSDP)
+def test_fsdp(options: str) -> None:
+    world_size, fields = FSDP[options]
+    assert_equal_to_reference(world_size, engine="fsdp", **fields)

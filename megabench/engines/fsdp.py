@@ -1,0 +1,131 @@
+"""The FSDP2 engine: torch's fully_shard on the transformers model, one unit a block.
+
+Each rank keeps fp32 shards of the weights; blocks are gathered in the training dtype when they are needed, and
+gradients reduce-scattered in `grad_dtype` after every micro-batch. With `shard_size` below the world size the model is
+sharded inside groups of so many neighbouring ranks, and replicated over the groups (HSDP).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import LlamaForCausalLM
+
+from megabench.config import ResolvedConfig
+from megabench.data.batch import Batch
+from megabench.engines import transformers_model as shared
+from megabench.engines.base import StepResult, TensorKind
+from megabench.models.hugging_face import llama_config
+from megabench.runtime.device import DTYPES
+
+
+class FsdpEngine:
+    """Pure data parallelism under FSDP2; see `megabench.engines.base.Engine`."""
+
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
+        self.run = config
+        self.device = device
+        self.model = self._build_model()
+        # the optimizer works on plain tensors: the shards themselves
+        self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in self._named_parameters()}
+        dims = [parameter.ndim for _, parameter in self._named_parameters()]
+        self.optimizer = shared.build_optimizer(config, zip(self.shards.values(), dims, strict=True))
+        self.loss = torch.zeros((), device=device)
+
+    def _build_model(self) -> LlamaForCausalLM:
+        """The sharded model with the layout-independent initial weights; it is never whole on any rank."""
+        run = self.run
+        with torch.device("meta"):
+            model = LlamaForCausalLM(llama_config(run.shape))
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[run.precision], reduce_dtype=DTYPES[run.grad_dtype])
+        mesh = self._mesh()
+        for block in [*model.model.layers, model]:
+            reshard = run.reshard_after_forward and block is not model  # backward begins where forward ends
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        model.to_empty(device=self.device)
+        shared.prepare(model, run, self.device)
+        for name, parameter in model.named_parameters():
+            self._fill(name, parameter)
+        return model
+
+    def _mesh(self) -> DeviceMesh:
+        size = dist.get_world_size()
+        inside = self.run.shard_size or size
+        shape, names = ((size,), ("shard",)) if inside == size else ((size // inside, inside), ("replicate", "shard"))
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    @torch.no_grad()
+    def _fill(self, name: str, parameter: nn.Parameter) -> None:
+        assert isinstance(parameter, DTensor)
+        local_shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        start = offset[0] * math.prod(parameter.shape[1:])
+        values = shared.flat_values(name, start, start + math.prod(local_shape), self.run)
+        _local(parameter).copy_(values.to(DTYPES[self.run.precision]).view(local_shape))
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.model.named_parameters()
+
+    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        self.accumulate(batches)
+        return self.update(learning_rate)
+
+    def accumulate(self, batches: Sequence[Batch]) -> None:
+        self.model.zero_grad()
+        self.loss.zero_()
+        for batch in batches:
+            loss = shared.mean_loss(self.model, batch.to(self.device)) / len(batches)
+            loss.backward()
+            self.loss += loss.detach()
+
+    @torch.no_grad()
+    def update(self, learning_rate: float) -> StepResult:
+        for name, parameter in self._named_parameters():
+            assert parameter.grad is not None, f"{name} has no gradient"
+            self.shards[name].grad = _local(parameter.grad)
+        grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        # replicas of a shard hold the same gradient
+        replicas = dist.get_world_size() // (self.run.shard_size or dist.get_world_size())
+        totals = torch.stack([self.loss, torch.nn.utils.get_total_norm(grads).square() / replicas])
+        dist.all_reduce(totals)
+        loss, squared_norm = totals.tolist()
+        grad_norm = squared_norm**0.5
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            if self.run.clip_grad and grad_norm > self.run.clip_grad:
+                torch._foreach_mul_(grads, self.run.clip_grad / (grad_norm + 1e-6))
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        return StepResult(
+            loss=loss / dist.get_world_size(),
+            grad_norm=grad_norm if is_finite else float("inf"),
+            num_tokens=self.run.global_batch * self.run.seq_length,
+            skipped=not is_finite,
+        )
+
+    def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._named_parameters():
+            tensor: Any = parameter if kind == "weights" else parameter.grad
+            assert tensor is not None, f"{name} has no gradient; they exist between accumulate and update"
+            # what the model computes with: the weights in the training dtype
+            dtype = DTYPES[self.run.precision] if kind == "weights" else torch.float32
+            yield name, tensor.detach().full_tensor().to(dtype).float().cpu().clone()
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return shared.KERNELS | {"optimizer": shared.optimizer_name(self.run)}
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor, sharing its memory."""
+    local: Tensor = tensor.detach().to_local()
+    return local

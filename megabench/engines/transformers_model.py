@@ -1,0 +1,71 @@
+"""What the engines that train a transformers model share: its loss, its optimizer, its initial weights."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from megabench.config import ResolvedConfig
+from megabench.data.batch import Batch
+from megabench.engines.optim import is_decayed
+from megabench.models.init import initial_piece, standard_deviation
+from megabench.models.mapping import Piece, hugging_face_shapes
+
+KERNELS = {
+    "attention": "torch scaled_dot_product_attention",
+    "norm": "transformers LlamaRMSNorm",
+    "rope": "transformers unfused",
+    "activation": "transformers unfused SwiGLU",
+    "cross_entropy": "torch, fp32 logits",
+}
+
+
+def prepare(model: LlamaForCausalLM, run: ResolvedConfig, device: torch.device) -> None:
+    """Gives a model that was built in another dtype, or on no device, what it must have before it trains."""
+    # made in fp32 again: rotary frequencies in half precision are other frequencies
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(device)
+    if run.recompute == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+
+
+def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean cross-entropy over all S labels of a micro-batch: transformers' own shift would lose one."""
+    logits = model(input_ids=batch.inputs).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
+
+
+def flat_values(name: str, start: int, stop: int, run: ResolvedConfig) -> Tensor:
+    """Elements `start` to `stop` of a parameter's initial values, counted through its rows: fp32 on CPU, [stop−start].
+
+    Elements beyond the parameter's end are zero.
+    """
+    shape = hugging_face_shapes(run.shape)[name]
+    width = shape[1] if len(shape) == 2 else 1
+    end = min(stop, shape[0] * width)
+    values = torch.zeros(stop - start)
+    if start < end:
+        rows = start // width, -(-end // width)
+        piece = Piece(name, rows, (0, width) if len(shape) == 2 else None)
+        drawn = initial_piece(piece, shape, standard_deviation(name, run.shape), run.seed).flatten()
+        values[: end - start] = drawn[start - rows[0] * width : end - rows[0] * width]
+    return values
+
+
+def build_optimizer(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> torch.optim.Optimizer:
+    """torch's optimizer, as a single process would use it, over (parameter, its number of dims when whole) pairs."""
+    decayed = [(param, is_decayed(num_dims)) for param, num_dims in params]
+    groups = [
+        {"params": [param for param, is_matrix in decayed if is_matrix], "weight_decay": run.weight_decay},
+        {"params": [param for param, is_matrix in decayed if not is_matrix], "weight_decay": 0.0},
+    ]
+    if run.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=run.lr)
+    return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
+
+
+def optimizer_name(run: ResolvedConfig) -> str:
+    return "torch fused AdamW" if run.optimizer == "adamw" else "torch SGD"
