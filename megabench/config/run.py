@@ -22,7 +22,7 @@ from megabench.models.catalog import ModelShape, get_model
 from megabench.parallel.layout import Layout, divisors
 from megabench.parallel.placement import Policy
 
-EngineName = Literal["megatron", "deepspeed", "fsdp"]
+EngineName = Literal["megatron", "deepspeed", "fsdp", "ddp"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Beta = PositiveFloat  # checked to be below 1 in resolve()
 
@@ -140,8 +140,10 @@ class RunConfig(BaseModel):
         precision = self.precision or ("bf16" if device == "cuda" else "fp32")
         if precision == "fp16" and device == "cpu":
             raise ConfigError("precision=fp16 needs a GPU; use bf16 or fp32 on CPU")
-        if precision == "fp16" and self.engine == "fsdp":
-            raise ConfigError("precision=fp16 needs loss scaling, which the fsdp engine has not; use bf16")
+        if precision == "fp16" and self.engine in ("fsdp", "ddp"):
+            raise ConfigError(f"precision=fp16 needs loss scaling, which the {self.engine} engine has not; use bf16")
+        if self.grad_dtype == "bf16" and self.engine == "ddp":
+            raise ConfigError("the ddp engine accumulates and reduces gradients in fp32 alone; use grad_dtype=fp32")
         if self.shard_size and world_size % self.shard_size:
             raise ConfigError(
                 f"shard_size={self.shard_size} does not divide the {world_size} ranks; "
@@ -198,7 +200,7 @@ class RunConfig(BaseModel):
         for axis in ("tp", "pp", "vp", "cp"):
             if (size := getattr(self, axis)) > 1:
                 raise ConfigError(
-                    f"{stage}the {self.engine} engine shards over data-parallel ranks alone, but "
+                    f"{stage}the {self.engine} engine is data-parallel alone, but "
                     f"{axis}={size}; use {axis}=1, or --engine megatron for {axis}={size}"
                 )
         if self.recompute == "selective":

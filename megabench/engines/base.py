@@ -82,6 +82,10 @@ def build_engine(config: ResolvedConfig, device: torch.device) -> Engine:
         from megabench.engines.fsdp import FsdpEngine
 
         return FsdpEngine(config, device)
+    if config.engine == "ddp":
+        from megabench.engines.ddp import DdpEngine
+
+        return DdpEngine(config, device)
     from megabench.engines.deepspeed import DeepSpeedEngine
 
     return DeepSpeedEngine(config, device)

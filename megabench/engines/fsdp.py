@@ -98,27 +98,14 @@ class FsdpEngine:
         dist.all_reduce(totals)
         loss, squared_norm = totals.tolist()
         grad_norm = squared_norm**0.5
-        is_finite = math.isfinite(grad_norm)
-        if is_finite:
-            if self.run.clip_grad and grad_norm > self.run.clip_grad:
-                torch._foreach_mul_(grads, self.run.clip_grad / (grad_norm + 1e-6))
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-            self.optimizer.step()
-        return StepResult(
-            loss=loss / dist.get_world_size(),
-            grad_norm=grad_norm if is_finite else float("inf"),
-            num_tokens=self.run.global_batch * self.run.seq_length,
-            skipped=not is_finite,
+        return shared.finish_step(
+            self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate
         )
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._named_parameters():
             tensor: Any = parameter if kind == "weights" else parameter.grad
-            assert tensor is not None, f"{name} has no gradient; they exist between accumulate and update"
-            # what the model computes with: the weights in the training dtype
-            dtype = DTYPES[self.run.precision] if kind == "weights" else torch.float32
-            yield name, tensor.detach().full_tensor().to(dtype).float().cpu().clone()
+            yield name, shared.shown(name, None if tensor is None else tensor.detach().full_tensor(), kind, self.run)
 
     @property
     def kernels(self) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """What the engines that train a transformers model share: its loss, its optimizer, its initial weights."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -10,9 +11,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.optim import is_decayed
 from megabench.models.init import initial_piece, standard_deviation
 from megabench.models.mapping import Piece, hugging_face_shapes
+from megabench.runtime.device import DTYPES
 
 KERNELS = {
     "attention": "torch scaled_dot_product_attention",
@@ -65,6 +68,37 @@ def build_optimizer(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, in
     if run.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=run.lr)
     return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
+
+
+def finish_step(
+    run: ResolvedConfig,
+    optimizer: torch.optim.Optimizer,
+    grads: list[Tensor],
+    loss: float,
+    grad_norm: float,
+    learning_rate: float,
+) -> StepResult:
+    """Clips this rank's `grads` by the norm of all and steps the optimizer, unless the norm is not finite."""
+    is_finite = math.isfinite(grad_norm)
+    if is_finite:
+        if run.clip_grad and grad_norm > run.clip_grad:
+            torch._foreach_mul_(grads, run.clip_grad / (grad_norm + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+    return StepResult(
+        loss=loss,
+        grad_norm=grad_norm if is_finite else float("inf"),
+        num_tokens=run.global_batch * run.seq_length,
+        skipped=not is_finite,
+    )
+
+
+def shown(name: str, tensor: Tensor | None, kind: TensorKind, run: ResolvedConfig) -> Tensor:
+    """A whole fp32 tensor as `Engine.full_tensors` gives it: weights as the model computes with them."""
+    assert tensor is not None, f"{name} has no gradient; they exist between accumulate and update"
+    dtype = DTYPES[run.precision] if kind == "weights" else torch.float32
+    return tensor.detach().to(dtype).float().cpu().clone()
 
 
 def optimizer_name(run: ResolvedConfig) -> str:

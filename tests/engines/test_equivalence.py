@@ -4,6 +4,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megabench.config import ResolvedConfig
 from tests import distributed
@@ -103,3 +104,26 @@ FSDP: dict[str, tuple[int, dict[str, Any]]] = {
 def test_fsdp(options: str) -> None:
     world_size, fields = FSDP[options]
     assert_equal_to_reference(world_size, engine="fsdp", **fields)
+
+
+@pytest.mark.parametrize(("world_size", "fields"), [(2, OPTIMIZERS["sgd"]), (4, OPTIMIZERS["adamw"])])
+def test_ddp(world_size: int, fields: dict[str, Any]) -> None:
+    assert_equal_to_reference(world_size, engine="ddp", **fields)
+
+
+def test_ddp_recompute() -> None:
+    assert_equal_to_reference(2, engine="ddp", recompute="full", **OPTIMIZERS["adamw"])
+
+
+def test_bf16_engines_agree() -> None:
+    engines: list[dict[str, Any]] = [
+        {"tp": 2},
+        {"engine": "deepspeed", "zero_stage": 1},
+        {"engine": "deepspeed", "zero_stage": 3},
+        {"engine": "fsdp"},
+        {"engine": "ddp"},
+    ]
+    runs = [resolve(2, precision="bf16", **OPTIMIZERS["adamw"], **fields) for fields in engines]
+    losses = [torch.tensor(distributed.run(train, 2, run)[0].losses) for run in runs]
+    for other in losses[1:]:
+        torch.testing.assert_close(other, losses[0], rtol=1e-3, atol=0.0)

@@ -120,7 +120,7 @@ def test_attempts_have_folders_of_their_own(plan):
         ("trials: [{device: cuda}]", "no NVIDIA GPU was found"),
         (
             "trials: [{engine: deepspeed, tp: 2}]",
-            "zero_stage=3 of the deepspeed engine shards over data-parallel ranks",
+            "zero_stage=3 of the deepspeed engine is data-parallel alone",
         ),
         ("trials: [{model: llama-tiney}]", "did you mean llama-tiny"),
     ],

@@ -1,0 +1,99 @@
+"""The DDP engine: every rank holds the whole transformers model, and gradients are all-reduced once a step.
+
+Weights are fp32 and cast to the training dtype where a layer uses them, so that gradients are accumulated over the
+micro-batches, and reduced, in fp32, overlapped with backward by torch's reducer.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from transformers import LlamaForCausalLM
+
+from megabench.config import ResolvedConfig
+from megabench.data.batch import Batch
+from megabench.engines import transformers_model as shared
+from megabench.engines.base import StepResult, TensorKind
+from megabench.models.hugging_face import llama_config
+from megabench.runtime.device import DTYPES
+
+
+class DdpEngine:
+    """Pure data parallelism with whole replicas; see `megabench.engines.base.Engine`."""
+
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
+        self.run = config
+        self.device = device
+        self.model = DistributedDataParallel(
+            self._build_model(), broadcast_buffers=False, init_sync=False, gradient_as_bucket_view=True
+        )
+        params = [(parameter, parameter.ndim) for _, parameter in self._named_parameters()]
+        self.optimizer = shared.build_optimizer(config, params)
+        self.loss = torch.zeros((), device=device)
+
+    def _build_model(self) -> LlamaForCausalLM:
+        run, dtype = self.run, DTYPES[self.run.precision]
+        with torch.device("meta"):
+            model = LlamaForCausalLM(llama_config(run.shape))
+        model.to_empty(device=self.device)
+        shared.prepare(model, run, self.device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                values = shared.flat_values(name, 0, parameter.numel(), run)
+                parameter.copy_(values.to(dtype).view(parameter.shape))
+        if dtype != torch.float32:
+            for module in list(model.modules()):
+                if "weight" in module._parameters:
+                    parametrize.register_parametrization(module, "weight", _Cast(dtype), unsafe=True)
+        return model
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The fp32 parameters by their Hugging Face names."""
+        for name, parameter in self.model.module.named_parameters():
+            yield name.replace("parametrizations.weight.original", "weight"), parameter
+
+    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        self.accumulate(batches)
+        return self.update(learning_rate)
+
+    def accumulate(self, batches: Sequence[Batch]) -> None:
+        self.model.zero_grad()
+        self.loss.zero_()
+        for number, batch in enumerate(batches):
+            is_last = number == len(batches) - 1
+            with contextlib.nullcontext() if is_last else self.model.no_sync():
+                loss = shared.mean_loss(self.model, batch.to(self.device)) / len(batches)
+                loss.backward()
+            self.loss += loss.detach()
+
+    @torch.no_grad()
+    def update(self, learning_rate: float) -> StepResult:
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        dist.all_reduce(self.loss)
+        loss, grad_norm = torch.stack([self.loss, torch.nn.utils.get_total_norm(grads)]).tolist()
+        return shared.finish_step(
+            self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate
+        )
+
+    def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._named_parameters():
+            yield name, shared.shown(name, parameter if kind == "weights" else parameter.grad, kind, self.run)
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return shared.KERNELS | {"optimizer": shared.optimizer_name(self.run)}
+
+
+class _Cast(nn.Module):
+    """A weight in another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.to(self.dtype)
