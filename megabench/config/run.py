@@ -86,6 +86,9 @@ class RunConfig(BaseModel):
     grad_dtype: Literal["fp32", "bf16"] = Field(
         "fp32", description="Dtype in which gradients are accumulated and reduced, for every engine."
     )
+    kernels: Literal["auto", "reference"] = Field(
+        "auto", description="Fused kernels where they serve, or plain torch as transformers ships it."
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="Activations computed again in backward: none, attention alone, or whole layers."
     )

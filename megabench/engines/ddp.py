@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
 from megabench.models.hugging_face import llama_config
@@ -37,6 +38,7 @@ class DdpEngine:
 
     def _build_model(self) -> LlamaForCausalLM:
         run, dtype = self.run, DTYPES[self.run.precision]
+        kernels.patch_transformers(run)
         with torch.device("meta"):
             model = LlamaForCausalLM(llama_config(run.shape))
         model.to_empty(device=self.device)
@@ -66,7 +68,7 @@ class DdpEngine:
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
             with contextlib.nullcontext() if is_last else self.model.no_sync():
-                loss = shared.mean_loss(self.model, batch.to(self.device)) / len(batches)
+                loss = shared.mean_loss(self.model, self.model.module, batch.to(self.device)) / len(batches)
                 loss.backward()
             self.loss += loss.detach()
 
@@ -85,7 +87,7 @@ class DdpEngine:
 
     @property
     def kernels(self) -> dict[str, str]:
-        return shared.KERNELS | {"optimizer": shared.optimizer_name(self.run)}
+        return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
 
 
 class _Cast(nn.Module):

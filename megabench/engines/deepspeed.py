@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 from megabench.config import ResolvedConfig
 from megabench.config.deepspeed_json import merge, read_deepspeed_json
 from megabench.data.batch import Batch
+from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
 from megabench.models.hugging_face import llama_config
@@ -52,6 +53,7 @@ class DeepSpeedEngine:
 
     def _build_model(self) -> LlamaForCausalLM:
         """The transformers model with the layout-independent initial weights, partitioned from birth under ZeRO-3."""
+        kernels.patch_transformers(self.run)
         config = llama_config(self.run.shape)
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(DTYPES[self.run.precision])
@@ -72,7 +74,7 @@ class DeepSpeedEngine:
         self.loss.zero_()
         for number, batch in enumerate(batches):
             batch = batch.to(self.device)
-            loss = shared.mean_loss(self.engine, batch)
+            loss = shared.mean_loss(self.engine, self.engine.module, batch)
             self.engine.backward(loss)  # divides by the number of micro-batches
             self.loss += loss.detach() / len(batches)
             if number < len(batches) - 1:
@@ -112,7 +114,7 @@ class DeepSpeedEngine:
 
     @property
     def kernels(self) -> dict[str, str]:
-        return shared.KERNELS | {"optimizer": shared.optimizer_name(self.run)}
+        return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
 
 
 def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:

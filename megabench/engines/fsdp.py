@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
 from megabench.models.hugging_face import llama_config
@@ -42,6 +43,7 @@ class FsdpEngine:
     def _build_model(self) -> LlamaForCausalLM:
         """The sharded model with the layout-independent initial weights; it is never whole on any rank."""
         run = self.run
+        kernels.patch_transformers(run)
         with torch.device("meta"):
             model = LlamaForCausalLM(llama_config(run.shape))
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[run.precision], reduce_dtype=DTYPES[run.grad_dtype])
@@ -82,7 +84,7 @@ class FsdpEngine:
         self.model.zero_grad()
         self.loss.zero_()
         for batch in batches:
-            loss = shared.mean_loss(self.model, batch.to(self.device)) / len(batches)
+            loss = shared.mean_loss(self.model, self.model, batch.to(self.device)) / len(batches)
             loss.backward()
             self.loss += loss.detach()
 
@@ -109,7 +111,7 @@ class FsdpEngine:
 
     @property
     def kernels(self) -> dict[str, str]:
-        return shared.KERNELS | {"optimizer": shared.optimizer_name(self.run)}
+        return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
 
 
 def _local(tensor: Any) -> Tensor:

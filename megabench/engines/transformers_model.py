@@ -12,32 +12,50 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.cross_entropy import linear_cross_entropy
+from megabench.engines.kernels import fuses_cross_entropy
 from megabench.engines.optim import is_decayed
 from megabench.models.init import initial_piece, standard_deviation
 from megabench.models.mapping import Piece, hugging_face_shapes
 from megabench.runtime.device import DTYPES
 
-KERNELS = {
-    "attention": "torch scaled_dot_product_attention",
-    "norm": "transformers LlamaRMSNorm",
-    "rope": "transformers unfused",
-    "activation": "transformers unfused SwiGLU",
-    "cross_entropy": "torch, fp32 logits",
-}
+
+class LossHead(nn.Linear):
+    """An output layer that ends in the loss: on [B, S, H] it returns the mean cross-entropy of `labels` [B, S].
+
+    It is called by the model as any output layer, so that whoever shards the model gathers its weight.
+    """
+
+    labels: Tensor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden.flatten(0, 1), self.weight, self.labels.flatten())
 
 
 def prepare(model: LlamaForCausalLM, run: ResolvedConfig, device: torch.device) -> None:
     """Gives a model that was built in another dtype, or on no device, what it must have before it trains."""
     # made in fp32 again: rotary frequencies in half precision are other frequencies
     model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(device)
+    if fuses_cross_entropy(run):
+        head = model.get_output_embeddings()
+        assert type(head) is nn.Linear and head.bias is None
+        head.__class__ = LossHead  # the same weight under the same name
     if run.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
 
 
-def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean cross-entropy over all S labels of a micro-batch: transformers' own shift would lose one."""
-    logits = model(input_ids=batch.inputs).logits
+def mean_loss(wrapped: nn.Module, model: LlamaForCausalLM, batch: Batch) -> Tensor:
+    """The mean cross-entropy over all S labels of a micro-batch: transformers' own shift would lose one.
+
+    `wrapped` is what an engine made of `model`.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, LossHead):
+        head.labels = batch.labels
+        loss: Tensor = wrapped(input_ids=batch.inputs).logits
+        return loss
+    logits = wrapped(input_ids=batch.inputs).logits
     return F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
 
 

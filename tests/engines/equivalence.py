@@ -1,5 +1,6 @@
 """Runs an engine on the ranks of the pool and the reference in this process, on the same work, and compares them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -96,7 +97,7 @@ def _cached_reference(fields: tuple[tuple[str, Any], ...]) -> Trace:
 def reference_of(**fields: Any) -> Trace:
     """The reference trace of the work that `fields` name; the layout and engine play no part in it."""
     layout = ("engine", "tp", "pp", "vp", "cp", "zero_stage", "shard_size", "reshard_after_forward")
-    parallel = (*layout, "micro_batch", "recompute")
+    parallel = (*layout, "micro_batch", "recompute", "kernels")
     return _cached_reference(tuple(sorted((k, v) for k, v in fields.items() if k not in parallel)))
 
 
@@ -123,8 +124,9 @@ def worst(found: dict[str, float]) -> tuple[str, float]:
     return name, found[name]
 
 
-def assert_equal_to_reference(world_size: int, **fields: Any) -> None:
-    traces = distributed.run(train, world_size, resolve(world_size, **fields))
+def assert_equal_to_reference(world_size: int, job: Callable[..., Trace] = train, **fields: Any) -> None:
+    """Runs `job` on every rank, and the reference here."""
+    traces = distributed.run(job, world_size, resolve(world_size, **fields))
     assert all(trace.losses == traces[0].losses for trace in traces), "ranks report different losses"
     assert all(trace.grad_norms == traces[0].grad_norms for trace in traces), "ranks report different norms"
     reference = reference_of(**fields)

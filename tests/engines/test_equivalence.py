@@ -1,5 +1,6 @@
 """Every layout and engine does what one process does: gradients, gradient norms, losses and updated weights."""
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -8,7 +9,7 @@ import torch
 
 from megabench.config import ResolvedConfig
 from tests import distributed
-from tests.engines.equivalence import assert_equal_to_reference, resolve, train
+from tests.engines.equivalence import Trace, assert_equal_to_reference, resolve, train
 
 pytestmark = pytest.mark.distributed
 
@@ -52,6 +53,21 @@ def test_megatron(layout: str, optimizer: str) -> None:
 def test_megatron_combinations(layout: str) -> None:
     world_size, fields = COMBINATIONS[layout]
     assert_equal_to_reference(world_size, **fields, **OPTIMIZERS["adamw"])
+
+
+def train_in_many_buckets(run: ResolvedConfig) -> Trace:
+    """With gradients and weights that travel in many parts, as those of a large model do."""
+    from megabench.engines.megatron import engine
+
+    small = partial(engine.DistributedDataParallelConfig, bucket_size=20_000)
+    with patch.object(engine, "DistributedDataParallelConfig", small):
+        return train(run)
+
+
+@pytest.mark.parametrize("fields", [{}, {"pp": 2, "vp": 2}], ids=["dp2", "pp2-vp2-dp2"])
+def test_megatron_many_buckets(fields: dict[str, Any]) -> None:
+    fields = {**fields, **OPTIMIZERS["adamw"]}
+    assert_equal_to_reference(4 if "pp" in fields else 2, job=train_in_many_buckets, **fields)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -113,6 +129,13 @@ def test_ddp(world_size: int, fields: dict[str, Any]) -> None:
 
 def test_ddp_recompute() -> None:
     assert_equal_to_reference(2, engine="ddp", recompute="full", **OPTIMIZERS["adamw"])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fields"), [(4, {"tp": 2, "pp": 2, "model": "llama-odd"}), (2, {"engine": "deepspeed"})]
+)
+def test_reference_kernels(world_size: int, fields: dict[str, Any]) -> None:
+    assert_equal_to_reference(world_size, kernels="reference", **fields, **OPTIMIZERS["adamw"])
 
 
 def test_bf16_engines_agree() -> None:

@@ -101,7 +101,7 @@ def test_attempts_have_folders_of_their_own(plan):
         ("trials: [{tp: 3}]", "trial 1 (tp=3): tp=3 × cp=1 × pp=1 needs a multiple of 3 processes"),
         ("trials: [{tp: 2}, {name: bad, tp: 4, cp: 2}]", "trial 2 (bad): tp=4 × cp=2"),
         ("trials: [{tpp: 2}]", "unknown setting 'tpp'; did you mean tp"),
-        ("trials: [{wrold_size: 2}]", "did you mean world_size?"),
+        ("trials: [{wrold_size: 2}]", "did you mean world_size or shard_size?"),
         ("trials: [{out: here}]", "unknown setting 'out'"),
         ("trial: [{tp: 2}]", "has no trials"),
         ("trials: []", "has no trials"),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.engines import kernels
 from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.megatron.blocks import zigzag_slice
 from megabench.engines.megatron.gather import full_tensors
@@ -188,12 +189,7 @@ class MegatronEngine:
     @property
     def kernels(self) -> dict[str, str]:
         adam = "apex FusedAdam" if self.run.device == "cuda" and apex_adam() else "torch fused AdamW"
-        return {
-            "attention": "torch scaled_dot_product_attention",
-            "norm": "torch rms_norm",
-            "rope": "megatron-core unfused",
-            "activation": "megatron-core unfused SwiGLU",
-            "cross_entropy": "megatron-core vocab-parallel, fp32 logits",
+        return kernels.names_for_megatron(self.run) | {
             "weight_gradient": "apex" if self.transformer_config.gradient_accumulation_fusion else "torch",
             "optimizer": adam if self.run.optimizer == "adamw" else "torch SGD",
         }

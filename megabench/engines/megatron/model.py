@@ -1,22 +1,46 @@
 """The parallel model of a rank: megatron-core's configuration, its model chunks and their initial weights."""
 
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megabench.config import ResolvedConfig
+from megabench.engines.cross_entropy import linear_cross_entropy
+from megabench.engines.kernels import fuses_activation, fuses_cross_entropy
 from megabench.engines.megatron.blocks import llama_blocks
 from megabench.engines.optim import has_apex_weight_gradients
 from megabench.models.init import initial_shard
 from megabench.models.mapping import hugging_face_shapes, padded_vocab_size, shard
 from megabench.parallel.layout import Layout
 from megabench.runtime.device import DTYPES
+
+
+class ParallelLossHead(ColumnParallelLinear):
+    """An output layer that ends in the loss: [S/tp, B, H] -> the mean cross-entropy of `labels` [B, S].
+
+    It is called as any layer, so that megatron-core's hooks see to its weight.
+    """
+
+    labels: Tensor
+    num_real_rows: int
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        if self.sequence_parallel:
+            input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        hidden = input_.transpose(0, 1).flatten(0, 1)
+        weight = self.weight if weight is None else weight
+        loss = linear_cross_entropy(hidden, weight, self.labels.flatten(), self.tp_group, self.num_real_rows)
+        return loss, None
 
 
 class ParallelLlama(GPTModel):
@@ -45,12 +69,25 @@ class ParallelLlama(GPTModel):
         )
         held = shape.vocab_size - self.vocab_size // layout.tp * groups.tp.rank()
         self.num_real_rows = max(0, min(held, self.vocab_size // layout.tp))
+        if self.post_process and fuses_cross_entropy(run):
+            self.output_layer.__class__ = ParallelLossHead  # the same weight under the same name
+
+    def forward(self, *args: Any, labels: Tensor, **kwargs: Any) -> Tensor:
+        """[B, S] tokens, or what the stage before sends, -> losses as `compute_language_model_loss` gives them, or what
+        the next stage receives."""
+        if isinstance(head := getattr(self, "output_layer", None), ParallelLossHead):
+            head.labels, head.num_real_rows = labels, self.num_real_rows
+        output: Tensor = super().forward(*args, labels=labels, **kwargs)
+        return output
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross-entropy of every token, fp32 [B, S], from labels [B, S] and logits [S, B, V/tp].
 
-        Padded vocabulary rows get no probability: they would take a share of the softmax and shift the loss.
+        Padded vocabulary rows get no probability: they would take a share of the softmax and shift the loss. Behind a
+        ParallelLossHead `logits` is the mean loss already.
         """
+        if isinstance(self.output_layer, ParallelLossHead):
+            return logits
         if self.num_real_rows < logits.shape[-1]:
             logits[..., self.num_real_rows :] = -torch.inf
         return vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous()).transpose(0, 1)
@@ -76,7 +113,7 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             add_bias_linear=False,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            bias_activation_fusion=False,
+            bias_activation_fusion=fuses_activation(run),
             masked_softmax_fusion=False,
             apply_rope_fusion=False,
             gradient_accumulation_fusion=run.device == "cuda" and has_apex_weight_gradients(),

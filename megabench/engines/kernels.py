@@ -1,0 +1,66 @@
+"""Which kernels run the operations of a model: the same choice for every engine, unless one cannot.
+
+"auto" takes fused kernels where they serve: the output layer and cross-entropy in one (cross_entropy.py, everywhere),
+and on GPUs Liger's RMSNorm, rotary embedding and SwiGLU for transformers models. "reference" takes plain torch, as
+transformers ships it, with the full logits in fp32.
+"""
+
+from importlib.util import find_spec
+
+from megabench.config import ResolvedConfig
+
+PLAIN = {
+    "attention": "torch scaled_dot_product_attention",
+    "norm": "transformers RMSNorm",
+    "rope": "transformers unfused",
+    "activation": "transformers unfused SwiGLU",
+    "cross_entropy": "torch, fp32 logits",
+}
+FUSED_CROSS_ENTROPY = "megabench linear_cross_entropy, in chunks"
+
+
+def fuses_cross_entropy(run: ResolvedConfig) -> bool:
+    """Whether the loss is made with the output layer, without holding the logits."""
+    return run.kernels == "auto"
+
+
+def uses_liger(run: ResolvedConfig) -> bool:
+    """Whether Liger's kernels take the place of transformers' own modules."""
+    return run.kernels == "auto" and run.device == "cuda" and find_spec("liger_kernel") is not None
+
+
+def patch_transformers(run: ResolvedConfig) -> None:
+    """Puts Liger's kernels into transformers' Llama, before a model is made, for the life of this process."""
+    if uses_liger(run):
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(
+            rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
+        )
+
+
+def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
+    """What serves each operation of a transformers model, for the record."""
+    names = dict(PLAIN)
+    if fuses_cross_entropy(run):
+        names["cross_entropy"] = FUSED_CROSS_ENTROPY
+    if uses_liger(run):
+        names |= {"norm": "Liger RMSNorm", "rope": "Liger rotary embedding", "activation": "Liger SwiGLU"}
+    return names
+
+
+def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
+    """What serves each operation of the parallel blocks, for the record."""
+    return PLAIN | {
+        "norm": "torch rms_norm",
+        "rope": "megatron-core unfused",
+        "activation": "megatron-core fused SwiGLU" if fuses_activation(run) else "megatron-core unfused SwiGLU",
+        "cross_entropy": FUSED_CROSS_ENTROPY
+        if fuses_cross_entropy(run)
+        else "megatron-core vocab-parallel, fp32 logits",
+    }
+
+
+def fuses_activation(run: ResolvedConfig) -> bool:
+    """Whether megatron-core compiles its SwiGLU into one kernel, which on CPU would take longer than it saves."""
+    return run.kernels == "auto" and run.device == "cuda"
