@@ -42,6 +42,9 @@ def _reset_globals() -> None:
         for name, value in vars(groups).items():
             if name.startswith("_") and name.isupper() and value is not None:
                 setattr(groups, name, None)
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        Init.param_id = 0  # ranks compare these numbers, and not all have run as many jobs
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # an engine is full of circles, and a gloo group's threads end with its last reference
