@@ -1,7 +1,7 @@
 """What a rank holds of the state, in terms of whole tensors: rectangles of Hugging Face tensors.
 
-A rank's shard of a parallel parameter is a stack of pieces; a data-parallel rank holds a range of that shard's elements,
-row by row. Such a range is a few rectangles of Hugging Face tensors, which know nothing of layouts.
+A rank's shard of a parallel parameter is a stack of pieces; a data-parallel rank holds a range of that shard's
+elements, row by row. Such a range is a few rectangles of Hugging Face tensors, which know nothing of layouts.
 """
 
 import re

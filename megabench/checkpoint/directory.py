@@ -1,8 +1,8 @@
 """A directory of checkpoints: their names, which are complete, and which may go. No torch.
 
-    step-00000006/                  complete: files and a manifest
-    .step-00000012.1f0c.partial/    being written, or left behind by a run that died
-    step-00000012.damaged/          set aside by a run that went on from an older one
+step-00000006/                  complete: files and a manifest
+.step-00000012.1f0c.partial/    being written, or left behind by a run that died
+step-00000012.damaged/          set aside by a run that went on from an older one
 """
 
 import re

@@ -8,7 +8,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def _write_file(path: Path, tensors: Sequence[Named]) -> FileEntry:
 def _chunks(tensors: Sequence[Named]) -> Iterator[bytes | memoryview]:
     yield _header(tensors)
     for _, tensor in tensors:
-        content = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        content = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         for start in range(0, len(content), _CHUNK_BYTES):
             yield content[start : start + _CHUNK_BYTES]
 
@@ -121,15 +121,15 @@ class TensorFiles:
     """The rectangles in the files of a checkpoint, by kind and tensor name; read where they lie, not before."""
 
     def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
-        self._parts: dict[tuple[str, str], list[tuple[Piece, Callable[[], Any]]]] = {}
+        self._parts: dict[tuple[str, str], list[tuple[Piece, Any, str]]] = {}
         for entry in files:
             try:
                 file = safe_open(str(folder / entry.name), framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
                 raise DamagedError(f"{entry.name} is no safetensors file: {error}") from None
-            for text in file.keys():
+            for text in file.keys():  # noqa: SIM118  (it is no dict)
                 kind, piece = parse_key(text)
-                self._parts.setdefault((kind, piece.name), []).append((piece, lambda f=file, t=text: f.get_slice(t)))
+                self._parts.setdefault((kind, piece.name), []).append((piece, file, text))
 
     @property
     def names(self) -> set[tuple[str, str]]:
@@ -139,10 +139,10 @@ class TensorFiles:
     def read(self, kind: str, wanted: Piece, into: Tensor) -> None:
         """Copies a rectangle into `into`, [rows, columns] or [rows]; DamagedError unless it is there as a whole."""
         copied = 0
-        for piece, open_slice in self._parts.get((kind, wanted.name), ()):
+        for piece, file, text in self._parts.get((kind, wanted.name), ()):
             if shared := overlap(piece, wanted):
                 target = into[within(shared, wanted)]
-                target.copy_(open_slice()[within(shared, piece)])
+                target.copy_(file.get_slice(text)[within(shared, piece)])
                 copied += target.numel()
         if copied != into.numel():
             raise DamagedError(f"the files hold {copied} of the {into.numel()} elements of {key(kind, wanted)}")

@@ -21,6 +21,7 @@ from megabench.checkpoint.directory import commit, folder_of, partial_folder, pr
 from megabench.checkpoint.files import Named, write_files
 from megabench.checkpoint.manifest import FileEntry, Manifest
 from megabench.checkpoint.staging import Staging
+from megabench.runtime.rendezvous import reconnect
 
 POLL_SECONDS = 0.05
 
@@ -59,8 +60,7 @@ class Saver:
         keep: int | None,
     ) -> None:
         self.directory, self.keep, self.staging = directory, keep, staging
-        # its own connection: a thread that waits holds one, and training needs another
-        self._store = store.clone()
+        self._store = reconnect(store)
         self._rank, self._world_size, self._token = rank, world_size, token
         self._thread: Thread | None = None
         self._started = 0.0

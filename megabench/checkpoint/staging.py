@@ -70,4 +70,3 @@ def _read_reclaimable() -> int | None:
         return sum(int(line.split()[1]) for line in lines if line.split()[0] in ("inactive_file", "active_file"))
     except (OSError, ValueError, IndexError):
         return None
-

@@ -1,8 +1,8 @@
 """Checkpoints that hold weights alone, in the same format and under the same manifest as those of a run.
 
-    save_weights(Path("checkpoints/llama"), get_model("llama-tiny"), tensors)     # tensors by Hugging Face name
-    checkpoint = open_weights(Path("checkpoints/llama"))                          # or a checkpoint of a run
-    checkpoint.manifest.model.name, checkpoint.read("model.norm.weight")
+save_weights(Path("checkpoints/llama"), get_model("llama-tiny"), tensors)     # tensors by Hugging Face name
+checkpoint = open_weights(Path("checkpoints/llama"))                          # or a checkpoint of a run
+checkpoint.manifest.model.name, checkpoint.read("model.norm.weight")
 """
 
 import shutil
@@ -72,7 +72,9 @@ def save_weights(folder: Path, shape: ModelShape, tensors: Iterable[tuple[str, T
         manifest.write(partial)
         commit(partial, folder)
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error.strerror}; give a path on a disk with room") from None
+        raise CheckpointError(
+            f"{folder} cannot be written: {error.strerror}; give a path on a disk with room"
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return manifest

@@ -72,7 +72,9 @@ class ZeroState:
         if self._stage == 3:
             masters: list[Tensor] = self._engine.optimizer.fp32_partitioned_groups_flat
         elif self._stage:
-            masters = self._engine.optimizer.single_partition_of_fp32_groups
+            optimizer = self._engine.optimizer  # ZeRO-1 in bf16 has one of its own
+            is_bf16 = hasattr(optimizer, "fp32_groups_flat_partition")
+            masters = optimizer.fp32_groups_flat_partition if is_bf16 else optimizer.single_partition_of_fp32_groups
         else:
             masters = list(self._engine.module.parameters())
         return masters
@@ -80,7 +82,7 @@ class ZeroState:
     def _init_moments(self) -> None:
         """torch makes them in the first step, which a run that is resumed has behind it."""
         for master in self._masters if self._has_moments else ():
-            if not (state := self._inner.state[master]):  # type: ignore[index]
+            if not (state := self._inner.state[master]):
                 state["step"] = torch.zeros((), device=master.device)
                 state |= {kind: torch.zeros_like(master, requires_grad=False) for kind in _MOMENTS}
 
@@ -93,7 +95,7 @@ class ZeroState:
                 continue
             master, offset, first, length = held
             blocks = blocks_of(whole(name, shapes[name]), first, first + length)
-            state = self._inner.state[master] if self._has_moments else {}  # type: ignore[index]
+            state = self._inner.state[master] if self._has_moments else {}
             for kind, flat in (("weight", master), *state.items()):
                 if kind != "step":
                     yield StateShard(kind, blocks, flat.detach().view(-1)[offset : offset + length], is_owner)
@@ -108,7 +110,7 @@ class ZeroState:
             return optimizer.fp32_partitioned_groups_flat[group], offset, length * dist.get_rank(), length
         if (mapping := parameter._hp_mapping) is None:  # type: ignore[attr-defined]
             return None
-        master = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        master = self._masters[mapping.param_group_index]
         at = mapping.lp_fragment_address
         return master, mapping.hp_fragment_address.start, at.start, at.numel
 
