@@ -125,6 +125,31 @@ class PlacementUsed(_Part):
     nccl_num_nodes: int | None = None
 
 
+class SaveTimes(_Part):
+    """A checkpoint that was saved: seconds until it was good, and how long training waited for it.
+
+    `error` tells why there is none.
+    """
+
+    step: int
+    mode: Literal["sync", "async"]
+    num_bytes: int
+    seconds: float
+    stall_seconds: float
+    gb_per_second: float | None
+    error: str | None = None
+
+
+class LoadTimes(_Part):
+    """The checkpoint that the run went on from, and what it took to check its files and to load them."""
+
+    folder: str
+    num_bytes: int
+    check_seconds: float
+    load_seconds: float
+    gb_per_second: float
+
+
 class Environment(_Part):
     """Versions and environment variables that shape a run."""
 
@@ -174,6 +199,8 @@ class RunRecord(_Part):
     peak_memory_gib: PeakMemory | None = None
     gpu_utilization: float | None = Field(default=None, description="mean over the timed steps and GPUs, 0 to 1")
     days_per_100b_tokens: float | None = None
+    first_step: int = Field(default=1, description="the first step of this run: later than 1 where it was resumed")
+    stopped_by: str | None = Field(default=None, description="the signal that ended the run before its last step")
     losses: list[Measure] = []  # every step of this run
     grad_norms: list[Measure] = []
     num_skipped_steps: int = 0
@@ -181,6 +208,8 @@ class RunRecord(_Part):
     placement: PlacementUsed | None = None
     groups: list[Group] = []
     link_bandwidth: LinkBandwidth | None = None
+    saves: list[SaveTimes] = []
+    load: LoadTimes | None = None
     warnings: list[str] = []
     environment: Environment | None = None
     command: str

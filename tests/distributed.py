@@ -48,6 +48,12 @@ def _reset_globals() -> None:
         for name, value in vars(groups).items():
             if name.startswith("_") and name.isupper() and value is not None:
                 setattr(groups, name, None)
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        # ranks compare these numbers of parameters and modules, and not all have run as many jobs
+        Init.param_id = 0
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # an engine is full of circles, and a gloo group's threads end with its last reference

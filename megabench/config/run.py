@@ -34,6 +34,9 @@ _ENGINE_OF: dict[str, EngineName] = {
     "reshard_after_forward": "fsdp",
 }
 
+# where a run writes and how it is watched shape no result
+_WRITES_ASIDE = ("out", "tensorboard", "save", "save_every", "keep", "save_mode", "stall_seconds")
+
 
 class RunConfig(BaseModel):
     """Every setting of a run. Fields that default to None are filled by `resolve` from the model or the device."""
@@ -101,6 +104,26 @@ class RunConfig(BaseModel):
         1234, description="Seed of the initial weights and of the order of the data."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to run.")
+    save: Path | None = Field(
+        None, description="Directory for checkpoints, shared by all hosts; the last step is saved."
+    )
+    save_every: PositiveInt | None = Field(None, description="Save every so many steps, too.")
+    keep: PositiveInt | None = Field(None, description="Keep this many checkpoints, the newest [default: all].")
+    save_mode: Literal["auto", "sync", "async"] = Field(
+        "auto",
+        description="Whether training waits for a checkpoint to be written, or for a copy in host memory alone "
+        "(auto: on GPUs, where that memory suffices).",
+    )
+    load: Path | None = Field(
+        None,
+        description="Go on from the newest good checkpoint of this directory; that of --save may be empty yet.",
+    )
+    nan_tolerance: NonNegativeInt = Field(
+        3, description="Steps in a row that may be skipped for a loss or gradients that are not finite."
+    )
+    stall_seconds: PositiveFloat = Field(
+        300.0, description="End the run when a step makes no progress for so long (the first step: four times that)."
+    )
     tensorboard: Path | None = Field(None, description="TensorBoard directory [default: OUT/tensorboard].")
     out: Path | None = Field(None, description="Directory for record.json and TensorBoard scalars.")
 
@@ -159,6 +182,7 @@ class RunConfig(BaseModel):
                 f"DeepSpeed's zero_stage=0 accumulates {precision} gradients in {precision} alone, and "
                 f"grad_dtype={self.grad_dtype}; use zero_stage=1, or precision=fp32"
             )
+        self._check_saving(precision)
         lr = self.lr or shape.learning_rate
         min_lr = lr / 10 if self.min_lr is None else self.min_lr
         if min_lr > lr:
@@ -188,6 +212,16 @@ class RunConfig(BaseModel):
             raise ConfigError(
                 f"emulate_hosts={self.emulate_hosts} does not divide the {world_size} ranks; "
                 f"use one of {divisors(world_size)}"
+            )
+
+    def _check_saving(self, precision: Precision) -> None:
+        for name in ("save_every", "keep"):
+            if (value := getattr(self, name)) is not None and self.save is None:
+                raise ConfigError(f"{name}={value} needs a directory to save to; add --save DIR, or leave it out")
+        if (self.save or self.load) and self.zero_stage == 0 and precision != "fp32":
+            raise ConfigError(
+                f"checkpoints of zero_stage=0 hold fp32 masters, which DeepSpeed keeps out of reach in {precision}; "
+                f"use zero_stage=1, or precision=fp32"
             )
 
     def _check_engine(self) -> None:
@@ -226,7 +260,7 @@ class RunConfig(BaseModel):
 
     def identity(self, **more: object) -> str:
         """Hash of all that shapes the run (where it writes aside), together with `more`."""
-        fields = self.model_dump(mode="json", exclude={"out", "tensorboard"}) | more
+        fields = self.model_dump(mode="json", exclude={*_WRITES_ASIDE}) | more
         if self.deepspeed_config:
             fields["deepspeed_config"] = read_deepspeed_json(self.deepspeed_config)
         return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.parallel.groups import AXES, Axis, create
@@ -51,6 +52,22 @@ class Engine(Protocol):
         "gradients" are those of the mean loss over the global batch, before clipping; they exist between
         `accumulate` and `update`. Every rank must take the iterator to its end.
         """
+        ...
+
+    def training_state(self) -> TrainingState:
+        """This rank's part of all that training needs to go on, between two steps.
+
+        The tensors are the engine's own: who writes into them calls `restored` behind it. Not collective.
+        """
+        ...
+
+    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
+        """Goes on from the state that was written into the tensors of `training_state`."""
+        ...
+
+    @property
+    def rank_loss(self) -> float:
+        """The mean loss over this rank's own tokens in the last step; 0 where the rank computes no loss."""
         ...
 
     @property

@@ -14,11 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from transformers import LlamaForCausalLM
 
+from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.replica_state import Held, ReplicaState
 from megabench.models.hugging_face import llama_config
 from megabench.runtime.device import DTYPES
 
@@ -34,6 +36,9 @@ class DdpEngine:
         )
         params = [(parameter, parameter.ndim) for _, parameter in self._named_parameters()]
         self.optimizer = shared.build_optimizer(config, params)
+        is_owner = dist.get_rank() == 0
+        held = [Held(name, parameter, 0, is_owner) for name, parameter in self._named_parameters()]
+        self.state = ReplicaState(config, self.optimizer, held)
         self.loss = torch.zeros((), device=device)
 
     def _build_model(self) -> LlamaForCausalLM:
@@ -75,11 +80,22 @@ class DdpEngine:
     @torch.no_grad()
     def update(self, learning_rate: float) -> StepResult:
         grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        dist.all_reduce(self.loss)
-        loss, grad_norm = torch.stack([self.loss, torch.nn.utils.get_total_norm(grads)]).tolist()
+        total = self.loss.clone()
+        dist.all_reduce(total)
+        loss, grad_norm = torch.stack([total, torch.nn.utils.get_total_norm(grads)]).tolist()
         return shared.finish_step(
             self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate
         )
+
+    def training_state(self) -> TrainingState:
+        return self.state.read()
+
+    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
+        self.state.restored(optimizer_step)
+
+    @property
+    def rank_loss(self) -> float:
+        return self.loss.item()
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._named_parameters():

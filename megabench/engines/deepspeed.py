@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.config.deepspeed_json import merge, read_deepspeed_json
 from megabench.data.batch import Batch
 from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.zero_state import ZeroState
 from megabench.models.hugging_face import llama_config
 from megabench.runtime.device import DTYPES
 
@@ -50,6 +52,7 @@ class DeepSpeedEngine:
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name].to(self.device)
         self.loss = torch.zeros((), device=device)
+        self.state = ZeroState(self.engine, self.zero_stage, config)
 
     def _build_model(self) -> LlamaForCausalLM:
         """The transformers model with the layout-independent initial weights, partitioned from birth under ZeRO-3."""
@@ -89,9 +92,10 @@ class DeepSpeedEngine:
         skipped = self.engine.skipped_steps > skipped_before
         if grad_norm is None:
             grad_norm = float(self.engine.get_global_grad_norm() or 0.0)
-        dist.all_reduce(self.loss)
+        total = self.loss.clone()
+        dist.all_reduce(total)
         return StepResult(
-            loss=self.loss.item() / dist.get_world_size(),
+            loss=total.item() / dist.get_world_size(),
             grad_norm=float("inf") if skipped else grad_norm,
             num_tokens=self.run.global_batch * self.run.seq_length,
             skipped=skipped,
@@ -101,6 +105,16 @@ class DeepSpeedEngine:
         """The gradient norm without ZeRO, where every rank holds every reduced gradient."""
         grads = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(grads).item()
+
+    def training_state(self) -> TrainingState:
+        return self.state.read()
+
+    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
+        self.state.restored(optimizer_step, loss_scale)
+
+    @property
+    def rank_loss(self) -> float:
+        return self.loss.item()
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.engine.module.named_parameters():

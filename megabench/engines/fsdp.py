@@ -14,15 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import LlamaForCausalLM
 
+from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.replica_state import Held, ReplicaState
 from megabench.models.hugging_face import llama_config
 from megabench.runtime.device import DTYPES
 
@@ -38,6 +39,13 @@ class FsdpEngine:
         self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in self._named_parameters()}
         dims = [parameter.ndim for _, parameter in self._named_parameters()]
         self.optimizer = shared.build_optimizer(config, zip(self.shards.values(), dims, strict=True))
+        # the first of the replicas saves
+        is_owner = dist.get_rank() < (config.shard_size or dist.get_world_size())
+        held = [
+            Held(name, self.shards[name], _first_element(parameter), is_owner)
+            for name, parameter in self._named_parameters()
+        ]
+        self.state = ReplicaState(config, self.optimizer, held)
         self.loss = torch.zeros((), device=device)
 
     def _build_model(self) -> LlamaForCausalLM:
@@ -65,13 +73,9 @@ class FsdpEngine:
 
     @torch.no_grad()
     def _fill(self, name: str, parameter: nn.Parameter) -> None:
-        assert isinstance(parameter, DTensor)
-        local_shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        start = offset[0] * math.prod(parameter.shape[1:])
-        values = shared.flat_values(name, start, start + math.prod(local_shape), self.run)
-        _local(parameter).copy_(values.to(DTYPES[self.run.precision]).view(local_shape))
+        local, start = _local(parameter), _first_element(parameter)
+        values = shared.flat_values(name, start, start + local.numel(), self.run)
+        local.copy_(values.to(DTYPES[self.run.precision]).view(local.shape))
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.model.named_parameters()
@@ -104,6 +108,16 @@ class FsdpEngine:
             self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate
         )
 
+    def training_state(self) -> TrainingState:
+        return self.state.read()
+
+    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
+        self.state.restored(optimizer_step)
+
+    @property
+    def rank_loss(self) -> float:
+        return self.loss.item()
+
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._named_parameters():
             tensor: Any = parameter if kind == "weights" else parameter.grad
@@ -112,6 +126,12 @@ class FsdpEngine:
     @property
     def kernels(self) -> dict[str, str]:
         return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
+
+
+def _first_element(tensor: Any) -> int:
+    """Where this rank's rows of a DTensor begin, counted in elements of the whole."""
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0] * math.prod(tensor.shape[1:])
 
 
 def _local(tensor: Any) -> Tensor:

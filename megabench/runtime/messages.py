@@ -60,6 +60,13 @@ def disagreement(store: Store, rank: int, topic: str, value: str) -> str | None:
     return None if theirs == value else theirs
 
 
+def meet(store: Store, world_size: int, topic: str) -> None:
+    """Returns once all ranks are here: a barrier where no process group exists."""
+    if store.add(f"met/{topic}/count", 1) == world_size:
+        store.set(f"met/{topic}/all", "yes")
+    store.wait([f"met/{topic}/all"])
+
+
 def print_once(store: Store, text: str) -> None:
     """Prints `text` to stderr on the first rank that gets here.
 

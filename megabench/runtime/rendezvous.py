@@ -39,6 +39,17 @@ def rank_from_environment() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def reconnect(store: Store) -> Store:
+    """Another connection to the same store: a call that waits blocks all other calls of its connection."""
+    connection: Store = store.clone()  # type: ignore[attr-defined]
+    return connection
+
+
+def restart_count() -> int:
+    """How often the launcher has started this run again: torchrun after a failure, Slurm after a requeue."""
+    return max(int(os.environ.get(name, "0")) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
 def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:
     """Opens the store that the launcher named; a process without a launcher hosts its own, as a world of one."""
     environment = os.environ

@@ -13,8 +13,9 @@ from megabench import UserError
 from megabench.config import ConfigError, ResolvedConfig, RunConfig, explain, near_matches, read_yaml_mapping
 from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_fields, numbered, with_fields
 
-# where a trial writes is the study's to say
-_TRIAL_FIELDS = [field for field in RunConfig.model_fields if field not in ("out", "tensorboard")]
+# where a trial writes is the study's to say, and trials leave no checkpoints
+_NOT_A_TRIALS = ("out", "tensorboard", "save", "save_every", "keep", "save_mode")
+_TRIAL_FIELDS = [field for field in RunConfig.model_fields if field not in _NOT_A_TRIALS]
 _EXTRAS = ["name", "env", "world_size"]
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

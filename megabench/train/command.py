@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, NoReturn
 from megabench import UserError
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.train.flags import parse_flags
+from megabench.train.stopped import StoppedError
 
 if TYPE_CHECKING:
     from megabench.runtime.rendezvous import Rendezvous
+    from megabench.train.resume import Resume
+    from megabench.train.watch import Watch
 
 
 def main() -> None:
@@ -38,19 +41,28 @@ def _run(given: RunConfig) -> None:
     from megabench.data.source import open_source
     from megabench.runtime import rendezvous as rendezvous_module
     from megabench.runtime.device import choose_device
+    from megabench.train.resume import find_resume
+    from megabench.train.watch import Watch
 
     try:
         rendezvous = rendezvous_module.join()
     except Exception as error:
         _refuse(f"cannot open the rendezvous store that the launcher named: {error}")
+    watch = Watch(rendezvous, given.stall_seconds, given.steps)
     try:
         device_kind = choose_device(given.device, rendezvous.local_world_size)
         run = given.resolve(rendezvous.world_size, device_kind)
         _make_folders(run)
         source = open_source(run)
         _check_same_data(run, source.sha256, rendezvous)
+        watch.at("checking the checkpoint", 0)
+        resume = find_resume(run, source, rendezvous)
     except UserError as error:
         _refuse(str(error), rendezvous)
+    if resume.num_done >= run.steps:
+        _leave_done(run, resume, watch, rendezvous)
+        return
+    watch.at("starting", resume.num_done)
     _set_connections(run)
     try:
         from megabench.train.loop import train
@@ -59,7 +71,9 @@ def _run(given: RunConfig) -> None:
 
         placement = place_ranks(run, rendezvous)
         write_nccl_log(run.out, rendezvous.rank)
-        train(run, given, source, rendezvous, placement)
+        train(run, given, source, rendezvous, placement, resume, watch)
+    except StoppedError as error:
+        _stop(str(error), rendezvous)
     except UserError as error:
         _refuse(str(error), rendezvous)
     except BaseException as error:
@@ -113,6 +127,26 @@ def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
     except Exception:  # the store is out of reach: better twice than not at all
         print(text, file=sys.stderr, flush=True)
     sys.exit(2)
+
+
+def _leave_done(run: ResolvedConfig, resume: "Resume", watch: "Watch", rendezvous: "Rendezvous") -> None:
+    """Ends a run that has no step left: it was killed behind its last save, or asked for twice."""
+    from megabench.runtime.messages import meet
+
+    meet(rendezvous.store, rendezvous.world_size, "done")
+    watch.close()
+    if rendezvous.rank == 0 and resume.found:
+        print(f"{resume.found.folder} is of step {resume.num_done}, and steps={run.steps}: nothing is left to train")
+
+
+def _stop(sentence: str, rendezvous: "Rendezvous") -> NoReturn:
+    """Ends this rank with status 1 and, between all ranks, one sentence."""
+    from megabench.runtime import messages
+
+    messages.report_failure(rendezvous.store, rendezvous.rank, "failed", sentence)
+    messages.print_once(rendezvous.store, f"Error: {sentence}")
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def _fail(error: BaseException, rendezvous: "Rendezvous") -> NoReturn:

@@ -4,11 +4,13 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+from megabench.checkpoint.manifest import TrainingEntry
 from megabench.config import ResolvedConfig
 from megabench.engines.base import StepResult
 from megabench.metrics import throughput
+from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Placement, number_ranges
-from megabench.record import RunRecord
+from megabench.record import LoadTimes, RunRecord, SaveTimes
 from megabench.train.network import Network, describe
 
 
@@ -20,6 +22,29 @@ class Console:
         self.device_name = device_name
         self.peak_tflops = peak_tflops
         self.seconds_so_far = 0.0
+        self.num_steps_so_far = 0
+
+    def note(self, text: str) -> None:
+        """A line of its own."""
+        print(text, flush=True)
+
+    def resumed(self, load: LoadTimes, training: TrainingEntry) -> None:
+        """Where the run goes on, and what it took to get there."""
+        layout = Layout(**training.layout)
+        print(
+            f"resumed from {load.folder}, saved under {layout}: {training.step} steps are done · "
+            f"{load.num_bytes / 1e9:.3g} GB, checked in {load.check_seconds:.1f} s, loaded in "
+            f"{load.load_seconds:.1f} s ({load.gb_per_second:.3g} GB/s)",
+            flush=True,
+        )
+
+    def saved(self, save: SaveTimes) -> None:
+        """A checkpoint that is good now."""
+        print(
+            f"saved step {save.step}: {save.num_bytes / 1e9:.3g} GB in {save.seconds:.2f} s "
+            f"({save.gb_per_second:.3g} GB/s), training waited {save.stall_seconds:.3f} s",
+            flush=True,
+        )
 
     def head(self, data_name: str) -> None:
         run = self.run
@@ -54,7 +79,8 @@ class Console:
         """Prints the line of step `step`, counted from 1, that took `seconds`."""
         run = self.run
         self.seconds_so_far += seconds
-        eta = timedelta(seconds=round(self.seconds_so_far / step * (run.steps - step)))
+        self.num_steps_so_far += 1
+        eta = timedelta(seconds=round(self.seconds_so_far / self.num_steps_so_far * (run.steps - step)))
         achieved = throughput([seconds], run.shape, run.seq_length, run.global_batch, run.world_size)
         assert achieved is not None
         width = len(str(run.steps))
@@ -71,7 +97,7 @@ class Console:
             parts.append(f"{achieved.mfu(self.peak_tflops):.1%} MFU")
         parts.append(f"{peak_memory_gib:.2f} GiB")
         parts.append(f"ETA {eta}")
-        if step <= run.warmup_steps:
+        if self.num_steps_so_far <= run.warmup_steps:
             parts.append("warm-up")
         if result.skipped:
             parts.append("SKIPPED: gradients not finite")
@@ -85,7 +111,10 @@ class Console:
             line += f" · {record.step_seconds.median:.3f} s a step (median of {len(record.step_seconds.all)})"
             line += f" · {record.tokens_per_second:,.0f} tok/s"
         else:
-            line += f" · no throughput: {record.num_steps} steps are no more than the {record.warmup_steps} of warm-up"
+            ran = len(record.losses)
+            line += f" · no throughput: {ran} steps are no more than the {record.warmup_steps} of warm-up"
+        if record.stopped_by:
+            line += f" · stopped by {record.stopped_by}, --load goes on"
         if record_path:
             line += f" · {record_path}"
         print(line, flush=True)

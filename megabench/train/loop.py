@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,16 @@ from megabench.record import RunRecord
 from megabench.runtime import device as devices
 from megabench.runtime.messages import Progress, report_progress
 from megabench.runtime.rendezvous import Rendezvous, is_supervised
+from megabench.train.checkpoints import Checkpoints, restore
 from megabench.train.console import Console
+from megabench.train.finite import FiniteWatch
 from megabench.train.network import nccl_log_path, try_out
 from megabench.train.outcome import Measured, build_record
+from megabench.train.resume import Resume
 from megabench.train.scalars import Scalars
+from megabench.train.signals import StopSignal
+from megabench.train.stopped import StoppedError
+from megabench.train.watch import BEFORE_FIRST_STEP, Watch
 
 
 def learning_rate_at(run: ResolvedConfig, step: int) -> float:
@@ -33,38 +40,62 @@ def learning_rate_at(run: ResolvedConfig, step: int) -> float:
 
 
 def train(
-    run: ResolvedConfig, given: RunConfig, source: TokenSource, rendezvous: Rendezvous, placement: Placement
-) -> RunRecord:
+    run: ResolvedConfig,
+    given: RunConfig,
+    source: TokenSource,
+    rendezvous: Rendezvous,
+    placement: Placement,
+    resume: Resume,
+    watch: Watch,
+) -> RunRecord | None:
     """Trains `run` on this rank and returns its record, the same on every rank; rank 0 prints and writes.
 
-    `given` is the configuration as the user gave it, for the command in the record.
+    `given` is the configuration as the user gave it, for the command in the record. A run that a signal stops before
+    its first step has no record. Raises StoppedError where losses are not finite, or the last state was not saved.
     """
     started = time.perf_counter()
     report = rendezvous.store if is_supervised() else None
     if report:
         report_progress(report, rendezvous.rank, Progress("starting", 0, run.steps))
+    stop = StopSignal()
+    if run.save:
+        stop.install()
     rank = placement.rank_of(rendezvous.rank)
-    device = devices.initialize(rendezvous, rank, run.device)
+    # the watch knows who is to blame, and speaks first
+    patience = timedelta(seconds=max(600.0, 2 * BEFORE_FIRST_STEP * run.stall_seconds))
+    device = devices.initialize(rendezvous, rank, run.device, patience)
     name = devices.device_name(device)
     gpu = find_gpu(name) if device.type == "cuda" else None
     peak_tflops = gpu.peak_tflops(run.precision) if gpu else None
     console = Console(run, name, peak_tflops) if rank == 0 else None
-    scalars = Scalars(run.tensorboard, run, peak_tflops) if rank == 0 and run.tensorboard else None
+    scalars = Scalars(run.tensorboard, run, peak_tflops, resume.num_done) if rank == 0 and run.tensorboard else None
     if console:
         console.head(source.name)
+        for note in resume.notes:
+            console.note(note)
     groups = process_groups(run)
     network = try_out(run.layout, placement.topology, groups, rendezvous.store, device, nccl_log_path())
     if console:
         console.network(placement, network)
 
     engine = build_engine(run, device)
+    load = None
+    if resume.found and resume.training:
+        watch.at("loading", resume.num_done)
+        load = restore(engine, resume.found, device)
+        if console:
+            console.resumed(load, resume.training)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, resume, device, console) if run.save else None
+    finite = FiniteWatch(run)
     sampler = Sampler(device)
     results: list[StepResult] = []
     seconds: list[float] = []
+    stopped_by = None
     dist.barrier()
+    watch.at("first step", resume.num_done)
     border = time.perf_counter()
-    for step in range(run.steps):
-        if step == run.warmup_steps:
+    for step in range(resume.num_done, run.steps):
+        if step == resume.num_done + run.warmup_steps:
             sampler.reset()
         batches = micro_batches(source, run, run.layout.coordinates(rank).dp, step)
         learning_rate = learning_rate_at(run, step)
@@ -80,28 +111,54 @@ def train(
             scalars.step(step + 1, results[-1], learning_rate, seconds[-1], memory, sampler.latest)
         if report:
             report_progress(report, rendezvous.rank, Progress("training", step + 1, run.steps))
+        if finite.is_wrong(results[-1]):
+            reason = finite.reason_to_stop(step + 1, results[-1], gather(engine.rank_loss, device), _hosts(placement))
+            if reason:
+                if checkpoints:
+                    checkpoints.close()
+                raise StoppedError(reason)
+        if checkpoints:
+            checkpoints.look()
+            stopped_by = stop.agreed(device)
+            if checkpoints.is_due(step + 1, stopped_by is not None):
+                watch.at("saving", step + 1)
+                border += checkpoints.save(step + 1)
+        watch.at("training", step + 1)
+        if stopped_by:
+            break
     sampler.close()
+    watch.at("saving", resume.num_done + len(results))
+    not_saved = checkpoints.close() if checkpoints else None
+    record = None
 
-    measured = Measured(
-        results=results,
-        step_seconds=slowest_rank(seconds, device),
-        peak_memory_gib=gather(devices.peak_memory_gib(device), device),
-        gpu_utilization=_mean_known(gather(sampler.mean if sampler.mean is not None else math.nan, device)),
-        wall_seconds=time.perf_counter() - started,
-        device_name=name,
-        peak_tflops=peak_tflops,
-        kernels=engine.kernels,
-    )
-    record = build_record(run, given, source, placement, network, measured)
-    record_path = run.out / "record.json" if run.out else None
-    if rank == 0 and record_path:
-        record.write(record_path)
+    if results:
+        measured = Measured(
+            results=results,
+            step_seconds=slowest_rank(seconds, device),
+            peak_memory_gib=gather(devices.peak_memory_gib(device), device),
+            gpu_utilization=_mean_known(gather(sampler.mean if sampler.mean is not None else math.nan, device)),
+            wall_seconds=time.perf_counter() - started,
+            device_name=name,
+            peak_tflops=peak_tflops,
+            kernels=engine.kernels,
+            num_done=resume.num_done,
+            stopped_by=stopped_by,
+            saves=checkpoints.times if checkpoints else [],
+            load=load,
+        )
+        record = build_record(run, given, source, placement, network, measured)
+        record_path = run.out / "record.json" if run.out else None
+        if rank == 0 and record_path:
+            record.write(record_path)
+        if console:
+            console.last(record, record_path)
     if scalars:
         scalars.close()
-    if console:
-        console.last(record, record_path)
     dist.barrier()
+    watch.close()
     dist.destroy_process_group()
+    if not_saved:
+        raise StoppedError(not_saved)
     return record
 
 
@@ -123,3 +180,11 @@ def gather(value: float, device: torch.device) -> list[float]:
 def _mean_known(values: list[float]) -> float | None:
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else None
+
+
+def _hosts(placement: Placement) -> list[str]:
+    """The name of each rank's host, by rank."""
+    names: dict[int, str] = {}
+    for host, ranks in zip(placement.topology.hosts, placement.topology.ranks_by_host, strict=True):
+        names |= dict.fromkeys(ranks, host.name)
+    return [names[rank] for rank in sorted(names)]

@@ -13,9 +13,11 @@ from megabench.parallel.placement import Placement
 from megabench.record import (
     HostRanks,
     LayoutSizes,
+    LoadTimes,
     PeakMemory,
     PlacementUsed,
     RunRecord,
+    SaveTimes,
     StepSeconds,
     TflopsPerDevice,
     WorkClass,
@@ -36,6 +38,10 @@ class Measured:
     device_name: str
     peak_tflops: float | None
     kernels: dict[str, str]
+    num_done: int  # steps of earlier runs
+    stopped_by: str | None
+    saves: list[SaveTimes]
+    load: LoadTimes | None
 
 
 def build_record(
@@ -79,6 +85,8 @@ def build_record(
         peak_tflops=measured.peak_tflops,
         peak_memory_gib=PeakMemory(max=max(measured.peak_memory_gib), per_rank=measured.peak_memory_gib),
         gpu_utilization=measured.gpu_utilization,
+        first_step=measured.num_done + 1,
+        stopped_by=measured.stopped_by,
         losses=[result.loss for result in measured.results],
         grad_norms=[result.grad_norm for result in measured.results],
         num_skipped_steps=sum(result.skipped for result in measured.results),
@@ -93,10 +101,17 @@ def build_record(
         ),
         groups=network.groups,
         link_bandwidth=network.bandwidth,
-        warnings=[*placement.warnings, *network.warnings],
+        saves=measured.saves,
+        load=measured.load,
+        warnings=[*placement.warnings, *network.warnings, *unsaved(measured.saves)],
         environment=environment.collect(),
         **speed,
     )
+
+
+def unsaved(saves: list[SaveTimes]) -> list[str]:
+    """What to say of saves that failed."""
+    return [f"no checkpoint of step {save.step}: {save.error}" for save in saves if save.error]
 
 
 def asked_for(run: ResolvedConfig, given: RunConfig) -> dict[str, Any]:

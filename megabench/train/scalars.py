@@ -10,12 +10,16 @@ from megabench.metrics import throughput
 
 
 class Scalars:
-    """Writes the scalars of each step as rank 0 sees it; throughput and time of timed steps alone."""
+    """Writes the scalars of each step as rank 0 sees it; throughput and time of timed steps alone.
 
-    def __init__(self, directory: Path, run: ResolvedConfig, peak_tflops: float | None) -> None:
+    `num_done` steps were done by earlier runs; what those wrote of later steps is hidden.
+    """
+
+    def __init__(self, directory: Path, run: ResolvedConfig, peak_tflops: float | None, num_done: int) -> None:
         self.run = run
         self.peak_tflops = peak_tflops
-        self.writer = SummaryWriter(str(directory))
+        self.first_timed_step = num_done + run.warmup_steps + 1
+        self.writer = SummaryWriter(str(directory), purge_step=num_done + 1 if num_done else None)
 
     def step(
         self,
@@ -35,7 +39,7 @@ class Scalars:
             "memory/peak_reserved_gib": peak_memory_gib if run.device == "cuda" else None,
             "gpu/utilization": gpu_utilization,
         }
-        if step > run.warmup_steps:
+        if step >= self.first_timed_step:
             achieved = throughput([seconds], run.shape, run.seq_length, run.global_batch, run.world_size)
             assert achieved is not None
             values |= {

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
+from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines import kernels
@@ -29,6 +30,7 @@ from megabench.engines.megatron.model import (
     whole_model_name,
 )
 from megabench.engines.megatron.optimizer import build_optimizer
+from megabench.engines.megatron.state import loss_scale_of, optimizer_step, set_loss_scale, set_optimizer_step, shards
 from megabench.engines.optim import apex_adam
 from megabench.parallel import groups
 
@@ -153,6 +155,25 @@ class MegatronEngine:
         if self.run.clip_grad and grad_norm > self.run.clip_grad:
             grads = [param.grad for param in self.optimizer.get_parameters() if param.grad is not None]
             torch._foreach_mul_(grads, self.run.clip_grad / (grad_norm + 1e-6))
+
+    def training_state(self) -> TrainingState:
+        return TrainingState(
+            shards=list(shards(self._named_parameters(), self.optimizer, self.run, self.groups.tp.rank())),
+            optimizer_step=optimizer_step(self.optimizer),
+            loss_scale=loss_scale_of(self.optimizer),
+        )
+
+    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
+        set_optimizer_step(self.optimizer, optimizer_step)
+        set_loss_scale(self.optimizer, loss_scale)
+        self.optimizer._copy_main_params_to_model_params()
+        for chunk in self.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+    @property
+    def rank_loss(self) -> float:
+        loss_sum, count = self.loss_and_count.tolist()
+        return loss_sum / count if count else 0.0
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         read = self._weights if kind == "weights" else self._gradients

@@ -45,7 +45,7 @@ def build_optimizer(
         _inner_optimizer(run, param_groups),
         config,
         _grad_scaler() if run.precision == "fp16" else None,
-        _init_state,
+        init_state,
         model_chunks=chunks,
         per_model_buffers=buffers,
         data_parallel_group=groups.intra_dp_cp,
@@ -74,8 +74,10 @@ def _inner_optimizer(run: ResolvedConfig, param_groups: list[dict[str, Any]]) ->
     )
 
 
-def _init_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
-    """Gives every shard its empty Adam state, which loading a checkpoint then fills."""
+def init_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    """Gives every shard its empty Adam state, which loading a checkpoint then fills; SGD has none."""
+    if isinstance(optimizer, GroupStepSGD):
+        return
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not optimizer.state[param]:

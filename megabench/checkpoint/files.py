@@ -1,0 +1,148 @@
+"""The tensor files of a checkpoint: safetensors, written in one pass with their checksums, and read through a map.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the tensors' bytes). The
+library writes whole files at once and tells no checksum, so the writer is ours; reading is the library's.
+"""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megabench.checkpoint.blocks import key, overlap, parse_key, within
+from megabench.checkpoint.manifest import DamagedError, FileEntry
+from megabench.models.mapping import Piece
+
+PART_BYTES = 2 << 30  # a file's size, about: files are written and checked side by side
+_CHUNK_BYTES = 16 << 20
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+Named = tuple[str, Tensor]
+
+
+def num_threads() -> int:
+    """How many files this process handles at a time: its share of the machine, 8 at most."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(8, (os.cpu_count() or 1) // local_world_size))
+
+
+def num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def split(tensors: Sequence[Named]) -> list[list[Named]]:
+    """`tensors`, in order, in groups of about PART_BYTES; none of them empty."""
+    parts: list[list[Named]] = []
+    filled = PART_BYTES
+    for name, tensor in tensors:
+        if filled >= PART_BYTES:
+            parts.append([])
+            filled = 0
+        parts[-1].append((name, tensor))
+        filled += num_bytes(tensor)
+    return parts
+
+
+def write_files(folder: Path, stem: str, tensors: Sequence[Named]) -> list[FileEntry]:
+    """Writes `tensors`, from whatever device, to STEM-00.safetensors and on; returns once they are on disk.
+
+    Raises OSError where that fails.
+    """
+    with ThreadPoolExecutor(num_threads()) as pool:
+        return list(
+            pool.map(
+                lambda numbered: _write_file(folder / f"{stem}-{numbered[0]:02d}.safetensors", numbered[1]),
+                enumerate(split(tensors)),
+            )
+        )
+
+
+def _write_file(path: Path, tensors: Sequence[Named]) -> FileEntry:
+    checksum = written = 0
+    with path.open("wb", buffering=0) as file:
+        for chunk in _chunks(tensors):
+            checksum = zlib.crc32(chunk, checksum)
+            rest = memoryview(chunk)
+            while rest:
+                rest = rest[file.write(rest) :]
+            written += len(chunk)
+        os.fsync(file.fileno())
+    return FileEntry(name=path.name, num_bytes=written, crc32=checksum)
+
+
+def _chunks(tensors: Sequence[Named]) -> Iterator[bytes | memoryview]:
+    yield _header(tensors)
+    for _, tensor in tensors:
+        content = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        for start in range(0, len(content), _CHUNK_BYTES):
+            yield content[start : start + _CHUNK_BYTES]
+
+
+def _header(tensors: Sequence[Named]) -> bytes:
+    entries: dict[str, Any] = {}
+    start = 0
+    for name, tensor in tensors:
+        stop = start + num_bytes(tensor)
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def check_files(folder: Path, files: Sequence[FileEntry]) -> None:
+    """DamagedError, naming the first, unless every file's bytes have the checksum that the manifest says."""
+    with ThreadPoolExecutor(num_threads()) as pool:
+        list(pool.map(lambda file: _check_file(folder, file), files))
+
+
+def _check_file(folder: Path, entry: FileEntry) -> None:
+    checksum = 0
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    try:
+        with (folder / entry.name).open("rb", buffering=0) as file:
+            while length := file.readinto(buffer):
+                checksum = zlib.crc32(buffer[:length], checksum)
+    except OSError as error:
+        raise DamagedError(f"{entry.name} cannot be read: {error.strerror}") from None
+    if checksum != entry.crc32:
+        raise DamagedError(f"{entry.name} has checksum {checksum:08x}, and the manifest says {entry.crc32:08x}")
+
+
+class TensorFiles:
+    """The rectangles in the files of a checkpoint, by kind and tensor name; read where they lie, not before."""
+
+    def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
+        self._parts: dict[tuple[str, str], list[tuple[Piece, Any, str]]] = {}
+        for entry in files:
+            try:
+                file = safe_open(str(folder / entry.name), framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise DamagedError(f"{entry.name} is no safetensors file: {error}") from None
+            for text in file.keys():  # noqa: SIM118  (it is no dict)
+                kind, piece = parse_key(text)
+                self._parts.setdefault((kind, piece.name), []).append((piece, file, text))
+
+    @property
+    def names(self) -> set[tuple[str, str]]:
+        """(kind, tensor name) of all that is there."""
+        return set(self._parts)
+
+    def read(self, kind: str, wanted: Piece, into: Tensor) -> None:
+        """Copies a rectangle into `into`, [rows, columns] or [rows]; DamagedError unless it is there as a whole."""
+        copied = 0
+        for piece, file, text in self._parts.get((kind, wanted.name), ()):
+            if shared := overlap(piece, wanted):
+                target = into[within(shared, wanted)]
+                target.copy_(file.get_slice(text)[within(shared, piece)])
+                copied += target.numel()
+        if copied != into.numel():
+            raise DamagedError(f"the files hold {copied} of the {into.numel()} elements of {key(kind, wanted)}")

@@ -1,0 +1,150 @@
+"""The manifest of a checkpoint: what it holds, and by which sizes and checksums that is known to be whole. No torch.
+
+It is written last, and atomically: a checkpoint without a manifest that agrees with its files is not good.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megabench.checkpoint import CheckpointError
+from megabench.models.catalog import ModelShape
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+# what a run may change without training another model
+_RUN_DEFAULTS = ("name", "seq_length", "micro_batch", "global_batch", "learning_rate", "lr_warmup", "source")
+
+
+class DamagedError(Exception):
+    """A checkpoint that does not agree with its manifest: it is passed over."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileEntry(_Part):
+    """A file beside the manifest: its name, its size, and the CRC-32 of its bytes."""
+
+    name: str
+    num_bytes: int
+    crc32: int
+
+
+class ModelEntry(_Part):
+    """The model whose weights these are; `shape` is all that fixes their sizes and their arithmetic."""
+
+    name: str
+    shape: dict[str, Any]
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> "ModelEntry":
+        fields = {name: value for name, value in asdict(shape).items() if name not in _RUN_DEFAULTS}
+        return cls(name=shape.name, shape=json.loads(json.dumps(fields)))  # as it will be read back
+
+    def difference(self, run: "ModelEntry") -> str | None:
+        """How `run`, the model of a run, differs from this one: "num_layers 8 there, 4 here"; None if it does not."""
+        fields = sorted(self.shape.keys() | run.shape.keys())
+        unequal = [field for field in fields if self.shape.get(field) != run.shape.get(field)]
+        return ", ".join(f"{f} {self.shape.get(f)} there, {run.shape.get(f)} here" for f in unequal) or None
+
+
+class OptimizerEntry(_Part):
+    """The optimizer's state beside its tensors: `step` counts its updates; `loss_scale` is fp16's."""
+
+    name: str
+    step: int
+    loss_scale: dict[str, float] | None = None
+
+
+class DataEntry(_Part):
+    """Where the run stood in its data: `next_sequence` is the number of the first sequence not yet trained on."""
+
+    name: str
+    sha256: str
+    next_sequence: int
+
+
+class TrainingEntry(_Part):
+    """What a run needs to go on: `step` steps are done. `config` is the resolved configuration that wrote it."""
+
+    step: int
+    engine: str
+    layout: dict[str, int]
+    world_size: int
+    optimizer: OptimizerEntry
+    data: DataEntry
+    config: dict[str, Any]
+
+
+class Manifest(_Part):
+    """All that is known of a checkpoint; `training` is absent from one that holds weights alone."""
+
+    schema_version: int = SCHEMA_VERSION
+    model: ModelEntry
+    training: TrainingEntry | None
+    num_elements: dict[str, int]
+    versions: dict[str, str]
+    files: tuple[FileEntry, ...]
+
+    def write(self, folder: Path) -> None:
+        """Writes MANIFEST_NAME into `folder`, whole or not at all, and waits until it is on disk."""
+        body = self.model_dump(mode="json")
+        partial = folder / f".{MANIFEST_NAME}.partial"
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump({"crc32": _checksum(body), "manifest": body}, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / MANIFEST_NAME)
+        sync_folder(folder)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """The manifest of a checkpoint; DamagedError if it is not whole, CheckpointError if its schema is not known."""
+        try:
+            content = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+            body = content["manifest"]
+            if content["crc32"] != _checksum(body):
+                raise DamagedError(f"{MANIFEST_NAME} does not match its own checksum")
+        except OSError as error:
+            raise DamagedError(f"{MANIFEST_NAME} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError):
+            raise DamagedError(f"{MANIFEST_NAME} is not whole") from None
+        if (schema := body.get("schema_version")) != SCHEMA_VERSION:
+            raise CheckpointError(
+                f"{folder} has checkpoint schema {schema}, and this megabench reads schema {SCHEMA_VERSION}; "
+                f"use the megabench that wrote it ({body.get('versions', {}).get('megabench', 'version unknown')})"
+            )
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise DamagedError(f"{MANIFEST_NAME} lacks what it should hold: {error.errors()[0]['loc']}") from None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+
+def _checksum(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in `folder` are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]

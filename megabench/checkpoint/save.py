@@ -1,0 +1,184 @@
+"""Saving: every rank writes its own shards, and rank 0 makes a checkpoint of them once all have.
+
+The ranks talk over the rendezvous store alone, from a thread, so that a save runs beside training, never takes part in
+its collectives, and never fails a run: what goes wrong is reported, and the checkpoints before it stay.
+"""
+
+import json
+import shutil
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+from torch.distributed import Store
+
+from megabench.checkpoint.blocks import StateShard, TrainingState, key, num_elements, view
+from megabench.checkpoint.directory import commit, folder_of, partial_folder, prune
+from megabench.checkpoint.files import Named, write_files
+from megabench.checkpoint.manifest import FileEntry, Manifest
+from megabench.checkpoint.staging import Staging
+from megabench.runtime.rendezvous import reconnect
+
+POLL_SECONDS = 0.05
+
+# makes the manifest of a step out of the elements of each kind and the files, for rank 0
+Describe = Callable[[dict[str, int], list[FileEntry]], Manifest]
+
+
+@dataclass(frozen=True)
+class Save:
+    """How a save ended, the same on every rank: its seconds from start to good; `error` is None for a good one.
+
+    `stall_seconds`, of this rank, is how long training waited for it.
+    """
+
+    step: int
+    num_bytes: int
+    seconds: float
+    stall_seconds: float
+    error: str | None = None
+
+
+class Saver:
+    """Saves the state of a run into a directory that all hosts share, one checkpoint at a time.
+
+    `token` names this start of the run, `staging` makes saves asynchronous, `keep` limits how many checkpoints stay.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        store: Store,
+        rank: int,
+        world_size: int,
+        token: str,
+        staging: Staging | None,
+        keep: int | None,
+    ) -> None:
+        self.directory, self.keep, self.staging = directory, keep, staging
+        self._store = reconnect(store)
+        self._rank, self._world_size, self._token = rank, world_size, token
+        self._thread: Thread | None = None
+        self._started = 0.0
+        self._stall = 0.0
+        self._outcome: Save | None = None
+
+    def start(self, step: int, state: TrainingState, describe: Describe) -> None:
+        """Begins to save what `state` holds now, behind `step` steps; `finish` comes between two saves.
+
+        With staging this returns when the state is copied; without it, the state must not change before `finish`.
+        """
+        assert self._thread is None
+        self._started = time.perf_counter()
+        shards = state.shards if self.staging is None else self.staging.fill(state.shards)
+        self._thread = Thread(target=self._save, args=(step, shards, describe), name=f"save-{step}", daemon=True)
+        self._thread.start()
+        self._stall = time.perf_counter() - self._started
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save was begun and not finished yet."""
+        return self._thread is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` would return at once."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def finish(self) -> Save:
+        """Waits for the save that was begun, and tells how it ended."""
+        assert self._thread is not None
+        waited = time.perf_counter()
+        self._thread.join()
+        self._thread = None
+        assert self._outcome is not None
+        stall = self._stall + time.perf_counter() - waited
+        return Save(**{**self._outcome.__dict__, "stall_seconds": stall})
+
+    def _save(self, step: int, shards: list[StateShard], describe: Describe) -> None:
+        """One rank's part: its files, its report, and the word of rank 0 on the whole."""
+        topic = f"save/{self._token}/{step}"
+        try:
+            self._store.set(f"{topic}/{self._rank}", json.dumps(self._write(step, shards)))
+            if self._rank == 0:
+                self._store.set(f"{topic}/outcome", json.dumps(self._conclude(step, topic, describe)))
+            self._wait_for([f"{topic}/outcome"])
+            self._outcome = Save(**json.loads(self._store.get(f"{topic}/outcome")))
+        except Exception as error:  # the store is gone, and so is the run
+            self._outcome = Save(step, 0, 0.0, 0.0, f"{_here(self._rank)}: {_words(error)}")
+
+    def _write(self, step: int, shards: list[StateShard]) -> dict[str, object]:
+        folder = partial_folder(self.directory, step, self._token)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            named = tensors_of(shards)
+            files = write_files(folder, f"rank-{self._rank:05d}", named)
+            elements: Counter[str] = Counter()
+            for shard in shards:
+                if shard.is_owner:
+                    elements[shard.kind] += sum(num_elements(block.piece) for block in shard.blocks)
+            return {"files": [file.model_dump() for file in files], "elements": elements}
+        except Exception as error:
+            return {"error": f"{_here(self._rank)}: {_words(error)}"}
+
+    def _conclude(self, step: int, topic: str, describe: Describe) -> dict[str, object]:
+        """Rank 0 waits for all ranks and makes a good checkpoint of their files, or takes them away."""
+        keys = [f"{topic}/{rank}" for rank in range(self._world_size)]
+        self._wait_for(keys)
+        reports = [json.loads(self._store.get(key)) for key in keys]
+        partial = partial_folder(self.directory, step, self._token)
+        errors = [report["error"] for report in reports if "error" in report]
+        files = [FileEntry(**file) for report in reports for file in report.get("files", ())]
+        if not errors:
+            try:
+                elements = sum((Counter(report["elements"]) for report in reports), Counter())
+                self._commit(step, partial, describe(dict(elements), files))
+            except Exception as error:
+                errors.append(f"{_here(0)}: {_words(error)}")
+        if errors:
+            shutil.rmtree(partial, ignore_errors=True)
+        return {
+            "step": step,
+            "num_bytes": sum(file.num_bytes for file in files),
+            "seconds": time.perf_counter() - self._started,
+            "stall_seconds": 0.0,
+            "error": errors[0] if errors else None,
+        }
+
+    def _commit(self, step: int, partial: Path, manifest: Manifest) -> None:
+        for file in manifest.files:
+            if not (partial / file.name).exists():
+                raise FileNotFoundError(f"{file.name} was written but is not here: do all hosts share this directory?")
+        for kind, found in manifest.num_elements.items():
+            expected = manifest.num_elements["weight"]
+            assert found == expected, f"{found} elements of {kind} for {expected} of weight"
+        manifest.write(partial)
+        commit(partial, folder_of(self.directory, step))
+        if self.keep is not None:
+            prune(self.directory, self.keep)
+
+    def _wait_for(self, keys: list[str]) -> None:
+        while not self._store.check(keys):
+            time.sleep(POLL_SECONDS)
+
+
+def tensors_of(shards: list[StateShard]) -> list[Named]:
+    """The rectangles of all owned shards, as they are named in files."""
+    return [
+        (key(shard.kind, block.piece), view(shard.values, block))
+        for shard in shards
+        if shard.is_owner
+        for block in shard.blocks
+    ]
+
+
+def _here(rank: int) -> str:
+    return f"rank {rank} ({socket.gethostname()})"
+
+
+def _words(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"

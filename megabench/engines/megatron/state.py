@@ -1,0 +1,57 @@
+"""The distributed optimizer's state in terms of Hugging Face tensors: fp32 masters and Adam moments, by rectangles."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.nn import Parameter
+
+from megabench.checkpoint.blocks import StateShard, blocks_of
+from megabench.checkpoint.manifest import StateKind
+from megabench.config import ResolvedConfig
+from megabench.engines.megatron.optimizer import init_state
+from megabench.models.mapping import shard
+
+_KINDS: dict[str, StateKind] = {"param": "weight", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+def shards(
+    named: Iterable[tuple[str, Parameter]], optimizer: DistributedOptimizer, run: ResolvedConfig, tp_rank: int
+) -> Iterator[StateShard]:
+    """What this rank's part of the optimizer holds of each parameter, named as in the whole model."""
+    init_state(optimizer.optimizer)  # before the first step there is none yet
+    for name, parameter in named:
+        if parameter not in optimizer.model_param_gbuf_map:
+            continue  # it belongs to other data-parallel ranks alone
+        cut = shard(name, run.shape, run.layout.tp, tp_rank)
+        held = optimizer._get_model_param_range_map(parameter)["param"]
+        blocks = blocks_of(cut, held.start, held.end)
+        # what tensor-parallel ranks hold alike, the first of them saves
+        is_owner = tp_rank == 0 or cut != shard(name, run.shape, run.layout.tp, 0)
+        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+        for key, kind in _KINDS.items():
+            if key in tensors:
+                yield StateShard(kind, blocks, tensors[key].detach().view(-1), is_owner)
+
+
+def optimizer_step(optimizer: DistributedOptimizer) -> int:
+    """How often the optimizer has stepped; steps that were skipped do not count."""
+    return max(int(group.get("step", 0)) for group in optimizer.param_groups)
+
+
+def set_optimizer_step(optimizer: DistributedOptimizer, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["step"] = step
+
+
+def loss_scale_of(optimizer: DistributedOptimizer) -> dict[str, float] | None:
+    """fp16's loss scale and what moves it; None in other precisions."""
+    if optimizer.grad_scaler is None:
+        return None
+    return {name: float(value) for name, value in optimizer.grad_scaler.state_dict().items()}
+
+
+def set_loss_scale(optimizer: DistributedOptimizer, state: dict[str, float] | None) -> None:
+    if optimizer.grad_scaler is not None and state is not None:
+        trackers = {name: int(value) for name, value in state.items() if name != "scale"}
+        optimizer.grad_scaler.load_state_dict({"scale": torch.tensor([state["scale"]]), **trackers})

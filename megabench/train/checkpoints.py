@@ -1,0 +1,190 @@
+"""When a run saves its state, how it takes that up again, and what is told about both."""
+
+import secrets
+import time
+
+import torch
+import torch.distributed as dist
+
+from megabench.checkpoint.blocks import TrainingState
+from megabench.checkpoint.directory import remove_partial, set_aside
+from megabench.checkpoint.load import Found, read_shards
+from megabench.checkpoint.manifest import (
+    DataEntry,
+    FileEntry,
+    Manifest,
+    ModelEntry,
+    OptimizerEntry,
+    TrainingEntry,
+)
+from megabench.checkpoint.save import Save, Saver
+from megabench.checkpoint.staging import Staging, free_host_bytes, owned_bytes
+from megabench.config import ResolvedConfig
+from megabench.data.source import TokenSource
+from megabench.engines.base import Engine
+from megabench.models.mapping import hugging_face_shapes
+from megabench.record import LayoutSizes, LoadTimes, SaveTimes
+from megabench.runtime import environment
+from megabench.runtime.rendezvous import Rendezvous
+from megabench.train.console import Console
+from megabench.train.resume import Resume
+
+
+def restore(engine: Engine, found: Found, device: torch.device) -> LoadTimes:
+    """Fills the engine with the state of a checkpoint; collective."""
+    training = found.manifest.training
+    assert training is not None
+    began = time.perf_counter()
+    read_shards(found.folder, found.manifest, engine.training_state().shards)
+    engine.restored(training.optimizer.step, training.optimizer.loss_scale)
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    num_bytes = found.manifest.num_bytes
+    return LoadTimes(
+        folder=str(found.folder),
+        num_bytes=num_bytes,
+        check_seconds=found.seconds,
+        load_seconds=seconds,
+        gb_per_second=num_bytes / 1e9 / seconds,
+    )
+
+
+class Checkpoints:
+    """The saves of a run: of every `save_every`-th step, of the last, and of the one at which it is stopped."""
+
+    def __init__(
+        self,
+        run: ResolvedConfig,
+        source: TokenSource,
+        engine: Engine,
+        rendezvous: Rendezvous,
+        resume: Resume,
+        device: torch.device,
+        console: Console | None,
+    ) -> None:
+        assert run.save is not None
+        self._run, self._source, self._engine, self._console = run, source, engine, console
+        self._newest = resume.num_done
+        self.times: list[SaveTimes] = []
+        rank = dist.get_rank()
+        staging = self._stage(rendezvous.local_world_size, device)
+        self._mode = "async" if staging else "sync"
+        token = [secrets.token_hex(4)]
+        dist.broadcast_object_list(token)
+        if rank == 0:
+            run.save.mkdir(parents=True, exist_ok=True)
+            remove_partial(run.save)
+            self._set_aside(resume)
+        self._saver = Saver(run.save, rendezvous.store, rank, dist.get_world_size(), token[0], staging, run.keep)
+
+    def _stage(self, local_world_size: int, device: torch.device) -> Staging | None:
+        """Host memory for asynchronous saves, where they are wanted and every host has enough of it."""
+        run = self._run
+        if run.save_mode == "sync" or (run.save_mode == "auto" and device.type == "cpu"):
+            return None
+        shards = self._engine.training_state().shards
+        needed = owned_bytes(shards)
+        largest = torch.tensor(
+            [needed, needed * local_world_size - free_host_bytes()], dtype=torch.int64, device=device
+        )
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        gib, missing_gib = (value / 2**30 for value in largest.tolist())
+        if missing_gib > 0 and run.save_mode == "auto":
+            self._note(
+                f"saving will stop training: the copies of {gib:.1f} GiB a rank that it takes to go on meanwhile need "
+                f"{missing_gib:.1f} GiB more host memory than is free"
+            )
+            return None
+        self._note(f"saving takes {gib:.1f} GiB of host memory on each rank, from now on")
+        return Staging(shards)
+
+    def _set_aside(self, resume: Resume) -> None:
+        """Damaged checkpoints of this run, newer than the one that it goes on from: they must not count any more."""
+        for folder in resume.found.passed_over if resume.found else ():
+            if self._run.save and folder.parent.resolve() == self._run.save.resolve():
+                self._note(f"{folder} is now {set_aside(folder).name}")
+
+    def _note(self, text: str) -> None:
+        if self._console:
+            self._console.note(f"checkpoints: {text}")
+
+    def is_due(self, step: int, is_stopping: bool) -> bool:
+        """Whether the state behind `step` steps is to be saved."""
+        every = self._run.save_every
+        return step > self._newest and (
+            is_stopping or step == self._run.steps or (every and step % every == 0) or False
+        )
+
+    def save(self, step: int) -> float:
+        """Begins to save the state behind `step` steps; the seconds that training waited for it."""
+        began = time.perf_counter()
+        self._finish()
+        state = self._engine.training_state()
+        self._newest = step
+        self._saver.start(step, state, lambda elements, files: self._manifest(step, state, elements, files))
+        if self._mode == "sync":
+            self._finish()
+        return time.perf_counter() - began
+
+    def look(self) -> None:
+        """Tells of a save that ended meanwhile."""
+        if self._saver.is_done:
+            self._finish()
+
+    def close(self) -> str | None:
+        """Waits for the save under way. A sentence, the same on every rank, where the last save failed."""
+        self._finish()
+        if not self.times or not (error := self.times[-1].error):
+            return None
+        return f"the run's last checkpoint, of step {self._newest}, could not be saved: {error}; {self._kept()}"
+
+    def _finish(self) -> None:
+        if not self._saver.is_saving:
+            return
+        save = self._saver.finish()
+        self.times.append(self._times(save))
+        if not self._console:
+            return
+        if save.error:
+            self._console.note(f"ERROR: no checkpoint of step {save.step}: {save.error}; {self._kept()}")
+        else:
+            self._console.saved(self.times[-1])
+
+    def _kept(self) -> str:
+        good = [times.step for times in self.times if not times.error]
+        return f"the newest good one of this run is that of step {good[-1]}" if good else "this run has saved none yet"
+
+    def _times(self, save: Save) -> SaveTimes:
+        return SaveTimes(
+            step=save.step,
+            mode="async" if self._mode == "async" else "sync",
+            num_bytes=save.num_bytes,
+            seconds=save.seconds,
+            stall_seconds=save.stall_seconds,
+            gb_per_second=save.num_bytes / 1e9 / save.seconds if save.seconds and not save.error else None,
+            error=save.error,
+        )
+
+    def _manifest(self, step: int, state: TrainingState, elements: dict[str, int], files: list[FileEntry]) -> Manifest:
+        """The manifest of this run behind `step` steps; every parameter must be in the files, once."""
+        run = self._run
+        shapes = hugging_face_shapes(run.shape).values()
+        expected = sum(torch.Size(shape).numel() for shape in shapes)
+        assert set(elements.values()) == {expected}, f"{elements} elements saved, for {expected} parameters"
+        return Manifest(
+            model=ModelEntry.of(run.shape),
+            training=TrainingEntry(
+                step=step,
+                engine=run.engine,
+                layout=LayoutSizes(**vars(run.layout)).model_dump(),
+                world_size=run.world_size,
+                optimizer=OptimizerEntry(name=run.optimizer, step=state.optimizer_step, loss_scale=state.loss_scale),
+                data=DataEntry(
+                    name=self._source.name, sha256=self._source.sha256, next_sequence=step * run.global_batch
+                ),
+                config=run.model_dump(mode="json"),
+            ),
+            num_elements=elements,
+            versions=environment.collect().versions,
+            files=tuple(files),
+        )

@@ -1,0 +1,126 @@
+"""Which checkpoint a run goes on from, and whether it is one of the same run."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megabench.checkpoint import CheckpointError
+from megabench.checkpoint.directory import steps_in
+from megabench.checkpoint.load import Found, find_newest_good
+from megabench.checkpoint.manifest import Manifest, ModelEntry, TrainingEntry
+from megabench.config import ResolvedConfig
+from megabench.data.source import TokenSource
+from megabench.runtime.rendezvous import Rendezvous, restart_count
+
+# what fixes the steps that are done and the sequences that were read: another value would be another run …
+_SAME = ("optimizer", "seed", "seq_length", "global_batch")
+# … and what may change on the way, and is then said
+_MENTIONED = (
+    "steps",
+    "lr",
+    "min_lr",
+    "lr_warmup",
+    "betas",
+    "eps",
+    "weight_decay",
+    "clip_grad",
+    "precision",
+    "grad_dtype",
+)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run begins: behind `found`, or anew; `notes` is what the user should know about that."""
+
+    found: Found | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def training(self) -> TrainingEntry | None:
+        return self.found.manifest.training if self.found else None
+
+    @property
+    def num_done(self) -> int:
+        """Steps that are done already."""
+        return self.training.step if self.training else 0
+
+
+def find_resume(run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous) -> Resume:
+    """Where `run` begins, the same on every rank; each must call it.
+
+    A run that the launcher started again goes on from its own last checkpoint. CheckpointError where `--load` names no
+    good checkpoint, or one that does not belong to this run, and where `--save` names a directory of another run.
+    """
+    restarted = restart_count() > 0
+    if run.save and restarted:
+        found = _find(run.save, rendezvous, "resume/own")
+        if found:
+            return _checked(found, run, source)
+    is_own = bool(run.save and run.load and run.save.resolve() == run.load.resolve())
+    if run.save and not is_own and not restarted and rendezvous.rank == 0 and (steps := steps_in(run.save)):
+        raise CheckpointError(
+            f"save={run.save} holds checkpoints already, the newest of step {steps[0]}; add --load {run.save} to go on "
+            f"from it, or save to another directory"
+        )
+    if not run.load:
+        return Resume()
+    found = _find(run.load, rendezvous, "resume/load")
+    if found:
+        return _checked(found, run, source)
+    if is_own:
+        return Resume(notes=[f"{run.load} holds no checkpoint yet: this run starts anew"])
+    what = "holds no checkpoint" if run.load.is_dir() else "is no directory"
+    raise CheckpointError(f"load={run.load} {what}; give a directory that a run has saved to")
+
+
+def _find(directory: Path, rendezvous: Rendezvous, topic: str) -> Found | None:
+    return find_newest_good(directory, rendezvous.store, rendezvous.rank, rendezvous.world_size, topic)
+
+
+def _checked(found: Found, run: ResolvedConfig, source: TokenSource) -> Resume:
+    training = check_belongs(found.folder, found.manifest, run, source)
+    notes = [f"passed over {folder}: {problem}" for folder, problem in found.passed_over.items()]
+    theirs = training.config
+    changed = [
+        f"{name} {_plain(theirs[name])} -> {_plain(value)}"
+        for name in _MENTIONED
+        if name in theirs and _plain(theirs[name]) != _plain(value := getattr(run, name))
+    ]
+    if changed:
+        notes.append(f"settings changed since {found.folder.name}: {', '.join(changed)}")
+    return Resume(found, notes)
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value  # as JSON has it
+
+
+def check_belongs(folder: Path, manifest: Manifest, run: ResolvedConfig, source: TokenSource) -> TrainingEntry:
+    """The state of training in a checkpoint; CheckpointError, naming both sides, unless `run` can go on from it."""
+    training = manifest.training
+    if training is None:
+        raise CheckpointError(
+            f"{folder} holds weights alone, and --load goes on with a run; start one with its weights"
+        )
+    theirs, ours = manifest.model, ModelEntry.of(run.shape)
+    if difference := theirs.difference(ours):
+        raise CheckpointError(
+            f"{folder} holds {theirs.name}, and the run trains {ours.name} ({difference}); give the model that it holds"
+        )
+    if training.engine != run.engine:
+        raise CheckpointError(
+            f"{folder} was saved by the {training.engine} engine, and the run's engine is {run.engine}; go on with "
+            f"--engine {training.engine}, or take its weights alone (tools/convert.py)"
+        )
+    for name in _SAME:
+        if name in training.config and training.config[name] != getattr(run, name):
+            raise CheckpointError(
+                f"{folder} was trained with {name}={training.config[name]}, and the run has "
+                f"{name}={getattr(run, name)}; give it the same"
+            )
+    if training.data.sha256 != source.sha256:
+        raise CheckpointError(
+            f"{folder} was trained on data {training.data.name} (sha256 {training.data.sha256[:12]}), and the run "
+            f"reads {source.name} ({source.sha256[:12]}); give it the same data"
+        )
+    return training
