@@ -1,4 +1,4 @@
-"""A real run under torchrun that tests disturb: started, watched line by line, and searched for what it left running."""
+"""A real run under torchrun that tests disturb: started, watched line by line, searched for what it left running."""
 
 import os
 import re

@@ -1,6 +1,7 @@
 """Who is to blame when no rank gets on."""
 
 import threading
+import time
 
 from megabench.train.pulse import Pulse, accuse, stand
 
@@ -46,5 +47,17 @@ def test_many_are_not_all_listed() -> None:
 
 
 def test_where_a_thread_stands() -> None:
-    place, waits = stand(threading.get_ident())
-    assert "test_where_a_thread_stands (test_pulse.py:" in place and not waits
+    seen: list[tuple[str, bool]] = []
+
+    def look(main: int) -> None:
+        time.sleep(0.1)  # until the loop below runs
+        seen.append(stand(main))
+
+    thread = threading.Thread(target=look, args=(threading.get_ident(),))
+    thread.start()
+    stop = time.monotonic() + 10
+    while not seen and time.monotonic() < stop:
+        pass
+    thread.join()
+    ((place, waits),) = seen
+    assert place.startswith("test_where_a_thread_stands (test_pulse.py:") and not waits
