@@ -57,9 +57,6 @@ def train(
     report = rendezvous.store if is_supervised() else None
     if report:
         report_progress(report, rendezvous.rank, Progress("starting", 0, run.steps))
-    stop = StopSignal()
-    if run.save:
-        stop.install()
     rank = placement.rank_of(rendezvous.rank)
     # the watch knows who is to blame, and speaks first
     patience = timedelta(seconds=max(600.0, 2 * BEFORE_FIRST_STEP * run.stall_seconds))
@@ -90,7 +87,9 @@ def train(
     sampler = Sampler(device)
     results: list[StepResult] = []
     seconds: list[float] = []
-    stopped_by = None
+    stop, stopped_by = StopSignal(), None
+    if checkpoints:
+        stop.install()  # not before: a run that has not begun has nothing to save, and may wait for a rank that is lost
     dist.barrier()
     watch.at("first step", resume.num_done)
     border = time.perf_counter()

@@ -1,6 +1,6 @@
 """Breaks the trainer from outside: on PYTHONPATH, Python imports this before anything else.
 
-FAULT=raise, kill or hang befalls rank FAULT_RANK in its third step, inside the engine, as a real fault would.
+FAULT=raise, kill, hang or nan befalls rank FAULT_RANK in its third step, inside the engine, as a real fault would.
 """
 
 import importlib.abc
@@ -37,14 +37,17 @@ def with_fault(engine):
 
     def faulty_step(*arguments):
         if next(steps) == STEP:
-            befall()
+            befall(engine)
         return train_step(*arguments)
 
     engine.train_step = faulty_step
     return engine
 
 
-def befall():
+def befall(engine):
+    if os.environ["FAULT"] == "nan":  # in a weight, from here on
+        next(iter(engine.training_state().shards)).values.fill_(float("nan"))
+        return engine.restored(1, None)
     if os.environ["FAULT"] == "raise":
         raise ValueError("a fault on purpose")
     if os.environ["FAULT"] == "kill":

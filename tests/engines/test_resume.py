@@ -1,0 +1,208 @@
+"""A run that is resumed, under whatever layout, is the run that was not interrupted."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megabench.checkpoint.directory import folder_of
+from megabench.checkpoint.load import find_newest_good, read_shards
+from megabench.checkpoint.manifest import Manifest
+from megabench.config import ResolvedConfig
+from megabench.data.batch import micro_batches
+from megabench.data.source import open_source
+from megabench.engines.base import build_engine
+from megabench.runtime.rendezvous import Rendezvous
+from megabench.train.checkpoints import Checkpoints, restore
+from megabench.train.resume import Resume, check_belongs
+from tests import distributed
+from tests.engines.equivalence import resolve
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-5
+ADAMW: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-3, "eps": 1e-8, "steps": 12, "num_layers": 4}
+SMALL = ADAMW | {"num_layers": 1, "seq_length": 16}
+ZERO = SMALL | {"engine": "deepspeed"}
+
+Forget = Literal["nothing", "moments", "count", "spread"]
+
+
+def whole_run(run: ResolvedConfig) -> list[float]:
+    """The losses of steps 1 to 12; step 6 is saved on the way."""
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    rendezvous = Rendezvous(store, rank, dist.get_world_size(), rank, dist.get_world_size())
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    losses = []
+    for step in range(run.steps):
+        losses.append(_step(run, engine, source, step))
+        checkpoints.look()
+        if checkpoints.is_due(step + 1, is_stopping=False):
+            checkpoints.save(step + 1)
+    assert checkpoints.close() is None
+    assert [save.step for save in checkpoints.times] == [6, 12]
+    return losses
+
+
+def resumed_run(run: ResolvedConfig, forget: Forget = "nothing") -> list[float]:
+    """The losses of steps 7 to 12, by an engine that starts from the checkpoint; `forget` breaks that on purpose."""
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    assert run.load is not None
+    found = find_newest_good(run.load, store, rank, dist.get_world_size(), "test")
+    assert found is not None
+    training = check_belongs(found.folder, found.manifest, run, source)
+    if forget == "nothing":
+        restore(engine, found, torch.device("cpu"))
+    else:
+        shards = engine.training_state().shards
+        kept = [shard for shard in shards if forget != "moments" or shard.kind == "weight"]
+        read_shards(found.folder, found.manifest, kept)
+        if forget != "spread":
+            engine.restored(0 if forget == "count" else training.optimizer.step, training.optimizer.loss_scale)
+    return [_step(run, engine, source, step) for step in range(training.step, run.steps)]
+
+
+def _step(run: ResolvedConfig, engine: Any, source: Any, step: int) -> float:
+    dp_rank = run.layout.coordinates(dist.get_rank()).dp
+    loss: float = engine.train_step(micro_batches(source, run, dp_rank, step), run.lr).loss
+    return loss
+
+
+def save_at_six(directory: Path, world_size: int, **fields: Any) -> list[float]:
+    """The losses of the uninterrupted run; what it saved behind step 12 is taken away again."""
+    run = resolve(world_size, save=directory, save_every=6, **fields)
+    losses = distributed.run(whole_run, world_size, run)[0]
+    folder_of(directory, 12).rename(directory / "later")
+    return losses
+
+
+def difference(directory: Path, losses: Sequence[float], world_size: int, *forget: Forget, **fields: Any) -> float:
+    run = resolve(world_size, load=directory, **fields)
+    resumed = distributed.run(resumed_run, world_size, run, *forget)
+    assert all(found == resumed[0] for found in resumed), "ranks report different losses"
+    assert len(resumed[0]) == 6
+    return max(abs(ours - theirs) / theirs for ours, theirs in zip(resumed[0], losses[6:], strict=True))
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """Saved under TP2 · PP2 with a vocabulary that has to be padded, beside training."""
+    directory = tmp_path_factory.mktemp("megatron")
+    fields = ADAMW | {"tp": 2, "pp": 2, "model": "llama-odd", "save_mode": "async"}
+    return directory, save_at_six(directory, 4, **fields)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+    "tp4": (4, {"tp": 4}),
+    "pp4": (4, {"pp": 4}),
+    "pp2-vp2": (2, {"pp": 2, "vp": 2}),
+    "dp4": (4, {}),
+    "tp2-dp2": (4, {"tp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "dp1": (1, {}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_megatron(megatron: tuple[Path, list[float]], layout: str) -> None:
+    world_size, sizes = LAYOUTS[layout]
+    assert difference(*megatron, world_size, **ADAMW, model="llama-odd", **sizes) < TOLERANCE
+
+
+@pytest.mark.parametrize("forget", ["moments", "count", "spread"])
+def test_what_is_forgotten_shows(megatron: tuple[Path, list[float]], forget: Forget) -> None:
+    assert difference(*megatron, 4, forget, **ADAMW, model="llama-odd", tp=2) > 10 * TOLERANCE
+
+
+def test_megatron_bf16_keeps_its_masters(tmp_path: Path) -> None:
+    losses = save_at_six(tmp_path, 2, **SMALL, tp=2, precision="bf16")
+    assert difference(tmp_path, losses, 2, **SMALL, tp=2, precision="bf16") == 0
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_zero(tmp_path: Path, zero_stage: int) -> None:
+    losses = save_at_six(tmp_path, 2, **ZERO, zero_stage=zero_stage)
+    assert difference(tmp_path, losses, 4, **ZERO, zero_stage=zero_stage) < TOLERANCE
+    if zero_stage in (1, 3):
+        assert difference(tmp_path, losses, 2, **ZERO, zero_stage=zero_stage) == 0
+        assert difference(tmp_path, losses, 1, **ZERO, zero_stage=4 - zero_stage) < TOLERANCE
+        assert difference(tmp_path, losses, 2, "moments", **ZERO, zero_stage=zero_stage) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_zero_in_bf16_keeps_its_masters(tmp_path: Path, zero_stage: int) -> None:
+    losses = save_at_six(tmp_path, 2, **ZERO, zero_stage=zero_stage, precision="bf16")
+    assert difference(tmp_path, losses, 2, **ZERO, zero_stage=zero_stage, precision="bf16") == 0
+
+
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"engine": "deepspeed", "zero_stage": 1}])
+def test_sgd(tmp_path: Path, fields: dict[str, Any]) -> None:
+    sgd = SMALL | {"optimizer": "sgd", "lr": 0.05} | fields
+    losses = save_at_six(tmp_path, 2, **sgd)
+    assert Manifest.read(folder_of(tmp_path, 6)).num_elements.keys() == {"weight"}
+    assert difference(tmp_path, losses, 2, **sgd) == 0
+
+
+def two_saves(run: ResolvedConfig) -> list[str | None]:
+    """A rank whose files cannot be written: what each of two saves said."""
+    from megabench.checkpoint import save as room
+
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    rendezvous = Rendezvous(store, rank, 2, rank, 2)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    checkpoints.save(3)
+    assert checkpoints.close() is None  # beside training it would go on
+    write = room.write_files
+
+    def full(folder: Path, stem: str, tensors: Any) -> Any:
+        write(folder, stem, tensors)
+        raise OSError(28, "No space left on device")
+
+    if rank == 1:
+        room.write_files = full
+    try:
+        checkpoints.save(6)
+        closing = checkpoints.close()
+    finally:
+        room.write_files = write
+    return [times.error for times in checkpoints.times] + [closing]
+
+
+@pytest.mark.parametrize("save_mode", ["sync", "async"])
+def test_a_save_that_fails_is_said_and_the_older_kept(tmp_path: Path, save_mode: str) -> None:
+    run = resolve(2, **SMALL, tp=2, save=tmp_path, keep=1, save_mode=save_mode)
+    for good, *told in distributed.run(two_saves, 2, run):
+        words = [text for text in told if text]
+        assert good is None and words and all("rank 1 (" in text and "No space left" in text for text in words)
+        assert "the newest good one of this run is that of step 3" in words[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def elements_of_another_rank_twice(run: ResolvedConfig) -> str | None:
+    """What is said when replicas are saved as if they were parts."""
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    rendezvous = Rendezvous(store, rank, 2, rank, 2)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    state = engine.training_state()
+    engine.training_state = lambda: replace(state, shards=[replace(s, is_owner=True) for s in state.shards])  # type: ignore[method-assign]
+    checkpoints.save(3)
+    return checkpoints.times[0].error
+
+
+def test_an_element_saved_twice_is_no_checkpoint(tmp_path: Path) -> None:
+    run = resolve(2, **SMALL, tp=2, save=tmp_path)
+    error = distributed.run(elements_of_another_rank_twice, 2, run)[0]
+    assert error is not None and "elements saved, for" in error
+    assert list(tmp_path.iterdir()) == []

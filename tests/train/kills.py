@@ -1,0 +1,112 @@
+"""Kills ranks at random moments, half of them during a save, and runs the same command again each time.
+
+`python -m tests.train.kills --kills 50`: every run must end within a minute and leave no process, no checkpoint may be
+lost, and the losses, all the way through the kills, must be those of a run that nobody disturbed.
+"""
+
+import argparse
+import random
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from megabench.checkpoint.directory import folder_of as checkpoint_of
+from megabench.checkpoint.directory import looks_good, steps_in
+from tests.train.resilience import Run, losses
+
+NUM_STEPS = 30
+END_SECONDS = 60.0
+TOLERANCE = 1e-5
+
+
+def kill_many(num_kills: int, folder: Path, layout: list[str], seed: int) -> list[str]:
+    """Carries out the kills, in `folder`; a line about each. AssertionError for the first thing that is not right."""
+    dice = random.Random(seed)
+    reference = _whole_run(folder / "reference", layout)
+    told: list[str] = []
+    chain = 0
+    while len(told) < num_kills or _is_under_way(folder / f"chain-{chain}"):
+        place = folder / f"chain-{chain}"
+        run = Run.start(2, *layout, *_flags(place))
+        if len(told) < num_kills:
+            line = _kill(run, dice, place / "checkpoints")
+            if line:
+                told.append(f"kill {len(told) + 1}: {line}")
+                print(told[-1], flush=True)
+                _compare_lines(run.output, reference)
+                continue
+        assert run.finish() == 0, run.output
+        _compare_lines(run.output, reference)
+        if (place / "record.json").exists():  # else the kill came behind the last save
+            ended = losses(place)
+            worst = max(abs(a - b) / b for a, b in zip(ended, reference[-len(ended) :], strict=True))
+            assert worst < TOLERANCE, f"losses differ by {worst:.1e}"
+        shutil.rmtree(place)
+        chain += 1
+    return told
+
+
+def _flags(place: Path) -> list[object]:
+    save = place / "checkpoints"
+    return ["--steps", NUM_STEPS, "--save", save, "--load", save, "--save-every", 1, "--keep", 3, "--out", place]
+
+
+def _whole_run(place: Path, layout: list[str]) -> list[float]:
+    run = Run.start(2, *layout, "--steps", NUM_STEPS, "--out", place)
+    assert run.finish() == 0, run.output
+    return losses(place)
+
+
+def _is_under_way(place: Path) -> bool:
+    return place.exists()
+
+
+def _kill(run: Run, dice: random.Random, save: Path) -> str | None:
+    """Kills a rank of `run` at a random moment; None when the run was faster."""
+    began = time.monotonic()
+    before = {step for step in steps_in(save) if looks_good(checkpoint_of(save, step))}
+    during_save = dice.random() < 0.5
+    delay = dice.uniform(0.0, 12.0)
+    while time.monotonic() - began < delay and run.process.poll() is None:
+        time.sleep(0.01)
+    while during_save and run.process.poll() is None and not any(save.glob(".step-*.partial")):
+        time.sleep(0.0005)
+    time.sleep(dice.uniform(0.0, 0.02) if during_save else 0.0)
+    rank = dice.randrange(2)
+    try:
+        victim = run.rank(rank)
+    except StopIteration:
+        if run.process.poll() is not None:
+            return None
+        time.sleep(1.0)  # torchrun has not started its processes yet
+        return _kill(run, dice, save)
+    victim.kill()
+    killed = time.monotonic()
+    assert run.finish(END_SECONDS) != 0 or not run.alive(), run.output
+    seconds = time.monotonic() - killed
+    assert not run.alive(), f"left running: {run.alive()}"
+    good = [step for step in steps_in(save) if looks_good(checkpoint_of(save, step))]
+    assert not before or (good and good[0] >= max(before)), f"{before} before, {good} after"
+    steps = re.findall(r"^step +(\d+)/", run.output, re.MULTILINE)
+    what = "during a save" if during_save else "at any time"
+    where = f"after step {steps[-1]}" if steps else "before the first step"
+    return f"rank {rank} {what}, {where}; the run ended in {seconds:.1f} s; good: {good[:1] or 'none yet'}"
+
+
+def _compare_lines(output: str, reference: list[float]) -> None:
+    """The losses that were printed, to the four digits that they have."""
+    for step, loss in re.findall(r"^step +(\d+)/.*?loss (\S+)", output, re.MULTILINE):
+        assert abs(float(loss) - reference[int(step) - 1]) < 1.5e-4, f"step {step}: {loss}, {reference[int(step) - 1]}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("layout", nargs="*", default=["--tp", "2"], help="flags of pretrain, behind --")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        kill_many(given.kills, Path(folder), given.layout, given.seed)
+    print(f"{given.kills} kills: every run ended in time and left nothing running; losses as without them")

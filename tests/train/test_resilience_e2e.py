@@ -1,0 +1,95 @@
+"""Real runs that are stopped, killed, starved of disk, poisoned and frozen."""
+
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from megabench.checkpoint.directory import steps_in
+from megabench.record import RunRecord
+from tests.train.resilience import REPOSITORY, Run, losses
+
+pytestmark = pytest.mark.e2e
+
+FAULTS = f"{REPOSITORY}/tests/faults:{REPOSITORY}"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float | None]:
+    out = tmp_path_factory.mktemp("uninterrupted")
+    run = Run.start(2, "--tp", 2, "--steps", 16, "--out", out)
+    assert run.finish() == 0, run.output
+    return losses(out)
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, uninterrupted: list[float]) -> None:
+    save = tmp_path / "checkpoints"
+    flags = ("--tp", 2, "--steps", 16, "--save", save, "--load", save, "--out", tmp_path / "out")
+    run = Run.start(2, *flags)
+    run.wait_for(r"^step +4/")
+    run.rank(1).send_signal(signal.SIGUSR1)
+    assert run.finish() == 0, run.output
+    assert "holds no checkpoint yet: this run starts anew" in run.output and "stopped by SIGUSR1" in run.output
+    (done,) = steps_in(save)
+    first = RunRecord.read(tmp_path / "out" / "record.json")
+    assert 4 <= done < 16 and first.stopped_by == "SIGUSR1" and first.losses == uninterrupted[:done]
+    again = Run.start(2, *flags)
+    assert again.finish() == 0, again.output
+    second = RunRecord.read(tmp_path / "out" / "record.json")
+    assert second.first_step == done + 1 and second.stopped_by is None
+    assert second.load is not None and second.load.num_bytes > 0
+    assert second.losses == pytest.approx(uninterrupted[done:], rel=1e-5)
+    assert steps_in(save) == [16, done]
+
+
+def test_a_killed_rank_is_started_again_and_goes_on(tmp_path: Path, uninterrupted: list[float]) -> None:
+    flags = ("--tp", 2, "--steps", 16, "--save", tmp_path / "checkpoints", "--save-every", 3, "--keep", 2)
+    run = Run.start(2, *flags, "--out", tmp_path / "out", torchrun=("--max-restarts", "1"))
+    run.wait_for(r"^step +8/")
+    run.rank(0).kill()
+    assert run.finish() == 0, run.output
+    record = RunRecord.read(tmp_path / "out" / "record.json")
+    assert record.first_step in (4, 7)
+    assert record.losses == pytest.approx(uninterrupted[record.first_step - 1 :], rel=1e-5)
+    assert steps_in(tmp_path / "checkpoints") == [16, 15] and not run.alive()
+
+
+def test_without_save_a_signal_ends_a_run_as_ever(tmp_path: Path) -> None:
+    run = Run.start(2, "--tp", 2, "--steps", 400)
+    run.wait_for(r"^step +3/")
+    run.rank(1).terminate()
+    assert run.finish() == 1
+    assert "exitcode  : -15" in run.output and not run.alive()
+
+
+def test_a_save_that_fails_is_an_error_that_is_seen(tmp_path: Path) -> None:
+    """Files may not grow beyond 1 MB: every save fails, training does not, and the exit status tells."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    try:
+        flags = ("--save", tmp_path / "checkpoints", "--save-every", 4, "--steps", 10, "--out", tmp_path / "out")
+        run = Run.start(2, *flags)
+        assert run.finish() == 1, run.output
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert run.output.count("ERROR: no checkpoint of step ") == 3
+    assert "File too large; this run has saved none yet" in run.output and "step 10/10 100%" in run.output
+    assert run.output.count("Error: the run's last checkpoint, of step 10, could not be saved") == 1
+    record = RunRecord.read(tmp_path / "out" / "record.json")
+    assert len(record.losses) == 10 and len(record.warnings) == 3
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    run = Run.start(2, "--tp", 2, "--steps", 400, "--nan-tolerance", 1, PYTHONPATH=FAULTS, FAULT="nan", FAULT_RANK="1")
+    assert run.finish() == 1
+    assert run.output.count("Error: the loss is nan, which is not finite at step 4 of 400, the 2nd in a row") == 1
+    assert "Traceback" not in run.output.split("Error: the loss")[0]
+
+
+def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
+    run = Run.start(2, "--tp", 2, "--steps", 400, "--stall-seconds", 3, PYTHONPATH=FAULTS, FAULT="hang", FAULT_RANK="1")
+    assert run.finish() == 1
+    assert run.output.count("Error: no progress for") == 1
+    assert "rank 1 (" in run.output and "stands in lost_in_thought (sitecustomize.py:" in run.output
+    assert "after step 2 of 400, and the others wait" in run.output and not run.alive()

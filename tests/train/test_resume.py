@@ -1,0 +1,126 @@
+"""Which checkpoint a run goes on from, and which it refuses, naming both sides."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from megabench.checkpoint import CheckpointError
+from megabench.checkpoint.blocks import StateShard, blocks_of, whole
+from megabench.checkpoint.directory import folder_of
+from megabench.checkpoint.files import write_files
+from megabench.checkpoint.manifest import DataEntry, Manifest, ModelEntry, OptimizerEntry, TrainingEntry
+from megabench.checkpoint.save import tensors_of
+from megabench.checkpoint.weights import save_weights
+from megabench.config import ConfigError, ResolvedConfig, RunConfig
+from megabench.data.source import open_source
+from megabench.runtime.rendezvous import Rendezvous
+from megabench.train.resume import Resume, find_resume
+
+BASE: dict[str, Any] = {"model": "llama-tiny", "data": "synthetic", "device": "cpu"}
+
+
+def resolve(**fields: Any) -> ResolvedConfig:
+    return RunConfig.parse(BASE | fields).resolve(1, "cpu")
+
+
+def write(directory: Path, step: int, **fields: Any) -> Path:
+    """A checkpoint of a run with `fields`, with hardly any tensors."""
+    run = resolve(**fields)
+    source = open_source(run)
+    folder = folder_of(directory, step)
+    folder.mkdir(parents=True)
+    shards = [StateShard("weight", blocks_of(whole("model.norm.weight", (4,)), 0, 4), torch.ones(4))]
+    training = TrainingEntry(
+        step=step,
+        engine=run.engine,
+        layout={},
+        world_size=1,
+        optimizer=OptimizerEntry(name="adamw", step=step),
+        data=DataEntry(name=source.name, sha256=source.sha256, next_sequence=step * run.global_batch),
+        config=run.model_dump(mode="json"),
+    )
+    files = tuple(write_files(folder, "rank-0", tensors_of(shards)))
+    model = ModelEntry.of(run.shape)
+    Manifest(model=model, training=training, num_elements={}, versions={}, files=files).write(folder)
+    return folder
+
+
+def find(**fields: Any) -> Resume:
+    run = resolve(**fields)
+    return find_resume(run, open_source(run), Rendezvous(HashStore(), 0, 1, 0, 1))
+
+
+def test_it_goes_on_behind_the_newest(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    newest = write(tmp_path, 6)
+    resume = find(load=tmp_path, tp=1, micro_batch=2)
+    assert resume.found and resume.found.folder == newest and resume.num_done == 6 and resume.notes == []
+
+
+def test_what_changes_is_said(tmp_path: Path) -> None:
+    write(tmp_path, 6)
+    (note,) = find(load=tmp_path, steps=200, lr=1e-3).notes
+    assert "steps 100 -> 200" in note and "lr 0.003 -> 0.001" in note and "betas" not in note
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_layers": 4}, ["holds llama-tiny", "num_layers 8 there, 4 here"]),
+        ({"model": "llama3-8b", "num_layers": 1}, ["holds llama-tiny", "trains llama3-8b", "hidden_size 128 there"]),
+        ({"engine": "deepspeed"}, ["saved by the megatron engine", "engine is deepspeed", "tools/convert.py"]),
+        ({"optimizer": "sgd"}, ["optimizer=adamw", "optimizer=sgd"]),
+        ({"seed": 7}, ["seed=1234", "seed=7"]),
+        ({"seq_length": 64}, ["seq_length=256", "seq_length=64"]),
+        ({"global_batch": 32}, ["global_batch=16", "global_batch=32"]),
+        ({"data": "stdlib"}, ["data synthetic", "reads stdlib"]),
+    ],
+)
+def test_another_run_is_refused(tmp_path: Path, fields: dict[str, Any], words: list[str]) -> None:
+    folder = write(tmp_path, 6)
+    with pytest.raises(CheckpointError) as error:
+        find(load=tmp_path, **fields)
+    assert str(folder) in str(error.value) and all(word in str(error.value) for word in words), error.value
+
+
+def test_weights_alone_are_no_run(tmp_path: Path) -> None:
+    save_weights(folder_of(tmp_path, 0), resolve().shape, [("model.norm.weight", torch.ones(4))])
+    with pytest.raises(CheckpointError, match="holds weights alone"):
+        find(load=tmp_path)
+
+
+def test_a_directory_without_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find(load=tmp_path)
+    with pytest.raises(CheckpointError, match="is no directory"):
+        find(load=tmp_path / "nowhere", save=tmp_path)
+    resume = find(load=tmp_path / "new", save=tmp_path / "new")
+    assert resume.found is None and "starts anew" in resume.notes[0]
+
+
+def test_a_directory_of_another_run_is_not_saved_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 6)
+    with pytest.raises(CheckpointError, match=r"holds checkpoints already, the newest of step 6; add --load"):
+        find(save=tmp_path)
+    assert find(save=tmp_path, load=tmp_path).num_done == 6
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert find(save=tmp_path).num_done == 6, "started again, it goes on from its own"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"save_every": 5}, "save_every=5 needs a directory"),
+        ({"keep": 2}, "keep=2 needs a directory"),
+        (
+            {"save": "x", "engine": "deepspeed", "zero_stage": 0, "precision": "bf16", "grad_dtype": "bf16"},
+            "use zero_stage=1",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(**fields)
