@@ -137,6 +137,13 @@ def test_zero(tmp_path: Path, zero_stage: int) -> None:
         assert difference(tmp_path, losses, 2, "moments", **ZERO, zero_stage=zero_stage) > 10 * TOLERANCE
 
 
+@pytest.mark.parametrize("fields", [{"engine": "fsdp"}, {"engine": "fsdp", "shard_size": 2}, {"engine": "ddp"}])
+def test_fsdp_and_ddp(tmp_path: Path, fields: dict[str, Any]) -> None:
+    losses = save_at_six(tmp_path, 4, **SMALL, **fields)
+    assert difference(tmp_path, losses, 2, **SMALL, **fields) < TOLERANCE
+    assert difference(tmp_path, losses, 2, "moments", **SMALL, **fields) > 10 * TOLERANCE
+
+
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_zero_in_bf16_keeps_its_masters(tmp_path: Path, zero_stage: int) -> None:
     losses = save_at_six(tmp_path, 2, **ZERO, zero_stage=zero_stage, precision="bf16")
