@@ -7,11 +7,13 @@ elements, row by row. Such a range is a few rectangles of Hugging Face tensors, 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
-from megabench.checkpoint.manifest import StateKind
 from megabench.models.mapping import Piece, Shard
+
+StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
 
 _KEY = re.compile(r"(?P<kind>\w+):(?P<name>[^\[]+)\[(?P<r0>\d+):(?P<r1>\d+)(?:,(?P<c0>\d+):(?P<c1>\d+))?\]")
 

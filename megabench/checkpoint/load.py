@@ -14,8 +14,7 @@ from megabench.checkpoint.blocks import StateShard, view
 from megabench.checkpoint.directory import check_sizes, folder_of, steps_in
 from megabench.checkpoint.files import TensorFiles, check_files, num_threads
 from megabench.checkpoint.manifest import DamagedError, Manifest
-
-POLL_SECONDS = 0.05
+from megabench.runtime.messages import wait_for
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def _agreed_steps(directory: Path, store: Store, rank: int, topic: str) -> list[
     """What rank 0 sees in the directory: hosts of a shared file system may be late to see the newest."""
     if rank == 0:
         store.set(f"{topic}/steps", json.dumps(steps_in(directory)))
-    _wait_for(store, [f"{topic}/steps"])
+    wait_for(store, [f"{topic}/steps"])
     steps: list[int] = json.loads(store.get(f"{topic}/steps"))
     return steps
 
@@ -79,31 +78,24 @@ def _first_of_all(
     """The problem and the refusal of the first rank that has one."""
     store.set(f"{topic}/{rank}", json.dumps([problem, refused]))
     keys = [f"{topic}/{other}" for other in range(world_size)]
-    _wait_for(store, keys)
+    wait_for(store, keys)
     said = [json.loads(store.get(key)) for key in keys]
     return next((p for p, _ in said if p), None), next((r for _, r in said if r), None)
 
 
-def _wait_for(store: Store, keys: list[str]) -> None:
-    """Checking 100 GB may take longer than the store's own patience."""
-    while not store.check(keys):
-        time.sleep(POLL_SECONDS)
-
-
-def read_shards(folder: Path, manifest: Manifest, shards: Iterable[StateShard]) -> int:
-    """Fills every shard with its part of a checkpoint, whatever layout wrote it; the bytes that were filled.
+def read_shards(folder: Path, manifest: Manifest, shards: Iterable[StateShard]) -> None:
+    """Fills every shard with its part of a checkpoint, whatever layout wrote it.
 
     Values are converted to the dtype of the shard. CheckpointError where the checkpoint holds not all of them.
     """
     files = TensorFiles(folder, manifest.files)
 
-    def fill(shard: StateShard) -> int:
+    def fill(shard: StateShard) -> None:
         for block in shard.blocks:
             files.read(shard.kind, block.piece, into=view(shard.values, block))
-        return shard.values.numel() * shard.values.element_size()
 
     try:
         with ThreadPoolExecutor(num_threads()) as pool:
-            return sum(pool.map(fill, shards))
+            list(pool.map(fill, shards))
     except DamagedError as error:
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from None

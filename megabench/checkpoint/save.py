@@ -10,7 +10,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 
@@ -21,9 +21,8 @@ from megabench.checkpoint.directory import commit, folder_of, partial_folder, pr
 from megabench.checkpoint.files import Named, write_files
 from megabench.checkpoint.manifest import FileEntry, Manifest
 from megabench.checkpoint.staging import Staging
+from megabench.runtime.messages import wait_for
 from megabench.runtime.rendezvous import reconnect
-
-POLL_SECONDS = 0.05
 
 # makes the manifest of a step out of the elements of each kind and the files, for rank 0
 Describe = Callable[[dict[str, int], list[FileEntry]], Manifest]
@@ -97,7 +96,7 @@ class Saver:
         self._thread = None
         assert self._outcome is not None
         stall = self._stall + time.perf_counter() - waited
-        return Save(**{**self._outcome.__dict__, "stall_seconds": stall})
+        return replace(self._outcome, stall_seconds=stall)
 
     def _save(self, step: int, shards: list[StateShard], describe: Describe) -> None:
         """One rank's part: its files, its report, and the word of rank 0 on the whole."""
@@ -106,7 +105,7 @@ class Saver:
             self._store.set(f"{topic}/{self._rank}", json.dumps(self._write(step, shards)))
             if self._rank == 0:
                 self._store.set(f"{topic}/outcome", json.dumps(self._conclude(step, topic, describe)))
-            self._wait_for([f"{topic}/outcome"])
+            wait_for(self._store, [f"{topic}/outcome"])
             self._outcome = Save(**json.loads(self._store.get(f"{topic}/outcome")))
         except Exception as error:  # the store is gone, and so is the run
             self._outcome = Save(step, 0, 0.0, 0.0, f"{_here(self._rank)}: {_words(error)}")
@@ -128,7 +127,7 @@ class Saver:
     def _conclude(self, step: int, topic: str, describe: Describe) -> dict[str, object]:
         """Rank 0 waits for all ranks and makes a good checkpoint of their files, or takes them away."""
         keys = [f"{topic}/{rank}" for rank in range(self._world_size)]
-        self._wait_for(keys)
+        wait_for(self._store, keys)
         reports = [json.loads(self._store.get(key)) for key in keys]
         partial = partial_folder(self.directory, step, self._token)
         errors = [report["error"] for report in reports if "error" in report]
@@ -153,17 +152,10 @@ class Saver:
         for file in manifest.files:
             if not (partial / file.name).exists():
                 raise FileNotFoundError(f"{file.name} was written but is not here: do all hosts share this directory?")
-        for kind, found in manifest.num_elements.items():
-            expected = manifest.num_elements["weight"]
-            assert found == expected, f"{found} elements of {kind} for {expected} of weight"
         manifest.write(partial)
         commit(partial, folder_of(self.directory, step))
         if self.keep is not None:
             prune(self.directory, self.keep)
-
-    def _wait_for(self, keys: list[str]) -> None:
-        while not self._store.check(keys):
-            time.sleep(POLL_SECONDS)
 
 
 def tensors_of(shards: list[StateShard]) -> list[Named]:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabench.checkpoint.blocks import StateShard, TrainingState, blocks_of, whole
-from megabench.checkpoint.manifest import StateKind
+from megabench.checkpoint.blocks import StateKind, StateShard, TrainingState, blocks_of, whole
 from megabench.config import ResolvedConfig
 from megabench.models.mapping import hugging_face_shapes
 

@@ -2,11 +2,14 @@
 
 import json
 import sys
+import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Literal
 
 from torch.distributed import Store
+
+POLL_SECONDS = 0.05
 
 FailureKind = Literal["invalid", "oom", "failed"]
 
@@ -60,11 +63,17 @@ def disagreement(store: Store, rank: int, topic: str, value: str) -> str | None:
     return None if theirs == value else theirs
 
 
+def wait_for(store: Store, keys: list[str]) -> None:
+    """Returns once all `keys` are there, however long that takes: the store's own wait has a limit."""
+    while not store.check(keys):
+        time.sleep(POLL_SECONDS)
+
+
 def meet(store: Store, world_size: int, topic: str) -> None:
     """Returns once all ranks are here: a barrier where no process group exists."""
     if store.add(f"met/{topic}/count", 1) == world_size:
         store.set(f"met/{topic}/all", "yes")
-    store.wait([f"met/{topic}/all"])
+    wait_for(store, [f"met/{topic}/all"])
 
 
 def print_once(store: Store, text: str) -> None:

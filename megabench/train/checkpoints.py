@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -68,11 +69,10 @@ class Checkpoints:
         self.times: list[SaveTimes] = []
         rank = dist.get_rank()
         staging = self._stage(rendezvous.local_world_size, device)
-        self._mode = "async" if staging else "sync"
+        self._mode: Literal["sync", "async"] = "async" if staging else "sync"
         token = [secrets.token_hex(4)]
         dist.broadcast_object_list(token)
         if rank == 0:
-            run.save.mkdir(parents=True, exist_ok=True)
             remove_partial(run.save)
             self._set_aside(resume)
         self._saver = Saver(run.save, rendezvous.store, rank, dist.get_world_size(), token[0], staging, run.keep)
@@ -157,7 +157,7 @@ class Checkpoints:
     def _times(self, save: Save) -> SaveTimes:
         return SaveTimes(
             step=save.step,
-            mode="async" if self._mode == "async" else "sync",
+            mode=self._mode,
             num_bytes=save.num_bytes,
             seconds=save.seconds,
             stall_seconds=save.stall_seconds,

@@ -82,7 +82,7 @@ def _run(given: RunConfig) -> None:
 
 def _make_folders(run: ResolvedConfig) -> None:
     """Makes the folders that the run will write to; ConfigError when that cannot be."""
-    for setting in ("out", "tensorboard"):
+    for setting in ("out", "tensorboard", "save"):
         if folder := getattr(run, setting):
             try:
                 folder.mkdir(parents=True, exist_ok=True)

@@ -47,11 +47,11 @@ def train(
     placement: Placement,
     resume: Resume,
     watch: Watch,
-) -> RunRecord | None:
+) -> RunRecord:
     """Trains `run` on this rank and returns its record, the same on every rank; rank 0 prints and writes.
 
-    `given` is the configuration as the user gave it, for the command in the record. A run that a signal stops before
-    its first step has no record. Raises StoppedError where losses are not finite, or the last state was not saved.
+    `given` is the configuration as the user gave it, for the command in the record. Raises StoppedError where losses
+    are not finite, and, behind the record, where the last state was not saved.
     """
     started = time.perf_counter()
     report = rendezvous.store if is_supervised() else None
@@ -128,29 +128,27 @@ def train(
     sampler.close()
     watch.at("saving", resume.num_done + len(results))
     not_saved = checkpoints.close() if checkpoints else None
-    record = None
 
-    if results:
-        measured = Measured(
-            results=results,
-            step_seconds=slowest_rank(seconds, device),
-            peak_memory_gib=gather(devices.peak_memory_gib(device), device),
-            gpu_utilization=_mean_known(gather(sampler.mean if sampler.mean is not None else math.nan, device)),
-            wall_seconds=time.perf_counter() - started,
-            device_name=name,
-            peak_tflops=peak_tflops,
-            kernels=engine.kernels,
-            num_done=resume.num_done,
-            stopped_by=stopped_by,
-            saves=checkpoints.times if checkpoints else [],
-            load=load,
-        )
-        record = build_record(run, given, source, placement, network, measured)
-        record_path = run.out / "record.json" if run.out else None
-        if rank == 0 and record_path:
-            record.write(record_path)
-        if console:
-            console.last(record, record_path)
+    measured = Measured(
+        results=results,
+        step_seconds=slowest_rank(seconds, device),
+        peak_memory_gib=gather(devices.peak_memory_gib(device), device),
+        gpu_utilization=_mean_known(gather(sampler.mean if sampler.mean is not None else math.nan, device)),
+        wall_seconds=time.perf_counter() - started,
+        device_name=name,
+        peak_tflops=peak_tflops,
+        kernels=engine.kernels,
+        num_done=resume.num_done,
+        stopped_by=stopped_by,
+        saves=checkpoints.times if checkpoints else [],
+        load=load,
+    )
+    record = build_record(run, given, source, placement, network, measured)
+    record_path = run.out / "record.json" if run.out else None
+    if rank == 0 and record_path:
+        record.write(record_path)
+    if console:
+        console.last(record, record_path)
     if scalars:
         scalars.close()
     dist.barrier()

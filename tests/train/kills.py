@@ -12,24 +12,22 @@ import tempfile
 import time
 from pathlib import Path
 
-from megabench.checkpoint.directory import folder_of as checkpoint_of
-from megabench.checkpoint.directory import looks_good, steps_in
+from megabench.checkpoint.directory import folder_of, looks_good, steps_in
 from tests.train.resilience import Run, losses
 
-NUM_STEPS = 30
 END_SECONDS = 60.0
 TOLERANCE = 1e-5
 
 
-def kill_many(num_kills: int, folder: Path, layout: list[str], seed: int) -> list[str]:
+def kill_many(num_kills: int, folder: Path, layout: list[str], seed: int, num_steps: int = 30) -> list[str]:
     """Carries out the kills, in `folder`; a line about each. AssertionError for the first thing that is not right."""
     dice = random.Random(seed)
-    reference = _whole_run(folder / "reference", layout)
+    reference = _whole_run(folder / "reference", layout, num_steps)
     told: list[str] = []
     chain = 0
-    while len(told) < num_kills or _is_under_way(folder / f"chain-{chain}"):
+    while len(told) < num_kills or (folder / f"chain-{chain}").exists():
         place = folder / f"chain-{chain}"
-        run = Run.start(2, *layout, *_flags(place))
+        run = Run.start(2, *layout, *_flags(place, num_steps))
         if len(told) < num_kills:
             line = _kill(run, dice, place / "checkpoints")
             if line:
@@ -48,25 +46,21 @@ def kill_many(num_kills: int, folder: Path, layout: list[str], seed: int) -> lis
     return told
 
 
-def _flags(place: Path) -> list[object]:
+def _flags(place: Path, num_steps: int) -> list[object]:
     save = place / "checkpoints"
-    return ["--steps", NUM_STEPS, "--save", save, "--load", save, "--save-every", 1, "--keep", 3, "--out", place]
+    return ["--steps", num_steps, "--save", save, "--load", save, "--save-every", 1, "--keep", 3, "--out", place]
 
 
-def _whole_run(place: Path, layout: list[str]) -> list[float]:
-    run = Run.start(2, *layout, "--steps", NUM_STEPS, "--out", place)
+def _whole_run(place: Path, layout: list[str], num_steps: int) -> list[float]:
+    run = Run.start(2, *layout, "--steps", num_steps, "--out", place)
     assert run.finish() == 0, run.output
     return losses(place)
-
-
-def _is_under_way(place: Path) -> bool:
-    return place.exists()
 
 
 def _kill(run: Run, dice: random.Random, save: Path) -> str | None:
     """Kills a rank of `run` at a random moment; None when the run was faster."""
     began = time.monotonic()
-    before = {step for step in steps_in(save) if looks_good(checkpoint_of(save, step))}
+    before = _good_steps(save)
     during_save = dice.random() < 0.5
     delay = dice.uniform(0.0, 12.0)
     while time.monotonic() - began < delay and run.process.poll() is None:
@@ -84,15 +78,19 @@ def _kill(run: Run, dice: random.Random, save: Path) -> str | None:
         return _kill(run, dice, save)
     victim.kill()
     killed = time.monotonic()
-    assert run.finish(END_SECONDS) != 0 or not run.alive(), run.output
+    run.finish(END_SECONDS)  # with any status: the kill may come behind the last step
     seconds = time.monotonic() - killed
     assert not run.alive(), f"left running: {run.alive()}"
-    good = [step for step in steps_in(save) if looks_good(checkpoint_of(save, step))]
-    assert not before or (good and good[0] >= max(before)), f"{before} before, {good} after"
+    good = _good_steps(save)
+    assert not before or (good and good[0] >= before[0]), f"{before} before, {good} after"
     steps = re.findall(r"^step +(\d+)/", run.output, re.MULTILINE)
     what = "during a save" if during_save else "at any time"
     where = f"after step {steps[-1]}" if steps else "before the first step"
     return f"rank {rank} {what}, {where}; the run ended in {seconds:.1f} s; good: {good[:1] or 'none yet'}"
+
+
+def _good_steps(save: Path) -> list[int]:
+    return [step for step in steps_in(save) if looks_good(folder_of(save, step))]
 
 
 def _compare_lines(output: str, reference: list[float]) -> None:

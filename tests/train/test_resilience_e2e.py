@@ -8,6 +8,7 @@ import pytest
 
 from megabench.checkpoint.directory import steps_in
 from megabench.record import RunRecord
+from tests.train.kills import kill_many
 from tests.train.resilience import REPOSITORY, Run, losses
 
 pytestmark = pytest.mark.e2e
@@ -55,12 +56,17 @@ def test_a_killed_rank_is_started_again_and_goes_on(tmp_path: Path, uninterrupte
     assert steps_in(tmp_path / "checkpoints") == [16, 15] and not run.alive()
 
 
-def test_without_save_a_signal_ends_a_run_as_ever(tmp_path: Path) -> None:
-    run = Run.start(2, "--tp", 2, "--steps", 400)
+def test_without_save_a_signal_ends_a_run_as_ever() -> None:
+    run = Run.start(1, "--steps", 400)
     run.wait_for(r"^step +3/")
-    run.rank(1).terminate()
+    run.rank(0).terminate()
     assert run.finish() == 1
     assert "exitcode  : -15" in run.output and not run.alive()
+
+
+def test_random_kills(tmp_path: Path) -> None:
+    told = kill_many(3, tmp_path, ["--tp", "2"], seed=3, num_steps=12)
+    assert len(told) == 3
 
 
 def test_a_save_that_fails_is_an_error_that_is_seen(tmp_path: Path) -> None:
