@@ -70,7 +70,8 @@ def _run(given: RunConfig) -> None:
         from megabench.train.placing import place_ranks
 
         placement = place_ranks(run, rendezvous)
-        write_nccl_log(run.out, rendezvous.rank)
+        if run.device == "cuda":
+            write_nccl_log(run.out, rendezvous.rank)
         train(run, given, source, rendezvous, placement, resume, watch)
     except StoppedError as error:
         _stop(str(error), rendezvous)

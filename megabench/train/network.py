@@ -4,8 +4,10 @@ NCCL connects a group when it first communicates, and writes how into its log wi
 group's first messages are sent here, one kind of group after the other, and the log is read in between.
 """
 
+import atexit
 import json
 import os
+import shutil
 import socket
 import statistics
 import tempfile
@@ -48,7 +50,10 @@ def write_nccl_log(folder: Path | None, rank: int) -> None:
     """Has NCCL log into a file of its own, in `folder` or for the time being, unless the user wants it elsewhere."""
     if "NCCL_DEBUG_FILE" in os.environ or os.environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
         return
-    path = (folder or Path(tempfile.mkdtemp(prefix="megabench-"))) / f"nccl-rank-{rank}.log"
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="megabench-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / f"nccl-rank-{rank}.log"
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(path.absolute())}
 
 
