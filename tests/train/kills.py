@@ -17,9 +17,10 @@ from tests.train.resilience import Run, losses
 
 END_SECONDS = 60.0
 TOLERANCE = 1e-5
+_PARTIAL = ".step-*.partial"  # a save that is under way, or that was killed
 
 
-def kill_many(num_kills: int, folder: Path, layout: list[str], seed: int, num_steps: int = 30) -> list[str]:
+def kill_many(num_kills: int, folder: Path, layout: list[str], seed: int, num_steps: int = 200) -> list[str]:
     """Carries out the kills, in `folder`; a line about each. AssertionError for the first thing that is not right."""
     dice = random.Random(seed)
     reference = _whole_run(folder / "reference", layout, num_steps)
@@ -60,12 +61,12 @@ def _whole_run(place: Path, layout: list[str], num_steps: int) -> list[float]:
 def _kill(run: Run, dice: random.Random, save: Path) -> str | None:
     """Kills a rank of `run` at a random moment; None when the run was faster."""
     began = time.monotonic()
-    before = _good_steps(save)
+    before, remains = _good_steps(save), set(save.glob(_PARTIAL))
     during_save = dice.random() < 0.5
     delay = dice.uniform(0.0, 12.0)
     while time.monotonic() - began < delay and run.process.poll() is None:
         time.sleep(0.01)
-    while during_save and run.process.poll() is None and not any(save.glob(".step-*.partial")):
+    while during_save and run.process.poll() is None and set(save.glob(_PARTIAL)) <= remains:
         time.sleep(0.0005)
     time.sleep(dice.uniform(0.0, 0.02) if during_save else 0.0)
     rank = dice.randrange(2)
