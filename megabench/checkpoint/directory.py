@@ -12,7 +12,7 @@ from pathlib import Path
 from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, Manifest, sync_folder
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
-_PARTIAL = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.partial")
+_PARTIAL = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.partial(\.old)?")
 
 
 def folder_of(directory: Path, step: int) -> Path:

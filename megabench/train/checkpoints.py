@@ -111,9 +111,8 @@ class Checkpoints:
     def is_due(self, step: int, is_stopping: bool) -> bool:
         """Whether the state behind `step` steps is to be saved."""
         every = self._run.save_every
-        return step > self._newest and (
-            is_stopping or step == self._run.steps or (every and step % every == 0) or False
-        )
+        is_wanted = is_stopping or step == self._run.steps or (every is not None and step % every == 0)
+        return is_wanted and step > self._newest
 
     def save(self, step: int) -> float:
         """Begins to save the state behind `step` steps; the seconds that training waited for it."""

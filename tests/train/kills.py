@@ -16,11 +16,12 @@ from megabench.checkpoint.directory import folder_of, looks_good, steps_in
 from tests.train.resilience import Run, losses
 
 END_SECONDS = 60.0
+WHOLE_SECONDS = 600.0  # of a run that nobody disturbs
 TOLERANCE = 1e-5
 _PARTIAL = ".step-*.partial"  # a save that is under way, or that was killed
 
 
-def kill_many(num_kills: int, folder: Path, layout: list[str], seed: int, num_steps: int = 200) -> list[str]:
+def kill_many(num_kills: int, folder: Path, layout: list[str], seed: int, num_steps: int = 100) -> list[str]:
     """Carries out the kills, in `folder`; a line about each. AssertionError for the first thing that is not right."""
     dice = random.Random(seed)
     reference = _whole_run(folder / "reference", layout, num_steps)
@@ -36,7 +37,7 @@ def kill_many(num_kills: int, folder: Path, layout: list[str], seed: int, num_st
                 print(told[-1], flush=True)
                 _compare_lines(run.output, reference)
                 continue
-        assert run.finish() == 0, run.output
+        assert run.finish(WHOLE_SECONDS) == 0, run.output
         _compare_lines(run.output, reference)
         if (place / "record.json").exists():  # else the kill came behind the last save
             ended = losses(place)
@@ -54,7 +55,7 @@ def _flags(place: Path, num_steps: int) -> list[object]:
 
 def _whole_run(place: Path, layout: list[str], num_steps: int) -> list[float]:
     run = Run.start(2, *layout, "--steps", num_steps, "--out", place)
-    assert run.finish() == 0, run.output
+    assert run.finish(WHOLE_SECONDS) == 0, run.output
     return losses(place)
 
 
