@@ -21,7 +21,7 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     fields = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
     out = Path(fields["--out"])
-    (out / f"pid-{rank}").write_text(str(os.getpid()))
+    note_pid(out, str(rank), os.getpid())
     fault = os.environ.get("FAULT", "")
     mine = fault and rank == int(os.environ.get("FAULT_RANK", "0"))
     if fault in ("hang", "raise", "oom"):
@@ -34,7 +34,7 @@ def main() -> int:
     if fault == "kill":  # a peer waits for the one that was killed
         time.sleep(600)
     if fault == "grandchild":
-        (out / f"pid-grandchild-{rank}").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        note_pid(out, f"grandchild-{rank}", subprocess.Popen(["sleep", "600"]).pid)
         time.sleep(600)
     if fault == "environment":
         (out / f"environment-{rank}").write_text("\n".join(f"{k}={v}" for k, v in sorted(os.environ.items())))
@@ -42,6 +42,12 @@ def main() -> int:
         losses = [6.0, 5.0, 4.0, float(os.environ.get("LAST_LOSS", "3.0"))]
         make_record(losses).write(out / "record.json")
     return 0
+
+
+def note_pid(out: Path, name: str, pid: int) -> None:
+    unfinished = out / f"{name}.tmp"  # tests read the notes while they are made
+    unfinished.write_text(str(pid))
+    unfinished.rename(out / f"pid-{name}")
 
 
 def with_messages(rank: int, fault: str, mine: bool) -> int:
