@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megabench.checkpoint import CheckpointError
-from megabench.models.catalog import ModelShape
+from megabench.models.shape import ModelShape
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"

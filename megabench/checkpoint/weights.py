@@ -18,8 +18,8 @@ from megabench.checkpoint.blocks import key, num_elements, size, whole
 from megabench.checkpoint.directory import check_sizes, commit, folder_of, steps_in
 from megabench.checkpoint.files import PART_BYTES, Named, TensorFiles, check_files, num_bytes, write_files
 from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, FileEntry, Manifest, ModelEntry
-from megabench.models.catalog import ModelShape
 from megabench.models.mapping import Piece
+from megabench.models.shape import ModelShape
 from megabench.runtime import environment
 
 

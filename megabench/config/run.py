@@ -18,7 +18,8 @@ from pydantic import (
 
 from megabench.config.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
 from megabench.config.reading import ConfigError, explain
-from megabench.models.catalog import ModelShape, get_model
+from megabench.models.find import find_model, is_directory
+from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
 from megabench.parallel.placement import Policy
 
@@ -43,7 +44,9 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    model: str = Field("llama3-8b", description="Model: a name of the catalogue.")
+    model: str = Field(
+        "llama3-8b", description="Model: a name of the catalogue, or a Hugging Face or checkpoint directory."
+    )
     num_layers: PositiveInt | None = Field(None, description="Cut or grow the model to this many layers.")
     engine: EngineName = Field("megatron", description="How a step runs.")
     tp: PositiveInt = Field(1, description="Tensor-parallel size; sequence parallelism comes with it.")
@@ -137,7 +140,7 @@ class RunConfig(BaseModel):
 
     @property
     def shape(self) -> ModelShape:
-        shape = get_model(self.model)
+        shape = find_model(self.model)
         return shape.with_layers(self.num_layers) if self.num_layers else shape
 
     @property
@@ -160,6 +163,7 @@ class RunConfig(BaseModel):
 
     def _resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
         shape = self.shape
+        self._check_model_fits(shape)
         self._check_placement(world_size)
         if max(self.betas) >= 1:
             raise ConfigError(f"betas={self.betas} must lie below 1, e.g. 0.9 0.95")
@@ -204,6 +208,24 @@ class RunConfig(BaseModel):
         run.layout.check_model(shape, run.seq_length)
         run.layout.check_batch(run.global_batch, run.micro_batch)
         return run
+
+    def _check_model_fits(self, shape: ModelShape) -> None:
+        if self.engine == "megatron" and not shape.table.has_parallel_blocks:
+            raise ConfigError(
+                f"model={self.model}: {shape.family} has no parallel blocks, which the megatron engine needs; use "
+                f"--engine deepspeed, fsdp or ddp, or a Llama, Mistral or Qwen model"
+            )
+        if self.num_layers and is_directory(self.model):
+            raise ConfigError(
+                f"num_layers={self.num_layers} cuts models of the catalogue, and model={self.model} has weights of its "
+                f"own; leave it out"
+            )
+        length = self.seq_length or shape.seq_length
+        if shape.table.positions == "learned" and shape.num_positions and length > shape.num_positions:
+            raise ConfigError(
+                f"seq_length={length} is more than the {shape.num_positions} positions that {self.model} has learned; "
+                f"use a seq_length up to that"
+            )
 
     def _check_placement(self, world_size: int) -> None:
         if self.strict_placement and self.placement == "spread-tp":

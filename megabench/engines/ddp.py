@@ -5,6 +5,7 @@ micro-batches, and reduced, in fp32, overlapped with backward by torch's reducer
 """
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
@@ -21,7 +22,6 @@ from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.replica_state import Held, ReplicaState
-from megabench.models.hugging_face import llama_config
 from megabench.runtime.device import DTYPES
 
 
@@ -41,27 +41,26 @@ class DdpEngine:
         self.state = ReplicaState(config, self.optimizer, held)
         self.loss = torch.zeros((), device=device)
 
-    def _build_model(self) -> LlamaForCausalLM:
+    def _build_model(self) -> PreTrainedModel:
         run, dtype = self.run, DTYPES[self.run.precision]
-        kernels.patch_transformers(run)
         with torch.device("meta"):
-            model = LlamaForCausalLM(llama_config(run.shape))
+            model = shared.create(run)
         model.to_empty(device=self.device)
         shared.prepare(model, run, self.device)
+        values = shared.InitialValues(run)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                values = shared.flat_values(name, 0, parameter.numel(), run)
-                parameter.copy_(values.to(dtype).view(parameter.shape))
+                parameter.copy_(values.read(name, 0, parameter.numel()).to(dtype).view(parameter.shape))
         if dtype != torch.float32:
             for module in list(model.modules()):
-                if "weight" in module._parameters:
-                    parametrize.register_parametrization(module, "weight", _Cast(dtype), unsafe=True)
+                for name in list(module._parameters):
+                    parametrize.register_parametrization(module, name, _Cast(dtype), unsafe=True)
         return model
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The fp32 parameters by their Hugging Face names."""
         for name, parameter in self.model.module.named_parameters():
-            yield name.replace("parametrizations.weight.original", "weight"), parameter
+            yield re.sub(r"parametrizations\.(\w+)\.original", r"\1", name), parameter
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         self.accumulate(batches)
@@ -107,7 +106,7 @@ class DdpEngine:
 
 
 class _Cast(nn.Module):
-    """A weight in another dtype."""
+    """A parameter in another dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

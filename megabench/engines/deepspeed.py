@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
@@ -20,7 +20,6 @@ from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.zero_state import ZeroState
-from megabench.models.hugging_face import llama_config
 from megabench.runtime.device import DTYPES
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -54,15 +53,13 @@ class DeepSpeedEngine:
         self.loss = torch.zeros((), device=device)
         self.state = ZeroState(self.engine, self.zero_stage, config)
 
-    def _build_model(self) -> LlamaForCausalLM:
+    def _build_model(self) -> PreTrainedModel:
         """The transformers model with the layout-independent initial weights, partitioned from birth under ZeRO-3."""
-        kernels.patch_transformers(self.run)
-        config = llama_config(self.run.shape)
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(DTYPES[self.run.precision])
         try:
             with self.device, deepspeed.zero.Init(config_dict_or_path=self.settings, enabled=self.zero_stage == 3):
-                model = LlamaForCausalLM(config)
+                model = shared.create(self.run)
         finally:
             torch.set_default_dtype(default_dtype)
         shared.prepare(model, self.run, self.device)
@@ -164,10 +161,11 @@ def _build_optimizer(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim
 @torch.no_grad()
 def _load_initial_weights(model: torch.nn.Module, run: ResolvedConfig) -> None:
     """Fills each parameter, or this rank's partition of it under ZeRO-3, with its initial values."""
+    values = shared.InitialValues(run)
     for name, parameter in model.named_parameters():
         partition = getattr(parameter, "ds_tensor", None)
         if partition is None:
-            parameter.copy_(shared.flat_values(name, 0, parameter.numel(), run).view(parameter.shape))
+            parameter.copy_(values.read(name, 0, parameter.numel()).view(parameter.shape))
         else:  # ZeRO-3 cuts the flat tensor, padded at its end, in equal parts
             start = partition.numel() * dist.get_rank()
-            partition.copy_(shared.flat_values(name, start, start + partition.numel(), run))
+            partition.copy_(values.read(name, start, start + partition.numel()))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
@@ -24,7 +24,6 @@ from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.replica_state import Held, ReplicaState
-from megabench.models.hugging_face import llama_config
 from megabench.runtime.device import DTYPES
 
 
@@ -48,21 +47,21 @@ class FsdpEngine:
         self.state = ReplicaState(config, self.optimizer, held)
         self.loss = torch.zeros((), device=device)
 
-    def _build_model(self) -> LlamaForCausalLM:
+    def _build_model(self) -> PreTrainedModel:
         """The sharded model with the layout-independent initial weights; it is never whole on any rank."""
         run = self.run
-        kernels.patch_transformers(run)
         with torch.device("meta"):
-            model = LlamaForCausalLM(llama_config(run.shape))
+            model = shared.create(run)
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[run.precision], reduce_dtype=DTYPES[run.grad_dtype])
         mesh = self._mesh()
-        for block in [*model.model.layers, model]:
+        for block in [*shared.blocks(model, run), model]:
             reshard = run.reshard_after_forward and block is not model  # backward begins where forward ends
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         model.to_empty(device=self.device)
         shared.prepare(model, run, self.device)
+        values = shared.InitialValues(run)
         for name, parameter in model.named_parameters():
-            self._fill(name, parameter)
+            self._fill(name, parameter, values)
         return model
 
     def _mesh(self) -> DeviceMesh:
@@ -72,10 +71,9 @@ class FsdpEngine:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     @torch.no_grad()
-    def _fill(self, name: str, parameter: nn.Parameter) -> None:
+    def _fill(self, name: str, parameter: nn.Parameter, values: shared.InitialValues) -> None:
         local, start = _local(parameter), _first_element(parameter)
-        values = shared.flat_values(name, start, start + local.numel(), self.run)
-        local.copy_(values.to(DTYPES[self.run.precision]).view(local.shape))
+        local.copy_(values.read(name, start, start + local.numel()).to(DTYPES[self.run.precision]).view(local.shape))
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.model.named_parameters()

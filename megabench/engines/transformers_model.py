@@ -6,17 +6,18 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import PreTrainedModel
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.cross_entropy import linear_cross_entropy
-from megabench.engines.kernels import fuses_cross_entropy
+from megabench.engines.initial import initial_weights
+from megabench.engines.kernels import fuses_cross_entropy, patch_transformers
 from megabench.engines.optim import is_decayed
-from megabench.models.init import initial_piece, standard_deviation
-from megabench.models.mapping import Piece, hugging_face_shapes
+from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.mapping import hugging_face_shapes
+from megabench.models.weights import read_flat
 from megabench.runtime.device import DTYPES
 
 
@@ -32,10 +33,23 @@ class LossHead(nn.Linear):
         return linear_cross_entropy(hidden.flatten(0, 1), self.weight, self.labels.flatten())
 
 
-def prepare(model: LlamaForCausalLM, run: ResolvedConfig, device: torch.device) -> None:
+def create(run: ResolvedConfig) -> PreTrainedModel:
+    """The transformers model of a run, on the default device and in the default dtype, with any weights."""
+    patch_transformers(run)
+    return build_model(transformers_config(run.shape))
+
+
+def blocks(model: PreTrainedModel, run: ResolvedConfig) -> list[nn.Module]:
+    """Its layers, in order."""
+    return list(model.get_submodule(run.shape.table.layer_prefix.rstrip(".")).children())
+
+
+def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:
     """Gives a model that was built in another dtype, or on no device, what it must have before it trains."""
     # made in fp32 again: rotary frequencies in half precision are other frequencies
-    model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(device)
+    if rotary := getattr(model.base_model, "rotary_emb", None):
+        model.base_model.rotary_emb = type(rotary)(model.config).to(device)
+    model.tie_weights()  # moving a model between devices makes two of one
     if fuses_cross_entropy(run):
         head = model.get_output_embeddings()
         assert type(head) is nn.Linear and head.bias is None
@@ -45,7 +59,7 @@ def prepare(model: LlamaForCausalLM, run: ResolvedConfig, device: torch.device) 
     model.train()
 
 
-def mean_loss(wrapped: nn.Module, model: LlamaForCausalLM, batch: Batch) -> Tensor:
+def mean_loss(wrapped: nn.Module, model: PreTrainedModel, batch: Batch) -> Tensor:
     """The mean cross-entropy over all S labels of a micro-batch: transformers' own shift would lose one.
 
     `wrapped` is what an engine made of `model`.
@@ -59,21 +73,15 @@ def mean_loss(wrapped: nn.Module, model: LlamaForCausalLM, batch: Batch) -> Tens
     return F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
 
 
-def flat_values(name: str, start: int, stop: int, run: ResolvedConfig) -> Tensor:
-    """Elements `start` to `stop` of a parameter's initial values, counted through its rows: fp32 on CPU, [stop−start].
+class InitialValues:
+    """The values that a run's parameters start from, by ranges of their elements; fp32 on CPU."""
 
-    Elements beyond the parameter's end are zero.
-    """
-    shape = hugging_face_shapes(run.shape)[name]
-    width = shape[1] if len(shape) == 2 else 1
-    end = min(stop, shape[0] * width)
-    values = torch.zeros(stop - start)
-    if start < end:
-        rows = start // width, -(-end // width)
-        piece = Piece(name, rows, (0, width) if len(shape) == 2 else None)
-        drawn = initial_piece(piece, shape, standard_deviation(name, run.shape), run.seed).flatten()
-        values[: end - start] = drawn[start - rows[0] * width : end - rows[0] * width]
-    return values
+    def __init__(self, run: ResolvedConfig) -> None:
+        self._weights, self._sizes = initial_weights(run), hugging_face_shapes(run.shape)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop`, counted through the parameter's rows, and zeros beyond its end."""
+        return read_flat(self._weights, name, self._sizes, start, stop).float()
 
 
 def build_optimizer(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> torch.optim.Optimizer:
