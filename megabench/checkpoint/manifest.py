@@ -20,7 +20,16 @@ SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 
 # what a run may change without training another model
-_RUN_DEFAULTS = ("name", "seq_length", "micro_batch", "global_batch", "learning_rate", "lr_warmup", "source")
+_RUN_DEFAULTS = (
+    "name",
+    "num_positions",
+    "seq_length",
+    "micro_batch",
+    "global_batch",
+    "learning_rate",
+    "lr_warmup",
+    "source",
+)
 
 
 class DamagedError(Exception):

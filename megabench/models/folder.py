@@ -1,7 +1,6 @@
 """A directory as Hugging Face models are kept in: config.json, safetensors files, tokenizer files."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -141,18 +140,15 @@ class HuggingFaceWeights:
             )
 
 
-def assets_of(folder: Path) -> list[Path]:
+def read_assets(folder: Path) -> dict[str, bytes]:
     """The files beside the weights that a model needs: its configuration, its generation settings, its tokenizer."""
-    names = (CONFIG_NAME, GENERATION_CONFIG, *_TOKENIZER_FILES)
-    return [folder / name for name in names if (folder / name).is_file()]
+    return _read(folder, (CONFIG_NAME, GENERATION_CONFIG)) | read_tokenizer(folder)
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a tokenizer directory."""
-    return [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+def read_tokenizer(folder: Path) -> dict[str, bytes]:
+    """The files of a tokenizer, by name; none where there is no tokenizer."""
+    return _read(folder, _TOKENIZER_FILES)
 
 
-def copy_files(files: list[Path], target: Path) -> None:
-    """Copies files into the folder `target`, under their names; the later of two of a name wins."""
-    for file in files:
-        shutil.copyfile(file, target / file.name)
+def _read(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}

@@ -76,8 +76,9 @@ def transformers_config(shape: ModelShape) -> "PreTrainedConfig":
             "rms_norm_eps": shape.norm_eps,
             "rope_parameters": _rope_parameters(shape),
             "attention_dropout": 0.0,
-            "sliding_window": None,
         }
+        if shape.family == "mistral":
+            special["sliding_window"] = None
     return AutoConfig.for_model(shape.family, **(common | special))
 
 
@@ -94,12 +95,25 @@ def build_model(config: "PreTrainedConfig") -> "PreTrainedModel":
     return model
 
 
-def rotary_frequencies(shape: ModelShape) -> "Tensor":
-    """The rotary embedding's frequencies, scaled or not, as transformers computes them: fp32 on CPU, [D/2]."""
+def config_text(shape: ModelShape) -> bytes:
+    """The config.json of a model of `shape` that no directory describes yet."""
+    config = transformers_config(shape)
+    config.use_cache = True
+    with_class = config.to_diff_dict() | {"architectures": [type(_on_meta(shape)).__name__]}
+    return (json.dumps(with_class, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _on_meta(shape: ModelShape) -> "PreTrainedModel":
+    """A model of one layer, without weights."""
     import torch
 
     with torch.device("meta"):
-        model = build_model(transformers_config(shape.with_layers(1)))
+        return build_model(transformers_config(shape.with_layers(1)))
+
+
+def rotary_frequencies(shape: ModelShape) -> "Tensor":
+    """The rotary embedding's frequencies, scaled or not, as transformers computes them: fp32 on CPU, [D/2]."""
+    model = _on_meta(shape)
     rotary = type(model.base_model.rotary_emb)(model.config)
     frequencies: Tensor = rotary.inv_freq.clone()
     return frequencies

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from megabench.checkpoint.assets import assets_of_run
 from megabench.checkpoint.blocks import TrainingState
 from megabench.checkpoint.directory import remove_partial, set_aside
 from megabench.checkpoint.load import Found, read_shards
@@ -75,7 +76,10 @@ class Checkpoints:
         if rank == 0:
             remove_partial(run.save)
             self._set_aside(resume)
-        self._saver = Saver(run.save, rendezvous.store, rank, dist.get_world_size(), token[0], staging, run.keep)
+        assets = assets_of_run(run) if rank == 0 else {}
+        self._saver = Saver(
+            run.save, rendezvous.store, rank, dist.get_world_size(), token[0], staging, run.keep, assets
+        )
 
     def _stage(self, local_world_size: int, device: torch.device) -> Staging | None:
         """Host memory for asynchronous saves, where they are wanted and every host has enough of it."""

@@ -1,7 +1,7 @@
 """Runs an engine on the ranks of the pool and the reference in this process, on the same work, and compares them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -13,43 +13,9 @@ from megabench.config import ResolvedConfig, RunConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
 from megabench.engines.base import build_engine
-from megabench.models.catalog import CATALOG
-from megabench.models.shape import RopeScaling
 from tests import distributed
 from tests.engines.reference import Reference
-
-# a vocabulary that no tensor-parallel size divides
-CATALOG["llama-odd"] = replace(CATALOG["llama-tiny"], name="llama-odd", vocab_size=509)
-# the other families, in small
-_SCALING = RopeScaling(8.0, 1.0, 4.0, 32)
-CATALOG["llama31-tiny"] = replace(CATALOG["llama-tiny"], name="llama31-tiny", rope_scaling=_SCALING)
-CATALOG["llama32-tiny"] = replace(
-    CATALOG["llama-odd"], name="llama32-tiny", rope_scaling=_SCALING, tied_embeddings=True
-)
-CATALOG["mistral-tiny"] = replace(CATALOG["llama-tiny"], name="mistral-tiny", family="mistral")
-CATALOG["qwen2-tiny"] = replace(CATALOG["llama-tiny"], name="qwen2-tiny", family="qwen2", tied_embeddings=True)
-CATALOG["qwen3-tiny"] = replace(CATALOG["llama-tiny"], name="qwen3-tiny", family="qwen3", head_dim=32)
-CATALOG["gpt2-tiny"] = replace(
-    CATALOG["gpt2"],
-    name="gpt2-tiny",
-    hidden_size=128,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=16,
-    ffn_size=512,
-    vocab_size=512,
-    num_positions=64,
-)
-CATALOG["bloom-tiny"] = replace(
-    CATALOG["bloom-560m"],
-    name="bloom-tiny",
-    hidden_size=128,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=16,
-    ffn_size=512,
-    vocab_size=512,
-)
+from tests.models import tiny  # noqa: F401  (its shapes become names of the catalogue)
 
 TOLERANCE = 1e-5  # relative L2 difference of any tensor, fp32
 NUM_STEPS = 3

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from megabench.models.catalog import CATALOG
 from tests.engines.equivalence import OPTIMIZERS, assert_equal_to_reference
-from tests.models.checkpoints import save_model
+from tests.models.tiny import CATALOG, save_model
 
 pytestmark = pytest.mark.distributed
 
