@@ -43,6 +43,9 @@ CATALOG["bloom-tiny"] = replace(
     vocab_size=512,
 )
 
+# those that have parallel blocks
+FAMILIES = ("llama-tiny", "llama31-tiny", "llama32-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny")
+
 
 def save_model(
     folder: Path, shape: ModelShape, seed: int = 0, dtype: torch.dtype = torch.float32, **save: Any
