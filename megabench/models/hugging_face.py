@@ -154,7 +154,7 @@ def read_shape(folder: Path) -> ModelShape:
     try:
         config = AutoConfig.for_model(family, **{k: v for k, v in content.items() if k != "model_type"})
     except Exception as error:  # transformers raises whatever its checks do
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UnsupportedModelError(f"{path} is refused by transformers: {reason}; correct the file") from None
     _check(config, content, path)
     sizes = {

@@ -3,7 +3,6 @@
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from transformers.utils import logging
 from megabench.checkpoint.weights import open_weights
 from megabench.convert import UnequalError
 from megabench.convert.compare import Comparison, compare, comparison_run
-from megabench.convert.exporting import export_model
+from megabench.convert.exporting import SHARD_BYTES, export_dtype, export_model
 from megabench.convert.importing import import_model
 from megabench.convert.samples import sample_tokens
 from megabench.models.folder import INDEX, HuggingFaceWeights
@@ -38,10 +37,11 @@ def import_here(folder: Path, out: Path, tp: int, pp: int) -> Comparison | None:
     ).comparison
 
 
-def export_here(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, **options: Any) -> Comparison | None:
-    weights, run = open_weights(checkpoint), comparison_run(str(checkpoint), 1, 1)
-    tokens = sample_tokens(checkpoint / "hugging_face", run.shape)
-    return export_model(weights, out, run, dtype, tokens, quiet, **options).comparison
+def export_here(checkpoint: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Comparison | None:
+    weights = open_weights(checkpoint)
+    run = comparison_run(str(weights.folder), 1, 1)
+    tokens = sample_tokens(weights.folder / "hugging_face", run.shape)
+    return export_model(weights, out, run, export_dtype(weights), tokens, quiet, shard_bytes).comparison
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -92,7 +92,7 @@ def test_several_files_in_bf16(tmp_path: Path, family: str, caplog: pytest.LogCa
     num_files = len(list(source.glob("*.safetensors")))
     assert num_files >= 3
     distributed.run(import_here, 4, source, tmp_path / "checkpoint", 2, 2)
-    distributed.run(export_here, 1, tmp_path / "checkpoint", tmp_path / "exported", shard_bytes=500_000)
+    distributed.run(export_here, 1, tmp_path / "checkpoint", tmp_path / "exported", 500_000)
     assert_same_tensors(source, tmp_path / "exported")
     index = json.loads((tmp_path / "exported" / INDEX).read_text())
     listed = {name: set(load_file(tmp_path / "exported" / name)) for name in set(index["weight_map"].values())}
@@ -106,7 +106,7 @@ def test_several_files_in_bf16(tmp_path: Path, family: str, caplog: pytest.LogCa
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
     assert loaded.dtype == torch.bfloat16
     tokens = torch.arange(12).view(1, 12)
-    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert torch.equal(loaded(tokens).logits, AutoModelForCausalLM.from_pretrained(source)(tokens).logits)
 
 
 def compare_swapped(folder: Path, one: str, other: str) -> Comparison:
