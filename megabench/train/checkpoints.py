@@ -71,11 +71,11 @@ class Checkpoints:
         rank = dist.get_rank()
         staging = self._stage(rendezvous.local_world_size, device)
         self._mode: Literal["sync", "async"] = "async" if staging else "sync"
-        token = [secrets.token_hex(4)]
-        dist.broadcast_object_list(token)
         if rank == 0:
             remove_partial(run.save)
             self._set_aside(resume)
+        token = [secrets.token_hex(4)]
+        dist.broadcast_object_list(token)  # behind the clearing up: who has it may begin to save
         assets = assets_of_run(run) if rank == 0 else {}
         self._saver = Saver(
             run.save, rendezvous.store, rank, dist.get_world_size(), token[0], staging, run.keep, assets
