@@ -6,6 +6,7 @@ python tools/convert.py verify --hf DIR [--ckpt CKPT] [--tp 2 --pp 2]
 python tools/convert.py inspect CKPT
 """
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -63,7 +64,8 @@ def import_command(
         with _progress(num_steps) as advance:
             done = import_model(source, out, run, tokens, advance)
         _tell(done)
-        print(f"peak memory of a process, beside its imports: {largest_of_all(memory.close()) / 2**30:.2f} GiB")
+        peak = largest_of_all(memory.close())
+        _say(f"peak memory of a process, beside its imports: {peak / 2**30:.2f} GiB")
 
 
 @app.command("export")
@@ -132,32 +134,40 @@ def inspect_command(ckpt: Annotated[Path, typer.Argument(metavar="CKPT")]) -> No
 
 def _tell(done: "Converted") -> None:
     gigabytes = done.num_bytes / 1e9
-    print(
+    _say(
         f"{done.folder}: {gigabytes:.3f} GB in {done.num_files} files, written in {done.write_seconds:.1f} s "
         f"({gigabytes / done.write_seconds:.2f} GB/s), bit by bit as read"
     )
     if done.comparison:
         _tell_comparison(done.comparison)
     else:
-        print("logits were not compared (--no-verify)")
+        _say("logits were not compared (--no-verify)")
 
 
 def _tell_comparison(comparison: "Comparison") -> None:
     verdict = "equal" if comparison.is_equal else "NOT EQUAL"
-    print(
+    _say(
         f"{verdict}: over {comparison.num_tokens} tokens, in fp32, logits differ by {comparison.max_difference:.1e} at "
         f"most (the largest is {comparison.max_logit:.3g}), predictions by a KL divergence of {comparison.kl:.1e} nats "
         f"at most, and the likeliest token is the same for {comparison.agreement:.2%}"
     )
 
 
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _say(text: str) -> None:
+    """Prints on the first rank alone."""
+    if _is_first():
+        print(text, flush=True)
+
+
 @contextmanager
 def _progress(num_steps: int) -> Iterator[Callable[[str], None]]:
     """A bar on the first rank's terminal, moved on by calling what this yields."""
-    from megabench.convert import ranks
-
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not ranks.is_first()) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not _is_first()) as progress:
         task = progress.add_task("starting", total=num_steps)
         yield lambda what: progress.update(task, description=what, advance=1)
 
@@ -170,7 +180,8 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        if _is_first():
+            print(f"Error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, UnequalError) else 2)
 
 

@@ -20,11 +20,6 @@ from megabench.runtime.device import initialize
 _PATIENCE = timedelta(hours=12)  # rank 0 works alone for a while, and files may be large
 
 
-def is_first() -> bool:
-    """Whether this process speaks for the launch."""
-    return rendezvous.rank_from_environment() == 0
-
-
 @contextmanager
 def joined(world_size: int) -> Iterator[int]:
     """This process's rank in a process group of `world_size`; ConvertError where a launcher started another number.
