@@ -27,12 +27,18 @@ EngineName = Literal["megatron", "deepspeed", "fsdp", "ddp"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Beta = PositiveFloat  # checked to be below 1 in resolve()
 
-# settings that one engine alone understands
-_ENGINE_OF: dict[str, EngineName] = {
-    "zero_stage": "deepspeed",
-    "deepspeed_config": "deepspeed",
-    "shard_size": "fsdp",
-    "reshard_after_forward": "fsdp",
+# settings that some engines alone understand
+_ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
+    "zero_stage": ("deepspeed",),
+    "deepspeed_config": ("deepspeed",),
+    "hpz_size": ("deepspeed",),
+    "zero_prefetch": ("deepspeed",),
+    "zero_persistence": ("deepspeed",),
+    "offload": ("deepspeed", "fsdp"),
+    "shard_size": ("fsdp",),
+    "reshard_after_forward": ("fsdp",),
+    "compile": ("fsdp", "ddp"),
+    "powersgd_rank": ("ddp",),
 }
 
 # where a run writes and how it is watched shape no result
@@ -68,6 +74,23 @@ class RunConfig(BaseModel):
     reshard_after_forward: bool = Field(
         True, description="Whether fsdp drops a block's weights after forward, to gather them again for backward."
     )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="What deepspeed and fsdp keep in host memory: the optimizer (deepspeed), or all (ZeRO-3, fsdp).",
+    )
+    hpz_size: PositiveInt | None = Field(
+        None, description="Neighbouring ranks that keep a second copy of ZeRO-3's shards, for backward (ZeRO++ hpZ)."
+    )
+    zero_prefetch: NonNegativeInt | None = Field(
+        None, description="Elements that ZeRO-3 gathers ahead of their use [default: DeepSpeed's]."
+    )
+    zero_persistence: NonNegativeInt | None = Field(
+        None, description="Elements up to which ZeRO-3 keeps a parameter whole on every rank [default: DeepSpeed's]."
+    )
+    powersgd_rank: PositiveInt | None = Field(
+        None, description="Compress ddp's gradients to matrices of this rank (PowerSGD): less to send, other gradients."
+    )
+    compile: bool = Field(False, description="Compile the blocks of fsdp and ddp with torch.compile.")
     deepspeed_config: Path | None = Field(None, description="Your own DeepSpeed JSON; its settings win.")
     seq_length: PositiveInt | None = Field(None, description="Tokens of a sequence [default: the model's].")
     micro_batch: PositiveInt | None = Field(
@@ -78,7 +101,9 @@ class RunConfig(BaseModel):
     )
     steps: PositiveInt = Field(100, description="Optimizer steps in all, warm-up steps included.")
     warmup_steps: NonNegativeInt = Field(5, description="Steps before timing starts; in no reported figure.")
-    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="Optimizer (SGD without momentum).")
+    optimizer: Literal["adamw", "sgd", "adafactor"] = Field(
+        "adamw", description="Optimizer (SGD without momentum; Adafactor on ddp and ZeRO-0, which hold whole matrices)."
+    )
     lr: PositiveFloat | None = Field(None, description="Peak learning rate [default: the model's].")
     lr_warmup: NonNegativeInt | None = Field(None, description="Steps of linear warm-up [default: the model's].")
     min_lr: NonNegativeFloat | None = Field(
@@ -170,15 +195,14 @@ class RunConfig(BaseModel):
         precision = self.precision or ("bf16" if device == "cuda" else "fp32")
         if precision == "fp16" and device == "cpu":
             raise ConfigError("precision=fp16 needs a GPU; use bf16 or fp32 on CPU")
-        if precision == "fp16" and self.engine in ("fsdp", "ddp"):
-            raise ConfigError(f"precision=fp16 needs loss scaling, which the {self.engine} engine has not; use bf16")
         if self.grad_dtype == "bf16" and self.engine == "ddp":
             raise ConfigError("the ddp engine accumulates and reduces gradients in fp32 alone; use grad_dtype=fp32")
-        if self.shard_size and world_size % self.shard_size:
-            raise ConfigError(
-                f"shard_size={self.shard_size} does not divide the {world_size} ranks; "
-                f"use one of {divisors(world_size)}"
-            )
+        for name in ("shard_size", "hpz_size"):
+            if (size := getattr(self, name)) and world_size % size:
+                raise ConfigError(
+                    f"{name}={size} does not divide the {world_size} ranks; use one of {divisors(world_size)}"
+                )
+        self._check_engine_options()
         if self.grad_dtype == "bf16" and precision != "bf16":
             raise ConfigError(f"grad_dtype=bf16 goes with precision=bf16 only, not {precision}; use grad_dtype=fp32")
         if self.zero_stage == 0 and precision != self.grad_dtype:
@@ -246,12 +270,36 @@ class RunConfig(BaseModel):
                 f"use zero_stage=1, or precision=fp32"
             )
 
-    def _check_engine(self) -> None:
-        for setting, engine in _ENGINE_OF.items():
-            if engine != self.engine and getattr(self, setting) != type(self).model_fields[setting].default:
+    def _check_engine_options(self) -> None:
+        """Combinations of an engine's own settings that it cannot have."""
+        stage = 3 if self.zero_stage is None else self.zero_stage
+        is_zero = self.engine == "deepspeed"
+        for name in ("hpz_size", "zero_prefetch", "zero_persistence"):
+            if getattr(self, name) is not None and stage != 3:
                 raise ConfigError(
-                    f"{setting} is a setting of the {engine} engine, and the engine is {self.engine} (tp={self.tp}, "
-                    f"pp={self.pp}); add --engine {engine} with tp=1 and pp=1, or leave it out"
+                    f"{name}={getattr(self, name)} is a setting of zero_stage=3, not {stage}; leave it out"
+                )
+        if self.offload != "none" and is_zero and (stage == 0 or (self.offload == "all" and stage != 3)):
+            raise ConfigError(
+                f"offload={self.offload} needs {'zero_stage=3' if self.offload == 'all' else 'zero_stage 1 to 3'}, and "
+                f"zero_stage={stage}; use it with that, or offload=none"
+            )
+        if self.offload == "optimizer" and self.engine == "fsdp":
+            raise ConfigError("fsdp offloads its shards and their optimizer together; use offload=all")
+        if self.optimizer == "adafactor" and not (self.engine == "ddp" or (is_zero and stage == 0)):
+            where = f"zero_stage={stage}" if is_zero else f"the {self.engine} engine"
+            raise ConfigError(
+                f"optimizer=adafactor needs whole matrices on every rank, and {where} cuts them; use --engine ddp, or "
+                f"optimizer=adamw"
+            )
+
+    def _check_engine(self) -> None:
+        for setting, engines in _ENGINES_OF.items():
+            if self.engine not in engines and getattr(self, setting) != type(self).model_fields[setting].default:
+                raise ConfigError(
+                    f"{setting} is a setting of the {' and '.join(engines)} engine{'s' * (len(engines) > 1)}, and the "
+                    f"engine is {self.engine} (tp={self.tp}, pp={self.pp}); add --engine {engines[0]} with tp=1 and "
+                    f"pp=1, or leave it out"
                 )
         if self.engine == "megatron":
             return

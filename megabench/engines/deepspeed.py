@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from megabench.config.deepspeed_json import merge, read_deepspeed_json
 from megabench.data.batch import Batch
 from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
-from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.base import EngineError, StepResult, TensorKind
 from megabench.engines.zero_state import ZeroState
 from megabench.runtime.device import DTYPES
 
@@ -47,6 +48,9 @@ class DeepSpeedEngine:
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=_build_optimizer(config, model), config=self.settings
             )
+        if self.zero_stage == 3:
+            # hpZ's copies were made of the weights before the initial ones were loaded
+            self.engine.optimizer.invalidate_secondary_tensor()
         # and its engine casts buffers with the weights
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name].to(self.device)
@@ -125,7 +129,8 @@ class DeepSpeedEngine:
 
     @property
     def kernels(self) -> dict[str, str]:
-        return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
+        optimizer = "DeepSpeed CPUAdam" if _uses_cpu_adam(self.run) else shared.optimizer_name(self.run)
+        return kernels.names_for_transformers(self.run) | {"optimizer": optimizer}
 
 
 def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
@@ -139,13 +144,9 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
         "fp16": {"enabled": run.precision == "fp16", "initial_scale_power": 16, "loss_scale_window": 1000},
         "data_types": {"grad_accum_dtype": run.grad_dtype},
         "communication_data_type": run.grad_dtype,
-        "zero_optimization": {
-            "stage": run.zero_stage,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "reduce_scatter": True,
-        },
+        "zero_optimization": _zero_settings(run),
         "zero_allow_untested_optimizer": True,  # plain SGD
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own serves AdamW alone
         "steps_per_print": 2**31,
     }
     if run.deepspeed_config is None:
@@ -153,9 +154,46 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
     return merge(ours, read_deepspeed_json(run.deepspeed_config))
 
 
+def _zero_settings(run: ResolvedConfig) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": run.zero_stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+    }
+    host = {"device": "cpu", "pin_memory": run.device == "cuda"}
+    if run.offload != "none":
+        zero["offload_optimizer"] = host
+    if run.offload == "all":
+        zero["offload_param"] = host
+    given = {
+        "zero_hpz_partition_size": run.hpz_size,
+        "stage3_prefetch_bucket_size": run.zero_prefetch,
+        "stage3_param_persistence_threshold": run.zero_persistence,
+    }
+    return zero | {key: value for key, value in given.items() if value is not None}
+
+
 def _build_optimizer(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     # under ZeRO-3 a parameter is empty here and keeps its shape aside
-    return shared.build_optimizer(run, [(p, len(getattr(p, "ds_shape", p.shape))) for p in model.parameters()])
+    params = [(p, len(getattr(p, "ds_shape", p.shape))) for p in model.parameters()]
+    return _cpu_adam(run, params) if _uses_cpu_adam(run) else shared.build_optimizer(run, params)
+
+
+def _uses_cpu_adam(run: ResolvedConfig) -> bool:
+    """Without a GPU nothing is offloaded, and torch's AdamW does the same sums without a minute of compiling."""
+    return run.offload != "none" and run.optimizer == "adamw" and run.device == "cuda"
+
+
+def _cpu_adam(run: ResolvedConfig, params: list[tuple[torch.nn.Parameter, int]]) -> torch.optim.Optimizer:
+    """DeepSpeed's AdamW on the host, which it compiles on first use."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    if not (shutil.which("c++") or os.environ.get("CXX")):
+        raise EngineError(f"offload={run.offload} needs a C++ compiler for DeepSpeed's CPU optimizer; install g++")
+    groups = shared.parameter_groups(run, params)
+    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=run.lr, betas=run.betas, eps=run.eps)
+    return optimizer
 
 
 @torch.no_grad()

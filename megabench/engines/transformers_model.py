@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.cross_entropy import linear_cross_entropy
 from megabench.engines.initial import initial_weights
 from megabench.engines.kernels import fuses_cross_entropy, patch_transformers
+from megabench.engines.loss_scale import LossScale
 from megabench.engines.optim import is_decayed
 from megabench.models.hugging_face import build_model, transformers_config
 from megabench.models.mapping import hugging_face_shapes
@@ -84,15 +86,22 @@ class InitialValues:
         return read_flat(self._weights, name, self._sizes, start, stop).float()
 
 
-def build_optimizer(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> torch.optim.Optimizer:
-    """torch's optimizer, as a single process would use it, over (parameter, its number of dims when whole) pairs."""
+def parameter_groups(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> list[dict[str, Any]]:
+    """(parameter, its number of dims when whole) pairs, with weight decay and without."""
     decayed = [(param, is_decayed(num_dims)) for param, num_dims in params]
-    groups = [
+    return [
         {"params": [param for param, is_matrix in decayed if is_matrix], "weight_decay": run.weight_decay},
         {"params": [param for param, is_matrix in decayed if not is_matrix], "weight_decay": 0.0},
     ]
+
+
+def build_optimizer(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> torch.optim.Optimizer:
+    """torch's optimizer, as a single process would use it, over (parameter, its number of dims when whole) pairs."""
+    groups = parameter_groups(run, params)
     if run.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=run.lr)
+    if run.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=run.lr)
     return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
 
 
@@ -103,12 +112,23 @@ def finish_step(
     loss: float,
     grad_norm: float,
     learning_rate: float,
+    loss_scale: LossScale | None,
 ) -> StepResult:
-    """Clips this rank's `grads` by the norm of all and steps the optimizer, unless the norm is not finite."""
+    """Clips this rank's `grads` by the norm of all and steps the optimizer, unless the norm is not finite.
+
+    Gradients and norm are `loss_scale` times too large.
+    """
     is_finite = math.isfinite(grad_norm)
+    factor = 1.0
+    if loss_scale:
+        factor = 1 / loss_scale.value
+        grad_norm *= factor
+        loss_scale.update(is_finite)
     if is_finite:
         if run.clip_grad and grad_norm > run.clip_grad:
-            torch._foreach_mul_(grads, run.clip_grad / (grad_norm + 1e-6))
+            factor *= run.clip_grad / (grad_norm + 1e-6)
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
@@ -120,12 +140,20 @@ def finish_step(
     )
 
 
-def shown(name: str, tensor: Tensor | None, kind: TensorKind, run: ResolvedConfig) -> Tensor:
+def loss_scale_of(run: ResolvedConfig) -> LossScale | None:
+    """fp16's; None in other precisions."""
+    return LossScale() if run.precision == "fp16" else None
+
+
+def shown(
+    name: str, tensor: Tensor | None, kind: TensorKind, run: ResolvedConfig, loss_scale: LossScale | None
+) -> Tensor:
     """A whole fp32 tensor as `Engine.full_tensors` gives it: weights as the model computes with them."""
     assert tensor is not None, f"{name} has no gradient; they exist between accumulate and update"
     dtype = DTYPES[run.precision] if kind == "weights" else torch.float32
-    return tensor.detach().to(dtype).float().cpu().clone()
+    whole = tensor.detach().to(dtype).float().cpu().clone()
+    return whole / loss_scale.value if loss_scale and kind == "gradients" else whole
 
 
 def optimizer_name(run: ResolvedConfig) -> str:
-    return "torch fused AdamW" if run.optimizer == "adamw" else "torch SGD"
+    return {"adamw": "torch fused AdamW", "sgd": "torch SGD", "adafactor": "torch Adafactor"}[run.optimizer]

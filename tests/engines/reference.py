@@ -30,7 +30,9 @@ class Reference:
             {"params": [p for p in self.model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
         ]
         self.optimizer: torch.optim.Optimizer
-        if run.optimizer == "sgd":
+        if run.optimizer == "adafactor":
+            self.optimizer = torch.optim.Adafactor(groups, lr=run.lr)
+        elif run.optimizer == "sgd":
             self.optimizer = torch.optim.SGD(groups, lr=run.lr)
         else:
             self.optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps)
