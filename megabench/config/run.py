@@ -264,6 +264,8 @@ class RunConfig(BaseModel):
         for name in ("save_every", "keep"):
             if (value := getattr(self, name)) is not None and self.save is None:
                 raise ConfigError(f"{name}={value} needs a directory to save to; add --save DIR, or leave it out")
+        if (self.save or self.load) and self.zero_stage == 0 and self.optimizer == "adafactor":
+            raise ConfigError("checkpoints of zero_stage=0 do not hold Adafactor's state; use --engine ddp")
         if (self.save or self.load) and self.zero_stage == 0 and precision != "fp32":
             raise ConfigError(
                 f"checkpoints of zero_stage=0 hold fp32 masters, which DeepSpeed keeps out of reach in {precision}; "

@@ -13,7 +13,6 @@ from megabench.models.families import FAMILIES
 from megabench.models.shape import ModelShape, RopeScaling
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
 CONFIG_NAME = "config.json"
@@ -109,14 +108,6 @@ def _on_meta(shape: ModelShape) -> "PreTrainedModel":
 
     with torch.device("meta"):
         return build_model(transformers_config(shape.with_layers(1)))
-
-
-def rotary_frequencies(shape: ModelShape) -> "Tensor":
-    """The rotary embedding's frequencies, scaled or not, as transformers computes them: fp32 on CPU, [D/2]."""
-    model = _on_meta(shape)
-    rotary = type(model.base_model.rotary_emb)(model.config)
-    frequencies: Tensor = rotary.inv_freq.clone()
-    return frequencies
 
 
 def read_config(folder: Path) -> dict[str, Any]:

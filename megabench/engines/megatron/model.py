@@ -17,8 +17,8 @@ from megabench.engines.cross_entropy import linear_cross_entropy
 from megabench.engines.kernels import fuses_activation, fuses_cross_entropy
 from megabench.engines.megatron.blocks import llama_blocks
 from megabench.engines.optim import has_apex_weight_gradients
-from megabench.models.hugging_face import rotary_frequencies
 from megabench.models.mapping import padded_vocab_size, shard
+from megabench.models.rotary import rotary_frequencies
 from megabench.models.weights import Weights, read_shard
 from megabench.parallel.layout import Layout
 from megabench.runtime.device import DTYPES
