@@ -90,7 +90,7 @@ def topo(
     Exit status: 2 when the layout cannot be had.
     """
     from megabench import topo as room
-    from megabench.models.catalog import get_model
+    from megabench.models.find import find_model
     from megabench.parallel.layout import Layout
     from megabench.parallel.placement import place
 
@@ -99,7 +99,7 @@ def topo(
     topology = room.find_topology(cluster, nproc, asked, _launcher_rank() is not None, emulate_hosts)
     layout = asked.with_world_size(topology.world_size)
     if model:
-        shape = get_model(model)
+        shape = find_model(model)
         layout.check_model(shape, shape.seq_length)
     placed = place(topology, layout, policy, strict_placement)
     if _launcher_rank() in (None, 0):

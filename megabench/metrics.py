@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megabench.models.catalog import ModelShape
+from megabench.models.shape import ModelShape
 
 
 @dataclass(frozen=True)

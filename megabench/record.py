@@ -46,6 +46,7 @@ class WorkClass(_Part):
     grad_dtype: str
     global_batch: int
     seq_length: int
+    compression: str | None = None
 
     @property
     def id(self) -> str:

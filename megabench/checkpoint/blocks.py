@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megabench.models.mapping import Piece, Shard
 
-StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
+StateKind = Literal["weight", "exp_avg", "exp_avg_sq", "row_var", "col_var", "variance"]
 
 _KEY = re.compile(r"(?P<kind>\w+):(?P<name>[^\[]+)\[(?P<r0>\d+):(?P<r1>\d+)(?:,(?P<c0>\d+):(?P<c1>\d+))?\]")
 

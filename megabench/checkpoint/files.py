@@ -8,7 +8,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ from torch import Tensor
 
 from megabench.checkpoint.blocks import key, overlap, parse_key, within
 from megabench.checkpoint.manifest import DamagedError, FileEntry
+from megabench.models.find import ASSETS
 from megabench.models.mapping import Piece
 
 PART_BYTES = 2 << 30  # a file's size, about: files are written and checked side by side
 _CHUNK_BYTES = 16 << 20
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_SUFFIX = ".safetensors"
 
 Named = tuple[str, Tensor]
 
@@ -59,7 +62,7 @@ def write_files(folder: Path, stem: str, tensors: Sequence[Named]) -> list[FileE
     with ThreadPoolExecutor(num_threads()) as pool:
         return list(
             pool.map(
-                lambda numbered: _write_file(folder / f"{stem}-{numbered[0]:02d}.safetensors", numbered[1]),
+                lambda numbered: _write_file(folder / f"{stem}-{numbered[0]:02d}{_SUFFIX}", numbered[1]),
                 enumerate(split(tensors)),
             )
         )
@@ -98,6 +101,20 @@ def _header(tensors: Sequence[Named]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+def write_assets(folder: Path, assets: Mapping[str, bytes]) -> list[FileEntry]:
+    """Writes what a model needs beside its weights into the ASSETS of a checkpoint; raises OSError where that fails."""
+    (folder / ASSETS).mkdir(exist_ok=True)
+    for name, content in assets.items():
+        with (folder / ASSETS / name).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    return [
+        FileEntry(name=f"{ASSETS}/{name}", num_bytes=len(content), crc32=zlib.crc32(content))
+        for name, content in assets.items()
+    ]
+
+
 def check_files(folder: Path, files: Sequence[FileEntry]) -> None:
     """DamagedError, naming the first, unless every file's bytes have the checksum that the manifest says."""
     with ThreadPoolExecutor(num_threads()) as pool:
@@ -123,6 +140,8 @@ class TensorFiles:
     def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
         self._parts: dict[tuple[str, str], list[tuple[Piece, Any, str]]] = {}
         for entry in files:
+            if not entry.name.endswith(_SUFFIX):
+                continue
             try:
                 file = safe_open(str(folder / entry.name), framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
@@ -135,6 +154,12 @@ class TensorFiles:
     def names(self) -> set[tuple[str, str]]:
         """(kind, tensor name) of all that is there."""
         return set(self._parts)
+
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        """The dtype that a tensor is stored in; DamagedError where it is not there."""
+        for _, file, text in self._parts.get((kind, name), ()):
+            return _DTYPES[file.get_slice(text).get_dtype()]
+        raise DamagedError(f"the files hold no {kind} {name}")
 
     def read(self, kind: str, wanted: Piece, into: Tensor) -> None:
         """Copies a rectangle into `into`, [rows, columns] or [rows]; DamagedError unless it is there as a whole."""

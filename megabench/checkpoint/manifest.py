@@ -14,13 +14,22 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megabench.checkpoint import CheckpointError
-from megabench.models.catalog import ModelShape
+from megabench.models.shape import ModelShape
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 
 # what a run may change without training another model
-_RUN_DEFAULTS = ("name", "seq_length", "micro_batch", "global_batch", "learning_rate", "lr_warmup", "source")
+_RUN_DEFAULTS = (
+    "name",
+    "num_positions",
+    "seq_length",
+    "micro_batch",
+    "global_batch",
+    "learning_rate",
+    "lr_warmup",
+    "source",
+)
 
 
 class DamagedError(Exception):

@@ -9,7 +9,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -18,7 +18,7 @@ from torch.distributed import Store
 
 from megabench.checkpoint.blocks import StateShard, TrainingState, key, num_elements, view
 from megabench.checkpoint.directory import commit, folder_of, partial_folder, prune
-from megabench.checkpoint.files import Named, write_files
+from megabench.checkpoint.files import Named, write_assets, write_files
 from megabench.checkpoint.manifest import FileEntry, Manifest
 from megabench.checkpoint.staging import Staging
 from megabench.runtime.messages import wait_for
@@ -45,7 +45,8 @@ class Save:
 class Saver:
     """Saves the state of a run into a directory that all hosts share, one checkpoint at a time.
 
-    `token` names this start of the run, `staging` makes saves asynchronous, `keep` limits how many checkpoints stay.
+    `token` names this start of the run, `staging` makes saves asynchronous, `keep` limits how many checkpoints stay,
+    and `assets` go into each.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class Saver:
         token: str,
         staging: Staging | None,
         keep: int | None,
+        assets: Mapping[str, bytes],
     ) -> None:
-        self.directory, self.keep, self.staging = directory, keep, staging
+        self.directory, self.keep, self.staging, self.assets = directory, keep, staging, assets
         self._store = reconnect(store)
         self._rank, self._world_size, self._token = rank, world_size, token
         self._thread: Thread | None = None
@@ -116,6 +118,8 @@ class Saver:
             folder.mkdir(parents=True, exist_ok=True)
             named = tensors_of(shards)
             files = write_files(folder, f"rank-{self._rank:05d}", named)
+            if self._rank == 0:
+                files += write_assets(folder, self.assets)
             elements: Counter[str] = Counter()
             for shard in shards:
                 if shard.is_owner:

@@ -1,11 +1,8 @@
 """Checkpoints that hold weights alone, in the same format and under the same manifest as those of a run.
 
-save_weights(Path("checkpoints/llama"), get_model("llama-tiny"), tensors)     # tensors by Hugging Face name
-checkpoint = open_weights(Path("checkpoints/llama"))                          # or a checkpoint of a run
-checkpoint.manifest.model.name, checkpoint.read("model.norm.weight")
+Several processes write one together: each its blocks, one of them the manifest.
 """
 
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +11,15 @@ import torch
 from torch import Tensor
 
 from megabench.checkpoint import CheckpointError
-from megabench.checkpoint.blocks import key, num_elements, size, whole
-from megabench.checkpoint.directory import check_sizes, commit, folder_of, steps_in
-from megabench.checkpoint.files import PART_BYTES, Named, TensorFiles, check_files, num_bytes, write_files
+from megabench.checkpoint.blocks import key, size
+from megabench.checkpoint.directory import check_sizes, folder_of, steps_in
+from megabench.checkpoint.files import Named, TensorFiles, check_files, num_bytes, write_files
 from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, FileEntry, Manifest, ModelEntry
-from megabench.models.catalog import ModelShape
 from megabench.models.mapping import Piece
+from megabench.models.shape import ModelShape
 from megabench.runtime import environment
+
+_FILE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,10 @@ class Weights:
         """The Hugging Face names of the weights."""
         return sorted(name for kind, name in self.files.names if kind == "weight")
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a weight is stored."""
+        return self.files.dtype("weight", name)
+
     def read(self, wanted: Piece, dtype: torch.dtype = torch.float32) -> Tensor:
         """A rectangle of a weight on CPU, [rows, columns] or [rows]; CheckpointError unless all of it is there."""
         values = torch.empty(size(wanted), dtype=dtype)
@@ -46,56 +49,46 @@ class Weights:
         return values
 
 
-def save_weights(folder: Path, shape: ModelShape, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-    """Writes whole weights, by Hugging Face name, into a new checkpoint `folder`; one process, a few GiB at a time.
+def write_weights(folder: Path, stem: str, blocks: Iterable[tuple[Piece, Tensor]]) -> list[FileEntry]:
+    """Writes blocks of weights into files of `folder` whose names begin with `stem`, and holds few of them at a time.
 
-    CheckpointError where `folder` exists or cannot be written; nothing is left behind then.
+    Raises OSError where that fails.
     """
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already; give the path of a new folder")
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     files: list[FileEntry] = []
-    total = 0
-    try:
-        partial.mkdir(parents=True)
-        for number, group in enumerate(_groups(tensors)):
-            total += sum(tensor.numel() for _, tensor in group)
-            files += write_files(partial, f"weights-{number:05d}", group)
-        manifest = Manifest(
-            model=ModelEntry.of(shape),
-            training=None,
-            num_elements={"weight": total},
-            versions=environment.collect().versions,
-            files=tuple(files),
-        )
-        manifest.write(partial)
-        commit(partial, folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} cannot be written: {error.strerror}; give a path on a disk with room"
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return manifest
+    for number, group in enumerate(_groups(blocks)):
+        files += write_files(folder, f"{stem}-{number:05d}", group)
+    return files
 
 
-def _groups(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[Named]]:
-    """The tensors, named as in files, in groups that are written side by side."""
+def _groups(blocks: Iterable[tuple[Piece, Tensor]]) -> Iterator[list[Named]]:
+    """The blocks, named as in files, in groups of about a file."""
     group: list[Named] = []
-    for name, tensor in tensors:
-        (piece,) = whole(name, tuple(tensor.shape)).pieces
-        assert num_elements(piece) == tensor.numel()
-        group.append((key("weight", piece), tensor))
-        if sum(num_bytes(member) for _, member in group) >= 2 * PART_BYTES:
+    filled = 0
+    for piece, block in blocks:
+        group.append((key("weight", piece), block))
+        filled += num_bytes(block)
+        if filled >= _FILE_BYTES:
             yield group
-            group = []
+            group, filled = [], 0
     if group:
         yield group
 
 
-def open_weights(folder: Path) -> Weights:
+def weights_manifest(shape: ModelShape, files: Iterable[FileEntry]) -> Manifest:
+    """The manifest of a checkpoint that holds the weights of a model of `shape`, and no more."""
+    return Manifest(
+        model=ModelEntry.of(shape),
+        training=None,
+        num_elements={"weight": shape.num_parameters},
+        versions=environment.collect().versions,
+        files=tuple(files),
+    )
+
+
+def open_weights(folder: Path, check_content: bool = True) -> Weights:
     """The weights of a checkpoint, of its folder or of a run's directory (the newest then), checked file by file.
+
+    Without `check_content` their sizes alone are checked, not their checksums.
 
     CheckpointError where there is none, or where it is damaged.
     """
@@ -106,7 +99,8 @@ def open_weights(folder: Path) -> Weights:
     try:
         manifest = Manifest.read(folder)
         check_sizes(folder, manifest)
-        check_files(folder, manifest.files)
+        if check_content:
+            check_files(folder, manifest.files)
         return Weights(folder, manifest, TensorFiles(folder, manifest.files))
     except DamagedError as error:
         raise CheckpointError(f"{folder} is damaged: {error}; use another checkpoint") from None

@@ -41,8 +41,6 @@ _ELSEWHERE = {
     "scheduler": "--lr, --lr-warmup and --min-lr",
 }
 _ZERO_REFUSED = {
-    "offload_optimizer": "offload is not supported yet",
-    "offload_param": "offload is not supported yet",
     "zero_quantized_weights": "it changes the weights that are trained with",
     "zero_quantized_gradients": "it changes the gradients",
     "zero_quantized_nontrainable_weights": "it changes the weights that are trained with",
@@ -93,6 +91,7 @@ def settings_of_run(content: dict[str, Any], given: dict[str, Any], path: Path) 
         "grad_dtype": content.get("data_types", {}).get("grad_accum_dtype"),
         "precision": enabled[0] if enabled else None,
     }
+    said |= _zero_settings(content.get("zero_optimization", {}), path)
     said = {name: value for name, value in said.items() if value is not None}
     for name in given.keys() & said.keys():
         if given[name] != said[name]:
@@ -100,6 +99,27 @@ def settings_of_run(content: dict[str, Any], given: dict[str, Any], path: Path) 
                 f"{path} says {name}={said[name]}, but the run says {name}={given[name]}; change one of them"
             )
     return said
+
+
+def _zero_settings(zero: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What the section zero_optimization says of the run."""
+    offloaded = []
+    for key in ("offload_optimizer", "offload_param"):
+        device = (zero.get(key) or {}).get("device", "none")
+        if device not in ("none", "cpu"):
+            raise ConfigError(f"{path} sets zero_optimization.{key}.device={device!r}, and offload goes to cpu alone")
+        offloaded.append(device == "cpu")
+    optimizer, parameters = offloaded
+    if parameters and not optimizer:
+        raise ConfigError(
+            f"{path} offloads parameters without their optimizer; add zero_optimization.offload_optimizer"
+        )
+    return {
+        "offload": "all" if parameters else "optimizer" if optimizer else None,
+        "hpz_size": zero.get("zero_hpz_partition_size"),
+        "zero_prefetch": zero.get("stage3_prefetch_bucket_size"),
+        "zero_persistence": zero.get("stage3_param_persistence_threshold"),
+    }
 
 
 def check_deepspeed_json(content: dict[str, Any], run: "ResolvedConfig", path: Path) -> None:

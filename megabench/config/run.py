@@ -18,7 +18,8 @@ from pydantic import (
 
 from megabench.config.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
 from megabench.config.reading import ConfigError, explain
-from megabench.models.catalog import ModelShape, get_model
+from megabench.models.find import find_model, is_directory
+from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
 from megabench.parallel.placement import Policy
 
@@ -26,12 +27,18 @@ EngineName = Literal["megatron", "deepspeed", "fsdp", "ddp"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Beta = PositiveFloat  # checked to be below 1 in resolve()
 
-# settings that one engine alone understands
-_ENGINE_OF: dict[str, EngineName] = {
-    "zero_stage": "deepspeed",
-    "deepspeed_config": "deepspeed",
-    "shard_size": "fsdp",
-    "reshard_after_forward": "fsdp",
+# settings that some engines alone understand
+_ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
+    "zero_stage": ("deepspeed",),
+    "deepspeed_config": ("deepspeed",),
+    "hpz_size": ("deepspeed",),
+    "zero_prefetch": ("deepspeed",),
+    "zero_persistence": ("deepspeed",),
+    "offload": ("deepspeed", "fsdp"),
+    "shard_size": ("fsdp",),
+    "reshard_after_forward": ("fsdp",),
+    "compile": ("fsdp", "ddp"),
+    "powersgd_rank": ("ddp",),
 }
 
 # where a run writes and how it is watched shape no result
@@ -43,7 +50,9 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    model: str = Field("llama3-8b", description="Model: a name of the catalogue.")
+    model: str = Field(
+        "llama3-8b", description="Model: a name of the catalogue, or a Hugging Face or checkpoint directory."
+    )
     num_layers: PositiveInt | None = Field(None, description="Cut or grow the model to this many layers.")
     engine: EngineName = Field("megatron", description="How a step runs.")
     tp: PositiveInt = Field(1, description="Tensor-parallel size; sequence parallelism comes with it.")
@@ -65,6 +74,23 @@ class RunConfig(BaseModel):
     reshard_after_forward: bool = Field(
         True, description="Whether fsdp drops a block's weights after forward, to gather them again for backward."
     )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="What deepspeed and fsdp keep in host memory: the optimizer (deepspeed), or all (ZeRO-3, fsdp).",
+    )
+    hpz_size: PositiveInt | None = Field(
+        None, description="Neighbouring ranks that keep a second copy of ZeRO-3's shards, for backward (ZeRO++ hpZ)."
+    )
+    zero_prefetch: NonNegativeInt | None = Field(
+        None, description="Elements that ZeRO-3 gathers ahead of their use [default: DeepSpeed's]."
+    )
+    zero_persistence: NonNegativeInt | None = Field(
+        None, description="Elements up to which ZeRO-3 keeps a parameter whole on every rank [default: DeepSpeed's]."
+    )
+    powersgd_rank: PositiveInt | None = Field(
+        None, description="Compress ddp's gradients to matrices of this rank (PowerSGD): less to send, other gradients."
+    )
+    compile: bool = Field(False, description="Compile the blocks of fsdp and ddp with torch.compile.")
     deepspeed_config: Path | None = Field(None, description="Your own DeepSpeed JSON; its settings win.")
     seq_length: PositiveInt | None = Field(None, description="Tokens of a sequence [default: the model's].")
     micro_batch: PositiveInt | None = Field(
@@ -75,7 +101,9 @@ class RunConfig(BaseModel):
     )
     steps: PositiveInt = Field(100, description="Optimizer steps in all, warm-up steps included.")
     warmup_steps: NonNegativeInt = Field(5, description="Steps before timing starts; in no reported figure.")
-    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="Optimizer (SGD without momentum).")
+    optimizer: Literal["adamw", "sgd", "adafactor"] = Field(
+        "adamw", description="Optimizer (SGD without momentum; Adafactor on ddp and ZeRO-0, which hold whole matrices)."
+    )
     lr: PositiveFloat | None = Field(None, description="Peak learning rate [default: the model's].")
     lr_warmup: NonNegativeInt | None = Field(None, description="Steps of linear warm-up [default: the model's].")
     min_lr: NonNegativeFloat | None = Field(
@@ -137,7 +165,7 @@ class RunConfig(BaseModel):
 
     @property
     def shape(self) -> ModelShape:
-        shape = get_model(self.model)
+        shape = find_model(self.model)
         return shape.with_layers(self.num_layers) if self.num_layers else shape
 
     @property
@@ -160,21 +188,21 @@ class RunConfig(BaseModel):
 
     def _resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
         shape = self.shape
+        self._check_model_fits(shape)
         self._check_placement(world_size)
         if max(self.betas) >= 1:
             raise ConfigError(f"betas={self.betas} must lie below 1, e.g. 0.9 0.95")
         precision = self.precision or ("bf16" if device == "cuda" else "fp32")
         if precision == "fp16" and device == "cpu":
             raise ConfigError("precision=fp16 needs a GPU; use bf16 or fp32 on CPU")
-        if precision == "fp16" and self.engine in ("fsdp", "ddp"):
-            raise ConfigError(f"precision=fp16 needs loss scaling, which the {self.engine} engine has not; use bf16")
         if self.grad_dtype == "bf16" and self.engine == "ddp":
             raise ConfigError("the ddp engine accumulates and reduces gradients in fp32 alone; use grad_dtype=fp32")
-        if self.shard_size and world_size % self.shard_size:
-            raise ConfigError(
-                f"shard_size={self.shard_size} does not divide the {world_size} ranks; "
-                f"use one of {divisors(world_size)}"
-            )
+        for name in ("shard_size", "hpz_size"):
+            if (size := getattr(self, name)) and world_size % size:
+                raise ConfigError(
+                    f"{name}={size} does not divide the {world_size} ranks; use one of {divisors(world_size)}"
+                )
+        self._check_engine_options()
         if self.grad_dtype == "bf16" and precision != "bf16":
             raise ConfigError(f"grad_dtype=bf16 goes with precision=bf16 only, not {precision}; use grad_dtype=fp32")
         if self.zero_stage == 0 and precision != self.grad_dtype:
@@ -205,6 +233,24 @@ class RunConfig(BaseModel):
         run.layout.check_batch(run.global_batch, run.micro_batch)
         return run
 
+    def _check_model_fits(self, shape: ModelShape) -> None:
+        if self.engine == "megatron" and not shape.table.has_parallel_blocks:
+            raise ConfigError(
+                f"model={self.model}: {shape.family} has no parallel blocks, which the megatron engine needs; use "
+                f"--engine deepspeed, fsdp or ddp, or a Llama, Mistral or Qwen model"
+            )
+        if self.num_layers and is_directory(self.model):
+            raise ConfigError(
+                f"num_layers={self.num_layers} cuts models of the catalogue, and model={self.model} has weights of its "
+                f"own; leave it out"
+            )
+        length = self.seq_length or shape.seq_length
+        if shape.table.positions == "learned" and shape.num_positions and length > shape.num_positions:
+            raise ConfigError(
+                f"seq_length={length} is more than the {shape.num_positions} positions that {self.model} has learned; "
+                f"use a seq_length up to that"
+            )
+
     def _check_placement(self, world_size: int) -> None:
         if self.strict_placement and self.placement == "spread-tp":
             raise ConfigError("strict_placement keeps TP inside NVLink domains, and placement=spread-tp puts it across")
@@ -218,18 +264,44 @@ class RunConfig(BaseModel):
         for name in ("save_every", "keep"):
             if (value := getattr(self, name)) is not None and self.save is None:
                 raise ConfigError(f"{name}={value} needs a directory to save to; add --save DIR, or leave it out")
+        if (self.save or self.load) and self.zero_stage == 0 and self.optimizer == "adafactor":
+            raise ConfigError("checkpoints of zero_stage=0 do not hold Adafactor's state; use --engine ddp")
         if (self.save or self.load) and self.zero_stage == 0 and precision != "fp32":
             raise ConfigError(
                 f"checkpoints of zero_stage=0 hold fp32 masters, which DeepSpeed keeps out of reach in {precision}; "
                 f"use zero_stage=1, or precision=fp32"
             )
 
-    def _check_engine(self) -> None:
-        for setting, engine in _ENGINE_OF.items():
-            if engine != self.engine and getattr(self, setting) != type(self).model_fields[setting].default:
+    def _check_engine_options(self) -> None:
+        """Combinations of an engine's own settings that it cannot have."""
+        stage = 3 if self.zero_stage is None else self.zero_stage
+        is_zero = self.engine == "deepspeed"
+        for name in ("hpz_size", "zero_prefetch", "zero_persistence"):
+            if getattr(self, name) is not None and stage != 3:
                 raise ConfigError(
-                    f"{setting} is a setting of the {engine} engine, and the engine is {self.engine} (tp={self.tp}, "
-                    f"pp={self.pp}); add --engine {engine} with tp=1 and pp=1, or leave it out"
+                    f"{name}={getattr(self, name)} is a setting of zero_stage=3, not {stage}; leave it out"
+                )
+        if self.offload != "none" and is_zero and (stage == 0 or (self.offload == "all" and stage != 3)):
+            raise ConfigError(
+                f"offload={self.offload} needs {'zero_stage=3' if self.offload == 'all' else 'zero_stage 1 to 3'}, and "
+                f"zero_stage={stage}; use it with that, or offload=none"
+            )
+        if self.offload == "optimizer" and self.engine == "fsdp":
+            raise ConfigError("fsdp offloads its shards and their optimizer together; use offload=all")
+        if self.optimizer == "adafactor" and not (self.engine == "ddp" or (is_zero and stage == 0)):
+            where = f"zero_stage={stage}" if is_zero else f"the {self.engine} engine"
+            raise ConfigError(
+                f"optimizer=adafactor needs whole matrices on every rank, and {where} cuts them; use --engine ddp, or "
+                f"optimizer=adamw"
+            )
+
+    def _check_engine(self) -> None:
+        for setting, engines in _ENGINES_OF.items():
+            if self.engine not in engines and getattr(self, setting) != type(self).model_fields[setting].default:
+                raise ConfigError(
+                    f"{setting} is a setting of the {' and '.join(engines)} engine{'s' * (len(engines) > 1)}, and the "
+                    f"engine is {self.engine} (tp={self.tp}, pp={self.pp}); add --engine {engines[0]} with tp=1 and "
+                    f"pp=1, or leave it out"
                 )
         if self.engine == "megatron":
             return

@@ -8,12 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megabench import UserError
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.parallel.groups import AXES, Axis, create
 
 TensorKind = Literal["weights", "gradients"]
+
+
+class EngineError(UserError):
+    """Something that an engine needs and this machine has not."""
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,16 @@ micro-batches, and reduced, in fp32, overlapped with backward by torch's reducer
 """
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
@@ -21,7 +23,6 @@ from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.replica_state import Held, ReplicaState
-from megabench.models.hugging_face import llama_config
 from megabench.runtime.device import DTYPES
 
 
@@ -31,37 +32,48 @@ class DdpEngine:
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run = config
         self.device = device
+        # PowerSGD waits inside gloo's two threads: with a second bucket none is left to communicate
+        one_bucket = 10**6 if config.powersgd_rank and device.type == "cpu" else None
         self.model = DistributedDataParallel(
-            self._build_model(), broadcast_buffers=False, init_sync=False, gradient_as_bucket_view=True
+            self._build_model(),
+            broadcast_buffers=False,
+            init_sync=False,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=one_bucket,
         )
+        if config.powersgd_rank:
+            self.model.register_comm_hook(_power_sgd(config.powersgd_rank, config.seed), powerSGD_hook)
         params = [(parameter, parameter.ndim) for _, parameter in self._named_parameters()]
         self.optimizer = shared.build_optimizer(config, params)
         is_owner = dist.get_rank() == 0
         held = [Held(name, parameter, 0, is_owner) for name, parameter in self._named_parameters()]
-        self.state = ReplicaState(config, self.optimizer, held)
+        self.loss_scale = shared.loss_scale_of(config)
+        self.state = ReplicaState(config, self.optimizer, held, self.loss_scale)
         self.loss = torch.zeros((), device=device)
 
-    def _build_model(self) -> LlamaForCausalLM:
+    def _build_model(self) -> PreTrainedModel:
         run, dtype = self.run, DTYPES[self.run.precision]
-        kernels.patch_transformers(run)
         with torch.device("meta"):
-            model = LlamaForCausalLM(llama_config(run.shape))
+            model = shared.create(run)
         model.to_empty(device=self.device)
         shared.prepare(model, run, self.device)
+        values = shared.InitialValues(run)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                values = shared.flat_values(name, 0, parameter.numel(), run)
-                parameter.copy_(values.to(dtype).view(parameter.shape))
+                parameter.copy_(values.read(name, 0, parameter.numel()).to(dtype).view(parameter.shape))
+        if run.compile:
+            for block in shared.blocks(model, run):
+                block.compile()
         if dtype != torch.float32:
             for module in list(model.modules()):
-                if "weight" in module._parameters:
-                    parametrize.register_parametrization(module, "weight", _Cast(dtype), unsafe=True)
+                for name in list(module._parameters):
+                    parametrize.register_parametrization(module, name, _Cast(dtype), unsafe=True)
         return model
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The fp32 parameters by their Hugging Face names."""
         for name, parameter in self.model.module.named_parameters():
-            yield name.replace("parametrizations.weight.original", "weight"), parameter
+            yield re.sub(r"parametrizations\.(\w+)\.original", r"\1", name), parameter
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         self.accumulate(batches)
@@ -74,7 +86,7 @@ class DdpEngine:
             is_last = number == len(batches) - 1
             with contextlib.nullcontext() if is_last else self.model.no_sync():
                 loss = shared.mean_loss(self.model, self.model.module, batch.to(self.device)) / len(batches)
-                loss.backward()
+                (loss * self.loss_scale.value if self.loss_scale else loss).backward()
             self.loss += loss.detach()
 
     @torch.no_grad()
@@ -84,14 +96,14 @@ class DdpEngine:
         dist.all_reduce(total)
         loss, grad_norm = torch.stack([total, torch.nn.utils.get_total_norm(grads)]).tolist()
         return shared.finish_step(
-            self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate
+            self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate, self.loss_scale
         )
 
     def training_state(self) -> TrainingState:
         return self.state.read()
 
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
-        self.state.restored(optimizer_step)
+        self.state.restored(optimizer_step, loss_scale)
 
     @property
     def rank_loss(self) -> float:
@@ -99,15 +111,23 @@ class DdpEngine:
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._named_parameters():
-            yield name, shared.shown(name, parameter if kind == "weights" else parameter.grad, kind, self.run)
+            yield (
+                name,
+                shared.shown(name, parameter if kind == "weights" else parameter.grad, kind, self.run, self.loss_scale),
+            )
 
     @property
     def kernels(self) -> dict[str, str]:
         return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
 
 
+def _power_sgd(rank: int, seed: int) -> PowerSGDState:
+    """PowerSGD (arXiv 1905.13727) with error feedback, which torch needs one plain step before."""
+    return PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2, random_seed=seed)
+
+
 class _Cast(nn.Module):
-    """A weight in another dtype."""
+    """A parameter in another dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

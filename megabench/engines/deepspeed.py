@@ -4,13 +4,14 @@ import contextlib
 import io
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
@@ -18,9 +19,8 @@ from megabench.config.deepspeed_json import merge, read_deepspeed_json
 from megabench.data.batch import Batch
 from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
-from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.base import EngineError, StepResult, TensorKind
 from megabench.engines.zero_state import ZeroState
-from megabench.models.hugging_face import llama_config
 from megabench.runtime.device import DTYPES
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -48,21 +48,22 @@ class DeepSpeedEngine:
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=_build_optimizer(config, model), config=self.settings
             )
+        if self.zero_stage == 3:
+            # hpZ's copies were made of the weights before the initial ones were loaded
+            self.engine.optimizer.invalidate_secondary_tensor()
         # and its engine casts buffers with the weights
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name].to(self.device)
         self.loss = torch.zeros((), device=device)
         self.state = ZeroState(self.engine, self.zero_stage, config)
 
-    def _build_model(self) -> LlamaForCausalLM:
+    def _build_model(self) -> PreTrainedModel:
         """The transformers model with the layout-independent initial weights, partitioned from birth under ZeRO-3."""
-        kernels.patch_transformers(self.run)
-        config = llama_config(self.run.shape)
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(DTYPES[self.run.precision])
         try:
             with self.device, deepspeed.zero.Init(config_dict_or_path=self.settings, enabled=self.zero_stage == 3):
-                model = LlamaForCausalLM(config)
+                model = shared.create(self.run)
         finally:
             torch.set_default_dtype(default_dtype)
         shared.prepare(model, self.run, self.device)
@@ -128,7 +129,8 @@ class DeepSpeedEngine:
 
     @property
     def kernels(self) -> dict[str, str]:
-        return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
+        optimizer = "DeepSpeed CPUAdam" if _uses_cpu_adam(self.run) else shared.optimizer_name(self.run)
+        return kernels.names_for_transformers(self.run) | {"optimizer": optimizer}
 
 
 def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
@@ -142,13 +144,9 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
         "fp16": {"enabled": run.precision == "fp16", "initial_scale_power": 16, "loss_scale_window": 1000},
         "data_types": {"grad_accum_dtype": run.grad_dtype},
         "communication_data_type": run.grad_dtype,
-        "zero_optimization": {
-            "stage": run.zero_stage,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "reduce_scatter": True,
-        },
+        "zero_optimization": _zero_settings(run),
         "zero_allow_untested_optimizer": True,  # plain SGD
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own serves AdamW alone
         "steps_per_print": 2**31,
     }
     if run.deepspeed_config is None:
@@ -156,18 +154,56 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
     return merge(ours, read_deepspeed_json(run.deepspeed_config))
 
 
+def _zero_settings(run: ResolvedConfig) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": run.zero_stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+    }
+    host = {"device": "cpu", "pin_memory": run.device == "cuda"}
+    if run.offload != "none":
+        zero["offload_optimizer"] = host
+    if run.offload == "all":
+        zero["offload_param"] = host
+    given = {
+        "zero_hpz_partition_size": run.hpz_size,
+        "stage3_prefetch_bucket_size": run.zero_prefetch,
+        "stage3_param_persistence_threshold": run.zero_persistence,
+    }
+    return zero | {key: value for key, value in given.items() if value is not None}
+
+
 def _build_optimizer(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     # under ZeRO-3 a parameter is empty here and keeps its shape aside
-    return shared.build_optimizer(run, [(p, len(getattr(p, "ds_shape", p.shape))) for p in model.parameters()])
+    params = [(p, len(getattr(p, "ds_shape", p.shape))) for p in model.parameters()]
+    return _cpu_adam(run, params) if _uses_cpu_adam(run) else shared.build_optimizer(run, params)
+
+
+def _uses_cpu_adam(run: ResolvedConfig) -> bool:
+    """Without a GPU nothing is offloaded, and torch's AdamW does the same sums without a minute of compiling."""
+    return run.offload != "none" and run.optimizer == "adamw" and run.device == "cuda"
+
+
+def _cpu_adam(run: ResolvedConfig, params: list[tuple[torch.nn.Parameter, int]]) -> torch.optim.Optimizer:
+    """DeepSpeed's AdamW on the host, which it compiles on first use."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    if not (shutil.which("c++") or os.environ.get("CXX")):
+        raise EngineError(f"offload={run.offload} needs a C++ compiler for DeepSpeed's CPU optimizer; install g++")
+    groups = shared.parameter_groups(run, params)
+    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=run.lr, betas=run.betas, eps=run.eps)
+    return optimizer
 
 
 @torch.no_grad()
 def _load_initial_weights(model: torch.nn.Module, run: ResolvedConfig) -> None:
     """Fills each parameter, or this rank's partition of it under ZeRO-3, with its initial values."""
+    values = shared.InitialValues(run)
     for name, parameter in model.named_parameters():
         partition = getattr(parameter, "ds_tensor", None)
         if partition is None:
-            parameter.copy_(shared.flat_values(name, 0, parameter.numel(), run).view(parameter.shape))
+            parameter.copy_(values.read(name, 0, parameter.numel()).view(parameter.shape))
         else:  # ZeRO-3 cuts the flat tensor, padded at its end, in equal parts
             start = partition.numel() * dist.get_rank()
-            partition.copy_(shared.flat_values(name, start, start + partition.numel(), run))
+            partition.copy_(values.read(name, start, start + partition.numel()))

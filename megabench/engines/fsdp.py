@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
@@ -24,7 +24,6 @@ from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.replica_state import Held, ReplicaState
-from megabench.models.hugging_face import llama_config
 from megabench.runtime.device import DTYPES
 
 
@@ -45,24 +44,28 @@ class FsdpEngine:
             Held(name, self.shards[name], _first_element(parameter), is_owner)
             for name, parameter in self._named_parameters()
         ]
-        self.state = ReplicaState(config, self.optimizer, held)
+        self.loss_scale = shared.loss_scale_of(config)
+        self.state = ReplicaState(config, self.optimizer, held, self.loss_scale)
         self.loss = torch.zeros((), device=device)
 
-    def _build_model(self) -> LlamaForCausalLM:
+    def _build_model(self) -> PreTrainedModel:
         """The sharded model with the layout-independent initial weights; it is never whole on any rank."""
         run = self.run
-        kernels.patch_transformers(run)
         with torch.device("meta"):
-            model = LlamaForCausalLM(llama_config(run.shape))
+            model = shared.create(run)
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[run.precision], reduce_dtype=DTYPES[run.grad_dtype])
         mesh = self._mesh()
-        for block in [*model.model.layers, model]:
+        offload = CPUOffloadPolicy(pin_memory=run.device == "cuda") if run.offload == "all" else OffloadPolicy()
+        for block in [*shared.blocks(model, run), model]:
             reshard = run.reshard_after_forward and block is not model  # backward begins where forward ends
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        model.to_empty(device=self.device)
+            if run.compile and block is not model:
+                block.compile()
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
+        model.to_empty(device="cpu" if run.offload == "all" else self.device)
         shared.prepare(model, run, self.device)
+        values = shared.InitialValues(run)
         for name, parameter in model.named_parameters():
-            self._fill(name, parameter)
+            self._fill(name, parameter, values)
         return model
 
     def _mesh(self) -> DeviceMesh:
@@ -72,10 +75,9 @@ class FsdpEngine:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     @torch.no_grad()
-    def _fill(self, name: str, parameter: nn.Parameter) -> None:
+    def _fill(self, name: str, parameter: nn.Parameter, values: shared.InitialValues) -> None:
         local, start = _local(parameter), _first_element(parameter)
-        values = shared.flat_values(name, start, start + local.numel(), self.run)
-        local.copy_(values.to(DTYPES[self.run.precision]).view(local.shape))
+        local.copy_(values.read(name, start, start + local.numel()).to(DTYPES[self.run.precision]).view(local.shape))
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.model.named_parameters()
@@ -89,7 +91,7 @@ class FsdpEngine:
         self.loss.zero_()
         for batch in batches:
             loss = shared.mean_loss(self.model, self.model, batch.to(self.device)) / len(batches)
-            loss.backward()
+            (loss * self.loss_scale.value if self.loss_scale else loss).backward()
             self.loss += loss.detach()
 
     @torch.no_grad()
@@ -100,19 +102,20 @@ class FsdpEngine:
         grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
         # replicas of a shard hold the same gradient
         replicas = dist.get_world_size() // (self.run.shard_size or dist.get_world_size())
-        totals = torch.stack([self.loss, torch.nn.utils.get_total_norm(grads).square() / replicas])
+        squared_norm = torch.nn.utils.get_total_norm(grads).square().to(self.device)
+        totals = torch.stack([self.loss, squared_norm / replicas])
         dist.all_reduce(totals)
-        loss, squared_norm = totals.tolist()
-        grad_norm = squared_norm**0.5
+        loss, squared_norm_sum = totals.tolist()
+        grad_norm = squared_norm_sum**0.5
         return shared.finish_step(
-            self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate
+            self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate, self.loss_scale
         )
 
     def training_state(self) -> TrainingState:
         return self.state.read()
 
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
-        self.state.restored(optimizer_step)
+        self.state.restored(optimizer_step, loss_scale)
 
     @property
     def rank_loss(self) -> float:
@@ -121,7 +124,12 @@ class FsdpEngine:
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._named_parameters():
             tensor: Any = parameter if kind == "weights" else parameter.grad
-            yield name, shared.shown(name, None if tensor is None else tensor.detach().full_tensor(), kind, self.run)
+            yield (
+                name,
+                shared.shown(
+                    name, None if tensor is None else tensor.detach().full_tensor(), kind, self.run, self.loss_scale
+                ),
+            )
 
     @property
     def kernels(self) -> dict[str, str]:

@@ -16,6 +16,17 @@ PLAIN = {
     "activation": "transformers unfused SwiGLU",
     "cross_entropy": "torch, fp32 logits",
 }
+_PLAIN_OF = {
+    "gpt2": {"norm": "torch layer_norm", "rope": "none: learned positions", "activation": "transformers unfused GELU"},
+    "bloom": {
+        "attention": "transformers eager, ALiBi",
+        "norm": "torch layer_norm",
+        "rope": "none: ALiBi",
+        "activation": "transformers BLOOM GELU",
+    },
+}
+# Liger's patches of transformers' families
+_LIGER = ("llama", "mistral", "qwen2", "qwen3")
 FUSED_CROSS_ENTROPY = "megabench linear_cross_entropy, in chunks"
 
 
@@ -26,22 +37,23 @@ def fuses_cross_entropy(run: ResolvedConfig) -> bool:
 
 def uses_liger(run: ResolvedConfig) -> bool:
     """Whether Liger's kernels take the place of transformers' own modules."""
-    return run.kernels == "auto" and run.device == "cuda" and find_spec("liger_kernel") is not None
+    serves = run.kernels == "auto" and run.device == "cuda" and run.shape.family in _LIGER
+    return serves and find_spec("liger_kernel") is not None
 
 
 def patch_transformers(run: ResolvedConfig) -> None:
-    """Puts Liger's kernels into transformers' Llama, before a model is made, for the life of this process."""
+    """Puts Liger's kernels into transformers' modules, before a model is made, for the life of this process."""
     if uses_liger(run):
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
+        import liger_kernel.transformers as liger
 
-        apply_liger_kernel_to_llama(
+        getattr(liger, f"apply_liger_kernel_to_{run.shape.family}")(
             rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
         )
 
 
 def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
     """What serves each operation of a transformers model, for the record."""
-    names = dict(PLAIN)
+    names = PLAIN | _PLAIN_OF.get(run.shape.family, {})
     if fuses_cross_entropy(run):
         names["cross_entropy"] = FUSED_CROSS_ENTROPY
     if uses_liger(run):

@@ -2,21 +2,24 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import PreTrainedModel
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.cross_entropy import linear_cross_entropy
-from megabench.engines.kernels import fuses_cross_entropy
+from megabench.engines.initial import initial_weights
+from megabench.engines.kernels import fuses_cross_entropy, patch_transformers
+from megabench.engines.loss_scale import LossScale
 from megabench.engines.optim import is_decayed
-from megabench.models.init import initial_piece, standard_deviation
-from megabench.models.mapping import Piece, hugging_face_shapes
+from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.mapping import hugging_face_shapes
+from megabench.models.weights import read_flat
 from megabench.runtime.device import DTYPES
 
 
@@ -32,10 +35,23 @@ class LossHead(nn.Linear):
         return linear_cross_entropy(hidden.flatten(0, 1), self.weight, self.labels.flatten())
 
 
-def prepare(model: LlamaForCausalLM, run: ResolvedConfig, device: torch.device) -> None:
+def create(run: ResolvedConfig) -> PreTrainedModel:
+    """The transformers model of a run, on the default device and in the default dtype, with any weights."""
+    patch_transformers(run)
+    return build_model(transformers_config(run.shape))
+
+
+def blocks(model: PreTrainedModel, run: ResolvedConfig) -> list[nn.Module]:
+    """Its layers, in order."""
+    return list(model.get_submodule(run.shape.table.layer_prefix.rstrip(".")).children())
+
+
+def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:
     """Gives a model that was built in another dtype, or on no device, what it must have before it trains."""
     # made in fp32 again: rotary frequencies in half precision are other frequencies
-    model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(device)
+    if rotary := getattr(model.base_model, "rotary_emb", None):
+        model.base_model.rotary_emb = type(rotary)(model.config).to(device)
+    model.tie_weights()  # moving a model between devices makes two of one
     if fuses_cross_entropy(run):
         head = model.get_output_embeddings()
         assert type(head) is nn.Linear and head.bias is None
@@ -45,7 +61,7 @@ def prepare(model: LlamaForCausalLM, run: ResolvedConfig, device: torch.device) 
     model.train()
 
 
-def mean_loss(wrapped: nn.Module, model: LlamaForCausalLM, batch: Batch) -> Tensor:
+def mean_loss(wrapped: nn.Module, model: PreTrainedModel, batch: Batch) -> Tensor:
     """The mean cross-entropy over all S labels of a micro-batch: transformers' own shift would lose one.
 
     `wrapped` is what an engine made of `model`.
@@ -59,32 +75,33 @@ def mean_loss(wrapped: nn.Module, model: LlamaForCausalLM, batch: Batch) -> Tens
     return F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
 
 
-def flat_values(name: str, start: int, stop: int, run: ResolvedConfig) -> Tensor:
-    """Elements `start` to `stop` of a parameter's initial values, counted through its rows: fp32 on CPU, [stop−start].
+class InitialValues:
+    """The values that a run's parameters start from, by ranges of their elements; fp32 on CPU."""
 
-    Elements beyond the parameter's end are zero.
-    """
-    shape = hugging_face_shapes(run.shape)[name]
-    width = shape[1] if len(shape) == 2 else 1
-    end = min(stop, shape[0] * width)
-    values = torch.zeros(stop - start)
-    if start < end:
-        rows = start // width, -(-end // width)
-        piece = Piece(name, rows, (0, width) if len(shape) == 2 else None)
-        drawn = initial_piece(piece, shape, standard_deviation(name, run.shape), run.seed).flatten()
-        values[: end - start] = drawn[start - rows[0] * width : end - rows[0] * width]
-    return values
+    def __init__(self, run: ResolvedConfig) -> None:
+        self._weights, self._sizes = initial_weights(run), hugging_face_shapes(run.shape)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop`, counted through the parameter's rows, and zeros beyond its end."""
+        return read_flat(self._weights, name, self._sizes, start, stop).float()
+
+
+def parameter_groups(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> list[dict[str, Any]]:
+    """(parameter, its number of dims when whole) pairs, with weight decay and without."""
+    decayed = [(param, is_decayed(num_dims)) for param, num_dims in params]
+    return [
+        {"params": [param for param, is_matrix in decayed if is_matrix], "weight_decay": run.weight_decay},
+        {"params": [param for param, is_matrix in decayed if not is_matrix], "weight_decay": 0.0},
+    ]
 
 
 def build_optimizer(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> torch.optim.Optimizer:
     """torch's optimizer, as a single process would use it, over (parameter, its number of dims when whole) pairs."""
-    decayed = [(param, is_decayed(num_dims)) for param, num_dims in params]
-    groups = [
-        {"params": [param for param, is_matrix in decayed if is_matrix], "weight_decay": run.weight_decay},
-        {"params": [param for param, is_matrix in decayed if not is_matrix], "weight_decay": 0.0},
-    ]
+    groups = parameter_groups(run, params)
     if run.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=run.lr)
+    if run.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=run.lr)
     return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
 
 
@@ -95,12 +112,23 @@ def finish_step(
     loss: float,
     grad_norm: float,
     learning_rate: float,
+    loss_scale: LossScale | None,
 ) -> StepResult:
-    """Clips this rank's `grads` by the norm of all and steps the optimizer, unless the norm is not finite."""
+    """Clips this rank's `grads` by the norm of all and steps the optimizer, unless the norm is not finite.
+
+    Gradients and norm are `loss_scale` times too large.
+    """
     is_finite = math.isfinite(grad_norm)
+    factor = 1.0
+    if loss_scale:
+        factor = 1 / loss_scale.value
+        grad_norm *= factor
+        loss_scale.update(is_finite)
     if is_finite:
         if run.clip_grad and grad_norm > run.clip_grad:
-            torch._foreach_mul_(grads, run.clip_grad / (grad_norm + 1e-6))
+            factor *= run.clip_grad / (grad_norm + 1e-6)
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
@@ -112,12 +140,20 @@ def finish_step(
     )
 
 
-def shown(name: str, tensor: Tensor | None, kind: TensorKind, run: ResolvedConfig) -> Tensor:
+def loss_scale_of(run: ResolvedConfig) -> LossScale | None:
+    """fp16's; None in other precisions."""
+    return LossScale() if run.precision == "fp16" else None
+
+
+def shown(
+    name: str, tensor: Tensor | None, kind: TensorKind, run: ResolvedConfig, loss_scale: LossScale | None
+) -> Tensor:
     """A whole fp32 tensor as `Engine.full_tensors` gives it: weights as the model computes with them."""
     assert tensor is not None, f"{name} has no gradient; they exist between accumulate and update"
     dtype = DTYPES[run.precision] if kind == "weights" else torch.float32
-    return tensor.detach().to(dtype).float().cpu().clone()
+    whole = tensor.detach().to(dtype).float().cpu().clone()
+    return whole / loss_scale.value if loss_scale and kind == "gradients" else whole
 
 
 def optimizer_name(run: ResolvedConfig) -> str:
-    return "torch fused AdamW" if run.optimizer == "adamw" else "torch SGD"
+    return {"adamw": "torch fused AdamW", "sgd": "torch SGD", "adafactor": "torch Adafactor"}[run.optimizer]

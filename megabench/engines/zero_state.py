@@ -6,6 +6,7 @@ By name and rectangle they know neither world size nor ZeRO stage: another of bo
 from collections.abc import Iterator
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,7 +41,8 @@ class ZeroState:
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
         """Makes the weights that are trained with out of masters that were just written."""
         for state in self._inner.state.values():
-            state["step"].fill_(optimizer_step)
+            # DeepSpeed's own CPU optimizer counts in numbers, torch's in tensors
+            state["step"] = optimizer_step if isinstance(state["step"], int) else state["step"].fill_(optimizer_step)
         if (scaler := self._loss_scaler) and loss_scale:
             for name in _LOSS_SCALE:
                 kept = type(getattr(scaler, name))
@@ -82,7 +84,8 @@ class ZeroState:
         """torch makes them in the first step, which a run that is resumed has behind it."""
         for master in self._masters if self._has_moments else ():
             if not (state := self._inner.state[master]):
-                state["step"] = torch.zeros((), device=master.device)
+                counts_in_numbers = isinstance(self._inner, deepspeed.ops.adam.DeepSpeedCPUAdam)
+                state["step"] = 0 if counts_in_numbers else torch.zeros((), device=master.device)
                 state |= {kind: torch.zeros_like(master, requires_grad=False) for kind in _MOMENTS}
 
     def _shards(self) -> Iterator[StateShard]:
@@ -123,3 +126,4 @@ class ZeroState:
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if kept:
             kept[0].all_gather(kept)
+        optimizer.invalidate_secondary_tensor()  # hpZ's copies are of other weights

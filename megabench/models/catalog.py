@@ -1,85 +1,97 @@
 """Named model shapes, each with the defaults that belong to it. Loads no torch."""
 
-from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from megabench import UserError
+from megabench.models.shape import ModelShape, RopeScaling
 
 
 class UnknownModelError(UserError):
     """The model is not in the catalogue."""
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """A Llama-family decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, no biases, untied output.
-
-    `seq_length`, `micro_batch`, `global_batch`, `learning_rate` and `lr_warmup` (steps) are defaults that a run may
-    override.
-    """
-
-    name: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-    vocab_size: int
-    rope_theta: float
-    norm_eps: float
-    seq_length: int
-    micro_batch: int
-    global_batch: int
-    learning_rate: float
-    lr_warmup: int
-    source: str
-
-    @property
-    def layer_matrix_parameters(self) -> int:
-        """Parameters of one layer that take part in matrix products."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.ffn_size
-
-    @property
-    def matrix_parameters(self) -> int:
-        """Parameters in matrix products: all layers and the output layer; embedding look-up and norms excluded."""
-        return self.num_layers * self.layer_matrix_parameters + self.vocab_size * self.hidden_size
-
-    @property
-    def num_parameters(self) -> int:
-        """All trainable parameters, embedding and norms included, vocabulary padding excluded."""
-        norms = (2 * self.num_layers + 1) * self.hidden_size
-        return self.matrix_parameters + self.vocab_size * self.hidden_size + norms
-
-    def with_layers(self, num_layers: int) -> "ModelShape":
-        """The same width with another depth."""
-        return replace(self, num_layers=num_layers)
-
-
 _SHAPES = (
     ModelShape(
-        name="llama-tiny",
+        name="llama-tiny", family="llama",
         num_layers=8, hidden_size=128, num_heads=8, num_kv_heads=4, head_dim=16, ffn_size=384, vocab_size=512,
-        rope_theta=500_000.0, norm_eps=1e-5,
+        norm_eps=1e-5, rope_theta=500_000.0,
         seq_length=256, micro_batch=4, global_batch=16, learning_rate=3e-3, lr_warmup=10,
         source="megabench: small enough for 8 processes on 2 cores; every layout up to tp 4 and pp·vp 8 divides it",
     ),
     ModelShape(
-        name="llama3-8b",
+        name="llama3-8b", family="llama",
         num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=128256,
-        rope_theta=500_000.0, norm_eps=1e-5,
+        norm_eps=1e-5, rope_theta=500_000.0,
         seq_length=8192, micro_batch=1, global_batch=32, learning_rate=3e-4, lr_warmup=2000,
         source="Llama 3 model card and config.json of Meta-Llama-3-8B; learning rate: arXiv 2407.21783 table 3; "
         "warm-up: arXiv 2307.09288",
     ),
     ModelShape(
-        name="llama3-70b",
+        name="llama3-70b", family="llama",
         num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=28672, vocab_size=128256,
-        rope_theta=500_000.0, norm_eps=1e-5,
+        norm_eps=1e-5, rope_theta=500_000.0,
         seq_length=8192, micro_batch=1, global_batch=64, learning_rate=1.5e-4, lr_warmup=2000,
         source="Llama 3 model card and config.json of Meta-Llama-3-70B; learning rate: arXiv 2407.21783 table 3; "
         "warm-up: arXiv 2307.09288",
+    ),
+    ModelShape(
+        name="llama3-405b", family="llama",
+        num_layers=126, hidden_size=16384, num_heads=128, num_kv_heads=8, head_dim=128, ffn_size=53248,
+        vocab_size=128256, norm_eps=1e-5, rope_theta=500_000.0,
+        rope_scaling=RopeScaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        ),
+        seq_length=8192, micro_batch=1, global_batch=128, learning_rate=8e-5, lr_warmup=8000,
+        source="arXiv 2407.21783 table 3 and section 3.4.1 (warm-up); rotary scaling: config.json of Llama-3.1-405B",
+    ),
+    ModelShape(
+        name="mistral-7b", family="mistral",
+        num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=32768,
+        norm_eps=1e-5, rope_theta=1_000_000.0,
+        seq_length=8192, micro_batch=1, global_batch=32, learning_rate=3e-4, lr_warmup=2000,
+        source="config.json of Mistral-7B-v0.3, which has no sliding window; learning rate: not published, llama3-8b's",
+    ),
+    ModelShape(
+        name="qwen3-0.6b", family="qwen3",
+        num_layers=28, hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=128, ffn_size=3072, vocab_size=151936,
+        norm_eps=1e-6, rope_theta=1_000_000.0, tied_embeddings=True,
+        seq_length=4096, micro_batch=1, global_batch=32, learning_rate=3e-4, lr_warmup=2000,
+        source="arXiv 2505.09388 table 1 and config.json of Qwen3-0.6B; learning rate: not published, llama3-8b's",
+    ),
+    ModelShape(
+        name="qwen3-8b", family="qwen3",
+        num_layers=36, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=12288, vocab_size=151936,
+        norm_eps=1e-6, rope_theta=1_000_000.0,
+        seq_length=4096, micro_batch=1, global_batch=32, learning_rate=3e-4, lr_warmup=2000,
+        source="arXiv 2505.09388 table 1 and config.json of Qwen3-8B; learning rate: not published, llama3-8b's",
+    ),
+    ModelShape(
+        name="gpt2", family="gpt2",
+        num_layers=12, hidden_size=768, num_heads=12, num_kv_heads=12, head_dim=64, ffn_size=3072, vocab_size=50257,
+        norm_eps=1e-5, num_positions=1024, tied_embeddings=True,
+        seq_length=1024, micro_batch=1, global_batch=32, learning_rate=6e-4, lr_warmup=2000,
+        source="GPT-2 report table 2 and its config.json; learning rate: arXiv 2005.14165 table 2.1, 125M",
+    ),
+    ModelShape(
+        name="gpt2-xl", family="gpt2",
+        num_layers=48, hidden_size=1600, num_heads=25, num_kv_heads=25, head_dim=64, ffn_size=6400, vocab_size=50257,
+        norm_eps=1e-5, num_positions=1024, tied_embeddings=True,
+        seq_length=1024, micro_batch=1, global_batch=32, learning_rate=2e-4, lr_warmup=2000,
+        source="GPT-2 report table 2 and its config.json; learning rate: arXiv 2005.14165 table 2.1, 1.3B",
+    ),
+    ModelShape(
+        name="bloom-560m", family="bloom",
+        num_layers=24, hidden_size=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn_size=4096, vocab_size=250880,
+        norm_eps=1e-5, tied_embeddings=True,
+        seq_length=2048, micro_batch=1, global_batch=32, learning_rate=3e-4, lr_warmup=2000,
+        source="arXiv 2211.05100 table 3 and config.json of bloom-560m",
+    ),
+    ModelShape(
+        name="bloom-7b1", family="bloom",
+        num_layers=30, hidden_size=4096, num_heads=32, num_kv_heads=32, head_dim=128, ffn_size=16384, vocab_size=250880,
+        norm_eps=1e-5, tied_embeddings=True,
+        seq_length=2048, micro_batch=1, global_batch=32, learning_rate=1.2e-4, lr_warmup=2000,
+        source="arXiv 2211.05100 table 3 and config.json of bloom-7b1",
     ),
 )  # fmt: skip
 

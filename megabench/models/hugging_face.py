@@ -1,27 +1,211 @@
-"""The transformers model of a shape, for the engines that train one."""
+"""transformers' side of a shape: its configuration and its model, and the shape of a configuration.
 
-from transformers import LlamaConfig
+A configuration whose model would be another than megabench's is refused: never a silently different model.
+"""
 
-from megabench.models.catalog import ModelShape
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megabench import UserError
+from megabench.models.families import FAMILIES
+from megabench.models.shape import ModelShape, RopeScaling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+CONFIG_NAME = "config.json"
+
+# what transformers' field must be, where a family has it, and what another value would mean
+_REQUIRED: dict[str, tuple[Any, str]] = {
+    "hidden_act": ("silu", "another activation"),
+    "attention_bias": (False, "biases in attention"),
+    "mlp_bias": (False, "biases in the MLP"),
+    "attention_dropout": (0.0, "dropout in attention"),
+    "sliding_window": (None, "attention over a sliding window"),
+    "use_sliding_window": (False, "attention over a sliding window"),
+    "quantization_config": (None, "quantized weights"),
+}
+# fields that make up the shape, or that change nothing about training
+_TAKEN = {
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "layer_types",
+    "max_position_embeddings",
+}  # fmt: skip
+_IGNORED = {
+    "transformers_version", "architectures", "output_hidden_states", "output_attentions", "return_dict", "dtype",
+    "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "initializer_range",
+    "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp", "max_window_layers", "_name_or_path",
+}  # fmt: skip
+_ROPE_TYPES = ("default", "llama3")
 
 
-def llama_config(shape: ModelShape) -> LlamaConfig:
-    """transformers' configuration of a Llama of `shape`."""
-    return LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.ffn_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.seq_length,
-        rms_norm_eps=shape.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        tie_word_embeddings=False,
-        attention_bias=False,
-        mlp_bias=False,
-        attention_dropout=0.0,
-        use_cache=False,
-        attn_implementation="sdpa",
+class UnsupportedModelError(UserError):
+    """A Hugging Face model that megabench would not compute as transformers does."""
+
+
+def transformers_config(shape: ModelShape) -> "PreTrainedConfig":
+    """transformers' configuration of a model of `shape`."""
+    from transformers import AutoConfig
+
+    common: dict[str, Any] = {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "tie_word_embeddings": shape.tied_embeddings,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+    }
+    special: dict[str, Any]
+    heads = {"num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_heads}
+    if shape.family == "gpt2":
+        special = {"n_layer": shape.num_layers, "n_head": shape.num_heads, "n_inner": shape.ffn_size}
+        special |= {"n_positions": shape.num_positions, "layer_norm_epsilon": shape.norm_eps}
+        special |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    elif shape.family == "bloom":
+        special = {"n_layer": shape.num_layers, "n_head": shape.num_heads, "layer_norm_epsilon": shape.norm_eps}
+        special |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+        special |= {"attn_implementation": "eager"}  # its ALiBi has no other
+    else:
+        special = heads | {
+            "intermediate_size": shape.ffn_size,
+            "num_key_value_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+            "max_position_embeddings": shape.num_positions or shape.seq_length,
+            "rms_norm_eps": shape.norm_eps,
+            "rope_parameters": _rope_parameters(shape),
+            "attention_dropout": 0.0,
+        }
+        if shape.family == "mistral":
+            special["sliding_window"] = None
+    return AutoConfig.for_model(shape.family, **(common | special))
+
+
+def _rope_parameters(shape: ModelShape) -> dict[str, Any]:
+    scaling = {"rope_type": "llama3", **vars(shape.rope_scaling)} if shape.rope_scaling else {"rope_type": "default"}
+    return scaling | {"rope_theta": shape.rope_theta}
+
+
+def build_model(config: "PreTrainedConfig") -> "PreTrainedModel":
+    """The causal language model of a configuration, on the default device and in the default dtype."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    return model
+
+
+def config_text(shape: ModelShape) -> bytes:
+    """The config.json of a model of `shape` that no directory describes yet."""
+    config = transformers_config(shape)
+    config.use_cache = True
+    with_class = config.to_diff_dict() | {"architectures": [type(_on_meta(shape)).__name__]}
+    return (json.dumps(with_class, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _on_meta(shape: ModelShape) -> "PreTrainedModel":
+    """A model of one layer, without weights."""
+    import torch
+
+    with torch.device("meta"):
+        return build_model(transformers_config(shape.with_layers(1)))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json; UnsupportedModelError where it cannot be read."""
+    path = folder / CONFIG_NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no mapping")
+    except OSError as error:
+        raise UnsupportedModelError(f"{path} cannot be read: {error.strerror}; give a model's directory") from None
+    except ValueError as error:
+        raise UnsupportedModelError(f"{path} is no model configuration: {error}; fetch it again") from None
+    return content
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """The shape of the model whose config.json lies in `folder`, named by that folder.
+
+    UnsupportedModelError, naming the field, where megabench would not compute what transformers does.
+    """
+    path, content = folder / CONFIG_NAME, read_config(folder)
+    family = content.get("model_type")
+    parallel = [name for name, table in FAMILIES.items() if table.has_parallel_blocks]
+    if family not in parallel:
+        listed = f"{family} is trained from the catalogue alone; " if family in FAMILIES else ""
+        raise UnsupportedModelError(
+            f"{path}: model_type={family!r} is not supported ({listed}a directory may hold {', '.join(parallel)}, "
+            f"without mixtures of experts)"
+        )
+    from transformers import AutoConfig
+
+    if content.get("quantization_config"):  # which would be asked for its own libraries first
+        raise _refusal(path, "quantization_config", "…", None, "quantized weights")
+    try:
+        config = AutoConfig.for_model(family, **{k: v for k, v in content.items() if k != "model_type"})
+    except Exception as error:  # transformers raises whatever its checks do
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UnsupportedModelError(f"{path} is refused by transformers: {reason}; correct the file") from None
+    _check(config, content, path)
+    sizes = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads or config.num_attention_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "ffn_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "num_positions": config.max_position_embeddings,
+    }
+    for field, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise UnsupportedModelError(f"{path}: {field}={value!r} is no size; correct the file")
+    if sizes["num_heads"] % sizes["num_kv_heads"]:
+        raise UnsupportedModelError(
+            f"{path}: num_key_value_heads={sizes['num_kv_heads']} does not divide num_attention_heads="
+            f"{sizes['num_heads']}; correct the file"
+        )
+    rope = config.rope_parameters
+    scaling = None
+    if rope["rope_type"] == "llama3":
+        scaling = RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
+    return ModelShape(
+        name=str(folder),
+        family=family,
+        norm_eps=config.rms_norm_eps,
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=scaling,
+        tied_embeddings=bool(config.tie_word_embeddings),
+        seq_length=min(config.max_position_embeddings, 4096),
+        micro_batch=1,
+        global_batch=32,
+        learning_rate=2e-5,
+        lr_warmup=20,
+        source=f"{path}; defaults of a run: those of fine-tuning (learning rate: arXiv 2307.09288 section 3.1)",
+        **sizes,
+    )
+
+
+def _check(config: Any, content: dict[str, Any], path: Path) -> None:
+    """Raises for every field that would make another model."""
+    declared = type(config)().to_dict()
+    for field, (wanted, meaning) in _REQUIRED.items():
+        if (value := getattr(config, field, wanted)) != wanted:
+            raise _refusal(path, field, value, wanted, meaning)
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        raise _refusal(path, "layer_types", sorted(set(config.layer_types)), ["full_attention"], "other attention")
+    rope = config.rope_parameters or {}
+    if (kind := rope.get("rope_type")) not in _ROPE_TYPES:
+        raise _refusal(path, "rope_type", kind, " or ".join(_ROPE_TYPES), "another rotary embedding")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _refusal(path, "partial_rotary_factor", rope["partial_rotary_factor"], 1.0, "a partly rotary embedding")
+    for field, default in declared.items():
+        if field not in _TAKEN | _IGNORED | _REQUIRED.keys() and (value := getattr(config, field, default)) != default:
+            raise _refusal(path, field, value, default, "something that megabench does not know")
+
+
+def _refusal(path: Path, field: str, value: object, wanted: object, meaning: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{path}: {field}={value!r} means {meaning}, which megabench's blocks do not have ({field} must be {wanted!r})"
     )

@@ -13,16 +13,29 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from megabench.models.catalog import ModelShape
-from megabench.models.mapping import Piece, Shard
+from megabench.models.mapping import Piece, hugging_face_shapes
+from megabench.models.shape import ModelShape
 
 TILE = 1024  # rows and columns of a tile
-_STD = 0.02  # initializer_range of transformers' Llama
+_STD = 0.02  # initializer_range of transformers' Llama, GPT-2 and BLOOM
+
+
+class InitialWeights:
+    """The weights that a model starts from when it has none; see `megabench.models.weights.Weights`."""
+
+    def __init__(self, shape: ModelShape, seed: int) -> None:
+        self._shape, self._seed = shape, seed
+        self._sizes = hugging_face_shapes(shape)
+
+    def read(self, wanted: Piece) -> Tensor:
+        """A block in fp32."""
+        std = standard_deviation(wanted.name, self._shape)
+        return initial_piece(wanted, self._sizes[wanted.name], std, self._seed)
 
 
 def standard_deviation(name: str, shape: ModelShape) -> float:
     """0.02, and 0.02 / √(2·layers) for the two matrices that write into the residual stream (GPT-2, Megatron-LM)."""
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
+    if name.endswith(shape.table.residual):
         return _STD / math.sqrt(2 * shape.num_layers)
     return _STD
 
@@ -30,10 +43,10 @@ def standard_deviation(name: str, shape: ModelShape) -> float:
 def initial_piece(piece: Piece, full_shape: tuple[int, ...], std: float, seed: int) -> Tensor:
     """The initial values of a block of a Hugging Face parameter: fp32 on CPU, [rows, columns] or [rows].
 
-    Vectors are norm weights and start at one. `full_shape` is the shape of the whole parameter.
+    Vectors are norm weights, which start at one, or biases, at zero. `full_shape` is the shape of the whole parameter.
     """
     if piece.columns is None:
-        return torch.ones(piece.num_rows)
+        return torch.zeros(piece.num_rows) if piece.name.endswith(".bias") else torch.ones(piece.num_rows)
     (top, bottom), (left, right) = piece.rows, piece.columns
     block = torch.empty(bottom - top, right - left)
 
@@ -58,25 +71,6 @@ def initial_piece(piece: Piece, full_shape: tuple[int, ...], std: float, seed: i
     with ThreadPoolExecutor(_num_threads()) as pool:  # drawing releases the interpreter lock
         list(pool.map(draw, tiles))
     return block
-
-
-def initial_shard(cut: Shard, shapes: dict[str, tuple[int, ...]], shape: ModelShape, seed: int) -> Tensor:
-    """The initial values of a tensor-parallel shard: fp32 on CPU, padding rows zero."""
-    spans: dict[str, list[Piece]] = {}
-    for piece in cut.pieces:
-        spans.setdefault(piece.name, []).append(piece)
-    drawn = {}  # each tensor once: the pieces of its query groups may share a tile
-    for name, pieces in spans.items():
-        rows = min(piece.rows[0] for piece in pieces), max(piece.rows[1] for piece in pieces)
-        span = Piece(name, rows, pieces[0].columns)
-        drawn[name] = rows[0], initial_piece(span, shapes[name], standard_deviation(name, shape), seed)
-    blocks = []
-    for piece in cut.pieces:
-        first, block = drawn[piece.name]
-        blocks.append(block[piece.rows[0] - first : piece.rows[1] - first])
-    if cut.padding_rows:
-        blocks.append(torch.zeros(cut.padding_rows, *blocks[0].shape[1:]))
-    return torch.cat(blocks)
 
 
 def _num_threads() -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from megabench import UserError
-from megabench.models.catalog import ModelShape
+from megabench.models.shape import ModelShape
 
 
 class LayoutError(UserError):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import PurePath
 
-from megabench.study.child import Child
+from megabench.runtime.child import Child
 
 STACK_SIGNAL = signal.SIGUSR2
 DUMP_SECONDS = 1.0

@@ -86,10 +86,20 @@ def layout_name(record: RunRecord) -> str:
 
 
 def engine_name(record: RunRecord) -> str:
-    """The engine with its ZeRO stage, where it has one, and a sign of settings of the user's own."""
-    stage = record.options.get("zero_stage")
-    name = record.engine if stage is None else f"{record.engine} ZeRO-{stage}"
-    return f"{name}, own JSON" if record.options.get("deepspeed_config") else name
+    """The engine with its ZeRO stage, where it has one, and what else was set: "deepspeed ZeRO-3, hpz 4"."""
+    options = record.options
+    stage = options.get("zero_stage")
+    words = [record.engine if stage is None else f"{record.engine} ZeRO-{stage}"]
+    if (offload := options.get("offload", "none")) != "none":
+        words.append(f"offload {offload}")
+    for option, word in (("hpz_size", "hpz"), ("shard_size", "shards of"), ("powersgd_rank", "PowerSGD rank")):
+        if value := options.get(option):
+            words.append(f"{word} {value}")
+    if options.get("compile"):
+        words.append("compiled")
+    if options.get("deepspeed_config"):
+        words.append("own JSON")
+    return ", ".join(words)
 
 
 def is_zero3(record: RunRecord) -> bool:

@@ -11,9 +11,9 @@ from typing import Literal
 
 from torch.distributed import PrefixStore
 
+from megabench.runtime.child import Child, end_all, without_launcher
 from megabench.runtime.messages import Failure, Progress, read_failure, read_progress
 from megabench.runtime.rendezvous import PREFIX_VARIABLE
-from megabench.study.child import Child, end_all, without_launcher
 from megabench.study.crew import Crew
 from megabench.study.outcome import RankEnd
 from megabench.study.stacks import ask_where

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from megabench.checkpoint.assets import assets_of_run
 from megabench.checkpoint.blocks import TrainingState
 from megabench.checkpoint.directory import remove_partial, set_aside
 from megabench.checkpoint.load import Found, read_shards
@@ -75,7 +76,10 @@ class Checkpoints:
             self._set_aside(resume)
         token = [secrets.token_hex(4)]
         dist.broadcast_object_list(token)  # behind the clearing up: who has it may begin to save
-        self._saver = Saver(run.save, rendezvous.store, rank, dist.get_world_size(), token[0], staging, run.keep)
+        assets = assets_of_run(run) if rank == 0 else {}
+        self._saver = Saver(
+            run.save, rendezvous.store, rank, dist.get_world_size(), token[0], staging, run.keep, assets
+        )
 
     def _stage(self, local_world_size: int, device: torch.device) -> Staging | None:
         """Host memory for asynchronous saves, where they are wanted and every host has enough of it."""
@@ -169,7 +173,8 @@ class Checkpoints:
         run = self._run
         shapes = hugging_face_shapes(run.shape).values()
         expected = sum(torch.Size(shape).numel() for shape in shapes)
-        assert set(elements.values()) == {expected}, f"{elements} elements saved, for {expected} parameters"
+        as_many = {kind: count for kind, count in elements.items() if kind in ("weight", "exp_avg", "exp_avg_sq")}
+        assert set(as_many.values()) == {expected}, f"{elements} elements saved, for {expected} parameters"
         return Manifest(
             model=ModelEntry.of(run.shape),
             training=TrainingEntry(

@@ -114,14 +114,20 @@ def unsaved(saves: list[SaveTimes]) -> list[str]:
     return [f"no checkpoint of step {save.step}: {save.error}" for save in saves if save.error]
 
 
+# settings that shape how a step runs, beside the layout
+_OPTIONS = (
+    "zero_stage", "offload", "hpz_size", "zero_prefetch", "zero_persistence", "shard_size", "reshard_after_forward",
+    "powersgd_rank", "compile", "recompute",
+)  # fmt: skip
+
+
 def asked_for(run: ResolvedConfig, given: RunConfig) -> dict[str, Any]:
     """The fields of a record that are known before anything runs."""
     return {
         "engine": run.engine,
         "layout": LayoutSizes(**asdict(run.layout)),
-        "options": {
-            "zero_stage": run.zero_stage,
-            "recompute": run.recompute,
+        "options": {option: getattr(run, option) for option in _OPTIONS}
+        | {
             "deepspeed_config": read_deepspeed_json(run.deepspeed_config) if run.deepspeed_config else None,
         },
         "optimizer": run.optimizer,
@@ -158,4 +164,5 @@ def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
         grad_dtype=run.grad_dtype,
         global_batch=run.global_batch,
         seq_length=run.seq_length,
+        compression=f"PowerSGD, rank {run.powersgd_rank}" if run.powersgd_rank else None,
     )

@@ -100,7 +100,8 @@ def check_belongs(folder: Path, manifest: Manifest, run: ResolvedConfig, source:
     training = manifest.training
     if training is None:
         raise CheckpointError(
-            f"{folder} holds weights alone, and --load goes on with a run; start one with its weights"
+            f"{folder} holds weights alone, and --load goes on with a run; start one with its weights by --model "
+            f"{folder}"
         )
     theirs, ours = manifest.model, ModelEntry.of(run.shape)
     if difference := theirs.difference(ours):
@@ -110,7 +111,8 @@ def check_belongs(folder: Path, manifest: Manifest, run: ResolvedConfig, source:
     if training.engine != run.engine:
         raise CheckpointError(
             f"{folder} was saved by the {training.engine} engine, and the run's engine is {run.engine}; go on with "
-            f"--engine {training.engine}, or take its weights alone (tools/convert.py)"
+            f"--engine {training.engine}, or take its weights alone by --model "
+            f"{folder} (or tools/convert.py export)"
         )
     for name in _SAME:
         if name in training.config and training.config[name] != getattr(run, name):

@@ -14,7 +14,7 @@ from megabench.models.mapping import Piece, hugging_face_shapes, parallel_parame
 
 SHAPE = get_model("llama-tiny").with_layers(1)
 SIZES = hugging_face_shapes(SHAPE)
-PARAMETERS = parallel_parameters(range(1), has_embedding=True, has_output=True)
+PARAMETERS = parallel_parameters(SHAPE, range(1), has_embedding=True, has_output=True)
 
 
 def numbered() -> dict[str, Tensor]:

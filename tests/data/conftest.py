@@ -1,15 +1,13 @@
-"""Fixtures of the data tests: configurations, text files, a tokenizer directory."""
+"""Fixtures of the data tests: configurations and text files."""
 
 import json
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megabench.config import ResolvedConfig, RunConfig
-from megabench.data.text import read_stdlib
 
 DOCUMENTS = ["The first document.\nIt has two lines.\n", "", "Größe, naïveté and 中文.", "last " * 200]
 
@@ -31,22 +29,3 @@ def jsonl(tmp_path: Path) -> Path:
     path = tmp_path / "documents.jsonl"
     path.write_text("".join(json.dumps({"text": text, "id": number}) + "\n" for number, text in enumerate(DOCUMENTS)))
     return path
-
-
-@pytest.fixture(scope="session")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE of 400 tokens, trained on some of the standard library, as transformers saves it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator((piece.text.decode() for piece in islice(read_stdlib(), 20)), trainer)
-    directory = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
-    return directory

@@ -1,17 +1,17 @@
-"""The one-process model that every layout is compared with: transformers' Llama, trained by torch's own optimizers."""
+"""The one-process model that every layout is compared with: transformers' own, trained by torch's own optimizers."""
 
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.models.hugging_face import llama_config
-from megabench.models.init import initial_shard
-from megabench.models.mapping import Piece, Shard, hugging_face_shapes
+from megabench.engines.initial import initial_weights
+from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.mapping import hugging_face_shapes
+from megabench.models.weights import read_flat
 
 
 class Reference:
@@ -19,19 +19,20 @@ class Reference:
 
     def __init__(self, run: ResolvedConfig) -> None:
         self.run = run
-        self.model = LlamaForCausalLM(llama_config(run.shape)).float()
+        self.model = build_model(transformers_config(run.shape)).float()
+        weights = initial_weights(run)
         shapes = hugging_face_shapes(run.shape)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                size = shapes[name]
-                piece = Piece(name, (0, size[0]), (0, size[1]) if len(size) > 1 else None)
-                parameter.copy_(initial_shard(Shard((piece,)), shapes, run.shape, run.seed))
+                parameter.copy_(read_flat(weights, name, shapes, 0, parameter.numel()).view(parameter.shape))
         groups = [
             {"params": [p for p in self.model.parameters() if p.ndim > 1], "weight_decay": run.weight_decay},
             {"params": [p for p in self.model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
         ]
         self.optimizer: torch.optim.Optimizer
-        if run.optimizer == "sgd":
+        if run.optimizer == "adafactor":
+            self.optimizer = torch.optim.Adafactor(groups, lr=run.lr)
+        elif run.optimizer == "sgd":
             self.optimizer = torch.optim.SGD(groups, lr=run.lr)
         else:
             self.optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps)

@@ -67,13 +67,29 @@ def resolve_with(tmp_path: Path, content: dict[str, Any], **fields: Any) -> Reso
         ({"communication_data_type": "bf16"}, {}, ["communication_data_type=bf16", "gradients are fp32"]),
         ({"tensor_parallel": {"autotp_size": 2}}, {}, ["'tensor_parallel'", "remove it"]),
         ({"zero_optimization": {"zero_quantized_weights": True}}, {}, ["zero_quantized_weights"]),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {}, ["offload is not supported yet"]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, ["device='nvme'", "to cpu alone"]),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            {},
+            ["offloads parameters without their optimizer"],
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            {"offload": "all"},
+            ["offload=optimizer", "offload=all"],
+        ),
     ],
 )
 def test_contradictions_are_named(tmp_path: Path, content: dict[str, Any], fields: Any, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         resolve_with(tmp_path, content, **fields)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_what_a_file_says_of_zero_becomes_the_runs(tmp_path: Path) -> None:
+    zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2}
+    run = resolve_with(tmp_path, {"zero_optimization": zero | {"stage3_prefetch_bucket_size": 7}})
+    assert (run.offload, run.hpz_size, run.zero_prefetch, run.zero_persistence) == ("all", 2, 7, None)
 
 
 def test_file_that_is_no_json(tmp_path: Path) -> None:

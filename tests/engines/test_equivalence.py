@@ -9,7 +9,7 @@ import torch
 
 from megabench.config import ResolvedConfig
 from tests import distributed
-from tests.engines.equivalence import Trace, assert_equal_to_reference, resolve, train
+from tests.engines.equivalence import OPTIMIZERS, Trace, assert_equal_to_reference, resolve, train
 
 pytestmark = pytest.mark.distributed
 
@@ -35,10 +35,6 @@ COMBINATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-cp2": (4, {"pp": 2, "cp": 2}),
     "cp2-dp2": (4, {"cp": 2}),
     "pp2-vp2-cp2": (4, {"pp": 2, "vp": 2, "cp": 2}),
-}
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {"optimizer": "sgd", "lr": 0.05},
-    "adamw": {"optimizer": "adamw", "lr": 1e-3},
 }
 
 

@@ -144,6 +144,20 @@ def test_fsdp_and_ddp(tmp_path: Path, fields: dict[str, Any]) -> None:
     assert difference(tmp_path, losses, 2, "moments", **SMALL, **fields) > 10 * TOLERANCE
 
 
+def test_adafactor(tmp_path: Path) -> None:
+    fields = SMALL | {"engine": "ddp", "optimizer": "adafactor", "lr": 1e-2}
+    losses = save_at_six(tmp_path, 2, **fields)
+    assert Manifest.read(folder_of(tmp_path, 6)).num_elements.keys() == {"weight", "row_var", "col_var", "variance"}
+    assert difference(tmp_path, losses, 1, **fields) < TOLERANCE
+    assert difference(tmp_path, losses, 2, "moments", **fields) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("fields", [{"zero_stage": 2, "offload": "optimizer"}, {"offload": "all"}, {"hpz_size": 1}])
+def test_zero_with_options(tmp_path: Path, fields: dict[str, Any]) -> None:
+    losses = save_at_six(tmp_path, 2, **ZERO, **fields)
+    assert difference(tmp_path, losses, 2, **ZERO, **fields) == 0
+
+
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_zero_in_bf16_keeps_its_masters(tmp_path: Path, zero_stage: int) -> None:
     losses = save_at_six(tmp_path, 2, **ZERO, zero_stage=zero_stage, precision="bf16")

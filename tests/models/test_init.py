@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megabench.models.catalog import get_model
-from megabench.models.init import TILE, initial_piece, initial_shard, standard_deviation
+from megabench.models.init import TILE, InitialWeights, initial_piece, standard_deviation
 from megabench.models.mapping import (
     Piece,
     hugging_face_shapes,
@@ -12,6 +12,7 @@ from megabench.models.mapping import (
     parallel_parameters,
     shard,
 )
+from megabench.models.weights import read_shard
 
 SHAPE = get_model("llama-tiny")
 
@@ -43,7 +44,7 @@ def test_shards_hold_every_weight_once(tp: int, vocab_size: int) -> None:
     shape = replace(SHAPE, vocab_size=vocab_size)
     shapes = hugging_face_shapes(shape)
     counts = {name: torch.zeros(size) for name, size in shapes.items()}
-    for name in parallel_parameters(range(shape.num_layers), has_embedding=True, has_output=True):
+    for name in parallel_parameters(shape, range(shape.num_layers), has_embedding=True, has_output=True):
         for rank in range(tp):
             for piece in shard(name, shape, tp, rank).pieces:
                 target = counts[piece.name][slice(*piece.rows)]
@@ -58,7 +59,7 @@ def test_vocabulary_padding_is_zero() -> None:
 
     shape = replace(SHAPE, vocab_size=509)
     assert padded_vocab_size(shape, 4) == 512
-    last = initial_shard(shard("output_layer.weight", shape, 4, 3), hugging_face_shapes(shape), shape, seed=1)
+    last = read_shard(InitialWeights(shape, seed=1), shard("output_layer.weight", shape, 4, 3))
     assert last.shape == (128, shape.hidden_size)
     assert last[:125].abs().min(dim=1).values.sum() > 0
     assert not last[125:].any()

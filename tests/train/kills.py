@@ -29,7 +29,7 @@ def kill_many(num_kills: int, folder: Path, layout: list[str], seed: int, num_st
     chain = 0
     while len(told) < num_kills or (folder / f"chain-{chain}").exists():
         place = folder / f"chain-{chain}"
-        run = Run.start(2, *layout, *_flags(place, num_steps))
+        run = Run.start(2, *layout, *_flags(place, num_steps), torchrun=("--shutdown-timeout", "5"))
         if len(told) < num_kills:
             line = _kill(run, dice, place / "checkpoints")
             if line:

@@ -13,11 +13,11 @@ from megabench.checkpoint.directory import folder_of
 from megabench.checkpoint.files import write_files
 from megabench.checkpoint.manifest import DataEntry, Manifest, ModelEntry, OptimizerEntry, TrainingEntry
 from megabench.checkpoint.save import tensors_of
-from megabench.checkpoint.weights import save_weights
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.data.source import open_source
 from megabench.runtime.rendezvous import Rendezvous
 from megabench.train.resume import Resume, find_resume
+from tests.checkpoint.test_weights import save_weights
 
 BASE: dict[str, Any] = {"model": "llama-tiny", "data": "synthetic", "device": "cpu"}
 
@@ -87,7 +87,7 @@ def test_another_run_is_refused(tmp_path: Path, fields: dict[str, Any], words: l
 
 
 def test_weights_alone_are_no_run(tmp_path: Path) -> None:
-    save_weights(folder_of(tmp_path, 0), resolve().shape, [("model.norm.weight", torch.ones(4))])
+    save_weights(folder_of(tmp_path, 0), {"model.norm.weight": torch.ones(4)})
     with pytest.raises(CheckpointError, match="holds weights alone"):
         find(load=tmp_path)
 

@@ -25,7 +25,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467) over H of [S/tp, B, H], for each rank's part of the sequence."""
+    """Root-mean-square norm (arXiv 1910.07467) over the last dim of a rank's part: of the sequence, or of the heads."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
-        # each rank sees a part of the sequence: without this mark megatron-core never sums their gradients over tp
+        # each rank sees a part: without this mark megatron-core never sums their gradients over tp
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -117,8 +117,11 @@ def zigzag_slice(tokens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]], dim=1)
 
 
-def llama_blocks(num_layers: int) -> TransformerBlockSubmodules:
-    """The specs of `num_layers` parallel Llama layers and of the final norm."""
+def llama_blocks(num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
+    """The specs of `num_layers` parallel layers and of the final norm.
+
+    `qk_norm` puts a norm over D on queries and keys, before the rotary embedding.
+    """
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -130,6 +133,8 @@ def llama_blocks(num_layers: int) -> TransformerBlockSubmodules:
                     linear_qkv=ColumnParallelLinear,
                     core_attention=CausalAttention,
                     linear_proj=RowParallelLinear,
+                    q_layernorm=RMSNorm if qk_norm else None,
+                    k_layernorm=RMSNorm if qk_norm else None,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,

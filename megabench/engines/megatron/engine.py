@@ -21,11 +21,12 @@ from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines import kernels
 from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.initial import initial_weights
 from megabench.engines.megatron.blocks import zigzag_slice
 from megabench.engines.megatron.gather import full_tensors
 from megabench.engines.megatron.model import (
     ParallelLlama,
-    load_initial_weights,
+    load_weights,
     transformer_config,
     whole_model_name,
 )
@@ -55,10 +56,14 @@ class MegatronEngine:
         self.transformer_config = transformer_config(run)
         # communication overlaps with compute wherever there are replicas to talk to
         overlap = layout.data_parallel * layout.cp > 1
+        weights, stage = initial_weights(run), self.groups.pp.rank()
         chunks = []
         for number in range(layout.vp):
-            chunk = ParallelLlama(self.transformer_config, run, self.groups, self.groups.pp.rank(), number)
-            load_initial_weights(chunk, run, self.groups.tp.rank())
+            is_first = number == 0 and stage == 0
+            is_last = number == layout.vp - 1 and stage == layout.pp - 1
+            layers = layout.chunk_layers(run.shape.num_layers)[stage][number]
+            chunk = ParallelLlama(self.transformer_config, run, self.groups, layers, is_first, is_last, number)
+            load_weights(chunk, weights, run, self.groups.tp.rank())
             chunk.to(self.device)
             chunks.append(
                 DistributedDataParallel(

@@ -8,6 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megabench.config import ResolvedConfig
+from megabench.models.families import OUTPUT
 from megabench.models.mapping import Shard, hugging_face_shapes, parallel_parameters, shard
 
 
@@ -25,9 +26,11 @@ def full_tensors(
     for number in range(layout.pp * layout.vp):
         chunk, stage = divmod(number, layout.pp)
         names = parallel_parameters(
-            stages[stage][chunk], has_embedding=number == 0, has_output=number == layout.pp * layout.vp - 1
+            shape, stages[stage][chunk], has_embedding=number == 0, has_output=number == layout.pp * layout.vp - 1
         )
         for name in names:
+            if name == OUTPUT and shape.tied_embeddings:
+                continue  # a copy of the embedding
             cuts = [shard(name, shape, layout.tp, rank) for rank in range(layout.tp)]
             mine = torch.empty(_shard_shape(cuts[groups.tp.rank()]), device=device)
             if stage == groups.pp.rank():

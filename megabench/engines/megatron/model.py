@@ -17,8 +17,9 @@ from megabench.engines.cross_entropy import linear_cross_entropy
 from megabench.engines.kernels import fuses_activation, fuses_cross_entropy
 from megabench.engines.megatron.blocks import llama_blocks
 from megabench.engines.optim import has_apex_weight_gradients
-from megabench.models.init import initial_shard
-from megabench.models.mapping import hugging_face_shapes, padded_vocab_size, shard
+from megabench.models.mapping import padded_vocab_size, shard
+from megabench.models.rotary import rotary_frequencies
+from megabench.models.weights import Weights, read_shard
 from megabench.parallel.layout import Layout
 from megabench.runtime.device import DTYPES
 
@@ -44,38 +45,45 @@ class ParallelLossHead(ColumnParallelLinear):
 
 
 class ParallelLlama(GPTModel):
-    """GPTModel with Llama blocks, for one chunk of the pipeline.
+    """GPTModel with Llama blocks, for a part of the model: one chunk of the pipeline, or less.
 
-    `layers` are the model's layer numbers that this chunk holds.
+    `layers` are the model's layer numbers that it holds; `chunk` counts the chunks of its stage.
     """
 
     def __init__(
-        self, config: TransformerConfig, run: ResolvedConfig, groups: ProcessGroupCollection, stage: int, chunk: int
+        self,
+        config: TransformerConfig,
+        run: ResolvedConfig,
+        groups: ProcessGroupCollection,
+        layers: range,
+        has_embedding: bool,
+        has_output: bool,
+        chunk: int = 0,
     ) -> None:
         layout, shape = run.layout, run.shape
-        self.layers = layout.chunk_layers(shape.num_layers)[stage][chunk]
+        self.layers = layers
         super().__init__(
             config=config,
-            transformer_layer_spec=llama_blocks(len(self.layers)),
+            transformer_layer_spec=llama_blocks(len(layers), shape.table.qk_norm),
             vocab_size=padded_vocab_size(shape, layout.tp),
             max_sequence_length=run.seq_length,
-            pre_process=stage == 0 and chunk == 0,
-            post_process=stage == layout.pp - 1 and chunk == layout.vp - 1,
-            share_embeddings_and_output_weights=False,
+            pre_process=has_embedding,
+            post_process=has_output,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
-            rotary_base=shape.rope_theta,
             pg_collection=groups,
             vp_stage=chunk if layout.vp > 1 else None,
         )
+        self.rotary_pos_emb.inv_freq = rotary_frequencies(shape).to(self.rotary_pos_emb.inv_freq.device)
         held = shape.vocab_size - self.vocab_size // layout.tp * groups.tp.rank()
         self.num_real_rows = max(0, min(held, self.vocab_size // layout.tp))
         if self.post_process and fuses_cross_entropy(run):
             self.output_layer.__class__ = ParallelLossHead  # the same weight under the same name
 
-    def forward(self, *args: Any, labels: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, labels: Tensor | None, **kwargs: Any) -> Tensor:
         """[B, S] tokens, or what the stage before sends, -> losses as `compute_language_model_loss` gives them, or what
-        the next stage receives."""
-        if isinstance(head := getattr(self, "output_layer", None), ParallelLossHead):
+        the next stage receives. Without labels the last stage gives logits, [B, S, V/tp]."""
+        if labels is not None and isinstance(head := getattr(self, "output_layer", None), ParallelLossHead):
             head.labels, head.num_real_rows = labels, self.num_real_rows
         output: Tensor = super().forward(*args, labels=labels, **kwargs)
         return output
@@ -111,6 +119,8 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             gated_linear_unit=True,
             activation_func=F.silu,
             add_bias_linear=False,
+            add_qkv_bias=shape.table.qkv_bias,
+            qk_layernorm=shape.table.qk_norm,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             bias_activation_fusion=fuses_activation(run),
@@ -173,11 +183,10 @@ def whole_model_name(chunk: ParallelLlama, name: str) -> str:
 
 
 @torch.no_grad()
-def load_initial_weights(chunk: ParallelLlama, run: ResolvedConfig, tp_rank: int) -> None:
-    """Fills a chunk with this rank's part of the layout-independent initial weights, in the training dtype."""
-    shapes = hugging_face_shapes(run.shape)
+def load_weights(chunk: ParallelLlama, weights: Weights, run: ResolvedConfig, tp_rank: int) -> None:
+    """Fills a chunk with this rank's part of `weights`, in the training dtype."""
     for name, parameter in chunk.named_parameters():
         cut = shard(whole_model_name(chunk, name), run.shape, run.layout.tp, tp_rank)
-        values = initial_shard(cut, shapes, run.shape, run.seed)
+        values = read_shard(weights, cut)
         assert values.shape == parameter.shape, f"{name}: {tuple(values.shape)} for {tuple(parameter.shape)}"
         parameter.copy_(values)

@@ -25,8 +25,9 @@ def shards(
         cut = shard(name, run.shape, run.layout.tp, tp_rank)
         held = optimizer._get_model_param_range_map(parameter)["param"]
         blocks = blocks_of(cut, held.start, held.end)
-        # what tensor-parallel ranks hold alike, the first of them saves
-        is_owner = tp_rank == 0 or cut != shard(name, run.shape, run.layout.tp, 0)
+        # what tensor-parallel ranks hold alike, the first of them saves; a tied output layer, the first stage
+        is_first = tp_rank == 0 or cut != shard(name, run.shape, run.layout.tp, 0)
+        is_owner = is_first and not getattr(parameter, "shared", False)
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         for key, kind in _KINDS.items():
             if key in tensors:

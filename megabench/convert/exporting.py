@@ -1,0 +1,122 @@
+"""From a checkpoint, of a run or an import, to a directory that transformers loads."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megabench.checkpoint.blocks import whole
+from megabench.checkpoint.weights import Weights
+from megabench.config import ResolvedConfig
+from megabench.convert import ConvertError
+from megabench.convert.compare import Advance, compare
+from megabench.convert.importing import Converted, check_equal, partial_of, same_bits
+from megabench.models.find import ASSETS
+from megabench.models.folder import INDEX, HuggingFaceWeights
+from megabench.models.hugging_face import CONFIG_NAME, read_config
+from megabench.models.mapping import Piece, Shapes, hugging_face_shapes
+from megabench.runtime.device import DTYPES
+
+SHARD_BYTES = 5_000_000_000  # transformers' own
+_CONFIG_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def export_dtype(weights: Weights) -> torch.dtype | None:
+    """The dtype that a run trained in, for its masters are wider; None, each tensor's own, for weights alone."""
+    training = weights.manifest.training
+    return DTYPES[training.config["precision"]] if training else None
+
+
+class Rounded:
+    """Weights in the dtype that they are to be in; None leaves each in its own."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype | None) -> None:
+        self._weights, self._dtype = weights, dtype
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtype or self._weights.dtype(name)
+
+    def read(self, wanted: Piece) -> Tensor:
+        return self._weights.read(wanted, self._weights.dtype(wanted.name)).to(self.dtype(wanted.name))
+
+
+def export_model(
+    weights: Weights,
+    out: Path,
+    run: ResolvedConfig,
+    dtype: torch.dtype | None,
+    tokens: Tensor | None,
+    advance: Advance,
+    shard_bytes: int = SHARD_BYTES,
+) -> Converted:
+    """Writes the weights of a checkpoint to the Hugging Face directory `out`, and compares both on `tokens`.
+
+    In `dtype`, or each tensor in its own. In one process, which holds one of the files at a time. ConvertError where it
+    cannot be written, UnequalError where the comparison fails; nothing is left at `out` then.
+    """
+    partial, rounded = partial_of(out), Rounded(weights, dtype)
+    sizes = hugging_face_shapes(run.shape)
+    began = time.perf_counter()
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(weights.folder / ASSETS, partial)
+        _say_dtype(partial, {rounded.dtype(name) for name in sizes})
+        _write(rounded, partial, sizes, shard_bytes, advance)
+        written = time.perf_counter()
+        exported = HuggingFaceWeights(partial)
+        for name, size in sizes.items():
+            if not same_bits(exported.read(_whole(name, size)), rounded.read(_whole(name, size))):
+                raise ConvertError(f"{name} in {out} is not what {weights.folder} holds")
+        comparison = compare(exported, rounded, run, tokens, advance) if tokens is not None else None
+        check_equal(comparison, f"{out} would not compute what {weights.folder} does")
+        partial.rename(out)
+    except OSError as error:
+        raise ConvertError(f"{out} cannot be written: {error.strerror}; give a path on a disk with room") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    files = list(out.glob("*.safetensors"))
+    return Converted(
+        folder=out,
+        num_bytes=sum(file.stat().st_size for file in files),
+        num_files=len(files),
+        write_seconds=written - began,
+        compare_seconds=time.perf_counter() - written,
+        comparison=comparison,
+    )
+
+
+def _write(weights: Rounded, folder: Path, sizes: Shapes, shard_bytes: int, advance: Advance) -> None:
+    """The tensors in files of about `shard_bytes`, and their index where there are several."""
+    planned = split_torch_state_dict_into_shards(
+        {name: torch.empty(size, dtype=weights.dtype(name), device="meta") for name, size in sizes.items()},
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    for file, names in planned.filename_to_tensors.items():
+        tensors = {}
+        for name in names:
+            tensors[name] = weights.read(_whole(name, sizes[name])).contiguous()
+            advance(f"writing {name}")
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if planned.is_sharded:
+        index = {"metadata": planned.metadata, "weight_map": planned.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _whole(name: str, size: tuple[int, ...]) -> Piece:
+    return whole(name, size).pieces[0]
+
+
+def _say_dtype(folder: Path, dtypes: set[torch.dtype]) -> None:
+    """Names the dtype of the weights in the configuration, where all have one and it says another."""
+    content = read_config(folder)
+    field = "torch_dtype" if "torch_dtype" in content else "dtype"  # as older and newer transformers call it
+    name = _CONFIG_NAMES[next(iter(dtypes))]
+    if len(dtypes) == 1 and content.get(field) != name:
+        text = json.dumps(content | {field: name}, indent=2, sort_keys=True) + "\n"
+        (folder / CONFIG_NAME).write_text(text, encoding="utf-8")

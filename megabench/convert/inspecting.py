@@ -1,0 +1,41 @@
+"""What a checkpoint is, in a table that people can paste."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from megabench.checkpoint.weights import open_weights
+from megabench.models.find import ASSETS
+
+
+def describe(folder: Path) -> Table:
+    """Model, sizes, and the run that wrote it; CheckpointError where it is none, or damaged."""
+    weights = open_weights(folder)
+    manifest = weights.manifest
+    table = Table(title=str(weights.folder), show_header=False, title_justify="left")
+    shape = manifest.model.shape
+    table.add_row("model", f"{manifest.model.name} ({shape['family']})")
+    table.add_row(
+        "layers, hidden, heads, KV heads", _words(shape, "num_layers", "hidden_size", "num_heads", "num_kv_heads")
+    )
+    table.add_row("FFN, vocabulary", _words(shape, "ffn_size", "vocab_size"))
+    table.add_row("tied embeddings", "yes" if shape["tied_embeddings"] else "no")
+    for kind, number in manifest.num_elements.items():
+        table.add_row(f"{kind}, elements", f"{number:,}")
+    table.add_row("dtypes of the weights", ", ".join(sorted({str(weights.dtype(name)) for name in weights.names})))
+    table.add_row("files", f"{len(manifest.files)}, {manifest.num_bytes / 1e9:.3f} GB, all checksums right")
+    beside = [Path(file.name).name for file in manifest.files if file.name.startswith(f"{ASSETS}/")]
+    table.add_row("beside the weights", ", ".join(beside) or "nothing")
+    if training := manifest.training:
+        sizes = " ".join(f"{axis}{size}" for axis, size in training.layout.items() if size)
+        table.add_row("written by", f"a run of the {training.engine} engine, {sizes}, {training.world_size} ranks")
+        table.add_row("step", f"{training.step} ({training.optimizer.name}, {training.optimizer.step} updates)")
+        table.add_row("data", f"{training.data.name}, {training.data.next_sequence:,} sequences read")
+    else:
+        table.add_row("written by", "an import: weights alone")
+    table.add_row("versions", ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())))
+    return table
+
+
+def _words(shape: dict[str, object], *fields: str) -> str:
+    return ", ".join(f"{shape[field]:,}" for field in fields)

@@ -1,0 +1,81 @@
+"""The processes of a conversion: those of a launcher, or this one and others that it starts. gloo, on CPU."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from megabench import UserError
+from megabench.convert import ConvertError
+from megabench.runtime import rendezvous
+from megabench.runtime.child import Child, end_all, without_launcher
+from megabench.runtime.device import initialize
+
+_PATIENCE = timedelta(hours=12)  # rank 0 works alone for a while, and files may be large
+
+
+@contextmanager
+def joined(world_size: int) -> Iterator[int]:
+    """This process's rank in a process group of `world_size`; ConvertError where a launcher started another number.
+
+    Without a launcher this process is rank 0, and starts its own command again for each of the others. They end with
+    it; if one of them fails, its last line says why.
+    """
+    launched = rendezvous.world_size_from_environment()
+    if "RANK" in os.environ:
+        if launched != world_size:
+            raise ConvertError(
+                f"tp·pp = {world_size} takes {world_size} processes, and {launched} were started; "
+                f"use torchrun --nproc-per-node {world_size}, or no launcher"
+            )
+        place = rendezvous.join()
+        initialize(place, place.rank, "cpu", _PATIENCE)
+        try:
+            yield place.rank
+        finally:
+            dist.destroy_process_group()
+        return
+    with tempfile.TemporaryDirectory(prefix="megabench-convert-") as logs:
+        store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+        children = [_start(rank, world_size, store.port, Path(logs)) for rank in range(1, world_size)]
+        try:
+            os.environ |= _place(0, world_size, store.port)
+            place = rendezvous.join()
+            initialize(place, place.rank, "cpu", _PATIENCE)
+            yield 0
+            dist.destroy_process_group()
+        except UserError:
+            raise  # all ranks know of it
+        except Exception as error:
+            lost = next((child for child in children if child.exit_status()), None)
+            if lost is None:
+                raise
+            raise ConvertError(f"a process of this conversion ended: {lost.last_line()}") from error
+        finally:
+            end_all(children)
+            for name in _place(0, world_size, store.port):
+                os.environ.pop(name, None)
+
+
+def _start(rank: int, world_size: int, port: int, logs: Path) -> Child:
+    environment = without_launcher(os.environ) | _place(rank, world_size, port)
+    return Child([sys.executable, *sys.orig_argv[1:]], environment, logs / f"rank-{rank}.log")
+
+
+def _place(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What a launcher whose agent hosts the store would tell the process of `rank`."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }

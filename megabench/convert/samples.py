@@ -1,0 +1,28 @@
+"""The tokens that models are compared on."""
+
+import textwrap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megabench.data.text import Piece
+from megabench.data.tokenizer import HuggingFaceTokenizer
+from megabench.models.folder import read_tokenizer
+from megabench.models.shape import ModelShape
+
+SEQ_LENGTH = 128
+
+
+def sample_tokens(folder: Path, shape: ModelShape) -> Tensor:
+    """Two sequences, int64 [2, S]: English text and code by the folder's tokenizer, or by bytes if it has none; and
+    tokens from all over the vocabulary, its first and last among them."""
+    text = Path(textwrap.__file__).read_bytes()
+    if read_tokenizer(folder):
+        tokenized = HuggingFaceTokenizer(folder).encode(Piece(text, "textwrap.py", True, len(text)))
+        ids = torch.from_numpy(tokenized[:SEQ_LENGTH])
+    else:
+        ids = torch.tensor(list(text[:SEQ_LENGTH]))
+    anywhere = torch.randint(shape.vocab_size, (SEQ_LENGTH,), generator=torch.Generator().manual_seed(0))
+    anywhere[0], anywhere[-1] = 0, shape.vocab_size - 1
+    return torch.stack([ids % shape.vocab_size, anywhere])

@@ -1,0 +1,38 @@
+"""fp16's dynamic loss scale, for engines whose library has none of its own."""
+
+from dataclasses import asdict, dataclass
+
+# as DeepSpeed's defaults, and the megatron engine's
+INITIAL = 2.0**16
+WINDOW = 1000
+HYSTERESIS = 2
+
+
+@dataclass
+class LossScale:
+    """Doubles after WINDOW steps with finite gradients, halves at the second step without (arXiv 1710.03740)."""
+
+    value: float = INITIAL
+    num_good: int = 0
+    hysteresis: int = HYSTERESIS
+
+    def update(self, is_finite: bool) -> None:
+        """Counts a step."""
+        if is_finite:
+            self.num_good += 1
+            if self.num_good == WINDOW:
+                self.value, self.num_good, self.hysteresis = self.value * 2, 0, HYSTERESIS
+            return
+        self.num_good = 0
+        self.hysteresis -= 1
+        if self.hysteresis <= 0:
+            self.value = max(self.value / 2, 1.0)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {name: float(value) for name, value in asdict(self).items()}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Goes on from `state`."""
+        self.value, self.num_good = state["value"], int(state["num_good"])
+        self.hysteresis = int(state["hysteresis"])

@@ -1,0 +1,27 @@
+"""Fixtures that several rooms share."""
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from megabench.data.text import read_stdlib
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE of 400 tokens, trained on some of the standard library, as transformers saves it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator((piece.text.decode() for piece in islice(read_stdlib(), 20)), trainer)
+    directory = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
+    return directory

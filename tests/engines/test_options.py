@@ -1,0 +1,145 @@
+"""The engines' own settings: what changes no result is equal to one process, what is lossy has a class of its own."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megabench.config import ConfigError, ResolvedConfig
+from megabench.data.batch import micro_batches
+from megabench.data.source import open_source
+from megabench.engines.base import build_engine
+from megabench.engines.loss_scale import HYSTERESIS, INITIAL, WINDOW, LossScale
+from tests import distributed
+from tests.engines.equivalence import OPTIMIZERS, Trace, assert_equal_to_reference, resolve, train
+from tests.engines.reference import Reference
+
+EQUAL: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero3-offload-all": (2, {"engine": "deepspeed", "zero_stage": 3, "offload": "all"}),
+    "zero3-offload-optimizer": (2, {"engine": "deepspeed", "zero_stage": 3, "offload": "optimizer"}),
+    "zero2-offload": (2, {"engine": "deepspeed", "zero_stage": 2, "offload": "optimizer"}),
+    "zero1-offload": (2, {"engine": "deepspeed", "zero_stage": 1, "offload": "optimizer"}),
+    "zero3-hpz": (4, {"engine": "deepspeed", "hpz_size": 2}),
+    "zero3-tuned": (2, {"engine": "deepspeed", "zero_prefetch": 1000, "zero_persistence": 100}),
+    "fsdp-offload": (2, {"engine": "fsdp", "offload": "all"}),
+    "fsdp-compile": (2, {"engine": "fsdp", "compile": True, "num_layers": 1}),
+    "ddp-compile": (2, {"engine": "ddp", "compile": True, "num_layers": 1}),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("option", EQUAL)
+def test_what_changes_no_result(option: str) -> None:
+    world_size, fields = EQUAL[option]
+    assert_equal_to_reference(world_size, **fields, **OPTIMIZERS["adamw"])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("engine", [{"engine": "ddp"}, {"engine": "deepspeed", "zero_stage": 0}])
+def test_adafactor(engine: dict[str, Any]) -> None:
+    assert_equal_to_reference(2, **engine, optimizer="adafactor", lr=1e-2)
+
+
+def gradients_of_steps(run: ResolvedConfig, num_steps: int) -> list[dict[str, torch.Tensor]]:
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    gradients = []
+    for step in range(num_steps):
+        engine.accumulate(micro_batches(source, run, dist.get_rank(), step))
+        gradients.append(dict(engine.full_tensors("gradients")))
+        engine.update(run.lr)
+    return gradients
+
+
+@pytest.mark.distributed
+def test_power_sgd_projects() -> None:
+    """Two plain steps, then matrices of low rank: the projection of the mean gradient onto that many directions."""
+    run = resolve(2, engine="ddp", powersgd_rank=2, num_layers=1, **OPTIMIZERS["sgd"])
+    steps = distributed.run(gradients_of_steps, 2, run, 3)[0]
+    alone = resolve(1, engine="ddp", num_layers=1, **OPTIMIZERS["sgd"])
+    reference, source = Reference(alone), open_source(alone)
+    expected = [reference.step(micro_batches(source, alone, 0, step), run.lr)[2] for step in range(3)]
+    for name, gradient in expected[2].items():
+        for step in range(2):
+            torch.testing.assert_close(steps[step][name], expected[step][name], rtol=1e-3, atol=1e-6)
+        found = steps[2][name]
+        if gradient.ndim == 1:  # vectors travel whole
+            torch.testing.assert_close(found, gradient, rtol=1e-3, atol=1e-6)
+            continue
+        directions, sizes, _ = torch.linalg.svd(found, full_matrices=False)
+        assert sizes[2] < 1e-4 * sizes[0], f"{name} has a higher rank"
+        projection = directions[:, :2] @ directions[:, :2].T @ gradient
+        assert torch.dist(found, projection) < 1e-3 * gradient.norm(), name
+        assert found.norm() < 0.99 * gradient.norm(), f"{name}: nothing was left out"
+
+
+def test_the_loss_scale_moves() -> None:
+    scale = LossScale()
+    for _ in range(HYSTERESIS - 1):
+        scale.update(is_finite=False)
+    assert scale.value == INITIAL
+    scale.update(is_finite=False)
+    assert scale.value == INITIAL / 2
+    for _ in range(WINDOW):
+        scale.update(is_finite=True)
+    assert scale.value == INITIAL
+    scale.update(is_finite=False)
+    assert scale.value == INITIAL, "patient again after a window without"
+    other = LossScale()
+    other.restore(scale.state())
+    assert other == scale
+
+
+def train_scaled(run: ResolvedConfig) -> Trace:
+    """Trains in fp32 with fp16's loss scale, which must not show."""
+    from unittest.mock import patch
+
+    from megabench.engines import transformers_model
+
+    with patch.object(transformers_model, "loss_scale_of", lambda run: LossScale()):
+        return train(run)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("engine", ["fsdp", "ddp"])
+def test_the_loss_scale_does_not_show(engine: str) -> None:
+    assert_equal_to_reference(2, job=train_scaled, engine=engine, **OPTIMIZERS["adamw"])
+
+
+def overflow(run: ResolvedConfig) -> list[object]:
+    """A step whose loss scale is beyond fp32, and the next."""
+    from megabench.engines.ddp import DdpEngine
+
+    engine, source = DdpEngine(run, torch.device("cpu")), open_source(run)
+    engine.loss_scale = LossScale(value=1e38, hysteresis=1)
+    weights = dict(engine.full_tensors("weights"))
+    skipped = engine.train_step(micro_batches(source, run, dist.get_rank(), 0), run.lr)
+    same = all(torch.equal(weights[name], tensor) for name, tensor in engine.full_tensors("weights"))
+    return [skipped.skipped, same, engine.loss_scale.value]
+
+
+@pytest.mark.distributed
+def test_an_overflow_skips_a_step() -> None:
+    run = resolve(2, num_layers=1, engine="ddp", **OPTIMIZERS["adamw"])
+    for skipped, same, value in distributed.run(overflow, 2, run):
+        assert skipped and same and value == 5e37
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"engine": "ddp", "offload": "all"}, "offload is a setting of the deepspeed and fsdp engines"),
+        ({"engine": "fsdp", "offload": "optimizer"}, "use offload=all"),
+        ({"engine": "deepspeed", "zero_stage": 2, "offload": "all"}, "offload=all needs zero_stage=3"),
+        ({"engine": "deepspeed", "zero_stage": 0, "offload": "optimizer"}, "needs zero_stage 1 to 3"),
+        ({"engine": "deepspeed", "zero_stage": 2, "hpz_size": 2}, "hpz_size=2 is a setting of zero_stage=3, not 2"),
+        ({"engine": "deepspeed", "hpz_size": 3}, "hpz_size=3 does not divide the 4 ranks"),
+        ({"optimizer": "adafactor"}, "needs whole matrices on every rank, and the megatron engine cuts them"),
+        ({"engine": "deepspeed", "optimizer": "adafactor"}, "zero_stage=3 cuts them"),
+        ({"engine": "fsdp", "powersgd_rank": 2}, "powersgd_rank is a setting of the ddp engine"),
+        ({"compile": True}, "compile is a setting of the fsdp and ddp engines, and the engine is megatron"),
+    ],
+)
+def test_what_cannot_be_combined(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(4, **fields)

@@ -1,0 +1,64 @@
+"""Small models of every family, as names of the catalogue and as transformers saves them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megabench.models.catalog import CATALOG
+from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.shape import ModelShape, RopeScaling
+
+# a vocabulary that no tensor-parallel size divides
+CATALOG["llama-odd"] = replace(CATALOG["llama-tiny"], name="llama-odd", vocab_size=509)
+# the other families, in small
+_SCALING = RopeScaling(8.0, 1.0, 4.0, 32)
+CATALOG["llama31-tiny"] = replace(CATALOG["llama-tiny"], name="llama31-tiny", rope_scaling=_SCALING)
+CATALOG["llama32-tiny"] = replace(
+    CATALOG["llama-odd"], name="llama32-tiny", rope_scaling=_SCALING, tied_embeddings=True
+)
+CATALOG["mistral-tiny"] = replace(CATALOG["llama-tiny"], name="mistral-tiny", family="mistral")
+CATALOG["qwen2-tiny"] = replace(CATALOG["llama-tiny"], name="qwen2-tiny", family="qwen2", tied_embeddings=True)
+CATALOG["qwen3-tiny"] = replace(CATALOG["llama-tiny"], name="qwen3-tiny", family="qwen3", head_dim=32)
+CATALOG["gpt2-tiny"] = replace(
+    CATALOG["gpt2"],
+    name="gpt2-tiny",
+    hidden_size=128,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=16,
+    ffn_size=512,
+    vocab_size=512,
+    num_positions=64,
+)
+CATALOG["bloom-tiny"] = replace(
+    CATALOG["bloom-560m"],
+    name="bloom-tiny",
+    hidden_size=128,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=16,
+    ffn_size=512,
+    vocab_size=512,
+)
+
+# those that have parallel blocks
+FAMILIES = ("llama-tiny", "llama31-tiny", "llama32-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny")
+
+
+def save_model(
+    folder: Path, shape: ModelShape, seed: int = 0, dtype: torch.dtype = torch.float32, **save: Any
+) -> torch.nn.Module:
+    """A model of `shape`, saved in `folder` by transformers; `save` goes to `save_pretrained`.
+
+    Every parameter is random: at their defaults norms and biases could be swapped unseen.
+    """
+    model = build_model(transformers_config(shape))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            around = 1.0 if parameter.ndim == 1 else 0.0
+            parameter.normal_(around, 0.1 if parameter.ndim == 1 else 0.05, generator=generator)
+    model.to(dtype).save_pretrained(folder, **save)
+    return model

@@ -1,0 +1,189 @@
+"""Checkpoints from and to Hugging Face, with proof that both compute the same.
+
+python tools/convert.py import --hf DIR --out CKPT [--tp 2 --pp 2]
+python tools/convert.py export --ckpt CKPT --out DIR
+python tools/convert.py verify --hf DIR [--ckpt CKPT] [--tp 2 --pp 2]
+python tools/convert.py inspect CKPT
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megabench import UserError
+
+if TYPE_CHECKING:
+    from megabench.convert.compare import Comparison
+    from megabench.convert.importing import Converted
+    from megabench.models.weights import Weights
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+Hf = Annotated[Path, typer.Option(metavar="DIR", help="A Hugging Face model's directory.")]
+Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the layout that is compared.")]
+Pp = Annotated[int, typer.Option(min=1, help="Its pipeline stages; tp·pp processes share the work.")]
+Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare logits before anything counts as done.")]
+
+
+@app.callback()
+def about() -> None:
+    """Checkpoints from and to Hugging Face, and proof that both compute the same. Runs on CPU."""
+
+
+@app.command("import")
+def import_command(
+    hf: Hf,
+    out: Annotated[Path, typer.Option(metavar="CKPT", help="The new checkpoint, for pretrain.py --model.")],
+    tp: Tp = 1,
+    pp: Pp = 1,
+    verify: Verify = True,
+) -> None:
+    """Make a checkpoint of a Hugging Face model. Any layout can load it, whatever --tp and --pp."""
+    from megabench.convert import ranks
+    from megabench.convert.compare import comparison_run, num_parts
+    from megabench.convert.importing import check_new, import_model, owned_blocks
+    from megabench.convert.memory import PeakMemory, largest_of_all
+    from megabench.convert.samples import sample_tokens
+    from megabench.models.folder import HuggingFaceWeights
+
+    source = HuggingFaceWeights(hf)
+    check_new(out)
+    run = comparison_run(str(hf), tp, pp)
+    with ranks.joined(tp * pp) as rank:
+        tokens = sample_tokens(hf, source.shape) if verify else None
+        memory = PeakMemory()
+        num_steps = len(owned_blocks(source.shape, run.layout, rank)) + (num_parts(run) if verify else 0)
+        with _progress(num_steps) as advance:
+            done = import_model(source, out, run, tokens, advance)
+        _tell(done)
+        peak = largest_of_all(memory.close())
+        _say(f"peak memory of a process, beside its imports: {peak / 2**30:.2f} GiB")
+
+
+@app.command("export")
+def export_command(
+    ckpt: Annotated[Path, typer.Option(metavar="CKPT", help="A checkpoint, or a run's directory: its newest.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The new Hugging Face directory.")],
+    verify: Verify = True,
+) -> None:
+    """Make a Hugging Face directory of a checkpoint, in the dtype that was trained in."""
+    from megabench.checkpoint.weights import open_weights
+    from megabench.convert import ranks
+    from megabench.convert.compare import comparison_run, num_parts
+    from megabench.convert.exporting import export_dtype, export_model
+    from megabench.convert.importing import check_new
+    from megabench.convert.samples import sample_tokens
+    from megabench.models.find import ASSETS, find_model
+
+    check_new(out)
+    weights = open_weights(ckpt)
+    shape = find_model(str(weights.folder))
+    run = comparison_run(str(weights.folder), 1, 1)
+    with ranks.joined(1):
+        tokens = sample_tokens(weights.folder / ASSETS, shape) if verify else None
+        num_steps = len(weights.names) + (num_parts(run) if verify else 0)
+        with _progress(num_steps) as advance:
+            _tell(export_model(weights, out, run, export_dtype(weights), tokens, advance))
+
+
+@app.command("verify")
+def verify_command(
+    hf: Hf,
+    ckpt: Annotated[Path | None, typer.Option(metavar="CKPT", help="A checkpoint [default: DIR itself].")] = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
+) -> None:
+    """Compare transformers on DIR with the parallel blocks of a layout on CKPT, or on DIR, too."""
+    from megabench.checkpoint.weights import open_weights
+    from megabench.convert import ranks
+    from megabench.convert.compare import compare, comparison_run, num_parts
+    from megabench.convert.exporting import Rounded, export_dtype
+    from megabench.convert.importing import check_equal, check_same_model
+    from megabench.convert.samples import sample_tokens
+    from megabench.models.folder import HuggingFaceWeights
+
+    source = HuggingFaceWeights(hf)
+    weights: Weights = source
+    if ckpt:
+        checkpoint = open_weights(ckpt)
+        check_same_model(source, checkpoint)
+        weights = Rounded(checkpoint, export_dtype(checkpoint))
+    run = comparison_run(str(hf), tp, pp)
+    with ranks.joined(tp * pp):
+        with _progress(num_parts(run)) as advance:
+            comparison = compare(source, weights, run, sample_tokens(hf, source.shape), advance)
+        _tell_comparison(comparison)
+        check_equal(comparison, f"{ckpt or hf} under tp={tp}, pp={pp} does not compute what transformers does")
+
+
+@app.command("inspect")
+def inspect_command(ckpt: Annotated[Path, typer.Argument(metavar="CKPT")]) -> None:
+    """Show what a checkpoint is, and check its files."""
+    from megabench.convert.inspecting import describe
+
+    Console().print(describe(ckpt))
+
+
+def _tell(done: "Converted") -> None:
+    gigabytes = done.num_bytes / 1e9
+    _say(
+        f"{done.folder}: {gigabytes:.3f} GB in {done.num_files} files, written in {done.write_seconds:.1f} s "
+        f"({gigabytes / done.write_seconds:.2f} GB/s), bit by bit as read"
+    )
+    if done.comparison:
+        _tell_comparison(done.comparison)
+    else:
+        _say("logits were not compared (--no-verify)")
+
+
+def _tell_comparison(comparison: "Comparison") -> None:
+    verdict = "equal" if comparison.is_equal else "NOT EQUAL"
+    _say(
+        f"{verdict}: over {comparison.num_tokens} tokens, in fp32, logits differ by {comparison.max_difference:.1e} at "
+        f"most (the largest is {comparison.max_logit:.3g}), predictions by a KL divergence of {comparison.kl:.1e} nats "
+        f"at most, and the likeliest token is the same for {comparison.agreement:.2%}"
+    )
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _say(text: str) -> None:
+    """Prints on the first rank alone."""
+    if _is_first():
+        print(text, flush=True)
+
+
+@contextmanager
+def _progress(num_steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar on the first rank's terminal, moved on by calling what this yields."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not _is_first()) as progress:
+        task = progress.add_task("starting", total=num_steps)
+        yield lambda what: progress.update(task, description=what, advance=1)
+
+
+def main() -> None:
+    """Runs the command line: 2 for what cannot be done, 1 for models that are not equal, each in a sentence."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that partial files are removed
+    from megabench.convert import UnequalError
+
+    try:
+        app()
+    except UserError as error:
+        if _is_first():
+            print(f"Error: {error}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, UnequalError) else 2)
+
+
+if __name__ == "__main__":
+    main()
