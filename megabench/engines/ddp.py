@@ -68,7 +68,7 @@ class DdpEngine:
                 block.compile()
         if dtype != torch.float32:
             for module in list(model.modules()):
-                for name in list(module._parameters):
+                for name in [name for name, _ in module.named_parameters(recurse=False)]:
                     parametrize.register_parametrization(module, name, _Cast(dtype), unsafe=True)
         return model
 
