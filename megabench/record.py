@@ -107,6 +107,13 @@ class LinkBandwidth(_Part):
     num_bytes: int
 
 
+class NicTraffic(_Part):
+    """What a network interface moved during the timed steps, in GB/s."""
+
+    sent_gb_per_s: float
+    received_gb_per_s: float
+
+
 class HostRanks(_Part):
     """A host and the run's ranks on it."""
 
@@ -199,6 +206,13 @@ class RunRecord(_Part):
     peak_tflops: float | None = None
     peak_memory_gib: PeakMemory | None = None
     gpu_utilization: float | None = Field(default=None, description="mean over the timed steps and GPUs, 0 to 1")
+    gpu_watts: float | None = Field(default=None, description="mean over the timed steps and GPUs")
+    nics: dict[str, dict[str, NicTraffic]] | None = Field(default=None, description="by host and interface")
+    wire_bytes: dict[str, float] | None = Field(
+        default=None,
+        description="what a rank sends in a step by ring algorithms, the mean of all ranks, by the axes along which "
+        "the ranks of a group differ",
+    )
     days_per_100b_tokens: float | None = None
     first_step: int = Field(default=1, description="the first step of this run: later than 1 where it was resumed")
     stopped_by: str | None = Field(default=None, description="the signal that ended the run before its last step")

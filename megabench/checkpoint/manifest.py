@@ -22,6 +22,7 @@ MANIFEST_NAME = "manifest.json"
 # what a run may change without training another model
 _RUN_DEFAULTS = (
     "name",
+    "foreign",
     "num_positions",
     "seq_length",
     "micro_batch",

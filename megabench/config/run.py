@@ -235,9 +235,10 @@ class RunConfig(BaseModel):
 
     def _check_model_fits(self, shape: ModelShape) -> None:
         if self.engine == "megatron" and not shape.table.has_parallel_blocks:
+            why = shape.foreign.reason if shape.foreign else f"{self.model} is a {shape.family} model"
             raise ConfigError(
-                f"model={self.model}: {shape.family} has no parallel blocks, which the megatron engine needs; use "
-                f"--engine deepspeed, fsdp or ddp, or a Llama, Mistral or Qwen model"
+                f"{why}; the megatron engine has no parallel blocks for it, and deepspeed, fsdp and ddp train it: add "
+                f"--engine deepspeed, or take a Llama, Mistral or Qwen model"
             )
         if self.num_layers and is_directory(self.model):
             raise ConfigError(

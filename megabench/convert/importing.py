@@ -75,7 +75,7 @@ def import_model(
                 weights_manifest(source.shape, files).write(partial)
         written = time.perf_counter()
         with _all_or_none(f"{out} is not what was read"):
-            weights = open_weights(partial, check_content=is_first)
+            weights = open_weights(partial, dist.get_rank(), dist.get_world_size())
             _check_identical(source, weights, run.layout)
         comparison = compare(source, weights, run, tokens, advance) if tokens is not None else None
         check_equal(comparison, f"{out} would not compute what {source.folder} does")

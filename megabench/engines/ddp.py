@@ -23,6 +23,7 @@ from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.replica_state import Held, ReplicaState
+from megabench.models.hugging_face import build_model
 from megabench.runtime.device import DTYPES
 
 
@@ -53,9 +54,10 @@ class DdpEngine:
 
     def _build_model(self) -> PreTrainedModel:
         run, dtype = self.run, DTYPES[self.run.precision]
+        config = shared.model_config(run)
         with torch.device("meta"):
-            model = shared.create(run)
-        model.to_empty(device=self.device)
+            model = build_model(config)
+        shared.materialize(model, self.device)
         shared.prepare(model, run, self.device)
         values = shared.InitialValues(run)
         with torch.no_grad():
@@ -66,7 +68,7 @@ class DdpEngine:
                 block.compile()
         if dtype != torch.float32:
             for module in list(model.modules()):
-                for name in list(module._parameters):
+                for name in [name for name, _ in module.named_parameters(recurse=False)]:
                     parametrize.register_parametrization(module, name, _Cast(dtype), unsafe=True)
         return model
 

@@ -21,6 +21,7 @@ from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import EngineError, StepResult, TensorKind
 from megabench.engines.zero_state import ZeroState
+from megabench.models.hugging_face import build_model
 from megabench.runtime.device import DTYPES
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -59,11 +60,12 @@ class DeepSpeedEngine:
 
     def _build_model(self) -> PreTrainedModel:
         """The transformers model with the layout-independent initial weights, partitioned from birth under ZeRO-3."""
+        config = shared.model_config(self.run)  # not inside zero.Init, which reaches for every model that is made
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(DTYPES[self.run.precision])
         try:
             with self.device, deepspeed.zero.Init(config_dict_or_path=self.settings, enabled=self.zero_stage == 3):
-                model = shared.create(self.run)
+                model = build_model(config)
         finally:
             torch.set_default_dtype(default_dtype)
         shared.prepare(model, self.run, self.device)

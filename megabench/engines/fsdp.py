@@ -24,6 +24,7 @@ from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.replica_state import Held, ReplicaState
+from megabench.models.hugging_face import build_model
 from megabench.runtime.device import DTYPES
 
 
@@ -51,8 +52,9 @@ class FsdpEngine:
     def _build_model(self) -> PreTrainedModel:
         """The sharded model with the layout-independent initial weights; it is never whole on any rank."""
         run = self.run
+        config = shared.model_config(run)
         with torch.device("meta"):
-            model = shared.create(run)
+            model = build_model(config)
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[run.precision], reduce_dtype=DTYPES[run.grad_dtype])
         mesh = self._mesh()
         offload = CPUOffloadPolicy(pin_memory=run.device == "cuda") if run.offload == "all" else OffloadPolicy()
@@ -61,7 +63,7 @@ class FsdpEngine:
             if run.compile and block is not model:
                 block.compile()
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
-        model.to_empty(device="cpu" if run.offload == "all" else self.device)
+        shared.materialize(model, torch.device("cpu") if run.offload == "all" else self.device)
         shared.prepare(model, run, self.device)
         values = shared.InitialValues(run)
         for name, parameter in model.named_parameters():

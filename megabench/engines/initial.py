@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megabench.checkpoint.manifest import MANIFEST_NAME
 from megabench.checkpoint.weights import open_weights
 from megabench.config import ResolvedConfig
@@ -9,6 +11,11 @@ from megabench.models.find import is_directory
 from megabench.models.folder import HuggingFaceWeights
 from megabench.models.init import InitialWeights
 from megabench.models.weights import Weights
+
+
+def _place() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def initial_weights(run: ResolvedConfig) -> Weights:
@@ -20,5 +27,5 @@ def initial_weights(run: ResolvedConfig) -> Weights:
         return InitialWeights(run.shape, run.seed)
     folder = Path(run.model)
     if (folder / MANIFEST_NAME).exists():
-        return open_weights(folder)
+        return open_weights(folder, *_place())
     return HuggingFaceWeights(folder, run.shape)

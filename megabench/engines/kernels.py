@@ -31,8 +31,11 @@ FUSED_CROSS_ENTROPY = "megabench linear_cross_entropy, in chunks"
 
 
 def fuses_cross_entropy(run: ResolvedConfig) -> bool:
-    """Whether the loss is made with the output layer, without holding the logits."""
-    return run.kernels == "auto"
+    """Whether the loss is made with the output layer, without holding the logits.
+
+    A model that no table describes may do something with its logits first.
+    """
+    return run.kernels == "auto" and run.shape.foreign is None
 
 
 def uses_liger(run: ResolvedConfig) -> bool:
@@ -54,6 +57,8 @@ def patch_transformers(run: ResolvedConfig) -> None:
 def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
     """What serves each operation of a transformers model, for the record."""
     names = PLAIN | _PLAIN_OF.get(run.shape.family, {})
+    if run.shape.foreign:
+        names = dict.fromkeys(PLAIN, "transformers") | {"cross_entropy": PLAIN["cross_entropy"]}
     if fuses_cross_entropy(run):
         names["cross_entropy"] = FUSED_CROSS_ENTROPY
     if uses_liger(run):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
@@ -17,7 +17,7 @@ from megabench.engines.initial import initial_weights
 from megabench.engines.kernels import fuses_cross_entropy, patch_transformers
 from megabench.engines.loss_scale import LossScale
 from megabench.engines.optim import is_decayed
-from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.hugging_face import transformers_config
 from megabench.models.mapping import hugging_face_shapes
 from megabench.models.weights import read_flat
 from megabench.runtime.device import DTYPES
@@ -35,10 +35,18 @@ class LossHead(nn.Linear):
         return linear_cross_entropy(hidden.flatten(0, 1), self.weight, self.labels.flatten())
 
 
-def create(run: ResolvedConfig) -> PreTrainedModel:
-    """The transformers model of a run, on the default device and in the default dtype, with any weights."""
+def model_config(run: ResolvedConfig) -> PreTrainedConfig:
+    """The configuration of a run's model, whose kernels are in place now."""
     patch_transformers(run)
-    return build_model(transformers_config(run.shape))
+    return transformers_config(run.shape)
+
+
+def materialize(model: PreTrainedModel, device: torch.device) -> None:
+    """Gives a model of the meta device memory, with any weights, and its buffers their values."""
+    model.to_empty(device=device)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # so that transformers initializes buffers alone
+    model.initialize_weights()
 
 
 def blocks(model: PreTrainedModel, run: ResolvedConfig) -> list[nn.Module]:

@@ -14,7 +14,7 @@ from typing import Literal
 #   groups      this rank's query groups, each [its query heads, its key, its value]
 Cut = Literal["whole", "rows", "columns", "vocabulary", "groups"]
 
-# The sizes that shapes are made of ("h 3h" is [hidden, 3·hidden]):
+# The sizes that shapes are made of ("h 3h" is [hidden, 3·hidden]; a number stands for itself):
 #   v vocabulary   h hidden   q heads·head_dim   k KV heads·head_dim   d head_dim   f FFN   p positions
 Dims = str
 
@@ -52,7 +52,7 @@ class Family:
 
     @property
     def has_parallel_blocks(self) -> bool:
-        return all(rule.parameter for rule in self.layer)
+        return bool(self.layer) and all(rule.parameter for rule in self.layer)
 
 
 OUTPUT = "output_layer.weight"  # the parallel parameter that may be tied to the embedding

@@ -23,7 +23,7 @@ _TOKENIZER_FILES = (
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _OUTPUT = "lm_head.weight"
 # older files hold buffers that transformers now computes
-_BUFFERS = ("rotary_emb.inv_freq",)
+_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 _COMPARED_ROWS = 4096
 
 

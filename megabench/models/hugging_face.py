@@ -1,6 +1,6 @@
 """transformers' side of a shape: its configuration and its model, and the shape of a configuration.
 
-A configuration whose model would be another than megabench's is refused: never a silently different model.
+A configuration that megabench's blocks would compute otherwise is none for them: never a silently different model.
 """
 
 import json
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabench import UserError
-from megabench.models.families import FAMILIES
-from megabench.models.shape import ModelShape, RopeScaling
+from megabench.models.families import FAMILIES, Family, Rule
+from megabench.models.shape import Foreign, ModelShape, RopeScaling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -25,7 +25,6 @@ _REQUIRED: dict[str, tuple[Any, str]] = {
     "attention_dropout": (0.0, "dropout in attention"),
     "sliding_window": (None, "attention over a sliding window"),
     "use_sliding_window": (False, "attention over a sliding window"),
-    "quantization_config": (None, "quantized weights"),
 }
 # fields that make up the shape, or that change nothing about training
 _TAKEN = {
@@ -49,6 +48,8 @@ def transformers_config(shape: ModelShape) -> "PreTrainedConfig":
     """transformers' configuration of a model of `shape`."""
     from transformers import AutoConfig
 
+    if shape.foreign:
+        return _foreign_config(Path(shape.foreign.config_folder))
     common: dict[str, Any] = {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -87,10 +88,13 @@ def _rope_parameters(shape: ModelShape) -> dict[str, Any]:
 
 
 def build_model(config: "PreTrainedConfig") -> "PreTrainedModel":
-    """The causal language model of a configuration, on the default device and in the default dtype."""
+    """The causal language model of a configuration, on the default device, in the default dtype, with any weights."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.initialization import no_init_weights
 
-    model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    with no_init_weights():
+        model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    model.tie_weights()
     return model
 
 
@@ -127,68 +131,117 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_shape(folder: Path) -> ModelShape:
     """The shape of the model whose config.json lies in `folder`, named by that folder.
 
-    UnsupportedModelError, naming the field, where megabench would not compute what transformers does.
+    A model that megabench's blocks would not compute as transformers does has a `foreign` part that names the field.
+    UnsupportedModelError where transformers has no causal language model for it, or it cannot be trained as it is.
     """
     path, content = folder / CONFIG_NAME, read_config(folder)
-    family = content.get("model_type")
-    parallel = [name for name, table in FAMILIES.items() if table.has_parallel_blocks]
-    if family not in parallel:
-        listed = f"{family} is trained from the catalogue alone; " if family in FAMILIES else ""
-        raise UnsupportedModelError(
-            f"{path}: model_type={family!r} is not supported ({listed}a directory may hold {', '.join(parallel)}, "
-            f"without mixtures of experts)"
-        )
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
-    if content.get("quantization_config"):  # which would be asked for its own libraries first
-        raise _refusal(path, "quantization_config", "…", None, "quantized weights")
+    family = content.get("model_type")
+    if family not in CONFIG_MAPPING:
+        raise UnsupportedModelError(f"{path}: model_type={family!r} is none that this transformers knows")
+    if content.get("quantization_config"):
+        raise UnsupportedModelError(f"{path}: quantization_config: quantized weights cannot be trained")
     try:
         config = AutoConfig.for_model(family, **{k: v for k, v in content.items() if k != "model_type"})
+        sizes = _sizes(config)
     except Exception as error:  # transformers raises whatever its checks do
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UnsupportedModelError(f"{path} is refused by transformers: {reason}; correct the file") from None
-    _check(config, content, path)
-    sizes = {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads or config.num_attention_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "ffn_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-        "num_positions": config.max_position_embeddings,
-    }
     for field, value in sizes.items():
         if not isinstance(value, int) or value < 1:
             raise UnsupportedModelError(f"{path}: {field}={value!r} is no size; correct the file")
-    if sizes["num_heads"] % sizes["num_kv_heads"]:
-        raise UnsupportedModelError(
-            f"{path}: num_key_value_heads={sizes['num_kv_heads']} does not divide num_attention_heads="
-            f"{sizes['num_heads']}; correct the file"
-        )
+    common: dict[str, Any] = {
+        "name": str(folder),
+        "family": family,
+        "tied_embeddings": bool(config.tie_word_embeddings),
+        "seq_length": min(sizes["num_positions"], 4096),
+        "micro_batch": 1,
+        "global_batch": 32,
+        "learning_rate": 2e-5,
+        "lr_warmup": 20,
+        "source": f"{path}; defaults of a run: those of fine-tuning (learning rate: arXiv 2307.09288 section 3.1)",
+        **sizes,
+    }
+    try:
+        _check(config, path)
+    except UnsupportedModelError as error:
+        return _foreign_shape(folder, common, str(error))
     rope = config.rope_parameters
     scaling = None
     if rope["rope_type"] == "llama3":
         scaling = RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
     return ModelShape(
-        name=str(folder),
-        family=family,
-        norm_eps=config.rms_norm_eps,
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=scaling,
-        tied_embeddings=bool(config.tie_word_embeddings),
-        seq_length=min(config.max_position_embeddings, 4096),
-        micro_batch=1,
-        global_batch=32,
-        learning_rate=2e-5,
-        lr_warmup=20,
-        source=f"{path}; defaults of a run: those of fine-tuning (learning rate: arXiv 2307.09288 section 3.1)",
-        **sizes,
+        **common, norm_eps=config.rms_norm_eps, rope_theta=float(rope["rope_theta"]), rope_scaling=scaling
     )
 
 
-def _check(config: Any, content: dict[str, Any], path: Path) -> None:
-    """Raises for every field that would make another model."""
+def _sizes(config: Any) -> dict[str, Any]:
+    """What metrics and tables are made of; sizes that a configuration does not name follow from others."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    return {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or hidden // heads,
+        "ffn_size": getattr(config, "intermediate_size", None) or 4 * hidden,
+        "vocab_size": config.vocab_size,
+        "num_positions": getattr(config, "max_position_embeddings", None) or 2048,
+    }
+
+
+def _foreign_shape(folder: Path, common: dict[str, Any], reason: str) -> ModelShape:
+    """The shape of a model whose tensors transformers alone knows."""
+    import torch
+    from torch import nn
+
+    path = folder / CONFIG_NAME
+    try:
+        with torch.device("meta"):
+            model = build_model(_foreign_config(folder))
+    except Exception as error:
+        raise UnsupportedModelError(f"{path}: transformers makes no causal language model of it: {error}") from None
+    sizes = {name: " ".join(map(str, parameter.shape)) for name, parameter in model.named_parameters()}
+    if experts := next((name for name in sizes if "expert" in name), None):
+        raise UnsupportedModelError(f"{path}: {experts}: mixtures of experts are not supported")
+    embedding = next(n for n, p in model.named_parameters() if p is model.get_input_embeddings().weight)
+    looked_up = [n for n, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    first = [embedding, *(name for name in sizes if name.rpartition(".")[0] in looked_up and name != embedding)]
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    layers = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+    table = Family(
+        name=common["family"],
+        layer_prefix=f"{layers}.",
+        first=(Rule(None, {name: sizes[name] for name in first}, "whole"),),
+        layer=(),
+        last=(Rule(None, {name: size for name, size in sizes.items() if name not in first}, "whole"),),
+        residual=(),
+    )
+    return ModelShape(**common, norm_eps=0.0, foreign=Foreign(table, str(folder), reason))
+
+
+def _foreign_config(folder: Path) -> "PreTrainedConfig":
+    """A foreign model's own configuration, but for dropout, under which no two engines would do the same work."""
+    from transformers import AutoConfig
+
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
+    config.use_cache = False
+    for field, value in config.to_dict().items():
+        if isinstance(value, float) and field.endswith(("dropout", "pdrop", "drop")):
+            setattr(config, field, 0.0)
+    return config
+
+
+def _check(config: Any, path: Path) -> None:
+    """Raises for everything that megabench's blocks would compute otherwise."""
+    if (family := config.model_type) not in FAMILIES or not FAMILIES[family].has_parallel_blocks:
+        raise UnsupportedModelError(f"{path}: model_type={family!r} is no Llama, Mistral or Qwen")
+    if config.num_attention_heads % (config.num_key_value_heads or config.num_attention_heads):
+        raise UnsupportedModelError(
+            f"{path}: num_key_value_heads={config.num_key_value_heads} does not divide num_attention_heads="
+            f"{config.num_attention_heads}; correct the file"
+        )
     declared = type(config)().to_dict()
     for field, (wanted, meaning) in _REQUIRED.items():
         if (value := getattr(config, field, wanted)) != wanted:

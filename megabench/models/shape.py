@@ -19,6 +19,18 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Foreign:
+    """A model that no table describes, for the engines that train transformers models.
+
+    `table` lists its tensors, `config_folder` has its config.json, `reason` says why it has no parallel blocks.
+    """
+
+    table: Family
+    config_folder: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """A decoder of one of the families of families.py, which says what its blocks are made of.
 
@@ -46,11 +58,12 @@ class ModelShape:
     rope_scaling: RopeScaling | None = None
     num_positions: int | None = None
     tied_embeddings: bool = False
+    foreign: Foreign | None = None
 
     @property
     def table(self) -> Family:
-        """The tensors of its family."""
-        return FAMILIES[self.family]
+        """Its tensors: those of its family, or its own."""
+        return self.foreign.table if self.foreign else FAMILIES[self.family]
 
     @property
     def last(self) -> tuple[Rule, ...]:
@@ -74,18 +87,21 @@ class ModelShape:
             "f": self.ffn_size,
             "p": self.num_positions or 0,
         }
-        terms = (re.fullmatch(r"(\d*)([a-z])", term) for term in dims.split())
-        return tuple(int(term[1] or 1) * sizes[term[2]] for term in terms if term)
+        terms = (re.fullmatch(r"(\d*)([a-z]?)", term) for term in dims.split())
+        return tuple(int(term[1] or 1) * sizes.get(term[2], 1) for term in terms if term)
 
     @property
     def layer_matrix_parameters(self) -> int:
         """Parameters of one layer that take part in matrix products."""
-        return sum(math.prod(size) for size in self._sizes(self.table.layer) if len(size) == 2)
+        return sum(math.prod(size) for size in self._sizes(self.table.layer) if len(size) > 1)
 
     @property
     def matrix_parameters(self) -> int:
         """Parameters in matrix products: all layers and the output layer; embedding look-up and norms excluded."""
-        return self.num_layers * self.layer_matrix_parameters + self.vocab_size * self.hidden_size
+        last = sum(math.prod(size) for size in self._sizes(self.last) if len(size) > 1)
+        is_listed = any(self.table.embedding in rule.tensors for rule in self.last)
+        output = self.vocab_size * self.hidden_size if self.tied_embeddings and not is_listed else 0
+        return self.num_layers * self.layer_matrix_parameters + last + output
 
     @property
     def num_parameters(self) -> int:

@@ -165,7 +165,7 @@ def _task(crew: Crew, results: Results, attempt: Attempt, number: int, trainer: 
         device=trial.resolved.device,
         env=trial.env,
         logs=logs,
-        timeout_seconds=results.study.timeout_seconds,
+        timeout_seconds=trial.timeout_seconds,
     )
 
 

@@ -16,7 +16,7 @@ from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_field
 # where a trial writes is the study's to say, and trials leave no checkpoints
 _NOT_A_TRIALS = ("out", "tensorboard", "save", "save_every", "keep", "save_mode")
 _TRIAL_FIELDS = [field for field in RunConfig.model_fields if field not in _NOT_A_TRIALS]
-_EXTRAS = ["name", "env", "world_size"]
+_EXTRAS = ["name", "env", "world_size", "timeout_seconds"]
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -31,11 +31,13 @@ class StudyFile(BaseModel):
 
     name: str | None = Field(None, description="Name of the study [default: the file's].")
     question: str = Field("", description="What the study answers, in one sentence.")
-    base: dict[str, Any] = Field({}, description="RunConfig fields for all trials, env and world_size.")
-    trials: list[dict[str, Any]] = Field(min_length=1, description="RunConfig fields of each, name, env, world_size.")
+    base: dict[str, Any] = Field({}, description="RunConfig fields for all trials, env, world_size.")
+    trials: list[dict[str, Any]] = Field(
+        min_length=1, description="RunConfig fields of each, name, env, world_size, timeout_seconds."
+    )
     reference: str | None = Field(None, description="Trial to compare with [default: the first ZeRO-3 trial].")
     repeats: PositiveInt = Field(1, description="How often each trial runs.")
-    timeout_seconds: PositiveFloat = Field(1800.0, description="Longest time that one trial may take.")
+    timeout_seconds: PositiveFloat = Field(1800.0, description="Longest time that a trial may take, unless it says.")
     emulate_hosts: PositiveInt | None = Field(None, description="Split the machine into this many hosts.")
 
     @classmethod
@@ -67,7 +69,8 @@ class StudyFile(BaseModel):
     @property
     def defaults(self) -> dict[str, Any]:
         """What every trial has unless it says otherwise."""
-        return ({"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}) | self.base
+        hosts = {"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}
+        return {"timeout_seconds": self.timeout_seconds} | hosts | self.base
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Trial:
     config: RunConfig
     resolved: ResolvedConfig
     env: dict[str, str]
+    timeout_seconds: float
 
     @property
     def world_size(self) -> int:
@@ -114,7 +118,6 @@ class Study:
     trials: tuple[Trial, ...]
     reference: str
     repeats: int
-    timeout_seconds: float
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -149,7 +152,6 @@ def plan_study(file: StudyFile, source: Path, num_processes: int, device: Litera
         trials=trials,
         reference=_reference(file.reference, trials, source),
         repeats=file.repeats,
-        timeout_seconds=file.timeout_seconds,
     )
 
 
@@ -163,6 +165,7 @@ class _Draft:
     config: RunConfig
     resolved: ResolvedConfig
     env: dict[str, str]
+    timeout_seconds: float
 
 
 def _label(values: dict[str, Any]) -> str:
@@ -185,6 +188,9 @@ def _draft(
             f"{where} needs {world_size} processes but the launch has {num_processes}; "
             f"start {world_size} or lower its world_size"
         )
+    timeout = both["timeout_seconds"]
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+        raise StudyError(f"{where}: timeout_seconds={timeout!r} must be a positive number of seconds, e.g. 600")
     try:
         config = RunConfig.parse({field: both[field] for field in both if field not in _EXTRAS})
         if config.device == "cuda" and device == "cpu":
@@ -195,10 +201,11 @@ def _draft(
     return _Draft(
         where=where,
         name=_given_name(entry, values, where),
-        given={field: value for field, value in values.items() if field not in ("name", "env")},
+        given={field: value for field, value in values.items() if field in _TRIAL_FIELDS or field == "world_size"},
         config=config,
         resolved=resolved,
         env=_variables(base.get("env"), where) | _variables(values.get("env"), where),
+        timeout_seconds=timeout,
     )
 
 
@@ -245,7 +252,7 @@ def _named(drafts: Sequence[_Draft], source: Path) -> tuple[Trial, ...]:
     for name, proposal, draft in zip(numbered(proposals), proposals, drafts, strict=True):
         if name in trials or (draft.name and name != proposal):
             raise StudyError(f"{draft.where}: a trial before it is called {proposal!r} too; give it another name")
-        trial = Trial(name, draft.config, draft.resolved, draft.env)
+        trial = Trial(name, draft.config, draft.resolved, draft.env, draft.timeout_seconds)
         if twin := by_id.get(trial.id):
             raise StudyError(f"{draft.where} is the same run as trial {twin!r}; to run one several times use repeats")
         trials[name] = trial

@@ -15,7 +15,7 @@ from megabench.engines.base import StepResult, build_engine, process_groups
 from megabench.hardware.catalog import find_gpu
 from megabench.hardware.sampler import Sampler
 from megabench.parallel.placement import Placement
-from megabench.record import RunRecord
+from megabench.record import NicTraffic, RunRecord
 from megabench.runtime import device as devices
 from megabench.runtime.messages import Progress, report_progress
 from megabench.runtime.rendezvous import Rendezvous, is_supervised
@@ -29,6 +29,7 @@ from megabench.train.scalars import Scalars
 from megabench.train.signals import StopSignal
 from megabench.train.stopped import StoppedError
 from megabench.train.watch import BEFORE_FIRST_STEP, Watch
+from megabench.train.wire import WireBytes
 
 
 def learning_rate_at(run: ResolvedConfig, step: int) -> float:
@@ -84,7 +85,8 @@ def train(
             console.resumed(load, resume.training)
     checkpoints = Checkpoints(run, source, engine, rendezvous, resume, device, console) if run.save else None
     finite = FiniteWatch(run)
-    sampler = Sampler(device)
+    sampler = Sampler(device, reads_nics=rendezvous.local_rank == 0)
+    wire: dict[str, float] | None = None
     results: list[StepResult] = []
     seconds: list[float] = []
     stop, stopped_by = StopSignal(), None
@@ -98,7 +100,12 @@ def train(
             sampler.reset()
         batches = micro_batches(source, run, run.layout.coordinates(rank).dp, step)
         learning_rate = learning_rate_at(run, step)
-        results.append(engine.train_step(batches, learning_rate))
+        if run.warmup_steps >= 2 and step == resume.num_done + 1:  # a warm-up step, for counting takes time
+            with WireBytes(run.layout) as counted:
+                results.append(engine.train_step(batches, learning_rate))
+            wire = counted.mean_of_all()
+        else:
+            results.append(engine.train_step(batches, learning_rate))
         devices.synchronize(device)
         # from border to border: data, logging and reports are part of a step
         previous, border = border, time.perf_counter()
@@ -133,7 +140,10 @@ def train(
         results=results,
         step_seconds=slowest_rank(seconds, device),
         peak_memory_gib=gather(devices.peak_memory_gib(device), device),
-        gpu_utilization=_mean_known(gather(sampler.mean if sampler.mean is not None else math.nan, device)),
+        gpu_utilization=_mean_known(gather(sampler.mean.utilization if sampler.mean else math.nan, device)),
+        gpu_watts=_mean_known(gather(sampler.mean.watts if sampler.mean else math.nan, device)),
+        nics=_nics_of_all(sampler, _hosts(placement)),
+        wire_bytes=wire,
         wall_seconds=time.perf_counter() - started,
         device_name=name,
         peak_tflops=peak_tflops,
@@ -177,6 +187,18 @@ def gather(value: float, device: torch.device) -> list[float]:
 def _mean_known(values: list[float]) -> float | None:
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else None
+
+
+def _nics_of_all(sampler: Sampler, hosts: Sequence[str]) -> dict[str, dict[str, NicTraffic]]:
+    """What each host's interfaces moved, by host and interface."""
+    seconds = sampler.nic_seconds
+    mine = {
+        name: NicTraffic(sent_gb_per_s=nic.sent / 1e9 / seconds, received_gb_per_s=nic.received / 1e9 / seconds)
+        for name, nic in sampler.nics.items()
+    }
+    everyone: list[dict[str, NicTraffic]] = [{} for _ in hosts]
+    dist.all_gather_object(everyone, mine)
+    return {host: nics for host, nics in zip(hosts, everyone, strict=True) if nics}
 
 
 def _hosts(placement: Placement) -> list[str]:

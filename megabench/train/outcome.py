@@ -14,6 +14,7 @@ from megabench.record import (
     HostRanks,
     LayoutSizes,
     LoadTimes,
+    NicTraffic,
     PeakMemory,
     PlacementUsed,
     RunRecord,
@@ -34,6 +35,9 @@ class Measured:
     step_seconds: Sequence[float]
     peak_memory_gib: list[float]
     gpu_utilization: float | None
+    gpu_watts: float | None
+    nics: dict[str, dict[str, NicTraffic]]
+    wire_bytes: dict[str, float] | None
     wall_seconds: float
     device_name: str
     peak_tflops: float | None
@@ -85,6 +89,9 @@ def build_record(
         peak_tflops=measured.peak_tflops,
         peak_memory_gib=PeakMemory(max=max(measured.peak_memory_gib), per_rank=measured.peak_memory_gib),
         gpu_utilization=measured.gpu_utilization,
+        gpu_watts=measured.gpu_watts,
+        nics=measured.nics,
+        wire_bytes=measured.wire_bytes,
         first_step=measured.num_done + 1,
         stopped_by=measured.stopped_by,
         losses=[result.loss for result in measured.results],

@@ -1,13 +1,25 @@
 """Models read from Hugging Face directories: every family, every way to cut it, as transformers in one process."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, OPTConfig, PreTrainedConfig, Starcoder2Config
 
-from tests.engines.equivalence import OPTIMIZERS, assert_equal_to_reference
-from tests.models.tiny import CATALOG, FAMILIES, save_model
+from megabench.config import ConfigError
+from tests.engines.equivalence import OPTIMIZERS, assert_equal_to_reference, resolve
+from tests.models.tiny import CATALOG, FAMILIES, save_config, save_model
 
 pytestmark = pytest.mark.distributed
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+    "dtype": "float32",
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +62,21 @@ def test_data_parallel_engines_read_directories(folders: dict[str, str], family:
 @pytest.mark.parametrize("family", ["gpt2-tiny", "bloom-tiny"])
 def test_families_without_parallel_blocks(family: str, engine: str) -> None:
     assert_equal_to_reference(2, model=family, num_layers=2, engine=engine, **OPTIMIZERS["adamw"])
+
+
+@pytest.mark.parametrize(
+    ("config", "engine"),
+    [
+        (Starcoder2Config(num_hidden_layers=2, num_key_value_heads=2, residual_dropout=0.1, **SMALL), "deepspeed"),
+        (OPTConfig(num_hidden_layers=2, ffn_dim=128, word_embed_proj_dim=64, **SMALL), "fsdp"),
+        (LlamaConfig(num_hidden_layers=2, attention_bias=True, hidden_act="gelu", **SMALL), "ddp"),
+        (Gemma2Config(num_hidden_layers=2, num_key_value_heads=2, head_dim=16, **SMALL), "deepspeed"),
+        (Gemma3TextConfig(num_hidden_layers=2, num_key_value_heads=2, head_dim=16, **SMALL), "fsdp"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.model_type,
+)
+def test_models_that_no_table_describes(tmp_path: Path, config: PreTrainedConfig, engine: str) -> None:
+    save_config(tmp_path / "model", config)
+    assert_equal_to_reference(2, model=str(tmp_path / "model"), num_layers=None, engine=engine, **OPTIMIZERS["adamw"])
+    with pytest.raises(ConfigError, match="the megatron engine has no parallel blocks for it"):
+        resolve(1, model=str(tmp_path / "model"), num_layers=None)

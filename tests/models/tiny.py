@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from megabench.models.catalog import CATALOG
 from megabench.models.hugging_face import build_model, transformers_config
@@ -54,7 +55,14 @@ def save_model(
 
     Every parameter is random: at their defaults norms and biases could be swapped unseen.
     """
-    model = build_model(transformers_config(shape))
+    return save_config(folder, transformers_config(shape), seed, dtype, **save)
+
+
+def save_config(
+    folder: Path, config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32, **save: Any
+) -> torch.nn.Module:
+    """The same for the model of a configuration of transformers."""
+    model = build_model(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

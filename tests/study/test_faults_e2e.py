@@ -10,12 +10,12 @@ pytestmark = pytest.mark.e2e
 STUDY = """
 question: Does a fault stay where it is?
 base: {{model: llama-tiny, num_layers: 2, steps: 6, warmup_steps: 2, device: cpu, seq_length: 64}}
-timeout_seconds: {timeout}
+timeout_seconds: 240
 trials:
   - {{name: before, tp: 2}}
   - {{name: raises, tp: 2, seed: 1, env: {{FAULT: raise, FAULT_RANK: 1, PYTHONPATH: {path}}}}}
   - {{name: killed, tp: 2, seed: 2, env: {{FAULT: kill, FAULT_RANK: 0, PYTHONPATH: {path}}}}}
-  - {{name: hangs, tp: 2, seed: 3, env: {{FAULT: hang, FAULT_RANK: 1, PYTHONPATH: {path}}}}}
+  - {{name: hangs, timeout_seconds: 60, tp: 2, seed: 3, env: {{FAULT: hang, FAULT_RANK: 1, PYTHONPATH: {path}}}}}
   - {{name: after, pp: 2}}
 reference: before
 """
@@ -24,10 +24,10 @@ reference: before
 @pytest.mark.timeout(900)
 def test_faults_are_named_and_harm_no_other_trial_of_two_agents(tmp_path):
     study, out = tmp_path / "study.yaml", tmp_path / "out"
-    study.write_text(STUDY.format(path=f"{REPOSITORY}/tests/faults:{REPOSITORY}", timeout=40))
+    study.write_text(STUDY.format(path=f"{REPOSITORY}/tests/faults:{REPOSITORY}"))
     command = torchrun(2, 1, script="launch/compare.py")
     other = start(command, study, "--out", out)
-    status, stdout, stderr = finish(start(command, study, "--out", out), seconds=400)
+    status, stdout, stderr = finish(start(command, study, "--out", out), seconds=700)
     other_status, other_stdout, other_stderr = finish(other, seconds=60)
     assert other_status == status, "torchrun's own status, on both"
     stdout, stderr = stdout + other_stdout, stderr + other_stderr

@@ -78,12 +78,21 @@ trials: [{tp: 2}, {tp: 2, world_size: 2, env: {B: 2.5}}]
     assert names(study) == ["tp2-dp4", "tp2-world_size2"]
 
 
+def test_a_trial_may_have_a_time_limit_of_its_own(plan):
+    study = plan(BASE + "timeout_seconds: 60\ntrials: [{tp: 2, timeout_seconds: 9.5}, {tp: 4}]")
+    assert [(trial.name, trial.timeout_seconds) for trial in study.trials] == [("tp2-dp2", 9.5), ("tp4", 60)]
+
+
 def test_identity_is_of_all_that_shapes_the_run_and_nothing_else(plan):
     def id_of(fields: str, more: str = "") -> str:
         return plan(f"{BASE}{more}\ntrials: [{{{fields}}}]").trials[0].id
 
     assert (
-        id_of("tp: 2") == id_of("tp: 2, name: other") == id_of("tp: 2, micro_batch: 4") == id_of("tp: 2", "repeats: 3")
+        id_of("tp: 2")
+        == id_of("tp: 2, name: other")
+        == id_of("tp: 2, micro_batch: 4")
+        == id_of("tp: 2", "repeats: 3")
+        == id_of("tp: 2, timeout_seconds: 5")
     )
     others = ["tp: 4", "tp: 2, seed: 1", "tp: 2, env: {A: 1}", "tp: 2, world_size: 2", "tp: 2, lr: 0.1"]
     assert len({id_of("tp: 2"), *map(id_of, others)}) == 1 + len(others)
@@ -115,6 +124,8 @@ def test_attempts_have_folders_of_their_own(plan):
         ("trials: [{tp: 2}, {tp: 2, name: twin}]", "is the same run as trial 'tp2-dp2'"),
         ("trials: [{world_size: 8}]", "needs 8 processes but the launch has 4"),
         ("trials: [{world_size: many}]", "world_size='many' must be a whole number"),
+        ("trials: [{timeout_seconds: soon}]", "timeout_seconds='soon' must be a positive number of seconds"),
+        ("trials: [{timeout_seconds: 0}]", "timeout_seconds=0 must be"),
         ("trials: [{env: {A: true}}]", "env={'A': True} must map variables to text or numbers"),
         ("trials: [{env: NCCL_DEBUG}]", "env='NCCL_DEBUG' must map"),
         ("trials: [{device: cuda}]", "no NVIDIA GPU was found"),

@@ -1,0 +1,82 @@
+"""How many bytes a step sends, counted at torch.distributed's own operations, whatever engine calls them."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megabench.parallel.groups import AXES
+from megabench.parallel.layout import Layout
+
+# What each of n ranks sends, as a multiple of one argument's bytes, by ring algorithms (NCCL tests' bus bandwidth:
+# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): operation -> (the argument, the multiple)
+_Share = Callable[[int], float]
+_ALL_REDUCE: _Share = lambda n: 2 * (n - 1) / n  # noqa: E731
+_TO_OTHERS: _Share = lambda n: n - 1.0  # noqa: E731
+_PART: _Share = lambda n: (n - 1) / n  # noqa: E731
+_ONCE: _Share = lambda n: 1.0  # noqa: E731
+_SENT: dict[str, tuple[int, _Share]] = {
+    "allreduce_": (0, _ALL_REDUCE),
+    "allreduce_coalesced_": (0, _ALL_REDUCE),
+    "allgather_": (1, _TO_OTHERS),
+    "_allgather_base_": (1, _TO_OTHERS),
+    "allgather_into_tensor_coalesced_": (1, _TO_OTHERS),
+    "reduce_scatter_": (0, _TO_OTHERS),
+    "_reduce_scatter_base_": (0, _TO_OTHERS),
+    "reduce_scatter_tensor_coalesced_": (0, _TO_OTHERS),
+    "broadcast_": (0, _PART),
+    "reduce_": (0, _PART),
+    "alltoall_base_": (1, _PART),
+    "alltoall_": (1, _PART),
+    "send": (0, _ONCE),
+}
+
+
+class WireBytes(TorchDispatchMode):
+    """While active, counts what this rank sends, by the axes along which the ranks of a group differ: "tp", "dp·cp"."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self._layout = layout
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and (rule := _SENT.get(func.__name__.partition(".")[0])):
+            position, share = rule
+            ranks = _ranks_of(args)
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[position]))
+            self.sent[self._axes(ranks)] += round(num_bytes * share(len(ranks)))
+        return func(*args, **(kwargs or {}))
+
+    def _axes(self, ranks: list[int]) -> str:
+        places = [self._layout.coordinates(rank) for rank in ranks]
+        differing = [axis for axis in AXES if len({getattr(place, axis) for place in places}) > 1]
+        return "·".join(differing) or "none"
+
+    def mean_of_all(self) -> dict[str, float]:
+        """Bytes that a rank sent, by axes, the mean over all ranks; the same on every rank, and collective."""
+        counts: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(counts, dict(self.sent))
+        total = sum((Counter(count) for count in counts), Counter())
+        return {axes: number / len(counts) for axes, number in sorted(total.items()) if axes != "none"}
+
+
+def _ranks_of(args: Iterable[Any]) -> list[int]:
+    """The ranks of the process group among an operation's arguments."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
+    raise AssertionError("a collective without a group")
+
+
+def _tensors(argument: Any) -> Iterable[Tensor]:
+    """The tensors of an argument, which may be one, a list, or a list of lists."""
+    if isinstance(argument, Tensor):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for part in argument:
+            yield from _tensors(part)

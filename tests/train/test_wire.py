@@ -1,0 +1,71 @@
+"""Bytes on the wire, counted, against what the algorithms must send."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megabench.config import ResolvedConfig
+from megabench.data.batch import micro_batches
+from megabench.data.source import open_source
+from megabench.engines.base import build_engine
+from megabench.train.wire import WireBytes
+from tests import distributed
+from tests.engines.equivalence import resolve
+
+pytestmark = pytest.mark.distributed
+
+SMALL: dict[str, Any] = {"num_layers": 2, "optimizer": "sgd", "micro_batch": 1, "global_batch": 8}
+PARAMETERS = resolve(1, **SMALL).shape.num_parameters
+EXACT = 0.01  # norms, losses and padding
+
+
+def count(run: ResolvedConfig) -> dict[str, float]:
+    """What a rank sends in the second step."""
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    dp_rank = run.layout.coordinates(dist.get_rank()).dp
+    engine.train_step(micro_batches(source, run, dp_rank, 0), run.lr)
+    with WireBytes(run.layout) as counted:
+        engine.train_step(micro_batches(source, run, dp_rank, 1), run.lr)
+    return counted.mean_of_all()
+
+
+def counted(world_size: int, **fields: Any) -> dict[str, float]:
+    answers = distributed.run(count, world_size, resolve(world_size, **SMALL | fields))
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ddp_reduces_every_gradient_once(world_size: int) -> None:
+    share = 2 * (world_size - 1) / world_size
+    assert counted(world_size, engine="ddp") == {"dp": pytest.approx(share * 4 * PARAMETERS, rel=EXACT)}
+
+
+def test_the_distributed_optimizer_scatters_and_gathers() -> None:
+    sent = counted(2)
+    assert sent["dp"] == pytest.approx(2 * (1 / 2) * 4 * PARAMETERS, rel=EXACT)
+
+
+def test_fsdp_gathers_twice_and_scatters_once_a_micro_batch() -> None:
+    one, four = (counted(2, engine="fsdp", micro_batch=size)["dp"] for size in (4, 1))
+    # the embedding, norm and output layer stay whole between forward and backward
+    root = 4 * (2 * 512 * 128 + 128) / 2
+    assert one == pytest.approx(3 / 2 * 4 * PARAMETERS - root, rel=EXACT)
+    assert four == pytest.approx(4 * one, rel=EXACT)
+
+
+def test_zero3_sends_more_with_more_micro_batches_and_tp_does_not() -> None:
+    zero = [counted(2, engine="deepspeed", zero_persistence=0, micro_batch=size)["dp"] for size in (4, 1)]
+    assert zero[1] > 3.5 * zero[0]
+    tensor = [counted(2, tp=2, micro_batch=size)["tp"] for size in (4, 1)]
+    assert tensor[0] == pytest.approx(tensor[1], rel=0.05)
+
+
+def test_a_pipeline_sends_hidden_states() -> None:
+    sent = counted(2, pp=2)
+    run = resolve(2, **SMALL, pp=2)
+    hidden = run.global_batch * run.seq_length * run.shape.hidden_size * 4
+    # the first stage sends it forward, the last its gradient back: each rank once
+    assert sent["pp"] == pytest.approx(hidden, rel=EXACT)
