@@ -2,10 +2,23 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout works without an install
 
+from megabench.config import RunConfig
+from megabench.record import Probe
 from megabench.train.command import main
 
+if TYPE_CHECKING:
+    from megabench.runtime.rendezvous import Rendezvous
+
+
+def find(given: RunConfig, rendezvous: "Rendezvous", device: Literal["cpu", "cuda"]) -> tuple[RunConfig, list[Probe]]:
+    from megabench.study.tune import tune_launched  # --help needs no torch
+
+    return tune_launched(given, rendezvous, device)
+
+
 if __name__ == "__main__":
-    main()
+    main(find)

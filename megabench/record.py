@@ -158,6 +158,37 @@ class LoadTimes(_Part):
     gb_per_second: float
 
 
+class Probe(_Part):
+    """A short run that tried a setting: the median step of `global_batch` sequences, and GiB at its peak."""
+
+    micro_batch: int
+    recompute: str
+    global_batch: int
+    status: Status
+    error: str | None = None
+    step_seconds: float | None = None
+    peak_memory_gib: float | None = None
+
+
+class Communication(_Part):
+    """Seconds of a step in which a kind of group communicated, and those of them in which nothing computed."""
+
+    seconds: float
+    exposed_seconds: float
+
+
+class StepProfile(_Part):
+    """Where one more step went, under a profiler: the mean of all ranks, in seconds.
+
+    `seconds` is by part and adds up to the step; `communication` by the axes along which the ranks of a group differ.
+    A rank that waits for another does so in communication: a pipeline's bubble is in "exposed pp".
+    """
+
+    step_seconds: float
+    seconds: dict[str, float]
+    communication: dict[str, Communication]
+
+
 class Environment(_Part):
     """Versions and environment variables that shape a run."""
 
@@ -205,6 +236,7 @@ class RunRecord(_Part):
     mfu: float | None = None
     peak_tflops: float | None = None
     peak_memory_gib: PeakMemory | None = None
+    device_memory_gib: float | None = Field(default=None, description="of a GPU")
     gpu_utilization: float | None = Field(default=None, description="mean over the timed steps and GPUs, 0 to 1")
     gpu_watts: float | None = Field(default=None, description="mean over the timed steps and GPUs")
     nics: dict[str, dict[str, NicTraffic]] | None = Field(default=None, description="by host and interface")
@@ -226,6 +258,8 @@ class RunRecord(_Part):
     saves: list[SaveTimes] = []
     load: LoadTimes | None = None
     warnings: list[str] = []
+    profile: StepProfile | None = None
+    probes: list[Probe] | None = Field(default=None, description="what was tried for micro_batch or recompute: auto")
     environment: Environment | None = None
     command: str
 

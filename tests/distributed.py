@@ -1,7 +1,8 @@
 """A pool of gloo worker processes that stays up between tests: half a second a test instead of ten.
 
 `run(function, world_size, *args)` calls a module-level function on every rank of a fresh process group and returns what
-the ranks returned. A job that fails or hangs ends the workers it used; the next job starts new ones.
+the ranks returned. A job that fails or hangs ends the workers it used; the next job starts new ones, as it does where
+engines that are never freed have left too many threads behind.
 """
 
 import atexit
@@ -20,8 +21,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.distributed_preload"])
+_MOST_THREADS = 80  # gloo's poll, so that many idle ones keep a machine busy
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
 
 
@@ -33,8 +37,10 @@ def _reset_globals() -> None:
     """Forgets the process groups that the libraries remember."""
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     parallel_state.destroy_model_parallel()
+    RotaryEmbedding.forward.cache_clear()  # a cache of calls, that holds the models
     if "deepspeed" in sys.modules:
         from deepspeed.comm import comm
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -42,18 +48,13 @@ def _reset_globals() -> None:
         from deepspeed.utils import groups
 
         comm.cdb = None
-        # ZeRO-3 numbers modules and parameters through the life of a process, and compares the numbers between ranks
+        # ZeRO-3 numbers modules and parameters through the life of a process and compares the numbers between ranks,
+        # not all of which have run as many jobs
         DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
         Init.param_id = 0
         for name, value in vars(groups).items():
             if name.startswith("_") and name.isupper() and value is not None:
                 setattr(groups, name, None)
-        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-        from deepspeed.runtime.zero.partition_parameters import Init
-
-        # ranks compare these numbers of parameters and modules, and not all have run as many jobs
-        Init.param_id = 0
-        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # an engine is full of circles, and a gloo group's threads end with its last reference
@@ -81,7 +82,7 @@ def _work(rank: int, jobs: Connection) -> None:
             answer = (False, traceback.format_exc())
         with contextlib.suppress(BaseException):
             _reset_globals()
-        jobs.send(answer)
+        jobs.send((*answer, psutil.Process().num_threads()))
 
 
 class _Pool:
@@ -105,13 +106,15 @@ class _Pool:
             jobs.send((function, world_size, store_file, args))
         waiting = {jobs: rank for rank, (_, jobs) in enumerate(self.workers[:world_size])}
         answers: list[Any] = [None] * world_size
+        most_threads = 0
         failures: list[str] = []
         deadline = time.monotonic() + timeout
         while waiting and (ready := wait(waiting, max(deadline - time.monotonic(), 0.0))):
             for jobs in ready:
                 rank = waiting.pop(jobs)
                 try:
-                    ok, answers[rank] = jobs.recv()
+                    ok, answers[rank], num_threads = jobs.recv()
+                    most_threads = max(most_threads, num_threads)
                 except EOFError:
                     ok, answers[rank] = False, "the process died"
                 if not ok:
@@ -119,8 +122,9 @@ class _Pool:
                     deadline = min(deadline, time.monotonic() + 5.0)  # the others soon lose it
         if waiting and not failures:
             failures.append(f"ranks {sorted(waiting.values())} of {world_size}: no answer in {timeout:.0f} s")
-        if failures:
+        if failures or most_threads > _MOST_THREADS:
             self.close()
+        if failures:
             own = [text for text in failures if not any(sign in text for sign in _LOST_PEER)]
             raise DistributedTestError((own or failures)[0])
         return answers

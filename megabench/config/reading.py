@@ -2,6 +2,7 @@
 
 from difflib import get_close_matches
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -45,7 +46,8 @@ def literal_values(annotation: Any) -> tuple[Any, ...]:
     """The choices of a Literal, or of the Literal in `Literal[…] | None`; empty for any other type."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
-    return next((get_args(arm) for arm in get_args(annotation) if get_origin(arm) is Literal), ())
+    arms = [arm for arm in get_args(annotation) if arm is not NoneType]
+    return get_args(arms[0]) if len(arms) == 1 and get_origin(arms[0]) is Literal else ()
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:

@@ -42,7 +42,7 @@ _ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
 }
 
 # where a run writes and how it is watched shape no result
-_WRITES_ASIDE = ("out", "tensorboard", "save", "save_every", "keep", "save_mode", "stall_seconds")
+_WRITES_ASIDE = ("out", "tensorboard", "save", "save_every", "keep", "save_mode", "stall_seconds", "profile")
 
 
 class RunConfig(BaseModel):
@@ -93,8 +93,8 @@ class RunConfig(BaseModel):
     compile: bool = Field(False, description="Compile the blocks of fsdp and ddp with torch.compile.")
     deepspeed_config: Path | None = Field(None, description="Your own DeepSpeed JSON; its settings win.")
     seq_length: PositiveInt | None = Field(None, description="Tokens of a sequence [default: the model's].")
-    micro_batch: PositiveInt | None = Field(
-        None, description="Sequences of one forward pass and replica [default: the model's]."
+    micro_batch: PositiveInt | Literal["auto"] | None = Field(
+        None, description="Sequences of one forward pass and replica; auto tries a few [default: the model's]."
     )
     global_batch: PositiveInt | None = Field(
         None, description="Sequences of one optimizer step [default: the model's]."
@@ -115,13 +115,15 @@ class RunConfig(BaseModel):
     clip_grad: NonNegativeFloat = Field(1.0, description="Clip the global gradient norm to this; 0 is off.")
     precision: Precision | None = Field(None, description="Training dtype [default: bf16 on GPU, fp32 on CPU].")
     grad_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Dtype in which gradients are accumulated and reduced, for every engine."
+        "fp32",
+        description="Dtype in which gradients are reduced and at least accumulated, for every engine.",
     )
     kernels: Literal["auto", "reference"] = Field(
         "auto", description="Fused kernels where they serve, or plain torch as transformers ships it."
     )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="Activations computed again in backward: none, attention alone, or whole layers."
+    recompute: Literal["none", "selective", "full", "auto"] = Field(
+        "none",
+        description="Activations computed again in backward: none, attention alone, whole layers; auto tries them.",
     )
     data: str = Field(
         "stdlib",
@@ -152,6 +154,9 @@ class RunConfig(BaseModel):
     stall_seconds: PositiveFloat = Field(
         300.0, description="End the run when a step makes no progress for so long (the first step: four times that)."
     )
+    profile: bool = Field(
+        False, description="Profile one more step behind the last: where it went, and a Chrome trace in OUT/trace."
+    )
     tensorboard: Path | None = Field(None, description="TensorBoard directory [default: OUT/tensorboard].")
     out: Path | None = Field(None, description="Directory for record.json and TensorBoard scalars.")
 
@@ -173,8 +178,17 @@ class RunConfig(BaseModel):
         """The layout without dp; `resolve` checks that it can be filled."""
         return Layout(tp=self.tp, cp=self.cp, pp=self.pp, vp=self.vp)
 
+    @property
+    def to_find(self) -> tuple[str, ...]:
+        """The settings that are "auto": to be found by trying, before the run can be resolved."""
+        return tuple(name for name in ("micro_batch", "recompute") if getattr(self, name) == "auto")
+
     def resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
         """Fills every default and checks every rule; raises ConfigError, LayoutError or UnknownModelError."""
+        if self.to_find:
+            raise ConfigError(
+                f"{self.to_find[0]}=auto is found by launch/pretrain.py and megabench compare; here name the value"
+            )
         self._check_engine()
         if self.deepspeed_config:
             content = read_deepspeed_json(self.deepspeed_config)
@@ -195,8 +209,8 @@ class RunConfig(BaseModel):
         precision = self.precision or ("bf16" if device == "cuda" else "fp32")
         if precision == "fp16" and device == "cpu":
             raise ConfigError("precision=fp16 needs a GPU; use bf16 or fp32 on CPU")
-        if self.grad_dtype == "bf16" and self.engine == "ddp":
-            raise ConfigError("the ddp engine accumulates and reduces gradients in fp32 alone; use grad_dtype=fp32")
+        if self.grad_dtype == "bf16" and self.powersgd_rank:
+            raise ConfigError("PowerSGD sends fp32 factors of its own; use grad_dtype=fp32, or leave powersgd_rank out")
         for name in ("shard_size", "hpz_size"):
             if (size := getattr(self, name)) and world_size % size:
                 raise ConfigError(
@@ -346,6 +360,7 @@ class ResolvedConfig(RunConfig):
     seq_length: PositiveInt
     micro_batch: PositiveInt
     global_batch: PositiveInt
+    recompute: Literal["none", "selective", "full"]
     lr: PositiveFloat
     lr_warmup: NonNegativeInt
     min_lr: NonNegativeFloat

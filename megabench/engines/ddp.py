@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -44,6 +45,8 @@ class DdpEngine:
         )
         if config.powersgd_rank:
             self.model.register_comm_hook(_power_sgd(config.powersgd_rank, config.seed), powerSGD_hook)
+        elif config.grad_dtype == "bf16":
+            self.model.register_comm_hook(None, _in_bf16)
         params = [(parameter, parameter.ndim) for _, parameter in self._named_parameters()]
         self.optimizer = shared.build_optimizer(config, params)
         is_owner = dist.get_rank() == 0
@@ -137,3 +140,8 @@ class _Cast(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight.to(self.dtype)
+
+
+def _in_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """torch's own hook, which DDP refuses by its name on gloo, though that reduces bf16 as well."""
+    return bf16_compress_hook(group, bucket)  # type: ignore[arg-type]

@@ -31,6 +31,12 @@ def rank_groups(layout: Layout) -> dict[Axis, list[list[int]]]:
     return groups
 
 
+def differing_axes(layout: Layout, ranks: Sequence[int]) -> str:
+    """The axes along which the ranks of a group differ: "tp", "cp·dp"; "none" for a single rank."""
+    places = [layout.coordinates(rank) for rank in ranks]
+    return "·".join(axis for axis in AXES if len({getattr(place, axis) for place in places}) > 1) or "none"
+
+
 def groups_on(layout: Layout, topology: Topology) -> list[Group]:
     """Every group of more than one rank, with its slowest link. `topology` goes by the run's ranks."""
     return [

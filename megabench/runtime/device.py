@@ -75,6 +75,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def memory_gib(device: torch.device) -> float | None:
+    """What a GPU has in all; None on CPU, whose memory is not the run's alone."""
+    return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Peak so far, in GiB: reserved by the allocator on a GPU, resident set of the process on CPU."""
     if device.type == "cuda":

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from typing import cast
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -56,11 +55,17 @@ def open_here(num_processes: int) -> Launch:
 
 def join_launcher() -> Launch:
     """This process's part in a launch by torchrun: one supervisor a rank, all on the launcher's store."""
-    place = rendezvous.join()
+    return launch_of(rendezvous.join())
+
+
+def launch_of(place: rendezvous.Rendezvous) -> Launch:
+    """The launch that `place` is a part of, with this process as the supervisor of its own rank."""
+    store = place.store.underlying_store if isinstance(place.store, PrefixStore) else place.store
+    assert isinstance(store, TCPStore)
     return Launch(
-        store=cast(PrefixStore, place.store).underlying_store,
-        address=os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
+        store=store,
+        address=store.host,
+        port=store.port,
         root=f"study/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         ranks=(place.rank,),
         first_on_host=place.rank - place.local_rank,

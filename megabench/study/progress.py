@@ -34,6 +34,10 @@ class RunDisplay:
         step = f" step {progress.step}/{progress.num_steps}" if progress.num_steps else ""
         self._status.update(Text(f"{self._label}{step} {progress.activity} ({self._elapsed})"))
 
+    def note(self, text: str) -> None:
+        """Says something of the run that stays on the screen."""
+        self._say(text)
+
     def end(self, record: RunRecord) -> None:
         """Says how the run ended."""
         self._status.stop()

@@ -8,9 +8,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megabench.config import near_matches
-from megabench.record import RunRecord, Status, read_records, write_records
+from megabench.record import Probe, RunRecord, Status, read_records, write_records
 from megabench.study.machine import describe, gpu_names
 from megabench.study.parity import judge_parity
+from megabench.study.search import Setting
 from megabench.study.study import Attempt, Study, StudyError, Trial
 from megabench.study.summary import summarize, write_csv
 from megabench.train.outcome import asked_for
@@ -97,6 +98,13 @@ class Results:
     def tensorboard(self, attempt: Attempt) -> Path:
         return self.out / "tensorboard" / attempt.folder
 
+    def found(self, trial: Trial) -> tuple[Setting, list[Probe]] | None:
+        """What an earlier run of `trial` found by trying; None when there is none."""
+        for record in self._by_key.values():
+            if record.trial_id == trial.id and record.probes:
+                return Setting(record.micro_batch, record.options["recompute"]), record.probes
+        return None
+
     def clear(self, attempt: Attempt) -> None:
         """Removes what an earlier try of this run left, so that nothing of it can be taken for the new one's."""
         for folder in (self.logs(attempt), self.tensorboard(attempt)):
@@ -110,7 +118,6 @@ class Results:
             "trial": trial.name,
             "trial_id": trial.id,
             "repeat": attempt.repeat,
-            "command": trial.config.command(trial.world_size),  # without the folders of this study
         }
         self._by_key[attempt.key] = record.model_copy(update=update)
         records = self.records

@@ -13,16 +13,15 @@ from megabench.record import RunRecord
 from megabench.study.crew import Crew, StudyStopped, note_signals
 from megabench.study.hparams import write_hparams
 from megabench.study.launch import join_launcher, open_here
-from megabench.study.outcome import judge
 from megabench.study.progress import RunDisplay
 from megabench.study.request import Request
 from megabench.study.results import Results, failed_record
+from megabench.study.search import settle
 from megabench.study.study import Attempt, Study
 from megabench.study.summary import summarize
-from megabench.study.supervisor import Task, TrialRun
 from megabench.study.table import show
-
-TRAINER = (sys.executable, "-m", "megabench.train")
+from megabench.study.tasks import TRAINER, Tasks, task_of
+from megabench.study.tune import NothingFitsError, tune
 
 # wide enough for every column: a file or a pipe has no width of its own
 PLAIN_WIDTH = 250
@@ -87,8 +86,8 @@ def _join_study(crew: Crew, request: Request, trainer: Sequence[str]) -> int:
     if "problem" in plan:
         return 2
     assert study is not None
-    attempts = [study.attempts[index] for index in plan["attempts"]]
-    return _follow(crew, Results(request.out, study), attempts, trainer)
+    verdict: int = Tasks(crew, trainer).follow()
+    return verdict
 
 
 def _lead_launched(crew: Crew, request: Request, study: Study | None, trainer: Sequence[str]) -> int:
@@ -102,7 +101,7 @@ def _lead_launched(crew: Crew, request: Request, study: Study | None, trainer: S
         print(f"Error: {error}", file=sys.stderr, flush=True)
         crew.announce("plan", {"problem": str(error)})
         return 2
-    crew.announce("plan", {"attempts": [study.attempts.index(attempt) for attempt in attempts]})
+    crew.announce("plan", {})
     return _lead(crew, request, results, attempts, trainer)
 
 
@@ -123,13 +122,13 @@ def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
 def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Attempt], trainer: Sequence[str]) -> int:
     """Runs all attempts, keeps their records, prints the table and tells the others the verdict."""
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    tasks = Tasks(crew, trainer)
     results.start()
     for number, attempt in enumerate(attempts):
         results.clear(attempt)
-        crew.announce(f"start/{number}", attempt.folder.as_posix())
         with RunDisplay(console, number + 1, len(attempts), attempt.folder.as_posix()) as display:
             try:
-                record = _run_attempt(crew, _task(crew, results, attempt, number, trainer), attempt, display)
+                record = _run_attempt(tasks, results, attempt, display)
             except StudyStopped as stopped:
                 if not stopped.signal:  # what broke the crew may have been this very run
                     display.end(results.add(attempt, failed_record(attempt.trial, "failed", str(stopped), None)))
@@ -141,45 +140,23 @@ def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Att
     write_hparams(results.out / "tensorboard", summarize(results.records, results.study.reference))
     console.print(f"records: {results.out / 'results.jsonl'}", markup=False, highlight=False, soft_wrap=True)
     status = 0 if results.all_ok(results.select(request.only)) else 1
-    crew.announce("verdict", status)
+    tasks.end(status)
     return status
 
 
-def _follow(crew: Crew, results: Results, attempts: Sequence[Attempt], trainer: Sequence[str]) -> int:
-    """Runs this supervisor's rank in every attempt; returns the lead's verdict."""
-    for number, attempt in enumerate(attempts):
-        crew.announced(f"start/{number}")
-        TrialRun(crew, _task(crew, results, attempt, number, trainer)).run(lambda progress: None)
-    verdict: int = crew.announced("verdict")
-    return verdict
-
-
-def _task(crew: Crew, results: Results, attempt: Attempt, number: int, trainer: Sequence[str]) -> Task:
-    trial, logs = attempt.trial, results.logs(attempt)
-    folders = {"out": logs, "tensorboard": results.tensorboard(attempt)}
-    config = trial.config.model_copy(update={"device": trial.resolved.device, **folders})
-    return Task(
-        command=[*trainer, *config.flags()],
-        prefix=f"{crew.launch.root}/{number}/{attempt.folder.as_posix()}",
-        world_size=trial.world_size,
-        device=trial.resolved.device,
-        env=trial.env,
-        logs=logs,
-        timeout_seconds=trial.timeout_seconds,
-    )
-
-
-def _run_attempt(crew: Crew, task: Task, attempt: Attempt, display: RunDisplay) -> RunRecord:
+def _run_attempt(tasks: Tasks, results: Results, attempt: Attempt, display: RunDisplay) -> RunRecord:
     """The record of one run: what its rank 0 wrote, or why there is none."""
-    run = TrialRun(crew, task)
-    stop = run.run(display.update)
-    ends = run.ends()
-    status, error = judge(ends, stop == "timeout", task.timeout_seconds)
-    if status == "ok":
+    trial, logs = attempt.trial, results.logs(attempt)
+    config, probes = trial.config, None
+    if config.to_find:
         try:
-            return RunRecord.read(task.logs / "record.json")
-        except FileNotFoundError:
-            status, error = "failed", "rank 0 ended with exit status 0 but wrote no record.json"
-        except ValueError as problem:
-            status, error = "failed", f"rank 0 wrote a record.json that is none: {str(problem).splitlines()[0]}"
-    return failed_record(attempt.trial, status, error or "", num_hosts=len({end.host for end in ends}))
+            found, probes = results.found(trial) or tune(tasks, trial, logs, display.note, display.update)
+        except NothingFitsError as error:
+            return failed_record(trial, error.status, str(error), error.num_hosts)
+        config = settle(config, found)
+    task = task_of(trial, config.model_copy(update={"tensorboard": results.tensorboard(attempt)}), logs)
+    result = tasks.run(task, display.update)
+    if not result.record:
+        return failed_record(trial, result.status, result.error or "", result.num_hosts)
+    command = config.command(trial.world_size)  # without the folders of this study
+    return result.record.model_copy(update={"probes": probes, "command": command})

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 from megabench import UserError
 from megabench.config import ConfigError, ResolvedConfig, RunConfig, explain, near_matches, read_yaml_mapping
 from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_fields, numbered, with_fields
+from megabench.study.search import legal_settings, settle
 
 # where a trial writes is the study's to say, and trials leave no checkpoints
 _NOT_A_TRIALS = ("out", "tensorboard", "save", "save_every", "keep", "save_mode")
@@ -75,7 +76,10 @@ class StudyFile(BaseModel):
 
 @dataclass(frozen=True)
 class Trial:
-    """One configuration of a study, with the environment variables and the world size it runs in."""
+    """One configuration of a study, with the environment variables and the world size it runs in.
+
+    `resolved` has the first legal values of what `config` leaves to be found.
+    """
 
     name: str
     config: RunConfig
@@ -90,7 +94,8 @@ class Trial:
     @property
     def id(self) -> str:
         """Hash of everything that shapes the run; equal ids mean the same run."""
-        return self.resolved.identity(world_size=self.world_size, env=self.env)
+        to_find = {"to_find": self.config.to_find} if self.config.to_find else {}
+        return self.resolved.identity(world_size=self.world_size, env=self.env, **to_find)
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,8 @@ def _draft(
         config = RunConfig.parse({field: both[field] for field in both if field not in _EXTRAS})
         if config.device == "cuda" and device == "cpu":
             raise ConfigError("device=cuda, but no NVIDIA GPU was found here; use device: auto or cpu")
-        resolved = config.resolve(world_size, "cpu" if "cpu" in (config.device, device) else "cuda")
+        kind: Literal["cpu", "cuda"] = "cpu" if "cpu" in (config.device, device) else "cuda"
+        resolved = settle(config, legal_settings(config, world_size, kind)[0]).resolve(world_size, kind)
     except UserError as error:
         raise StudyError(f"{where}: {error}") from None
     return _Draft(

@@ -26,10 +26,9 @@ Stop = Literal["ended", "failed", "timeout"]
 
 @dataclass(frozen=True)
 class Task:
-    """What one set of processes runs. `prefix` names its part of the store: used once, never again."""
+    """What one set of processes runs: the trainer with these flags."""
 
-    command: Sequence[str]
-    prefix: str
+    flags: Sequence[str]
     world_size: int
     device: Literal["cpu", "cuda"]
     env: Mapping[str, str]
@@ -38,12 +37,13 @@ class Task:
 
 
 class TrialRun:
-    """One supervisor's part in the run of one task."""
+    """One supervisor's part in the run of one task. `prefix` names its part of the store: used once, never again."""
 
-    def __init__(self, crew: Crew, task: Task) -> None:
-        self._crew, self._task = crew, task
-        self._messages = PrefixStore(task.prefix, crew.launch.store)
-        self._notes = PrefixStore(f"{task.prefix}/supervisors", crew.launch.store)
+    def __init__(self, crew: Crew, task: Task, trainer: Sequence[str], prefix: str) -> None:
+        self._crew, self._task, self._prefix = crew, task, prefix
+        self._command = [*trainer, *task.flags]
+        self._messages = PrefixStore(prefix, crew.launch.store)
+        self._notes = PrefixStore(f"{prefix}/supervisors", crew.launch.store)
         self._children: dict[int, Child] = {}
         self._ended: set[int] = set()
         self._started = time.monotonic()
@@ -71,7 +71,7 @@ class TrialRun:
         for rank in self._crew.launch.ranks:
             if rank < self._task.world_size:
                 log = self._task.logs / f"rank-{rank}.log"
-                self._children[rank] = Child(self._task.command, self._environment(rank), log)
+                self._children[rank] = Child(self._command, self._environment(rank), log)
 
     def _environment(self, rank: int) -> dict[str, str]:
         task = self._task
@@ -80,7 +80,7 @@ class TrialRun:
         if task.device == "cpu":
             environment = {"OMP_NUM_THREADS": "1"} | environment | {"CUDA_VISIBLE_DEVICES": ""}
         placement = self._crew.launch.placement_variables(rank, task.world_size)
-        return environment | dict(task.env) | placement | {PREFIX_VARIABLE: task.prefix}
+        return environment | dict(task.env) | placement | {PREFIX_VARIABLE: self._prefix}
 
     def _watch(self, on_progress: Callable[[Progress], None]) -> Stop:
         """Until the lead says that the trial is over, publishes which of our ranks have ended."""

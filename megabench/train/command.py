@@ -9,11 +9,13 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from megabench import UserError
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
+from megabench.record import Probe
 from megabench.train.flags import parse_flags
 from megabench.train.stopped import StoppedError
 
@@ -23,8 +25,12 @@ if TYPE_CHECKING:
     from megabench.train.watch import Watch
 
 
-def main() -> None:
-    """Runs the command line of this process and ends it."""
+# completes a configuration by trying what it leaves to be found, on the ranks of a launch and a kind of device
+Find = Callable[[RunConfig, "Rendezvous", Literal["cpu", "cuda"]], tuple[RunConfig, list[Probe]]]
+
+
+def main(find: Find | None = None) -> None:
+    """Runs the command line of this process and ends it. Without `find`, "auto" is refused."""
     # a supervisor asks where a hanging run stands
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=False)
     try:
@@ -32,10 +38,10 @@ def main() -> None:
     except UserError as error:
         _refuse(str(error))
     if given is not None:
-        _run(given)
+        _run(given, find)
 
 
-def _run(given: RunConfig) -> None:
+def _run(given: RunConfig, find: Find | None) -> None:
     if given.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else libraries find the GPUs by themselves
     from megabench.data.source import open_source
@@ -48,9 +54,15 @@ def _run(given: RunConfig) -> None:
         rendezvous = rendezvous_module.join()
     except Exception as error:
         _refuse(f"cannot open the rendezvous store that the launcher named: {error}")
-    watch = Watch(rendezvous, given.stall_seconds, given.steps)
+    probes = None
     try:
         device_kind = choose_device(given.device, rendezvous.local_world_size)
+        if given.to_find and find:
+            given, probes = find(given, rendezvous, device_kind)
+    except UserError as error:
+        _refuse(str(error), rendezvous)
+    watch = Watch(rendezvous, given.stall_seconds, given.steps)
+    try:
         run = given.resolve(rendezvous.world_size, device_kind)
         _make_folders(run)
         source = open_source(run)
@@ -72,7 +84,7 @@ def _run(given: RunConfig) -> None:
         placement = place_ranks(run, rendezvous)
         if run.device == "cuda":
             write_nccl_log(run.out, rendezvous.rank)
-        train(run, given, source, rendezvous, placement, resume, watch)
+        train(run, given, source, rendezvous, placement, resume, watch, probes)
     except StoppedError as error:
         _stop(str(error), rendezvous)
     except UserError as error:

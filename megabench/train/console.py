@@ -104,6 +104,10 @@ class Console:
         print("  ".join(parts), flush=True)
 
     def last(self, record: RunRecord, record_path: Path | None) -> None:
+        if profile := record.profile:
+            shares = sorted(profile.seconds.items(), key=lambda item: -item[1])
+            parts = [f"{part} {seconds / sum(profile.seconds.values()):.0%}" for part, seconds in shares]
+            print(f"a profiled step of {profile.step_seconds:.3f} s: " + " · ".join(parts))
         ends = record.losses[0], record.losses[-1]
         first, last = ("not finite" if loss is None else f"{loss:.4f}" for loss in ends)
         line = f"loss {first} -> {last}"

@@ -74,7 +74,7 @@ def _plain_type(annotation: Any) -> Any:
     """What typer shall parse: the type without None and without pydantic's bounds, which RunConfig checks."""
     arms = [arm for arm in get_args(annotation) if arm is not NoneType]
     if NoneType in get_args(annotation):
-        return _plain_type(arms[0])
+        return str if len(arms) > 1 else _plain_type(arms[0])  # "auto" or a number: RunConfig tells them apart
     if get_origin(annotation) is Annotated:
         return arms[0]
     if get_origin(annotation) is tuple:

@@ -15,7 +15,7 @@ from megabench.engines.base import StepResult, build_engine, process_groups
 from megabench.hardware.catalog import find_gpu
 from megabench.hardware.sampler import Sampler
 from megabench.parallel.placement import Placement
-from megabench.record import NicTraffic, RunRecord
+from megabench.record import NicTraffic, Probe, RunRecord
 from megabench.runtime import device as devices
 from megabench.runtime.messages import Progress, report_progress
 from megabench.runtime.rendezvous import Rendezvous, is_supervised
@@ -24,6 +24,7 @@ from megabench.train.console import Console
 from megabench.train.finite import FiniteWatch
 from megabench.train.network import nccl_log_path, try_out
 from megabench.train.outcome import Measured, build_record
+from megabench.train.profile import profile_step
 from megabench.train.resume import Resume
 from megabench.train.scalars import Scalars
 from megabench.train.signals import StopSignal
@@ -48,11 +49,12 @@ def train(
     placement: Placement,
     resume: Resume,
     watch: Watch,
+    probes: list[Probe] | None,
 ) -> RunRecord:
     """Trains `run` on this rank and returns its record, the same on every rank; rank 0 prints and writes.
 
-    `given` is the configuration as the user gave it, for the command in the record. Raises StoppedError where losses
-    are not finite, and, behind the record, where the last state was not saved.
+    `given` is the configuration as the user gave it, and `probes` what was tried to complete it. Raises StoppedError
+    where losses are not finite, and, behind the record, where the last state was not saved.
     """
     started = time.perf_counter()
     report = rendezvous.store if is_supervised() else None
@@ -135,11 +137,19 @@ def train(
     sampler.close()
     watch.at("saving", resume.num_done + len(results))
     not_saved = checkpoints.close() if checkpoints else None
+    peak_memory = gather(devices.peak_memory_gib(device), device)
+    profile = None
+    if run.profile:
+        watch.at("profiling", resume.num_done + len(results))
+        batches = micro_batches(source, run, run.layout.coordinates(rank).dp, run.steps)
+        traces = run.out / "trace" if run.out else None
+        profile = profile_step(engine, batches, learning_rate_at(run, run.steps - 1), run.layout, device, traces)
 
     measured = Measured(
         results=results,
         step_seconds=slowest_rank(seconds, device),
-        peak_memory_gib=gather(devices.peak_memory_gib(device), device),
+        device_memory_gib=devices.memory_gib(device),
+        peak_memory_gib=peak_memory,
         gpu_utilization=_mean_known(gather(sampler.mean.utilization if sampler.mean else math.nan, device)),
         gpu_watts=_mean_known(gather(sampler.mean.watts if sampler.mean else math.nan, device)),
         nics=_nics_of_all(sampler, _hosts(placement)),
@@ -152,6 +162,8 @@ def train(
         stopped_by=stopped_by,
         saves=checkpoints.times if checkpoints else [],
         load=load,
+        probes=probes,
+        profile=profile,
     )
     record = build_record(run, given, source, placement, network, measured)
     record_path = run.out / "record.json" if run.out else None

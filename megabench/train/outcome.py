@@ -17,8 +17,10 @@ from megabench.record import (
     NicTraffic,
     PeakMemory,
     PlacementUsed,
+    Probe,
     RunRecord,
     SaveTimes,
+    StepProfile,
     StepSeconds,
     TflopsPerDevice,
     WorkClass,
@@ -33,6 +35,7 @@ class Measured:
 
     results: Sequence[StepResult]
     step_seconds: Sequence[float]
+    device_memory_gib: float | None
     peak_memory_gib: list[float]
     gpu_utilization: float | None
     gpu_watts: float | None
@@ -46,6 +49,8 @@ class Measured:
     stopped_by: str | None
     saves: list[SaveTimes]
     load: LoadTimes | None
+    probes: list[Probe] | None
+    profile: StepProfile | None
 
 
 def build_record(
@@ -88,6 +93,7 @@ def build_record(
         wall_seconds=measured.wall_seconds,
         peak_tflops=measured.peak_tflops,
         peak_memory_gib=PeakMemory(max=max(measured.peak_memory_gib), per_rank=measured.peak_memory_gib),
+        device_memory_gib=measured.device_memory_gib,
         gpu_utilization=measured.gpu_utilization,
         gpu_watts=measured.gpu_watts,
         nics=measured.nics,
@@ -110,6 +116,8 @@ def build_record(
         link_bandwidth=network.bandwidth,
         saves=measured.saves,
         load=measured.load,
+        probes=measured.probes,
+        profile=measured.profile,
         warnings=[*placement.warnings, *network.warnings, *unsaved(measured.saves)],
         environment=environment.collect(),
         **speed,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megabench.parallel.groups import AXES
+from megabench.parallel.groups import differing_axes
 from megabench.parallel.layout import Layout
 
 # What each of n ranks sends, as a multiple of one argument's bytes, by ring algorithms (NCCL tests' bus bandwidth:
@@ -49,13 +49,8 @@ class WireBytes(TorchDispatchMode):
             position, share = rule
             ranks = _ranks_of(args)
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[position]))
-            self.sent[self._axes(ranks)] += round(num_bytes * share(len(ranks)))
+            self.sent[differing_axes(self._layout, ranks)] += round(num_bytes * share(len(ranks)))
         return func(*args, **(kwargs or {}))
-
-    def _axes(self, ranks: list[int]) -> str:
-        places = [self._layout.coordinates(rank) for rank in ranks]
-        differing = [axis for axis in AXES if len({getattr(place, axis) for place in places}) > 1]
-        return "·".join(differing) or "none"
 
     def mean_of_all(self) -> dict[str, float]:
         """Bytes that a rank sent, by axes, the mean over all ranks; the same on every rank, and collective."""

@@ -134,7 +134,8 @@ def test_reference_kernels(world_size: int, fields: dict[str, Any]) -> None:
     assert_equal_to_reference(world_size, kernels="reference", **fields, **OPTIMIZERS["adamw"])
 
 
-def test_bf16_engines_agree() -> None:
+@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
+def test_bf16_engines_agree(grad_dtype: str) -> None:
     engines: list[dict[str, Any]] = [
         {"tp": 2},
         {"engine": "deepspeed", "zero_stage": 1},
@@ -142,7 +143,7 @@ def test_bf16_engines_agree() -> None:
         {"engine": "fsdp"},
         {"engine": "ddp"},
     ]
-    runs = [resolve(2, precision="bf16", **OPTIMIZERS["adamw"], **fields) for fields in engines]
+    runs = [resolve(2, precision="bf16", grad_dtype=grad_dtype, **OPTIMIZERS["adamw"], **fields) for fields in engines]
     losses = [torch.tensor(distributed.run(train, 2, run)[0].losses) for run in runs]
     for other in losses[1:]:
         torch.testing.assert_close(other, losses[0], rtol=1e-3, atol=0.0)

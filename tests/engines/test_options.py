@@ -137,6 +137,7 @@ def test_an_overflow_skips_a_step() -> None:
         ({"optimizer": "adafactor"}, "needs whole matrices on every rank, and the megatron engine cuts them"),
         ({"engine": "deepspeed", "optimizer": "adafactor"}, "zero_stage=3 cuts them"),
         ({"engine": "fsdp", "powersgd_rank": 2}, "powersgd_rank is a setting of the ddp engine"),
+        ({"engine": "ddp", "precision": "bf16", "grad_dtype": "bf16", "powersgd_rank": 2}, "PowerSGD sends fp32"),
         ({"compile": True}, "compile is a setting of the fsdp and ddp engines, and the engine is megatron"),
     ],
 )

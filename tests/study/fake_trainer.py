@@ -1,5 +1,6 @@
 """Stands in for megabench.train: `FAULT` says how it ends, and `FAULT_RANK` on which rank (all others see no fault).
 
+`SECONDS` tells the step time at each micro-batch, "1:2.5 2:2 4:oom": out of memory at the last.
 It writes the same files and messages as the trainer, without a model, so that a trial takes a second.
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from megabench.record import StepSeconds
 from tests.study.records import make_record
 
 NUM_STEPS = 4
@@ -22,7 +24,9 @@ def main() -> int:
     fields = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
     out = Path(fields["--out"])
     note_pid(out, str(rank), os.getpid())
-    fault = os.environ.get("FAULT", "")
+    seconds = dict(entry.split(":") for entry in os.environ.get("SECONDS", "").split())
+    step_seconds = seconds.get(fields.get("--micro-batch", ""), "0.5")
+    fault = step_seconds if step_seconds == "oom" else os.environ.get("FAULT", "")
     mine = fault and rank == int(os.environ.get("FAULT_RANK", "0"))
     if fault in ("hang", "raise", "oom"):
         return with_messages(rank, fault, bool(mine))
@@ -40,7 +44,10 @@ def main() -> int:
         (out / f"environment-{rank}").write_text("\n".join(f"{k}={v}" for k, v in sorted(os.environ.items())))
     if rank == 0 and fault != "no_record":
         losses = [6.0, 5.0, 4.0, float(os.environ.get("LAST_LOSS", "3.0"))]
-        make_record(losses).write(out / "record.json")
+        took = float(step_seconds)
+        median = StepSeconds(median=took, p10=took, p90=took, all=[took])
+        micro_batch = int(fields.get("--micro-batch", "4"))
+        make_record(losses, speed=500 / took, step_seconds=median, micro_batch=micro_batch).write(out / "record.json")
     return 0
 
 

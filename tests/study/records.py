@@ -9,7 +9,7 @@ def make_record(losses: list[float], speed: float = 1000.0, **changes: object) -
         "trial": "run",
         "engine": "megatron",
         "layout": LayoutSizes(tp=1, cp=1, pp=1, vp=1, dp=2),
-        "options": {"zero_stage": None},
+        "options": {"zero_stage": None, "recompute": "none"},
         "optimizer": "adamw",
         "work_class": work_class(),
         "status": "ok",

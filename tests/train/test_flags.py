@@ -21,6 +21,10 @@ def test_a_configuration_survives_its_own_flags() -> None:
     assert parse_flags(run.flags()) == run
 
 
+def test_a_micro_batch_is_a_number_or_auto() -> None:
+    assert [parse_flags(["--micro-batch", word]).micro_batch for word in ("4", "auto")] == [4, "auto"]
+
+
 def test_every_field_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_flags(["--help"]) is None
     text = capsys.readouterr().out
@@ -42,6 +46,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         (["--tpp", "2"], ["--tpp", "--tp"]),
         (["--precision", "bf17"], ["bf17", "bf16", "fp16", "fp32"]),
         (["--tp", "two"], ["--tp", "integer"]),
+        (["--micro-batch", "some"], ["micro_batch='some'", "integer"]),
     ],
 )
 def test_unknown_flags_and_values(arguments: list[str], words: list[str]) -> None:

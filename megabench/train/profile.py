@@ -1,0 +1,81 @@
+"""One step under torch.profiler: a Chrome trace of every rank, and where the step went."""
+
+import contextlib
+import gzip
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megabench.data.batch import Batch
+from megabench.engines.base import Engine
+from megabench.parallel.groups import differing_axes
+from megabench.parallel.layout import Layout
+from megabench.record import Communication, StepProfile
+from megabench.runtime.device import synchronize
+from megabench.train.timeline import STEP, UPDATE, Split, split
+
+
+def profile_step(
+    engine: Engine,
+    batches: Sequence[Batch],
+    learning_rate: float,
+    layout: Layout,
+    device: torch.device,
+    folder: Path | None,
+) -> StepProfile:
+    """Trains one more step and tells where it went, the mean of all ranks; the same on every rank.
+
+    The traces go to `folder` (rank-N.json.gz, for chrome://tracing or Perfetto), to nowhere without one.
+    """
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    dist.barrier()
+    with profile(activities=activities) as traced, _timed() as took, record_function(STEP):
+        engine.accumulate(batches)
+        with record_function(UPDATE):
+            engine.update(learning_rate)
+        synchronize(device)
+    with tempfile.TemporaryDirectory() as temporary:
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+        path = (folder or Path(temporary)) / f"rank-{dist.get_rank()}.json.gz"
+        traced.export_chrome_trace(str(path))
+        with gzip.open(path) as file:
+            mine = split(json.load(file), lambda ranks: differing_axes(layout, ranks))
+    everyone: list[tuple[float, Split]] = [(0.0, mine)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (took[0], mine))
+    return _mean(everyone)
+
+
+@contextlib.contextmanager
+def _timed() -> Iterator[list[float]]:
+    """A list that holds the seconds of the block once it is left."""
+    took: list[float] = []
+    started = time.perf_counter()
+    yield took
+    took.append(time.perf_counter() - started)
+
+
+def _mean(everyone: Sequence[tuple[float, Split]]) -> StepProfile:
+    parts: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    exposed: Counter[str] = Counter()
+    for _, one in everyone:
+        parts.update(one.parts)
+        seconds.update(one.communication)
+        exposed.update(one.exposed)
+    count = len(everyone)
+    return StepProfile(
+        step_seconds=sum(took for took, _ in everyone) / count,
+        seconds={part: value / count for part, value in parts.items()},
+        communication={
+            axes: Communication(seconds=value / count, exposed_seconds=exposed[axes] / count)
+            for axes, value in seconds.items()
+        },
+    )

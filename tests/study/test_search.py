@@ -1,0 +1,147 @@
+"""The search for micro-batch and recomputation, on machines that are formulas, against trying everything."""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+
+from megabench.config import ConfigError, RunConfig
+from megabench.record import Probe
+from megabench.study.search import MOST_PROBES, Search, Setting, legal_settings, probe_config, settle
+
+WORLD_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds and GiB of a micro-batch: `fixed` whatever its size (weights to gather, launches), `each` a sequence."""
+
+    fixed: float = 0.1
+    each: float = 0.3
+    update: float = 0.2
+    state_gib: float = 40.0
+    each_gib: dict[str, float] | None = None
+    device_gib: float | None = 140.0
+
+    def run(self, config: RunConfig, setting: Setting) -> Probe:
+        run = settle(config, setting).resolve(WORLD_SIZE, "cpu")
+        each_gib = (self.each_gib or {"none": 20.0, "selective": 15.0, "full": 3.0})[setting.recompute]
+        memory = self.state_gib + each_gib * setting.micro_batch
+        result = {"micro_batch": setting.micro_batch, "recompute": setting.recompute, "global_batch": run.global_batch}
+        if memory > 0.98 * (self.device_gib or 1e9):
+            return Probe(**result, status="oom", error="rank 0 ran out of memory")
+        compute = {"none": 1.0, "selective": 1.05, "full": 4 / 3}[setting.recompute]
+        one = self.fixed + self.each * compute * setting.micro_batch
+        seconds = self.update + (run.num_micro_batches + (run.pp - 1) / run.vp) * one
+        return Probe(**result, status="ok", step_seconds=seconds, peak_memory_gib=memory)
+
+
+def search(config: RunConfig, machine: Machine) -> Search:
+    run = settle(config, legal_settings(config, WORLD_SIZE, "cpu")[0]).resolve(WORLD_SIZE, "cpu")
+    found = Search(legal_settings(config, WORLD_SIZE, "cpu"), run)
+    while setting := found.next():
+        assert len(found.probes) < 12
+        found.heard(machine.run(probe_config(config, setting, WORLD_SIZE, "cpu"), setting), machine.device_gib)
+    return found
+
+
+def tried(found: Search) -> list[tuple[int, str]]:
+    return [(probe.micro_batch, probe.recompute) for probe in found.probes]
+
+
+def seconds(config: RunConfig, machine: Machine, setting: Setting) -> float:
+    """Of the run's own step; infinite where it does not fit."""
+    probe = machine.run(config, setting)
+    return probe.step_seconds if probe.step_seconds is not None else float("inf")
+
+
+def config(**fields: object) -> RunConfig:
+    return RunConfig.parse({"model": "llama3-8b", "micro_batch": "auto", "global_batch": 256, **fields})
+
+
+MACHINES = [
+    Machine(fixed=fixed, state_gib=state, device_gib=device)
+    for fixed, (state, device) in itertools.product((0.0, 0.3, 2.0), ((10.0, None), (60.0, 140.0), (115.0, 140.0)))
+]
+LAYOUTS = [
+    {},
+    {"engine": "deepspeed"},
+    {"tp": 4},
+    {"pp": 4},
+    {"pp": 2, "tp": 2},
+    {"pp": 2, "vp": 2, "tp": 2},
+    {"global_batch": 16},
+    {"global_batch": 24},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_four_probes_find_what_trying_everything_finds(machine, layout):
+    run = config(**layout)
+    found = search(run, machine)
+    best = min(seconds(run, machine, setting) for setting in legal_settings(run, WORLD_SIZE, "cpu"))
+    assert found.best and seconds(run, machine, found.best) <= best * 1.03
+    assert len(found.probes) <= MOST_PROBES
+
+
+def test_where_two_do_not_fit_two_probes_suffice():
+    found = search(config(), Machine(state_gib=115.0))
+    assert tried(found) == [(1, "none"), (2, "none")] and found.best == Setting(1, "none")
+
+
+def test_of_settings_as_fast_the_one_with_less_memory_is_taken():
+    assert search(config(), Machine(fixed=0.0, update=0.0)).best == Setting(1, "none")
+
+
+def test_nothing_fits():
+    found = search(config(), Machine(state_gib=150.0))
+    assert found.best is None and tried(found) == [(1, "none")]
+
+
+def test_recomputation_is_tried_where_nothing_fits_without():
+    machine = Machine(state_gib=123.0)
+    assert tried(search(config(recompute="auto"), machine))[:2] == [(1, "none"), (1, "selective")]
+    deepspeed = config(recompute="auto", engine="deepspeed")
+    found = search(deepspeed, machine)
+    assert tried(found)[:2] == [(1, "none"), (1, "full")]
+    assert found.best == Setting(4, "full")
+
+
+def test_recomputation_wins_where_a_micro_batch_costs_much_beside_its_compute():
+    """ZeRO-3 across a slow network gathers all weights for every micro-batch, however large that is."""
+    run = config(recompute="auto", engine="deepspeed", global_batch=64)
+    slow = Machine(fixed=5.0, state_gib=60.0)
+    found = search(run, slow)
+    assert found.best and found.best.recompute == "full"
+    best = min(seconds(run, slow, setting) for setting in legal_settings(run, WORLD_SIZE, "cpu"))
+    assert seconds(run, slow, found.best) <= best * 1.03
+    near = search(run, Machine(fixed=0.01, state_gib=60.0))
+    assert near.best and near.best.recompute == "none" and "full" not in {level for _, level in tried(near)}
+
+
+def test_a_probe_is_short_and_the_run_s_own_batch_decides():
+    """Of 1024 sequences, 64 of a stage's round are enough to see; the bubble of the whole step is what counts."""
+    run = config(pp=4, global_batch=1024)
+    long = run.model_copy(update={"steps": 5000, "save": "x"})
+    short = probe_config(long, Setting(4, "none"), WORLD_SIZE, "cpu")
+    assert (short.global_batch, short.micro_batch, short.steps, short.warmup_steps) == (64, 4, 3, 1)
+    assert short.save is None and short.to_find == ()
+    # at 64 sequences a micro-batch of 16 loses more to the bubble than it gains, at 1024 it wins
+    assert search(run, Machine(fixed=0.2, device_gib=None)).best == Setting(16, "none")
+
+
+def test_settings_that_the_layout_forbids_are_not_tried():
+    run = config(pp=2, vp=2, tp=2, global_batch=12)
+    assert [s.micro_batch for s in legal_settings(run, WORLD_SIZE, "cpu")] == [1, 2, 3, 6]
+    with pytest.raises(ConfigError, match="is found by launch"):
+        run.resolve(WORLD_SIZE, "cpu")
+    with pytest.raises(ConfigError, match="zero_stage"):
+        legal_settings(config(zero_stage=1), WORLD_SIZE, "cpu")
+
+
+def test_one_setting_alone_is_left_open():
+    fixed = config(micro_batch=4, recompute="auto")
+    assert {s.micro_batch for s in legal_settings(fixed, WORLD_SIZE, "cpu")} == {4}
+    assert search(fixed, Machine()).best == Setting(4, "none")
+    assert search(fixed, Machine(state_gib=110.0)).best == Setting(4, "full")
