@@ -96,7 +96,7 @@ def headline(decision: Decision, device: str) -> str:
     """The decision in a sentence for people; `device` is what tokens/s are counted by, "GPU" or "process"."""
     best, head = decision.best, decision.head
     if best is None:
-        return f"No trial has a result that counts: {_ends(decision.bad)}."
+        return f"No trial has a result that counts: {ends(decision.bad)}."
     speed = f"{_speed(best)} tokens/s per {device}"
     others = [row for row in decision.good if row is not best]
     if decision.equals:
@@ -112,7 +112,8 @@ def headline(decision: Decision, device: str) -> str:
     if best.ratio is None:
         return f"{_name(best)} trains fastest: {speed}. {_no_reference(best, head)}"
     reference = decision.reference
-    measured_by = f" ({reference.trial}: {_speed(reference)})" if reference else ""
+    named = f"{reference.trial}: " if reference and reference.trial != head else ""
+    measured_by = f" ({named}{_speed(reference)})" if reference else ""
     return f"{_name(best)} trains fastest: {speed}, {_ratio(best)} {head}{measured_by}."
 
 
@@ -125,7 +126,7 @@ def particulars(decision: Decision) -> list[str]:
         times = _speed_of(best) / _speed_of(zero3)
         said.append(f"Against the fastest ZeRO-3 trial, {zero3.trial}, {best.trial} is at {times:.2f} ×.")
     if best and decision.bad:
-        said.append(f"Not ranked: {_ends(decision.bad)}.")
+        said.append(f"Not ranked: {ends(decision.bad)}.")
     if best and all(row.num_runs == 1 for row in decision.good):
         ran = "It ran once" if len(decision.good) == 1 else "Each trial ran once"
         said.append(f"{ran}: the spread shown is that of its steps; how far one run lies from the next is not known.")
@@ -135,6 +136,15 @@ def particulars(decision: Decision) -> list[str]:
             "hosts are those of that link, not of a real network."
         )
     return said
+
+
+def ends(rows: Sequence[Row]) -> str:
+    """How each trial ended: "tp8 ran out of memory, a and b failed"."""
+    by_status: dict[str, list[str]] = {}
+    for row in rows:
+        by_status.setdefault(row.status, []).append(row.trial)
+    ends = [f"{_listed(names)} {STATUS_WORDS[status]}" for status, names in by_status.items()]
+    return ", ".join(ends) or "no trial has run"
 
 
 def _beside_the_reference(tied: Sequence[Row], decision: Decision) -> str:
@@ -148,15 +158,6 @@ def _beside_the_reference(tied: Sequence[Row], decision: Decision) -> str:
 def _no_reference(best: Row, head: str) -> str:
     name = head if head == best.reference else f"{head} ({best.reference})"
     return f"The reference {name} has no result here to compare with."
-
-
-def _ends(rows: Sequence[Row]) -> str:
-    """How trials ended: "tp8 ran out of memory, a and b failed"."""
-    by_status: dict[str, list[str]] = {}
-    for row in rows:
-        by_status.setdefault(row.status, []).append(row.trial)
-    ends = [f"{_listed(names)} {STATUS_WORDS[status]}" for status, names in by_status.items()]
-    return ", ".join(ends) or "no trial has run"
 
 
 def count_ends(rows: Sequence[Row]) -> str:

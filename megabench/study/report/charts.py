@@ -116,8 +116,8 @@ def _losses(group: WorkClassOfTrials, slug: str) -> Chart | None:
     picture = lines.lines(slug, "Loss at every step", description, drawn, "step", (low - margin, high + margin))
     return Chart(
         "Loss at every step",
-        "All trials start from the same weights and read the same text, so their curves must lie on one another: "
-        "where you see one line, they do.",
+        "All trials start from the same weights and read the same text, so their curves must lie on one another. How "
+        "far they are apart is judged in the picture after this one.",
         picture,
         _letter_legend(shown),
         Figures(
@@ -148,7 +148,7 @@ def _differences(group: WorkClassOfTrials, slug: str) -> Chart | None:
         drawn.append(lines.Line(trial.letter, trial.number, points))
     low = max(min(everything) / 2, _LEAST_DIFFERENCE / 2)
     high = max(max(everything), parity.tolerance) * 4
-    limit = lines.Limit(parity.tolerance, f"tolerance {parity.tolerance:g}: above it work is not the same")
+    limit = lines.Limit(parity.tolerance, f"tolerance {parity.tolerance:g}")
     description = "; ".join(f"{t.name}: {parity_words(t)}" for t in others)
     heading = f"How far losses are from those of {standard.name}"
     picture = lines.lines(slug, heading, description, drawn, "step", (low, high), is_log=True, limit=limit)

@@ -1,18 +1,19 @@
 """Charts of lines over a common axis: losses, differences, throughput against number of GPUs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from megabench.study.report.svg import nice_ticks, percent, picture, short, spread_apart, tag, text
+from megabench.study.report.svg import nice_ticks, percent, picture, spread_apart, tag, text, tick_words
 
 _HEIGHT, _ABOVE, _BELOW = 230, 12, 40
 _MOST_POINTS = 600
 _SHADES = 7  # colours that the style sheet has for lines; beyond them the dashes change
 
 Point = tuple[float, float | None]
+Scale = Callable[[float], float]
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,11 @@ def lines(
         span = _log(high, low) - _log(low, low) if is_log else high - low
         return _ABOVE + _HEIGHT * (1 - position / span)
 
-    parts = _axes(nice_ticks(left, right), across, _decades(low, high) if is_log else nice_ticks(low, high), down)
+    ticks = _decades(low, high) if is_log else nice_ticks(low, high)
+    words = [f"{tick:.0e}" for tick in ticks] if is_log else tick_words(ticks)
+    parts = [_level(down(tick), word) for tick, word in zip(ticks, words, strict=True)]
+    whole = [tick for tick in nice_ticks(left, right) if tick == int(tick)]
+    parts += [text(f"{tick:,.0f}", percent(across(tick)), _ABOVE + _HEIGHT + 17, "tick", "middle") for tick in whole]
     parts.append(text(x_label, "50%", _ABOVE + _HEIGHT + 34, "tick", "middle"))
     if limit and low <= limit.value <= high:
         y = down(limit.value)
@@ -97,18 +102,12 @@ def _decades(low: float, high: float) -> list[float]:
     return [10.0**power for power in range(first, last + 1, step)]
 
 
-def _axes(x_ticks: Sequence[float], across, y_ticks: Sequence[float], down) -> list[Markup]:  # type: ignore[no-untyped-def]
-    parts = []
-    for tick in y_ticks:
-        parts.append(tag("line", x1=0, x2="100%", y1=down(tick), y2=down(tick), class_="grid"))
-        parts.append(text(short(tick), 0, down(tick) + 4, "tick", "end", dx=-6))
-    for tick in x_ticks:
-        if tick == int(tick):
-            parts.append(text(short(tick), percent(across(tick)), _ABOVE + _HEIGHT + 17, "tick", "middle"))
-    return parts
+def _level(y: float, words: str) -> Markup:
+    """A horizontal line of the grid with its number."""
+    return tag("line", x1=0, x2="100%", y1=y, y2=y, class_="grid") + text(words, 0, y + 4, "tick", "end", dx=-6)
 
 
-def _curves(given: Sequence[Line], across, down) -> Markup:  # type: ignore[no-untyped-def]
+def _curves(given: Sequence[Line], across: Scale, down: Scale) -> Markup:
     """The lines in a picture of their own that is stretched to the width, which their points cannot be in percent."""
     curves = []
     for line in given:

@@ -58,9 +58,11 @@ def explain_engine(record: RunRecord) -> str:
 
 
 def why(best: RunRecord, other: RunRecord, device: str) -> list[str]:
-    """What was measured that tells why `best` is faster than `other`; empty when nothing was."""
+    """What was measured that helps to tell why `best` is faster than `other`, and what was not."""
     said = []
-    if best.profile and other.profile:
+    if not (best.profile and other.profile):
+        said.append("Where the time goes was not looked into; “profile: true” in the study would show it.")
+    else:
         mine, its = waiting_share(best), waiting_share(other)
         said.append(
             f"Of its step {best.trial} spends {mine:.0%} waiting for communication or idle, {other.trial} {its:.0%}."
@@ -73,12 +75,12 @@ def why(best: RunRecord, other: RunRecord, device: str) -> list[str]:
         )
     if best.micro_batch != other.micro_batch:
         said.append(
-            f"{best.trial} computes {_sequences(best.micro_batch)} at a time, {other.trial} {other.micro_batch}: more "
-            f"at a time keeps a {device} busier and costs memory."
+            f"{best.trial} computes {_sequences(best.micro_batch)} at a time, {other.trial} {other.micro_batch}."
         )
     if best.peak_memory_gib and other.peak_memory_gib:
         mine, its = best.peak_memory_gib.max, other.peak_memory_gib.max
-        said.append(f"At its peak {best.trial} holds {mine:.1f} GiB on one {device}, {other.trial} {its:.1f} GiB.")
+        beside = "as much" if f"{mine:.1f}" == f"{its:.1f}" else f"{its:.1f} GiB"
+        said.append(f"At its peak {best.trial} holds {mine:.1f} GiB on one {device}, {other.trial} {beside}.")
     return said
 
 

@@ -1,0 +1,199 @@
+"""The report page: what it says of every kind of study, and that it needs nothing beside itself."""
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from megabench.record import RecordError, read_records, write_records
+from megabench.study.parity import judge_parity
+from megabench.study.report import read_folder, render, write_report
+from megabench.study.summary import summarize, write_csv
+from tests.study import report_studies
+from tests.study.compare_process import REPOSITORY
+from tests.study.report_studies import FINDINGS, STUDIES
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+def page(study, findings=(), other=None) -> str:
+    return unescape(render(study, findings, other))
+
+
+def headlines(text: str) -> list[str]:
+    return re.findall(r'class="headline">(.*?)</h2>', text)
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of the first table of figures, heads included."""
+    table = re.search(r'<table id="table0".*?</table>', text, re.DOTALL).group()
+    rows = re.findall(r"<tr.*?</tr>", table, re.DOTALL)
+    return [[re.sub(r"<[^>]*>", "", cell).strip() for cell in re.findall(r"<t[hd].*?</t[hd]>", row)] for row in rows]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_makes_a_page_that_is_complete(name):
+    text = page(STUDIES[name](), FINDINGS)
+    assert len(headlines(text)) >= 1 and "Undefined" not in text
+    assert not re.search(r"\b(nan|inf|None)\b", re.sub(r"<(script|style)>.*?</\1>", "", text, flags=re.DOTALL))
+    ids = re.findall(r'\sid="([^"]+)"', text)
+    assert len(ids) == len(set(ids)), "an id stands twice"
+    for trial in {record.trial for record in STUDIES[name]().records}:
+        assert trial in text
+    assert all(finding.what in text and finding.change in text for finding in FINDINGS)
+    assert text.index("Steps vary") < text.index("Micro-batch 1 leaves"), "the untrustworthy come first"
+
+
+def test_nothing_is_fetched_from_elsewhere():
+    text = page(STUDIES["normal"]())
+    assert not re.search(
+        r"https?://|@import|url\((?!#)|<link(?! rel=\"icon\" href=\"data:,\")|<(img|iframe)|src=", text
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("normal", ["tp8-pp2 trains fastest: 9,050 tokens/s per GPU, 1.50 × ZeRO-3 (zero3: 6,040)."]),
+        ("zero3_wins", ["zero3 (ZeRO-3) trains fastest: 8,000 tokens/s per GPU. No layout beat it; the next, tp8-pp2, "
+                        "reached 0.88 × ZeRO-3."]),
+        ("tie", ["tp8-pp2 and tp8 are equal within their spread, at 7,000 and 6,995 tokens/s per GPU, 1.17 × and "
+                 "1.17 × ZeRO-3."]),
+        ("two_classes", ["tp8 trains fastest: 8,000 tokens/s per GPU, 1.33 × ZeRO-3 (zero3: 6,000).",
+                         "tp8-256 trains fastest: 7,700 tokens/s per GPU, 1.10 × ZeRO-3 (zero3-256: 7,000)."]),
+        ("alone", ["tp8 is the only trial with a result: 8,000 tokens/s per GPU. "
+                   "There was nothing to compare it with."]),
+        ("all_failed", ["No trial has a result that counts: zero3 ran out of memory, tp8 failed."]),
+        ("on_cpu", ["tp2 trains fastest: 1,300 tokens/s per process, 1.44 × ZeRO-3 (zero3: 900)."]),
+    ],
+)  # fmt: skip
+def test_the_verdict_in_a_sentence(name, words):
+    assert headlines(page(STUDIES[name]())) == words
+
+
+def test_failures_are_named_with_their_reason_and_never_ranked():
+    text = page(STUDIES["faults"]())
+    assert headlines(text) == ["tp8 trains fastest: 8,000 tokens/s per GPU, 1.33 × ZeRO-3 (zero3: 6,000)."]
+    assert "Not ranked: tp4-lr diverged, dp16 ran out of memory, pp4-hung hit its time limit." in text
+    for reason in ("CUDA out of memory", "its losses differ from those of zero3", "rank 3 stands in all_reduce"):
+        assert reason in text
+    heads, *rows = cells(text)
+    status = {row[0].split(maxsplit=1)[1]: row[heads.index("status")] for row in rows}
+    assert status == {"tp8": "ok", "zero3": "ok", "tp4-lr": "DIVERGED", "dp16": "oom", "pp4-hung": "timeout"}
+    assert {row[heads.index("× ZeRO-3")] for row in rows[2:]} == {"–"}
+
+
+def test_cpu_and_emulated_hosts_are_said():
+    assert "These are CPU timings: no evidence about GPUs." in page(STUDIES["on_cpu"]())
+    assert "CPU timings" not in page(STUDIES["normal"]())
+    assert "The hosts are emulated" in page(STUDIES["emulated"]()) and "2 emulated hosts" in page(STUDIES["emulated"]())
+
+
+def test_a_layperson_reads_what_the_layout_does_and_what_to_type():
+    text = page(STUDIES["normal"]())
+    assert "every layer is cut over 8 GPUs" in text and "the layers are dealt out to 2 stages" in text
+    assert (
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 launch/pretrain.py"
+        in text
+    )
+    assert "In a step one GPU sends 3.20 GB to others under tp8-pp2, 48.00 GB under zero3." in text
+
+
+def test_what_was_measured_decides_which_charts_there_are():
+    pages = {name: page(STUDIES[name]()) for name in ("normal", "profiled", "sizes")}
+    assert ["Where a step went" in text for text in pages.values()] == [False, True, False]
+    assert ["Days for 100 billion tokens" in text for text in pages.values()] == [False, False, True]
+    assert "spends 15% waiting for communication or idle, zero3 38%" in pages["profiled"]
+    assert "Settings that were tried" in pages["profiled"] and "waiting for pp" in pages["profiled"]
+
+
+def test_two_studies_are_compared_where_they_did_the_same_work():
+    text = page(STUDIES["normal"](), other=report_studies.yesterday())
+    assert "a100 against two-nodes, 3 trials that both have: 0.51 to 0.99 × the speed per device" in text
+    assert "(0 faster, 2 slower, 1 equal within the spread)" in text
+    assert "not the same work: seed" in text and "in one study alone" in text
+    assert "NVIDIA A100-SXM4-80GB" in text
+
+
+def test_names_cannot_break_the_page():
+    study = report_studies.study([report_studies.zero3(command="run --note '</script><script>alert(1)</script>'")])
+    assert "<script>alert" not in render(study, [])
+
+
+def test_files_reread_to_the_same_table(tmp_path):
+    records = list(STUDIES["faults"]().records)
+    write_records(tmp_path / "results.jsonl", records)
+    reread = judge_parity(read_records(tmp_path / "results.jsonl"), "zero3")
+    assert reread == records
+    rows = summarize(records, "zero3")
+    write_csv(tmp_path / "summary.csv", rows)
+    with (tmp_path / "summary.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [(row["trial"], row["status"], row["ratio"]) for row in found] == [
+        (row.trial, row.status, "" if row.ratio is None else str(row.ratio)) for row in rows
+    ]
+    assert cells(page(read_folder(tmp_path))) == cells(page(STUDIES["faults"]()))
+
+
+def test_an_older_record_loads_and_compares_with_one_of_today(tmp_path):
+    shutil.copy(RECORDED / "schema-1.jsonl", tmp_path / "results.jsonl")
+    old = read_folder(tmp_path)
+    assert old.reference == "zero3" and len(old.records) == 3
+    text = page(STUDIES["normal"](), other=old)
+    assert "not the same work" in text
+    assert "ZeRO-3" in headlines(page(old))[0]
+
+
+def test_a_trial_without_a_result_joins_no_work_class_of_several():
+    text = page(STUDIES["two_classes"]())
+    assert "Without a result, and so in no comparison: broken failed." in text and "SIGKILL" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"schema_version": 99}', "line 1 has record schema 99, and this megabench reads schemas up to 1"),
+        ('{"schema_version": 1, "tria', "line 1 is not JSON"),
+        ("[]", "line 1 is no record of a trial"),
+        ('{"schema_version": 1}', "line 1 is no record that this megabench reads: trial: Field required"),
+    ],
+)
+def test_records_that_cannot_be_read_are_one_sentence(tmp_path, line, words):
+    (tmp_path / "results.jsonl").write_text(line + "\n")
+    with pytest.raises(RecordError, match=re.escape(words)):
+        read_folder(tmp_path)
+
+
+def command(*arguments: object) -> tuple[int, str, str]:
+    words = [sys.executable, "-m", "megabench.cli", "report", *map(str, arguments)]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_writes_the_page_beside_the_records_or_where_it_is_told(tmp_path):
+    folder, out = tmp_path / "mine", tmp_path / "both.html"
+    folder.mkdir()
+    write_records(folder / "results.jsonl", list(STUDIES["zero3_wins"]().records))
+    (folder / "study.yaml").write_text(json.dumps({"name": "asked", "question": "Which?", "trials": [{"tp": 8}]}))
+    assert command(folder) == (0, f"{folder / 'report.html'}\n", "")
+    assert "<h1>Which?</h1>" in (folder / "report.html").read_text()
+    assert command(folder, "--compare", folder, "--out", out)[0] == 0
+    assert "asked (first) and asked (second)" in out.read_text()
+
+
+def test_a_folder_without_a_study_is_one_sentence_and_2(tmp_path):
+    status, stdout, stderr = command(tmp_path)
+    assert (status, stdout) == (2, "") and "holds no results.jsonl" in stderr and stderr.count("\n") == 1
+    (tmp_path / "results.jsonl").touch()
+    assert "holds no record yet" in command(tmp_path)[2]
+
+
+def test_a_path_that_cannot_be_written_is_said(tmp_path):
+    with pytest.raises(ValueError, match="cannot be written"):
+        write_report(tmp_path / "no" / "page.html", STUDIES["alone"](), [])
