@@ -117,9 +117,9 @@ def headline(decision: Decision, device: str) -> str:
     return f"{_name(best)} trains fastest: {speed}, {_ratio(best)} {head}{measured_by}."
 
 
-def particulars(decision: Decision) -> list[str]:
+def particulars(decision: Decision, device: str) -> list[str]:
     """What a reader must know beside the headline to judge it, a sentence each."""
-    said = []
+    said = _by_size(decision.good, device)
     best, reference = decision.best, decision.reference
     zero3 = next((row for row in decision.good if _is_zero3(row)), None)
     if best and zero3 and reference and zero3 not in (best, reference) and not _is_zero3(best):
@@ -135,6 +135,21 @@ def particulars(decision: Decision) -> list[str]:
             "The hosts are emulated: one machine was split up and its parts linked by sockets, so the figures between "
             "hosts are those of that link, not of a real network."
         )
+    return said
+
+
+def _by_size(good: Sequence[Row], device: str) -> list[str]:
+    """The fastest of each number of devices, where trials differ in it: more of them lose more to communication."""
+    sizes = sorted({row.world_size for row in good})
+    if len(sizes) < 2:
+        return []
+    units = f"{device}s" if device == "GPU" else "processes"
+    said = [f"Trials ran on different numbers of {units}, and the figures are of one {device}."]
+    for size in sizes:
+        rows = [row for row in good if row.world_size == size]
+        zero3 = next((row for row in rows if _is_zero3(row) and row is not rows[0]), None)
+        times = f", {_speed_of(rows[0]) / _speed_of(zero3):.2f} × ZeRO-3 on as many ({zero3.trial})" if zero3 else ""
+        said.append(f"On {size}, {rows[0].trial} is fastest{times}.")
     return said
 
 

@@ -276,34 +276,46 @@ def _scaling(group: WorkClassOfTrials, slug: str, device: str) -> list[Chart]:
     first = min(speeds, key=lambda entry: (entry[1], -entry[2]))
     sizes = [size for _, size, _ in speeds]
     ideal = [(size, first[2] / first[1] * size) for size in (min(sizes), max(sizes))]
-    dots = [lines.Line(trial.letter, trial.number, [(size, speed)]) for trial, size, speed in speeds]
-    top = max([speed for _, _, speed in speeds] + [speed for _, speed in ideal]) * 1.08
     table = Figures(
         ("trial", units, "tok/s", "days for 100 B tokens"),
         tuple((t.name, str(size), f"{speed:,.0f}", f"{_days(speed):,.1f}") for t, size, speed in speeds),
     )
+    top = 1.08 * max(speed for _, speed in [*ideal, *((size, speed) for _, size, speed in speeds)])
     described = "; ".join(f"{trial.name}: {speed:,.0f} tokens/s on {size}" for trial, size, speed in speeds)
     heading = f"Tokens a second against number of {units}"
+    dots = [lines.Line("", 0, ideal, "guide"), *_with_families(speeds)]
     throughput = Chart(
         heading,
-        f"All {units} together. The dotted line is what {first[0].name} would reach without any loss.",
-        lines.lines(slug, heading, described, [lines.Line("", 0, ideal, True), *dots], units, (0, top), with_dots=True),
+        f"All {units} together; a line joins trials that differ in their number alone. The dotted line is what "
+        f"{first[0].name} would reach without any loss.",
+        lines.lines(slug, heading, described, dots, units, (0, top), with_dots=True),
         _letter_legend(shown),
         table,
     )
-    days = [lines.Line(trial.letter, trial.number, [(size, _days(speed))]) for trial, size, speed in speeds]
-    most = max(_days(speed) for _, _, speed in speeds) * 1.08
+    days = [(trial, size, _days(speed)) for trial, size, speed in speeds]
+    top = 1.08 * max(count for _, _, count in days)
+    described = "; ".join(f"{trial.name}: {count:,.1f} days on {size}" for trial, size, count in days)
     heading = f"Days for 100 billion tokens against number of {units}"
-    described = "; ".join(f"{trial.name}: {_days(speed):,.1f} days on {size}" for trial, size, speed in speeds)
     return [
         throughput,
         Chart(
             heading,
             "How long a training run of that length would take without a stop.",
-            lines.lines(f"{slug}-days", heading, described, days, units, (0, most), with_dots=True),
+            lines.lines(f"{slug}-days", heading, described, _with_families(days), units, (0, top), with_dots=True),
             _letter_legend(shown),
         ),
     ]
+
+
+def _with_families(points: Sequence[tuple[Shown, int, float]]) -> list[lines.Line]:
+    """A dot a trial, and lines that join those of one engine and layout, data parallelism aside."""
+    families: dict[object, list[lines.Point]] = {}
+    for trial, size, value in sorted(points, key=lambda point: point[1]):
+        layout = trial.record.layout
+        family = (trial.row.engine, layout.tp, layout.cp, layout.pp, layout.vp)
+        families.setdefault(family, []).append((size, value))
+    joined = [lines.Line("", 0, members, "family") for members in families.values()]
+    return joined + [lines.Line(trial.letter, trial.number, [(size, value)]) for trial, size, value in points]
 
 
 def _days(tokens_per_second: float) -> float:

@@ -106,7 +106,7 @@ def _answer(group: WorkClassOfTrials, view: StudyView) -> Answer:
     return Answer(
         group=group,
         headline=headline(group.decision, view.device),
-        particulars=particulars(group.decision),
+        particulars=particulars(group.decision, view.device),
         reasons=_reasons(group, best, reference, view),
         layout=explain_layout(best.record, view.device) if best else [],
         engine=explain_engine(best.record) if best else "",

@@ -13,7 +13,7 @@ _NAME, _TOP, _MARK, _GAP = 15, 21, 18, 15  # pixels: baseline of the name, top a
 _PITCH = _TOP + _MARK + _GAP
 _COLUMN = _MARK + 8
 _AXIS = 30
-_LONGEST = 42  # letters that fit a phone
+_LONGEST = 34  # letters that fit a phone
 
 Segment = tuple[str, float]  # what, how much
 
