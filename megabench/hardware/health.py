@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from getpass import getuser
 from pathlib import Path
 
@@ -35,8 +35,9 @@ _FORGETTING_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")  # memory, and the laye
 class Checkup:
     """Looks at this rank's host when it is made, and at its GPU's processes again at the end."""
 
-    def __init__(self, host: str, gpu_uuid: str | None) -> None:
-        self._gpu_uuid = gpu_uuid
+    def __init__(self, host: str, gpu_uuid: str | None, own: Collection[int]) -> None:
+        """`own` are the process ids of the run."""
+        self._gpu_uuid, self._own = gpu_uuid, own
         shm = read_shm(Path("/dev/shm"))
         cache = compile_cache(os.environ)
         self._seen = Machine(
@@ -52,7 +53,7 @@ class Checkup:
         self._look()
 
     def _look(self) -> None:
-        processes = other_processes(self._gpu_uuid) if self._gpu_uuid else None
+        processes = other_processes(self._gpu_uuid, self._own) if self._gpu_uuid else None
         if processes and processes[0] >= (self._seen.num_other_gpu_processes or 0):
             number, gib = processes
             update = {"num_other_gpu_processes": number, "other_gpu_processes_gib": gib}
@@ -101,22 +102,22 @@ def read_shm(folder: Path) -> tuple[float, float] | None:
     return found.f_blocks * found.f_frsize / 2**30, found.f_bavail * found.f_frsize / 2**30
 
 
-def other_processes(gpu_uuid: str) -> tuple[int, float | None] | None:
-    """How many processes compute on a GPU beside this one, and the GiB that they hold."""
+def other_processes(gpu_uuid: str, own: Collection[int]) -> tuple[int, float | None] | None:
+    """How many processes compute on a GPU beside the run's `own`, and the GiB that they hold."""
     with nvml() as there:
         gpu = ask(pynvml.nvmlDeviceGetHandleByUUID, gpu_uuid) if there else None
         found = ask(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu) if gpu is not None else None
-    return None if found is None else beside_us({process.pid: process.usedGpuMemory for process in found}, os.getpid())
+    return None if found is None else beside_us({process.pid: process.usedGpuMemory for process in found}, own)
 
 
-def beside_us(memory: Mapping[int, int | None], own: int) -> tuple[int, float | None]:
+def beside_us(memory: Mapping[int, int | None], own: Collection[int]) -> tuple[int, float | None]:
     """The number and the GiB of the processes in `memory` (bytes by process id) that are not `own`.
 
-    In a container NVML tells the host's numbers, or none: then one of them is this process, and nobody knows which.
+    In a container NVML tells the host's numbers, or none: then one of them is the run's, and nobody knows which.
     """
-    if own not in memory:
+    if not memory.keys() & set(own):
         return max(0, len(memory) - 1), None
-    others = [num_bytes for pid, num_bytes in memory.items() if pid != own]
+    others = [num_bytes for pid, num_bytes in memory.items() if pid not in own]
     known = [num_bytes for num_bytes in others if num_bytes is not None]
     return len(others), sum(known) / 2**30 if len(known) == len(others) else None
 

@@ -1,6 +1,7 @@
 """The training loop: steps, their timing, and what is written down about them."""
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -89,7 +90,7 @@ def train(
     checkpoints = Checkpoints(run, source, engine, rendezvous, resume, device, console) if run.save else None
     finite = FiniteWatch(run)
     uuid = devices.gpu_uuid(rendezvous.local_rank) if device.type == "cuda" else None
-    checkup = Checkup(_hosts(placement)[rank], uuid)
+    checkup = Checkup(_hosts(placement)[rank], uuid, own={int(pid) for pid in gather(os.getpid(), device)})
     sampler = Sampler(device, uuid, reads_nics=rendezvous.local_rank == 0)
     wire: dict[str, float] | None = None
     results: list[StepResult] = []

@@ -87,6 +87,7 @@ def test_virtual_machines_show(tmp_path):
     ("memory", "expected"),
     [
         ({7: 2**30}, (0, 0.0)),
+        ({7: 2**30, 70: 2**30}, (0, 0.0)),
         ({7: 2**30, 8: 2**31, 9: 2**30}, (2, 3.0)),
         ({7: 2**30, 8: None}, (1, None)),
         ({4711: 2**30}, (0, None)),  # a container: this process under the host's number
@@ -95,7 +96,7 @@ def test_virtual_machines_show(tmp_path):
     ],
 )
 def test_processes_beside_this_one(memory, expected):
-    assert health.beside_us(memory, own=7) == expected
+    assert health.beside_us(memory, own={7, 70}) == expected
 
 
 MOUNTS = "overlay / overlay rw 0 0\n/dev/nvme1 /fsx lustre rw 0 0\ntmpfs /fsx/tmp tmpfs rw 0 0\n"
@@ -151,6 +152,6 @@ def test_the_worst_of_a_hosts_gpus_counts():
 
 
 def test_a_machine_without_nvml_says_what_it_can():
-    machine = health.Checkup("a", "GPU-00000000-0000-0000-0000-000000000000").close(None)
+    machine = health.Checkup("a", "GPU-00000000-0000-0000-0000-000000000000", {1}).close(None)
     assert machine.shm_total_gib and machine.compile_cache
     assert machine.num_other_gpu_processes is None and machine.nic_distance is None and machine.throttle is None
