@@ -74,6 +74,16 @@ def was_tuned(record: RunRecord) -> bool:
     return bool(record.probes) or "--micro-batch auto" in record.command
 
 
+def is_tried_larger(case: Case, record: RunRecord) -> bool:
+    """Whether another trial is the same with a larger micro-batch."""
+    return any(
+        other.micro_batch > record.micro_batch
+        and (other.engine, other.layout, other.options) == (record.engine, record.layout, record.options)
+        for other in case.records
+        if is_on_gpu(other)
+    )
+
+
 def sequences_of_a_replica(record: RunRecord) -> int:
     """Of one step."""
     return record.global_batch // record.layout.dp

@@ -4,10 +4,13 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from megabench.record import RunRecord
-from megabench.study.doctor.finding import Case, Finding, is_on_gpu, names, was_tuned
+from megabench.study.doctor.finding import Case, Finding, is_on_gpu, is_tried_larger, names, was_tuned
 
 # within this the reference is as good as the other ZeRO-3 trial: the runs of one trial differ as much
 AS_FAST = 0.02
+
+# beyond this part of its memory a GPU may not hold a larger micro-batch
+_FULL = 0.9
 
 # operations that every engine has a fused kernel for, and the words by which records name the plain ones; rotary
 # embeddings are left out, for megatron has none that is fused
@@ -117,7 +120,7 @@ def untuned_reference(case: Case) -> Iterator[Finding]:
     tuned = [record.trial for record in others if was_tuned(record)]
     larger = [record.trial for record in others if record.micro_batch > reference.micro_batch]
     better = tuned or (larger if reference.micro_batch == 1 else [])
-    if better and not was_tuned(reference) and _may_grow(reference):
+    if better and not was_tuned(reference) and _may_grow(case, reference):
         how = "found by trying" if tuned else "a larger one"
         yield Finding(
             "untrustworthy",
@@ -129,8 +132,12 @@ def untuned_reference(case: Case) -> Iterator[Finding]:
         )
 
 
-def _may_grow(record: RunRecord) -> bool:
-    return record.micro_batch * record.layout.dp < record.global_batch
+def _may_grow(case: Case, record: RunRecord) -> bool:
+    """Whether a larger micro-batch is legal and may fit, and no other trial shows what it would do."""
+    is_legal = record.micro_batch * record.layout.dp < record.global_batch
+    peak, all_of_it = record.peak_memory_gib, record.device_memory_gib
+    is_full = peak is not None and all_of_it is not None and peak.max > _FULL * all_of_it
+    return is_legal and not is_full and not is_tried_larger(case, record)
 
 
 def skipped_steps(case: Case) -> Iterator[Finding]:

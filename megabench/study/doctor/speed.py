@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megabench.hardware.catalog import find_gpu
 from megabench.record import RunRecord
-from megabench.study.doctor.finding import Case, Finding, is_on_gpu, sequences_of_a_replica, was_tuned
+from megabench.study.doctor.finding import Case, Finding, is_tried_larger, sequences_of_a_replica, was_tuned
 from megabench.study.summary import layout_name
 
 # with less than half of the memory used, twice the micro-batch is sure to fit
@@ -106,7 +106,7 @@ def unused_memory(case: Case) -> Iterator[Finding]:
     """Memory that a larger micro-batch would use."""
     for record in case.on_gpus:
         used = _used_memory(record)
-        is_open = _may_grow(record) and not was_tuned(record) and not _is_tried_larger(case, record)
+        is_open = _may_grow(record) and not was_tuned(record) and not is_tried_larger(case, record)
         if used is not None and used < HALF and is_open:
             yield Finding(
                 "slow",
@@ -212,16 +212,6 @@ def _may_grow(record: RunRecord) -> bool:
     """Whether twice the micro-batch is legal, and leaves a pipeline enough of them."""
     rounds = sequences_of_a_replica(record) // record.micro_batch
     return rounds >= 2 * (record.layout.pp if record.layout.pp == 1 else 2 * record.layout.pp) and rounds % 2 == 0
-
-
-def _is_tried_larger(case: Case, record: RunRecord) -> bool:
-    """Whether another trial is the same with a larger micro-batch."""
-    return any(
-        other.micro_batch > record.micro_batch
-        and (other.engine, other.layout, other.options) == (record.engine, record.layout, record.options)
-        for other in case.records
-        if is_on_gpu(other)
-    )
 
 
 def _used_memory(record: RunRecord) -> float | None:

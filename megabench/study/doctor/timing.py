@@ -40,12 +40,8 @@ def warm_up(case: Case) -> Iterator[Finding]:
 
 
 def _slow_start(record: RunRecord, seconds: Sequence[float]) -> Iterator[Finding]:
-    if len(seconds) < 4:
-        return
-    later = seconds[len(seconds) // 2 :]
-    usual = statistics.median(later)
-    num_slow = next((n for n, step in enumerate(seconds) if step < SLOW_START * usual), 0)
-    if num_slow and max(later) < SLOW_START * usual:  # else steps are slow now and then
+    if num_slow := _num_slow(seconds):
+        usual = statistics.median(seconds[len(seconds) // 2 :])
         compiled = ", compile: true" if record.options.get("compile") else ""
         yield Finding(
             "untrustworthy",
@@ -55,6 +51,15 @@ def _slow_start(record: RunRecord, seconds: Sequence[float]) -> Iterator[Finding
             f"(warmup_steps: {record.warmup_steps}{compiled})",
             "a larger warmup_steps, so that no slow step is timed",
         )
+
+
+def _num_slow(seconds: Sequence[float]) -> int:
+    """How many steps at the start are slow, where none of the later half is."""
+    if len(seconds) < 4:
+        return 0
+    later = seconds[len(seconds) // 2 :]
+    most = SLOW_START * statistics.median(later)
+    return next(n for n, step in enumerate(seconds) if step < most) if max(later) < most else 0
 
 
 def _steps(number: int) -> str:
@@ -79,7 +84,8 @@ def too_few_steps(case: Case) -> Iterator[Finding]:
                     f"steps: {runs[0].warmup_steps + ENOUGH_STEPS} or more",
                 )
             continue
-        uncertain, spread = max((_uncertainty(seconds), seconds) for seconds in measured)
+        settled = [seconds[_num_slow(seconds) :] for seconds in measured]  # a slow start is a fault of its own
+        uncertain, spread = max((_uncertainty(seconds), seconds) for seconds in settled)
         if uncertain > _MOST_UNCERTAIN[_where(runs[0])]:
             yield Finding(
                 "untrustworthy",
