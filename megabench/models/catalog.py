@@ -19,6 +19,27 @@ _SHAPES = (
         source="megabench: small enough for 8 processes on 2 cores; every layout up to tp 4 and pp·vp 8 divides it",
     ),
     ModelShape(
+        name="qwen3-tiny", family="qwen3",
+        num_layers=8, hidden_size=128, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=384, vocab_size=512,
+        norm_eps=1e-6, rope_theta=1_000_000.0,
+        seq_length=256, micro_batch=4, global_batch=16, learning_rate=3e-3, lr_warmup=10,
+        source="megabench: as llama-tiny",
+    ),
+    ModelShape(
+        name="gpt2-tiny", family="gpt2",
+        num_layers=4, hidden_size=128, num_heads=8, num_kv_heads=8, head_dim=16, ffn_size=512, vocab_size=512,
+        norm_eps=1e-5, num_positions=256, tied_embeddings=True,
+        seq_length=256, micro_batch=4, global_batch=16, learning_rate=3e-3, lr_warmup=10,
+        source="megabench: as llama-tiny",
+    ),
+    ModelShape(
+        name="bloom-tiny", family="bloom",
+        num_layers=4, hidden_size=128, num_heads=8, num_kv_heads=8, head_dim=16, ffn_size=512, vocab_size=512,
+        norm_eps=1e-5, tied_embeddings=True,
+        seq_length=256, micro_batch=4, global_batch=16, learning_rate=3e-3, lr_warmup=10,
+        source="megabench: as llama-tiny",
+    ),
+    ModelShape(
         name="llama3-8b", family="llama",
         num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=128256,
         norm_eps=1e-5, rope_theta=500_000.0,

@@ -26,13 +26,17 @@ def judge_parity(records: Sequence[RunRecord], reference: str) -> list[RunRecord
     """The records with `parity` filled and `status` ok or diverged by it; those without a result stay as they are.
 
     Each work class is compared with the trial `reference` where that is in it and has finite losses, else with the
-    class's first such trial.
+    class's first such trial, a ZeRO-3 trial before any other.
     """
     standards: dict[str, RunRecord] = {}
-    for record in sorted(records, key=lambda record: record.trial != reference):
+    for record in sorted(records, key=lambda record: (record.trial != reference, not is_zero3(record))):
         if _is_finished(record) and record.losses and None not in record.losses:
             standards.setdefault(_class_of(record), record)
     return [_judged(record, standards.get(_class_of(record))) if _is_finished(record) else record for record in records]
+
+
+def is_zero3(record: RunRecord) -> bool:
+    return record.options.get("zero_stage") == 3
 
 
 def _is_finished(record: RunRecord) -> bool:

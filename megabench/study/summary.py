@@ -2,12 +2,13 @@
 
 import csv
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megabench.parallel.layout import Layout
 from megabench.record import RunRecord
+from megabench.study.parity import is_zero3
 
 _SEVERITY = ("ok", "diverged", "timeout", "oom", "failed")
 
@@ -16,8 +17,8 @@ _SEVERITY = ("ok", "diverged", "timeout", "oom", "failed")
 class Row:
     """One trial: medians over its runs with a result. What is not known is None.
 
-    `ratio` is tokens/s per device over the reference's, within one work class only: with equal world sizes, the ratio
-    of tokens/s; a trial that is not ok has none.
+    `ratio` is tokens/s per device over the reference's, which is of the same work class: with equal world sizes, the
+    ratio of tokens/s; a trial that is not ok has none.
     `work_class` is None for a trial without a result; `num_skipped_steps` is the most of any run.
     """
 
@@ -57,7 +58,8 @@ def summarize(records: Sequence[RunRecord], reference: str) -> list[Row]:
     by_trial: dict[str, list[RunRecord]] = {}
     for record in records:
         by_trial.setdefault(record.trial, []).append(record)
-    rows = [_row(runs, by_trial.get(reference, []), reference) for runs in by_trial.values()]
+    references = _references(records, reference)
+    rows = [_row(runs, by_trial, references.get(_class_of(runs), reference)) for runs in by_trial.values()]
     reference_first = sorted(rows, key=lambda row: row.trial != reference)
     classes = list(dict.fromkeys(row.work_class for row in reference_first if row.work_class))
     place: dict[str | None, int] = {work_class: number for number, work_class in enumerate(classes)}
@@ -102,17 +104,24 @@ def engine_name(record: RunRecord) -> str:
     return ", ".join(words)
 
 
-def is_zero3(record: RunRecord) -> bool:
-    return record.options.get("zero_stage") == 3
+def _references(records: Sequence[RunRecord], reference: str) -> dict[str | None, str]:
+    """The trial that each work class is measured by: `reference`, or, in place of a ZeRO-3 trial, the class's first."""
+    has_zero3 = any(is_zero3(record) for record in records if record.trial == reference)
+    good = [record for record in records if record.work_class and record.status == "ok"]
+    found: dict[str | None, str] = {}
+    for record in sorted(good, key=lambda record: record.trial != reference):
+        if record.trial == reference or (has_zero3 and is_zero3(record)):
+            found.setdefault(_class(record), record.trial)
+    return found
 
 
-def _row(runs: Sequence[RunRecord], reference_runs: Sequence[RunRecord], reference: str) -> Row:
+def _row(runs: Sequence[RunRecord], by_trial: Mapping[str, Sequence[RunRecord]], reference: str) -> Row:
     worst = max(runs, key=lambda record: _SEVERITY.index(record.status))
     num_bad = sum(record.status != "ok" for record in runs)
     measured = [record for record in runs if record.work_class]
-    work_class = next((_class(record) for record in measured), None)
+    work_class = _class_of(runs)
     speeds = _speeds(measured)
-    expected = _speeds([record for record in reference_runs if record.status == "ok" and _class(record) == work_class])
+    expected = _speeds([run for run in by_trial.get(reference, ()) if run.status == "ok" and _class(run) == work_class])
     parities = [record.parity for record in runs if record.parity]
     differences = [p.max_relative_difference for p in parities if p.max_relative_difference is not None]
     verdicts = {parity.verdict for parity in parities}
@@ -144,6 +153,10 @@ def _row(runs: Sequence[RunRecord], reference_runs: Sequence[RunRecord], referen
         work_class=work_class,
         warnings=tuple(dict.fromkeys(warning for record in runs for warning in record.warnings)),
     )
+
+
+def _class_of(runs: Sequence[RunRecord]) -> str | None:
+    return next((_class(record) for record in runs if record.work_class), None)
 
 
 def _class(record: RunRecord) -> str | None:

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megabench.record import RunRecord
-from megabench.study.summary import Row, is_zero3, summarize
+from megabench.study.parity import is_zero3
+from megabench.study.summary import Row, summarize
 
 
 @dataclass(frozen=True)

@@ -21,28 +21,6 @@ CATALOG["llama32-tiny"] = replace(
 )
 CATALOG["mistral-tiny"] = replace(CATALOG["llama-tiny"], name="mistral-tiny", family="mistral")
 CATALOG["qwen2-tiny"] = replace(CATALOG["llama-tiny"], name="qwen2-tiny", family="qwen2", tied_embeddings=True)
-CATALOG["qwen3-tiny"] = replace(CATALOG["llama-tiny"], name="qwen3-tiny", family="qwen3", head_dim=32)
-CATALOG["gpt2-tiny"] = replace(
-    CATALOG["gpt2"],
-    name="gpt2-tiny",
-    hidden_size=128,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=16,
-    ffn_size=512,
-    vocab_size=512,
-    num_positions=64,
-)
-CATALOG["bloom-tiny"] = replace(
-    CATALOG["bloom-560m"],
-    name="bloom-tiny",
-    hidden_size=128,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=16,
-    ffn_size=512,
-    vocab_size=512,
-)
 
 # those that have parallel blocks
 FAMILIES = ("llama-tiny", "llama31-tiny", "llama32-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny")

@@ -25,14 +25,14 @@ pytestmark = pytest.mark.distributed
 FAULTS = (
     BASE
     + """
-timeout_seconds: 20
+timeout_seconds: 120
 trials:
   - {name: first, world_size: 2}
   - {name: killed, world_size: 2, seed: 1, env: {FAULT: kill, FAULT_RANK: 1}}
   - {name: raised, world_size: 2, seed: 2, env: {FAULT: raise, FAULT_RANK: 1}}
   - {name: memory, world_size: 2, seed: 3, env: {FAULT: oom, FAULT_RANK: 1}}
   - {name: exited, world_size: 2, seed: 4, env: {FAULT: exit, FAULT_RANK: 0}}
-  - {name: hung, world_size: 2, seed: 5, env: {FAULT: hang, FAULT_RANK: 1}}
+  - {name: hung, timeout_seconds: 20, world_size: 2, seed: 5, env: {FAULT: hang, FAULT_RANK: 1}}
   - {name: unwritten, world_size: 2, seed: 6, env: {FAULT: no_record}}
   - {name: drifted, world_size: 2, seed: 7, env: {LAST_LOSS: 3.5}}
   - {name: last, world_size: 2, seed: 8}

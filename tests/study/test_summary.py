@@ -80,6 +80,27 @@ def test_work_classes_are_never_ranked_together():
     assert "best: tp2, 1.10 × ZeRO-3" in text and "best: other; the reference zero3 has no result here" in text
 
 
+def test_each_work_class_is_measured_by_a_zero3_trial_of_its_own():
+    other = work_class(global_batch=64)
+    slow, fast = ({"trial": name, "work_class": other} for name in ("zero3-64", "tp2-64"))
+    records = [
+        make_record([6.0], 1000, **ZERO3),
+        make_record([6.0], 1200, trial="tp2"),
+        make_record([5.0], 900, **fast),
+        make_record([5.0], 600, **ZERO3 | slow),
+    ]
+    rows = {row.trial: row for row in summarize(judge_parity(records, "zero3"), "zero3")}
+    assert {name: (row.reference, row.ratio) for name, row in rows.items()} == {
+        "tp2": ("zero3", 1.2),
+        "zero3": ("zero3", 1.0),
+        "tp2-64": ("zero3-64", 1.5),
+        "zero3-64": ("zero3-64", 1.0),
+    }
+    assert rows["tp2-64"].parity == "equal"
+    by_tp2 = {row.trial: row.ratio for row in summarize(judge_parity(records, "tp2"), "tp2")}
+    assert by_tp2["tp2-64"] is None, "ZeRO-3 stands in for ZeRO-3 alone"
+
+
 def test_repeats_are_one_row_with_their_spread():
     records = [make_record([6.0], speed, repeat=n, **ZERO3) for n, speed in enumerate((900.0, 1000.0, 1200.0))]
     text = shown([*records, make_record([6.0], 1, trial="tp2"), lost(trial="tp2", repeat=1)])

@@ -1,0 +1,46 @@
+"""The studies that come with the project can be planned, say what they answer, and have a small twin for CPU."""
+
+from pathlib import Path
+
+import pytest
+
+from megabench.study.study import Study, StudyFile, plan_study
+from tests.study.compare_process import REPOSITORY
+
+STUDIES = {path.stem: path for path in sorted((REPOSITORY / "configs/studies").glob("*.yaml"))}
+LARGE = [name for name in STUDIES if f"{name}-small" in STUDIES]
+
+
+def plan(path: Path, num_processes: int) -> Study:
+    file = StudyFile.read(path)
+    return plan_study(file, path, num_processes, "cpu" if file.is_cpu_only else "cuda")
+
+
+def test_the_users_studies_are_there() -> None:
+    assert LARGE == [
+        "bloom-7b1-scale",
+        "gpt2-zero",
+        "llama3-8b-four-hosts",
+        "llama3-8b-nvlink",
+        "llama3-8b-topology",
+        "llama3-8b-two-hosts",
+        "qwen3-0.6b-dp",
+    ]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_can_be_planned_and_says_what_it_answers(name: str) -> None:
+    study = plan(STUDIES[name], 4)
+    assert study.question.endswith("?")
+    assert STUDIES[name].read_text().startswith("# "), "who reads the file learns what it is for"
+    assert all(trial.world_size <= 4 for trial in study.trials)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_small_twin_runs_on_a_laptop_and_has_the_kinds_of_trial_of_the_large(name: str) -> None:
+    large, small = plan(STUDIES[name], 4), plan(STUDIES[f"{name}-small"], 4)
+    assert all(trial.resolved.device == "cpu" and trial.resolved.shape.num_parameters < 3e6 for trial in small.trials)
+    kinds = [{trial.resolved.engine for trial in study.trials} for study in (large, small)]
+    assert kinds[0] == kinds[1]
+    emulates = [{bool(trial.resolved.emulate_hosts) for trial in study.trials} for study in (large, small)]
+    assert emulates[0] == emulates[1]
