@@ -303,6 +303,14 @@ def test_fp32_on_gpus_and_unequal_precision():
     assert both.trials == ("zero3", "tp4-pp2") and both.what == "trains in fp32"
 
 
+def test_a_study_of_precisions_is_no_fault():
+    changes = {"precision": "fp32", "work_class": work_class(**WORK | {"precision": "fp32"})}
+    full = [run.model_copy(update={"trial": f"{run.trial}-fp32"}) for run in study(zero3(**changes), tp(**changes))]
+    assert look(zero3(), tp(), full) == []
+    no_zero3 = [run for run in study(tp(), full) if run.engine == "megatron"]
+    assert "not ZeRO-3" in only(examine(judge_parity(no_zero3, "tp4-pp2"), "tp4-pp2")).what
+
+
 def test_a_gpu_without_bf16_is_told_fp16():
     changes = {"precision": "fp32", "device": "Tesla V100-SXM2-32GB"}
     assert "precision: fp16" in only(look(zero3(**changes), tp(**changes))).change
@@ -317,6 +325,10 @@ def test_unequal_gradient_dtypes():
 def test_other_work_than_the_reference():
     found = only(look(zero3(), tp(work_class=work_class(**WORK | {"seq_length": 8192}))))
     assert found.kind == "note" and found.evidence == "seq_length 8192 instead of 4096"
+    own = [
+        run.model_copy(update={"trial": "long"}) for run in zero3(work_class=work_class(**WORK | {"seq_length": 8192}))
+    ]
+    assert look(zero3(), tp(work_class=work_class(**WORK | {"seq_length": 8192})), own) == [], "measured by its own"
     compressed = tp(work_class=work_class(**WORK, compression="PowerSGD, rank 4"))
     assert look(zero3(), compressed) == []
 
@@ -384,7 +396,10 @@ def test_one_run_each_and_a_reference_that_is_not_zero3():
     assert other.kind == "note" and "not ZeRO-3" in other.what
 
 
-OOM, HANG = "rank 1 ran out of memory: CUDA out of memory", "no result after 20 s (timeout_seconds): rank 3 in train"
+OOM, HANG = (
+    "rank 1 ran out of memory: CUDA out of memory",
+    "no result after 20 s (timeout_seconds): rank 3 in train (x.py:1), 2 of 9 steps done",
+)
 STALL = "no progress for 300 s: rank 5 (b) stands in recv (x.py:1) after step 2 of 9, and the others wait"
 
 
@@ -440,6 +455,24 @@ def test_a_lost_reference_comes_first():
     assert "the reference zero3 has no good result" in first.what and first.evidence == "it ended as oom"
     assert second.trials == ("zero3",)
     assert "no record of it" in look(tp(), zero3("other"), reference="zero3")[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("places", "rank"),
+    [
+        ("rank 0 in wait (x.py:1), 3 of 4 steps done; rank 1 in lost (y.py:2), 2 of 4 steps done", "rank 1"),
+        ("rank 2 printed no stack when asked, before its first step; ranks 0, 1 in x (y:1), 0–1 of 4 steps done", None),
+        (
+            "rank 3 in lost (y.py:2) in z (y.py:4), before its first step; ranks 0, 1 in x (y:1), 1 of 4 steps done",
+            "rank 3",
+        ),
+        ("rank 0 in wait (x.py:1), 2 of 4 steps done; rank 1 in lost (y.py:2), 2 of 4 steps done", None),
+    ],
+)
+def test_who_is_behind_in_a_hung_trial(places, rank):
+    found = only(look(zero3(), tp(), lost("hung", "timeout", f"no result after 20 s (timeout_seconds): {places}")))
+    assert found.what.endswith(f"the others may wait for {rank or 'one of them'}")
+    assert (f"rank-{rank[5:]}.log" if rank else "rank-*.log") in found.change
 
 
 def test_the_same_fault_of_several_trials_is_one_finding():

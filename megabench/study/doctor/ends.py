@@ -7,6 +7,8 @@ from megabench.record import RunRecord
 from megabench.study.doctor.finding import Case, Finding, is_on_gpu
 
 _RANKS = re.compile(r"\branks? (\d+)")
+# how a hung trial says where a group of ranks stands: "ranks 0, 2 in recv (x.py:1), 3–4 of 9 steps done"
+_STAND = re.compile(r"ranks? (\d+)([^;]*?),? (?:(\d+)(?:–\d+)? of \d+ steps done|before (?:its|their) first step)")
 _STOOD_STILL = "no progress for"  # the watch of a run, which ends it before the study's time limit does
 _SHARED_MEMORY = re.compile(r"SIGBUS|/dev/shm|shared memory segment")
 
@@ -50,7 +52,7 @@ def failed(case: Case) -> Iterator[Finding]:
             elif "SIGKILL" in error:
                 change = "look at dmesg for the out-of-memory killer; more host memory, or less offload"
             else:
-                change = f"read {_log(error)}"
+                change = f"read {_log(_rank(error))}"
             yield Finding("untrustworthy", (record.trial,), "failed and has no result", error, change)
 
 
@@ -59,14 +61,14 @@ def hung(case: Case) -> Iterator[Finding]:
     for record in case.records:
         if _is_hang(record):
             error = record.error or "no result within timeout_seconds"
-            rank = _rank(error)
-            who = f"rank {rank}" if rank else "some rank"
+            rank = _rank(error) if record.status == "failed" else _behind(error)
+            who = f"rank {rank}" if rank else "one of them"
             yield Finding(
                 "untrustworthy",
                 (record.trial,),
                 f"hung, or was too slow for its time limit: the others may wait for {who}",
                 error,
-                f"read {_log(error)}; a larger timeout_seconds if its steps went on",
+                f"read {_log(rank)}; a larger timeout_seconds if its steps went on",
             )
 
 
@@ -92,8 +94,15 @@ def _rank(error: str) -> str | None:
     return found[1] if found else None
 
 
-def _log(error: str) -> str:
-    return f"logs/TRIAL/rank-{_rank(error) or '*'}.log in the study's folder"
+def _behind(error: str) -> str | None:
+    """The first of the ranks that have fewer steps behind them than the others; None where all are as far."""
+    stands = sorted((int(steps or 0), rank) for rank, _, steps in _STAND.findall(error))
+    is_clear = len(stands) == 1 or (len(stands) > 1 and stands[0][0] < stands[1][0])
+    return stands[0][1] if is_clear else None
+
+
+def _log(rank: str | None) -> str:
+    return f"logs/TRIAL/rank-{rank or '*'}.log in the study's folder"
 
 
 def _less_memory(record: RunRecord) -> str:

@@ -10,6 +10,7 @@ from megabench.hardware.topology import Host, Topology, build, from_facts, split
 from megabench.parallel.groups import groups_on
 from megabench.parallel.placement import place
 from megabench.record import Environment, PlacementUsed, RunRecord
+from megabench.study.parity import is_zero3
 from megabench.study.request import Request
 from megabench.study.study import Study, StudyFile, Trial, plan_study
 from megabench.train.asked import asked_for
@@ -84,5 +85,5 @@ def on_cpu(size: int) -> Topology:
 
 def reference_of(records: Sequence[RunRecord], named: str | None) -> str:
     """The trial that ratios go by: the one that the study names, else its first ZeRO-3 trial, else its first."""
-    names = [record.trial for record in records if record.options.get("zero_stage") == 3]
+    names = [record.trial for record in records if is_zero3(record)]
     return named or (names or [record.trial for record in records])[0]

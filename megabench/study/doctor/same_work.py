@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from megabench.record import RunRecord
 from megabench.study.doctor.finding import Case, Finding, is_on_gpu, is_tried_larger, names, was_tuned
+from megabench.study.parity import is_zero3
 
 # within this the reference is as good as the other ZeRO-3 trial: the runs of one trial differ as much
 AS_FAST = 0.02
@@ -33,7 +34,10 @@ def _unequal(case: Case, what: str, value: Callable[[RunRecord], str], setting: 
     trials_of: dict[str, list[str]] = {}
     for trial, runs in case.by_trial.items():
         trials_of.setdefault(value(runs[0]), []).append(trial)
-    if len(trials_of) > 1:
+    measured = {value(record) for record in case.records if is_zero3(record)}  # a class may have a baseline of its own
+    twins = [{_else(case.by_trial[trial][0]) for trial in trials} for trials in trials_of.values()]
+    is_meant = trials_of.keys() <= measured or all(others == twins[0] for others in twins)
+    if len(trials_of) > 1 and not is_meant:
         yield Finding(
             "untrustworthy",
             (),
@@ -43,15 +47,23 @@ def _unequal(case: Case, what: str, value: Callable[[RunRecord], str], setting: 
         )
 
 
+def _else(record: RunRecord) -> str:
+    """All that a trial has beside precision and gradient dtype: with equal texts, the study varies these on purpose."""
+    return repr((record.engine, record.layout, record.options, record.optimizer, record.micro_batch))
+
+
 def other_work(case: Case) -> Iterator[Finding]:
     """Trials in another work class than the reference, which have no ratio."""
     expected = next((record.work_class for record in case.reference_runs if record.work_class), None)
     if expected is None:
         return
+    measured = {record.work_class.id for record in case.good if record.work_class and is_zero3(record)}
     mine = expected.model_dump(exclude={"data", "precision", "grad_dtype", "optimizer", "compression"})
     for record in case.good:
         if record.work_class is None or record.work_class.optimizer != expected.optimizer:
             continue  # another optimizer is another work on purpose, and so is compression
+        if record.work_class.id in measured:
+            continue  # by a ZeRO-3 trial of its own
         theirs = record.work_class.model_dump()
         differing = [f"{name} {theirs[name]} instead of {mine[name]}" for name in mine if theirs[name] != mine[name]]
         if differing:
@@ -96,12 +108,12 @@ def _plain_operations(record: RunRecord) -> list[str]:
 def weaker_reference(case: Case) -> Iterator[Finding]:
     """A ZeRO-3 trial that is faster than the ZeRO-3 trial all others are measured by."""
     mine = _speed(case.reference_runs)
-    if mine is None or not _is_zero3(case.reference_runs[0]) or not case.reference_runs[0].work_class:
+    if mine is None or not is_zero3(case.reference_runs[0]) or not case.reference_runs[0].work_class:
         return
     for trial, runs in case.good_by_trial.items():
         theirs, work = _speed(runs), runs[0].work_class
         same = work is not None and work.id == case.reference_runs[0].work_class.id
-        if theirs and same and trial != case.reference and _is_zero3(runs[0]) and theirs > mine * (1 + AS_FAST):
+        if theirs and same and trial != case.reference and is_zero3(runs[0]) and theirs > mine * (1 + AS_FAST):
             yield Finding(
                 "untrustworthy",
                 (),
@@ -158,7 +170,7 @@ def skipped_steps(case: Case) -> Iterator[Finding]:
 def reference_is_not_zero3(case: Case) -> Iterator[Finding]:
     """Ratios that say nothing about ZeRO-3."""
     runs = case.by_trial.get(case.reference)
-    if runs and len(case.by_trial) > 1 and not _is_zero3(runs[0]):
+    if runs and len(case.by_trial) > 1 and not is_zero3(runs[0]):
         yield Finding(
             "note",
             (),
@@ -166,10 +178,6 @@ def reference_is_not_zero3(case: Case) -> Iterator[Finding]:
             f"its engine is {runs[0].engine}",
             "add a trial {engine: deepspeed, zero_stage: 3} and name it as reference, if that is the question",
         )
-
-
-def _is_zero3(record: RunRecord) -> bool:
-    return record.options.get("zero_stage") == 3
 
 
 def _speed(runs: list[RunRecord]) -> float | None:

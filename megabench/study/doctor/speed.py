@@ -35,9 +35,11 @@ _SLOWING = {
 
 
 def fp32(case: Case) -> Iterator[Finding]:
-    """Training in fp32 on GPUs that are many times faster in 16 bit."""
+    """Training in fp32 on GPUs that are many times faster in 16 bit, unless the same is tried in 16 bit as well."""
+    halves = [record for record in case.records if record.precision != "fp32"]
+    tried = [(record.engine, record.layout, record.options) for record in halves]
     for record in case.on_gpus:
-        if record.precision == "fp32":
+        if record.precision == "fp32" and (record.engine, record.layout, record.options) not in tried:
             gpu = find_gpu(record.device or "")
             half = "fp16" if gpu and gpu.bf16_tflops is None else "bf16"
             peaks = f": its peak is {gpu.fp32_tflops:g} TFLOP/s, {gpu.peak_tflops(half):g} in {half}" if gpu else ""
