@@ -14,7 +14,7 @@ from megabench.study.parity import judge_parity
 from megabench.study.search import Setting
 from megabench.study.study import Attempt, Study, StudyError, Trial
 from megabench.study.summary import summarize, write_csv
-from megabench.train.outcome import asked_for
+from megabench.train.asked import asked_for
 
 
 class Results:
