@@ -11,7 +11,7 @@ from megabench.study.doctor.finding import Case, Finding, is_on_gpu, names
 FEWEST_STEPS = 5
 ENOUGH_STEPS = 10  # what a study that is not run yet should time, repeats together
 # a warm-up step that allocates, connects or compiles takes far longer than the jitter of a good one
-SLOW_START = 1.2
+SLOW_START = {"gpu": 1.2, "cpu": 2.0}
 # what two layouts often differ by, so a median should be known better: GPUs of one run agree to a percent
 _MOST_UNCERTAIN = {"gpu": 0.02, "cpu": 0.1}
 # a second run of the same processes and GPUs, other placement of memory and clocks included
@@ -40,7 +40,7 @@ def warm_up(case: Case) -> Iterator[Finding]:
 
 
 def _slow_start(record: RunRecord, seconds: Sequence[float]) -> Iterator[Finding]:
-    if num_slow := _num_slow(seconds):
+    if num_slow := _num_slow(seconds, SLOW_START[_where(record)]):
         usual = statistics.median(seconds[len(seconds) // 2 :])
         compiled = ", compile: true" if record.options.get("compile") else ""
         yield Finding(
@@ -53,12 +53,12 @@ def _slow_start(record: RunRecord, seconds: Sequence[float]) -> Iterator[Finding
         )
 
 
-def _num_slow(seconds: Sequence[float]) -> int:
-    """How many steps at the start are slow, where none of the later half is."""
+def _num_slow(seconds: Sequence[float], slow: float) -> int:
+    """How many steps at the start take `slow` times as long as the later half or more, where none of that does."""
     if len(seconds) < 4:
         return 0
     later = seconds[len(seconds) // 2 :]
-    most = SLOW_START * statistics.median(later)
+    most = slow * statistics.median(later)
     return next(n for n, step in enumerate(seconds) if step < most) if max(later) < most else 0
 
 
@@ -84,7 +84,9 @@ def too_few_steps(case: Case) -> Iterator[Finding]:
                     f"steps: {runs[0].warmup_steps + ENOUGH_STEPS} or more",
                 )
             continue
-        settled = [seconds[_num_slow(seconds) :] for seconds in measured]  # a slow start is a fault of its own
+        settled = [
+            seconds[_num_slow(seconds, SLOW_START[_where(runs[0])]) :] for seconds in measured
+        ]  # a slow start is a fault of its own
         uncertain, spread = max((_uncertainty(seconds), seconds) for seconds in settled)
         if uncertain > _MOST_UNCERTAIN[_where(runs[0])]:
             yield Finding(
