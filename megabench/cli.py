@@ -86,6 +86,27 @@ def doctor(
 
 
 @app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What compare's --out left.")],
+    beside: Annotated[
+        Path | None, typer.Option("--compare", metavar="DIR2", help="A second study, to set beside the first.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The page [default: DIR/report.html].")] = None,
+) -> None:
+    """Draw a study's report: one HTML page that needs no network, to be sent to people.
+
+    Exit status: 2 when DIR holds no study.
+    """
+    from megabench.study.doctor import examine
+    from megabench.study.report import read_folder, write_report
+
+    path, study = out or folder / "report.html", read_folder(folder)
+    findings = examine(study.records, study.reference)
+    write_report(path, study, findings, read_folder(beside) if beside else None)
+    print(path)
+
+
+@app.command()
 def topo(
     cluster: Annotated[
         str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="A cluster to plan for [default: this machine].")

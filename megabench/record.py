@@ -9,7 +9,9 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from megabench import UserError
 
 SCHEMA_VERSION = 1
 
@@ -298,11 +300,40 @@ class RunRecord(_Part):
         return cls.model_validate_json(path.read_text())
 
 
+class RecordError(UserError):
+    """Records that this version cannot read; the message names the file and the line."""
+
+
 def read_records(path: Path) -> list[RunRecord]:
-    """The records of a `results.jsonl`, in file order; an absent file holds none."""
+    """The records of a `results.jsonl`, in file order; an absent file holds none.
+
+    Fields that an older version did not write are None or empty. Raises RecordError for a newer version's records.
+    """
     if not path.exists():
         return []
-    return [RunRecord.model_validate(json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+    lines = enumerate(path.read_text().splitlines(), 1)
+    return [_read_line(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+
+
+def _read_line(line: str, where: str) -> RunRecord:
+    try:
+        content = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{where} is not JSON ({error}); its end may be missing") from None
+    version = content.get("schema_version", SCHEMA_VERSION) if isinstance(content, dict) else None
+    if not isinstance(version, int):
+        raise RecordError(f"{where} is no record of a trial")
+    if version > SCHEMA_VERSION:
+        raise RecordError(
+            f"{where} has record schema {version}, and this megabench reads schemas up to {SCHEMA_VERSION}; "
+            "use the version that wrote it, or a newer one"
+        )
+    try:
+        return RunRecord.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise RecordError(f"{where} is no record that this megabench reads: {field}: {first['msg']}") from None
 
 
 def write_records(path: Path, records: list[RunRecord]) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from megabench.config import near_matches
 from megabench.record import Probe, RunRecord, Status, read_records, write_records
+from megabench.study.doctor import examine
 from megabench.study.machine import describe, gpu_names
 from megabench.study.parity import judge_parity
+from megabench.study.report import StudyRecords, write_report
 from megabench.study.search import Setting
 from megabench.study.study import Attempt, Study, StudyError, Trial
 from megabench.study.summary import summarize, write_csv
@@ -123,7 +125,15 @@ class Results:
         records = self.records
         write_records(self._jsonl, records)
         write_csv(self.out / "summary.csv", summarize(records, self.study.reference))
+        self.write_report()
         return next(record for record in records if (record.trial_id, record.repeat) == attempt.key)
+
+    def write_report(self) -> Path:
+        """Draws the report of what there is so far, and returns its path."""
+        path, study, records = self.out / "report.html", self.study, tuple(self.records)
+        findings = examine(records, study.reference)
+        write_report(path, StudyRecords(study.name, study.question, study.reference, records), findings)
+        return path
 
 
 def failed_record(trial: Trial, status: Status, error: str, num_hosts: int | None) -> RunRecord:

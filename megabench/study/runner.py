@@ -141,6 +141,8 @@ def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Att
     write_head(console, results.records, results.study.reference, results.out)
     write_hparams(results.out / "tensorboard", summarize(results.records, results.study.reference))
     console.print(f"records: {results.out / 'results.jsonl'}", markup=False, highlight=False, soft_wrap=True)
+    if results.records:
+        console.print(f"report: {results.write_report()}", markup=False, highlight=False, soft_wrap=True)
     status = 0 if results.all_ok(results.select(request.only)) else 1
     tasks.end(status)
     return status

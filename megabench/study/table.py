@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -10,9 +11,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from megabench.record import RunRecord
+from megabench.record import RunRecord, WorkClass
 from megabench.study.parity import is_zero3
 from megabench.study.summary import Row, summarize
+from megabench.study.verdict import best_line, decide, spreads_of
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class _Column:
 def show(console: Console, records: Sequence[RunRecord], reference: str) -> None:
     """Prints one table for each work class, the best trial of each, and why the others have no place in it."""
     rows = summarize(records, reference)
-    head = _reference_name(records, reference)
-    titles = _titles(records)
+    head = reference_name(records, reference)
+    titles, spreads = class_titles(records), spreads_of(records)
     groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: row.work_class)]
     if len(groups) > 1 and groups[-1][0] is None:  # trials without a result stand at the end of the last table
         (_, unplaced), (_, last) = groups.pop(), groups[-1]
@@ -37,7 +39,7 @@ def show(console: Console, records: Sequence[RunRecord], reference: str) -> None
     for work_class, group in groups:
         _say(console, titles.get(work_class, "no trial has a result"))
         _print_table(console, group, head)
-        _say(console, _best(group, head))
+        _say(console, best_line(decide(group, spreads, head)))
         for row in group:
             if not row.is_ok:
                 _say(console, f"{row.trial} ({_status(row)}): {row.reason}")
@@ -51,33 +53,33 @@ def _say(console: Console, text: str) -> None:
     console.print(Text(text), soft_wrap=True)
 
 
-def _reference_name(records: Sequence[RunRecord], reference: str) -> str:
+def reference_name(records: Sequence[RunRecord], reference: str) -> str:
+    """What trials are compared with, in the head of a table: "ZeRO-3", or the trial's name."""
     return "ZeRO-3" if any(record.trial == reference and is_zero3(record) for record in records) else reference
 
 
-def _titles(records: Sequence[RunRecord]) -> dict[str | None, str]:
+def class_titles(records: Sequence[RunRecord]) -> dict[str | None, str]:
     """A line for each work class: what was trained, and in what it differs from the other classes."""
     classes = {record.work_class.id: record for record in records if record.work_class}
-    dumps = [record.work_class.model_dump() for record in classes.values() if record.work_class]
-    differing = [field for field in (dumps or [{}])[0] if any(dump[field] != dumps[0][field] for dump in dumps)]
+    settings = {name: _settings(record.work_class) for name, record in classes.items() if record.work_class}
+    shared = set.intersection(*map(set, settings.values())) if settings else set()
     titles: dict[str | None, str] = {}
-    for (name, record), dump in zip(classes.items(), dumps, strict=True):
+    for name, record in classes.items():
         what = f"{record.model}, {record.precision}, {record.global_batch} × {record.seq_length} tokens a step"
-        where = f"{record.world_size} × {record.device}"
-        titles[name] = ", ".join([what, where, *(f"{field}={dump[field]}" for field in differing)])
+        mine = settings[name]
+        differing = [
+            f"{field}={value}"
+            for field, value in mine.items()
+            if field in shared and any(other[field] != value for other in settings.values()) and value is not None
+        ]
+        titles[name] = ", ".join([what, f"{record.world_size} × {record.device}", *differing])
     return titles
 
 
-def _best(rows: Sequence[Row], reference: str) -> str:
-    good = [row for row in rows if row.is_ok]
-    if not good:
-        return "best: none, no trial is ok"
-    best = good[0]
-    if best.ratio is None:
-        return f"best: {best.trial}; the reference {best.reference} has no result here to compare with"
-    if best.trial == best.reference:
-        return f"best: {best.trial}" + ("; no layout beat it" if len(good) > 1 else "")
-    return f"best: {best.trial}, {best.ratio:.2f} × {reference}"
+def _settings(work_class: WorkClass) -> dict[str, Any]:
+    """What makes the class, but for what every title says; the schedule's settings beside the others."""
+    settings = work_class.model_dump(exclude={"schedule", "model", "precision", "global_batch", "seq_length", "data"})
+    return settings | {field: f"{value:g}" for field, value in work_class.schedule.items()}
 
 
 def _print_table(console: Console, rows: Sequence[Row], reference: str) -> None:

@@ -25,7 +25,7 @@ def make_record(losses: list[float], speed: float = 1000.0, **changes: object) -
         "grad_dtype": "fp32",
         "num_steps": len(losses),
         "warmup_steps": 1,
-        "step_seconds": StepSeconds(median=0.5, p10=0.4, p90=0.6, all=[0.4, 0.5, 0.6]),
+        "step_seconds": StepSeconds(median=0.5, p10=0.49, p90=0.51, all=[0.49, 0.5, 0.51]),
         "tokens_per_second": 2 * speed,
         "tokens_per_second_per_device": speed,
         "model_tflops_per_device": TflopsPerDevice(causal=1.5, full=2.0),

@@ -1,0 +1,26 @@
+"""The report of a study: one HTML page that people can send each other. Loads no torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megabench.study.doctor import Finding
+from megabench.study.report.folder import ReportError, StudyRecords, default_reference, read_folder
+from megabench.study.report.page import render
+
+__all__ = ["ReportError", "StudyRecords", "default_reference", "read_folder", "render", "write_report"]
+
+
+def write_report(
+    path: Path, study: StudyRecords, findings: Sequence[Finding], other: StudyRecords | None = None
+) -> None:
+    """Writes the page to `path`, atomically. `other` is a second study to set beside the first.
+
+    Raises ReportError where the file cannot be written.
+    """
+    partial = path.with_suffix(".partial")
+    page = render(study, findings, other)
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written ({error.strerror}); give another path with --out") from None

@@ -1,0 +1,51 @@
+"""A study's folder as a report needs it: the records, and what the study asked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megabench import UserError
+from megabench.record import RunRecord, read_records
+from megabench.study.parity import is_zero3, judge_parity
+from megabench.study.study import StudyFile
+
+
+class ReportError(UserError):
+    """A folder that no report can be drawn from; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class StudyRecords:
+    """A study's name, question and records, with parity judged against the trial `reference`."""
+
+    name: str
+    question: str
+    reference: str
+    records: tuple[RunRecord, ...]
+
+
+def read_folder(folder: Path) -> StudyRecords:
+    """The study that `megabench compare --out FOLDER` left; without its study.yaml the folder gives the name.
+
+    Raises ReportError where there are no records, and RecordError or StudyError for files that cannot be read.
+    """
+    path = folder / "results.jsonl"
+    if not path.is_file():
+        raise ReportError(f"{folder} holds no results.jsonl; give a folder that megabench compare --out has written")
+    records = read_records(path)
+    if not records:
+        raise ReportError(f"{path} holds no record yet; wait for the first trial to end")
+    source = folder / "study.yaml"
+    file = StudyFile.read(source) if source.is_file() else None
+    reference = (file and file.reference) or default_reference(records)
+    return StudyRecords(
+        name=(file and file.name) or folder.absolute().name,
+        question=file.question if file else "",
+        reference=reference,
+        records=tuple(judge_parity(records, reference)),
+    )
+
+
+def default_reference(records: Sequence[RunRecord]) -> str:
+    """The trial to compare with when a study names none: the first ZeRO-3 trial, else the first."""
+    return next((record.trial for record in records if is_zero3(record)), records[0].trial)

@@ -1,0 +1,125 @@
+"""The trials of a study as the page shows them: each with a letter, and the classes in which they are compared."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from megabench.record import RunRecord
+from megabench.study.report.folder import StudyRecords
+from megabench.study.report.words import device_word
+from megabench.study.summary import Row, summarize
+from megabench.study.table import class_titles, reference_name
+from megabench.study.verdict import Decision, Spread, decide, spreads_of
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A trial on the page. The letter stands for it in every chart; `number` gives its colour."""
+
+    letter: str
+    number: int
+    row: Row
+    runs: tuple[RunRecord, ...]
+    spread: Spread | None
+
+    @property
+    def record(self) -> RunRecord:
+        """The first run with a result, else the first."""
+        return next((run for run in self.runs if run.work_class), self.runs[0])
+
+    @property
+    def name(self) -> str:
+        return self.row.trial
+
+
+@dataclass(frozen=True)
+class WorkClassOfTrials:
+    """Trials that may be compared, best first, and what they say. Without a result there is no class: `key` is None."""
+
+    key: str | None
+    title: str
+    trials: tuple[Shown, ...]
+    decision: Decision
+
+    @property
+    def measured(self) -> list[Shown]:
+        """The trials with figures, those that are not ok included."""
+        return [trial for trial in self.trials if trial.row.tokens_per_second_per_device]
+
+    @property
+    def best(self) -> Shown | None:
+        return next((trial for trial in self.trials if trial.row is self.decision.best), None)
+
+    @property
+    def reference(self) -> Shown | None:
+        return next((trial for trial in self.trials if trial.row is self.decision.reference), None)
+
+
+@dataclass(frozen=True)
+class StudyView:
+    """A study's records, arranged."""
+
+    study: StudyRecords
+
+    @cached_property
+    def classes(self) -> list[WorkClassOfTrials]:
+        """The work classes, the reference's first. Trials without a result join a single class as its last rows, and
+        stand alone beside several."""
+        records, reference = self.study.records, self.study.reference
+        rows, spreads, titles = summarize(records, reference), spreads_of(records), class_titles(records)
+        groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: row.work_class)]
+        if len(groups) == 2 and groups[1][0] is None:
+            groups = [(groups[0][0], groups[0][1] + groups[1][1])]
+        numbers = {row.trial: number for number, row in enumerate(rows)}
+        return [
+            WorkClassOfTrials(
+                key=key,
+                title=titles.get(key, "Trials without a result"),
+                trials=tuple(self._shown(row, numbers[row.trial], spreads.get(row.trial)) for row in group),
+                decision=decide(group, spreads, self.head),
+            )
+            for key, group in groups
+        ]
+
+    @property
+    def trials(self) -> list[Shown]:
+        return [trial for group in self.classes for trial in group.trials]
+
+    @property
+    def head(self) -> str:
+        """What the reference is called."""
+        return reference_name(self.study.records, self.study.reference)
+
+    @property
+    def device(self) -> str:
+        return device_word(self.study.records)
+
+    @property
+    def is_cpu(self) -> bool:
+        return any(record.device == "cpu" for record in self.study.records)
+
+    @property
+    def machine(self) -> str:
+        """The machine in words: "4 × NVIDIA H200 on 2 emulated hosts"."""
+        return where_it_ran(self.study.records)
+
+    def _shown(self, row: Row, number: int, spread: Spread | None) -> Shown:
+        runs = tuple(record for record in self.study.records if record.trial == row.trial)
+        return Shown(letters(number), number, row, runs, spread)
+
+
+def where_it_ran(records: Sequence[RunRecord]) -> str:
+    """Devices and hosts of all records in words; several sizes as "2, 4 and 8"."""
+    sizes = sorted({record.world_size for record in records})
+    count = " and ".join(filter(None, [", ".join(map(str, sizes[:-1])), str(sizes[-1])]))
+    devices = sorted({record.device for record in records if record.device}) or ["unknown devices"]
+    hosts = max((record.num_hosts or 1 for record in records), default=1)
+    kind = "emulated host" if any(record.emulated_hosts for record in records) else "host"
+    what = "CPU processes" if devices == ["cpu"] else "× " + " and ".join(devices)
+    return f"{count} {what} on {hosts} {kind}{'s' * (hosts != 1)}"
+
+
+def letters(number: int) -> str:
+    """A, B, …, Z, AA, AB, …"""
+    return (letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)

@@ -1,0 +1,112 @@
+"""What a layout and an engine are, and why one is faster, in words for people who know neither."""
+
+from collections.abc import Sequence
+
+from megabench.record import RunRecord
+
+_ENGINES = {
+    "megatron": "megatron-core, NVIDIA's library for models that are cut over many GPUs",
+    "deepspeed": "DeepSpeed, which keeps each layer whole and shares out what must be kept of it",
+    "fsdp": "FSDP2, PyTorch's own way to share out a model",
+    "ddp": "DDP, PyTorch's plain data parallelism",
+}
+_SHARED_BY_ZERO = {
+    1: "the optimizer's state is shared out among them",
+    2: "gradients and the optimizer's state are shared out among them",
+    3: "weights, gradients and the optimizer's state are shared out among them, and each layer's weights are gathered "
+    "whenever it computes",
+}
+
+
+def explain_layout(record: RunRecord, device: str) -> list[tuple[str, str]]:
+    """The layout's parts with a sentence each: ("tp2", "every layer is cut over 2 GPUs, …")."""
+    layout = record.layout
+    units = f"{device}s" if device == "GPU" else "processes"
+    said = []
+    if layout.tp > 1:
+        said.append((f"tp{layout.tp}", f"every layer is cut over {layout.tp} {units}, which work on it together"))
+    if layout.cp > 1:
+        said.append((f"cp{layout.cp}", f"every sequence is cut into parts, worked on by {layout.cp} {units}"))
+    if layout.pp > 1:
+        where = f"{layout.pp} stages, which hand the work on as on an assembly line"
+        said.append((f"pp{layout.pp}", f"the layers are dealt out to {where}"))
+    if layout.vp > 1:
+        said.append((f"vp{layout.vp}", f"each stage holds {layout.vp} separate runs of layers, so that it waits less"))
+    if layout.dp > 1:
+        said.append((f"dp{layout.dp}", _data_parallel(record, units)))
+    if not said:
+        said.append(("dp1", f"the whole model trains on one {device}"))
+    return said
+
+
+def _data_parallel(record: RunRecord, units: str) -> str:
+    dp, stage = record.layout.dp, record.options.get("zero_stage")
+    who = f"{dp} {units}" if record.world_size == dp else f"{dp} copies of that"
+    work = f"{who} work on different sequences"
+    if record.engine == "fsdp":
+        return f"{work}; {_SHARED_BY_ZERO[3]}"
+    if stage in _SHARED_BY_ZERO:
+        return f"{work}; {_SHARED_BY_ZERO[stage]}"
+    if record.engine == "megatron":
+        return f"{work} and add up their gradients; the optimizer's state is shared out among them"
+    return f"{work} and add up their gradients"
+
+
+def explain_engine(record: RunRecord) -> str:
+    """What the engine is, in half a sentence."""
+    return _ENGINES.get(record.engine, record.engine)
+
+
+def why(best: RunRecord, other: RunRecord, device: str) -> list[str]:
+    """What was measured that tells why `best` is faster than `other`; empty when nothing was."""
+    said = []
+    if best.profile and other.profile:
+        mine, its = waiting_share(best), waiting_share(other)
+        said.append(
+            f"Of its step {best.trial} spends {mine:.0%} waiting for communication or idle, {other.trial} {its:.0%}."
+        )
+    if best.wire_bytes and other.wire_bytes:
+        mine, its = (sum(record.wire_bytes.values()) / 1e9 for record in (best, other) if record.wire_bytes)
+        said.append(
+            f"In a step one {device} sends {mine:,.2f} GB to others under {best.trial}, {its:,.2f} GB under "
+            f"{other.trial}."
+        )
+    if best.micro_batch != other.micro_batch:
+        said.append(
+            f"{best.trial} computes {_sequences(best.micro_batch)} at a time, {other.trial} {other.micro_batch}: more "
+            f"at a time keeps a {device} busier and costs memory."
+        )
+    if best.peak_memory_gib and other.peak_memory_gib:
+        mine, its = best.peak_memory_gib.max, other.peak_memory_gib.max
+        said.append(f"At its peak {best.trial} holds {mine:.1f} GiB on one {device}, {other.trial} {its:.1f} GiB.")
+    return said
+
+
+def waiting_share(record: RunRecord) -> float:
+    """The share of a profiled step in which nothing computed."""
+    assert record.profile is not None
+    waiting = sum(
+        seconds for part, seconds in record.profile.seconds.items() if part == "idle" or part.startswith("exposed ")
+    )
+    return waiting / sum(record.profile.seconds.values())
+
+
+def _sequences(count: int) -> str:
+    return f"{count} sequence{'s' * (count != 1)}"
+
+
+def device_word(records: Sequence[RunRecord]) -> str:
+    """What the figures are counted by: "GPU", or "process" where the CPU was timed."""
+    return "process" if any(record.device == "cpu" for record in records) else "GPU"
+
+
+def train_command(record: RunRecord) -> str:
+    """The recorded command, as it is typed on each host where the run had several."""
+    num_hosts = record.num_hosts or 1
+    if num_hosts == 1 or record.emulated_hosts or record.world_size % num_hosts:
+        return record.command
+    launch = (
+        f"torchrun --nnodes {num_hosts} --nproc-per-node {record.world_size // num_hosts} --rdzv-backend c10d "
+        "--rdzv-endpoint HOST:29500"
+    )
+    return record.command.replace(f"torchrun --nproc-per-node {record.world_size}", launch, 1)

@@ -1,0 +1,196 @@
+"""What the trials of one work class say, in words: which is fastest, by how much, and which cannot be told apart."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megabench.record import RunRecord
+from megabench.study.summary import Row
+
+_LEAST_STEPS = 3  # fewer timed steps have no spread to speak of
+
+STATUS_WORDS = {
+    "ok": "ok",
+    "diverged": "diverged",
+    "oom": "ran out of memory",
+    "timeout": "hit its time limit",
+    "failed": "failed",
+}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Tokens/s per device, from low to high: of several runs, or of a single run's steps (p90 to p10)."""
+
+    low: float
+    high: float
+    of: Literal["runs", "steps"]
+
+    def overlaps(self, other: "Spread") -> bool:
+        return self.low <= other.high and other.low <= self.high
+
+
+def spread_of(runs: Sequence[RunRecord]) -> Spread | None:
+    """The spread of a trial from its runs; None where too little was measured."""
+    measured = [(r.tokens_per_second_per_device, r.step_seconds) for r in runs if r.tokens_per_second_per_device]
+    speeds = [speed for speed, _ in measured if speed]
+    if len(speeds) > 1:
+        return Spread(min(speeds), max(speeds), "runs")
+    for speed, step in measured:
+        if speed and step and len(step.all) >= _LEAST_STEPS:
+            return Spread(speed * step.median / step.p90, speed * step.median / step.p10, "steps")
+    return None
+
+
+def spreads_of(records: Sequence[RunRecord]) -> dict[str, Spread]:
+    """The spread of each trial that has one."""
+    by_trial: dict[str, list[RunRecord]] = {}
+    for record in records:
+        by_trial.setdefault(record.trial, []).append(record)
+    return {trial: spread for trial, runs in by_trial.items() if (spread := spread_of(runs))}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The best trial of a work class and those that its spread does not tell from it; `good` stands best first."""
+
+    good: tuple[Row, ...]
+    bad: tuple[Row, ...]
+    equals: tuple[Row, ...]
+    head: str
+
+    @property
+    def best(self) -> Row | None:
+        return self.good[0] if self.good else None
+
+    @property
+    def reference(self) -> Row | None:
+        """The trial that the others are measured by, where it has a result."""
+        return next((row for row in self.good if row.trial == row.reference), None)
+
+
+def decide(rows: Sequence[Row], spreads: Mapping[str, Spread], head: str) -> Decision:
+    """The decision over the rows of one work class, which stand best first. `head` is what the reference is called."""
+    good = tuple(row for row in rows if row.is_ok and row.tokens_per_second_per_device)
+    mine = spreads.get(good[0].trial) if good else None
+    equals = [row for row in good[1:] if mine and (its := spreads.get(row.trial)) and mine.overlaps(its)]
+    return Decision(good, tuple(row for row in rows if not row.is_ok), tuple(equals), head)
+
+
+def best_line(decision: Decision) -> str:
+    """The decision in one line, for a terminal."""
+    best = decision.best
+    if best is None:
+        return "best: none, no trial is ok"
+    equal = f"; equal within their spread: {', '.join([best.trial, *(row.trial for row in decision.equals)])}"
+    equal = equal if decision.equals else ""
+    if best.ratio is None:
+        return f"best: {best.trial}; the reference {best.reference} has no result here to compare with{equal}"
+    if best.trial == best.reference:
+        return f"best: {best.trial}" + (f"; no layout beat it{equal}" if len(decision.good) > 1 else "")
+    return f"best: {best.trial}, {best.ratio:.2f} × {decision.head}{equal}"
+
+
+def headline(decision: Decision, device: str) -> str:
+    """The decision in a sentence for people; `device` is what tokens/s are counted by, "GPU" or "process"."""
+    best, head = decision.best, decision.head
+    if best is None:
+        return f"No trial has a result that counts: {_ends(decision.bad)}."
+    speed = f"{_speed(best)} tokens/s per {device}"
+    others = [row for row in decision.good if row is not best]
+    if decision.equals:
+        tied = [best, *decision.equals]
+        names = _listed([_name(row) for row in tied])
+        beside = _beside_the_reference(tied, decision)
+        return f"{names} are equal within their spread, at {_speeds(tied)} tokens/s per {device}{beside}."
+    if not others:
+        return f"{_name(best)} is the only trial with a result: {speed}. There was nothing to compare it with."
+    if best.trial == best.reference:
+        second = f"the next, {_name(others[0])}, reached {_ratio(others[0])} {head}"
+        return f"{_name(best)} trains fastest: {speed}. No layout beat it; {second}."
+    if best.ratio is None:
+        return f"{_name(best)} trains fastest: {speed}. {_no_reference(best, head)}"
+    reference = decision.reference
+    measured_by = f" ({reference.trial}: {_speed(reference)})" if reference else ""
+    return f"{_name(best)} trains fastest: {speed}, {_ratio(best)} {head}{measured_by}."
+
+
+def particulars(decision: Decision) -> list[str]:
+    """What a reader must know beside the headline to judge it, a sentence each."""
+    said = []
+    best, reference = decision.best, decision.reference
+    zero3 = next((row for row in decision.good if _is_zero3(row)), None)
+    if best and zero3 and reference and zero3 not in (best, reference) and not _is_zero3(best):
+        times = _speed_of(best) / _speed_of(zero3)
+        said.append(f"Against the fastest ZeRO-3 trial, {zero3.trial}, {best.trial} is at {times:.2f} ×.")
+    if best and decision.bad:
+        said.append(f"Not ranked: {_ends(decision.bad)}.")
+    if best and all(row.num_runs == 1 for row in decision.good):
+        ran = "It ran once" if len(decision.good) == 1 else "Each trial ran once"
+        said.append(f"{ran}: the spread shown is that of its steps; how far one run lies from the next is not known.")
+    if any(row.is_emulated for row in decision.good):
+        said.append(
+            "The hosts are emulated: one machine was split up and its parts linked by sockets, so the figures between "
+            "hosts are those of that link, not of a real network."
+        )
+    return said
+
+
+def _beside_the_reference(tied: Sequence[Row], decision: Decision) -> str:
+    if tied[0].ratio is None:
+        return ""
+    if decision.reference in tied:
+        return f": none of them is known to beat {decision.head}"
+    return f", {_listed([_ratio(row) for row in tied])} {decision.head}"
+
+
+def _no_reference(best: Row, head: str) -> str:
+    name = head if head == best.reference else f"{head} ({best.reference})"
+    return f"The reference {name} has no result here to compare with."
+
+
+def _ends(rows: Sequence[Row]) -> str:
+    """How trials ended: "tp8 ran out of memory, a and b failed"."""
+    by_status: dict[str, list[str]] = {}
+    for row in rows:
+        by_status.setdefault(row.status, []).append(row.trial)
+    ends = [f"{_listed(names)} {STATUS_WORDS[status]}" for status, names in by_status.items()]
+    return ", ".join(ends) or "no trial has run"
+
+
+def count_ends(rows: Sequence[Row]) -> str:
+    """How many trials ended how: "4 ok, 1 ran out of memory"."""
+    counts = Counter(row.status for row in rows)
+    return ", ".join(f"{counts[status]} {words}" for status, words in STATUS_WORDS.items() if counts[status])
+
+
+def _is_zero3(row: Row) -> bool:
+    return "ZeRO-3" in row.engine
+
+
+def _name(row: Row) -> str:
+    """The trial's name, with what stands behind it where the name does not say."""
+    return f"{row.trial} (ZeRO-3)" if _is_zero3(row) else row.trial
+
+
+def _speed_of(row: Row) -> float:
+    assert row.tokens_per_second_per_device is not None
+    return row.tokens_per_second_per_device
+
+
+def _speed(row: Row) -> str:
+    return f"{_speed_of(row):,.0f}"
+
+
+def _speeds(rows: Sequence[Row]) -> str:
+    return _listed([_speed(row) for row in rows])
+
+
+def _ratio(row: Row) -> str:
+    return "–" if row.ratio is None else f"{row.ratio:.2f} ×"
+
+
+def _listed(words: Sequence[str]) -> str:
+    """One, two and three."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
