@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from megabench.study.report.svg import nice_ticks, percent, picture, short, spread_apart, tag, text
+from megabench.study.report.svg import distinct, nice_ticks, percent, picture, short, spread_apart, tag, text
 
 _HEIGHT, _ABOVE, _BELOW = 230, 12, 40
 _MOST_POINTS = 600
@@ -99,9 +99,9 @@ def _decades(low: float, high: float) -> list[float]:
 
 def _axes(x_ticks: Sequence[float], across, y_ticks: Sequence[float], down) -> list[Markup]:  # type: ignore[no-untyped-def]
     parts = []
-    for tick in y_ticks:
+    for tick, words in zip(y_ticks, distinct(y_ticks), strict=True):
         parts.append(tag("line", x1=0, x2="100%", y1=down(tick), y2=down(tick), class_="grid"))
-        parts.append(text(short(tick), 0, down(tick) + 4, "tick", "end", dx=-6))
+        parts.append(text(words, 0, down(tick) + 4, "tick", "end", dx=-6))
     for tick in x_ticks:
         if tick == int(tick):
             parts.append(text(short(tick), percent(across(tick)), _ABOVE + _HEIGHT + 17, "tick", "middle"))

@@ -69,6 +69,14 @@ def short(number: float) -> str:
     return f"{number:.3g}" if abs(number) >= 1e-3 else f"{number:.0e}"
 
 
+def distinct(ticks: Sequence[float]) -> list[str]:
+    """The numbers of an axis, each with as many digits as it takes to tell them apart."""
+    words, num_digits = [short(tick) for tick in ticks], 4
+    while len(set(words)) < len(words) and num_digits < 10:
+        words, num_digits = [f"{tick:.{num_digits}g}" for tick in ticks], num_digits + 1
+    return words
+
+
 def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Places near those wanted, in the same order, at least `gap` apart, between `low` and `high` where that fits."""
     order = sorted(range(len(wanted)), key=lambda number: wanted[number])
