@@ -143,7 +143,7 @@ def train(
     not_saved = checkpoints.close() if checkpoints else None
     peak_memory = gather(devices.peak_memory_gib(device), device)
     profile = None
-    if run.profile:
+    if run.profile and not stopped_by:
         watch.at("profiling", resume.num_done + len(results))
         batches = micro_batches(source, run, run.layout.coordinates(rank).dp, run.steps)
         traces = run.out / "trace" if run.out else None
