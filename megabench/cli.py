@@ -63,6 +63,29 @@ def compare(
 
 
 @app.command()
+def doctor(
+    path: Annotated[Path, typer.Argument(metavar="DIR|STUDY.yaml", help="Folder of records, or a study not run yet.")],
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes of a study [default: the GPUs, else its world_size].")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="Where a study will run [default: this machine].")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
+) -> None:
+    """Say what makes a study's numbers untrustworthy or slow, with the evidence and the change to make.
+
+    Reads the records that compare or pretrain left, or a study before it is run. The worst comes first.
+    Exit status: 0 with findings or without, 2 when there is nothing to read.
+    """
+    from rich.console import Console
+
+    from megabench.study.doctor.command import findings_at, write
+
+    write(Console(), findings_at(path, nproc, cluster), as_json)
+
+
+@app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What compare's --out left.")],
     beside: Annotated[
@@ -74,10 +97,12 @@ def report(
 
     Exit status: 2 when DIR holds no study.
     """
+    from megabench.study.doctor import examine
     from megabench.study.report import read_folder, write_report
 
-    path = out or folder / "report.html"
-    write_report(path, read_folder(folder), [], read_folder(beside) if beside else None)
+    path, study = out or folder / "report.html", read_folder(folder)
+    findings = examine(study.records, study.reference)
+    write_report(path, study, findings, read_folder(beside) if beside else None)
     print(path)
 
 

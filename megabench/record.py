@@ -16,6 +16,7 @@ from megabench import UserError
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "oom", "failed", "timeout", "diverged"]
+NicDistance = Literal["switch", "host bridge", "other bridge"]
 
 
 # JSON has no word for infinity or NaN: null stands for both
@@ -191,6 +192,28 @@ class StepProfile(_Part):
     communication: dict[str, Communication]
 
 
+class Machine(_Part):
+    """What a host was like beside the run: the worst of its GPUs. None where it does not show.
+
+    `throttle` tells in which part of the timed steps' samples each reason slowed a GPU down, `power_limit_share` the
+    power limit as a part of the GPU's own. `nic_distance` tells where the ways of a GPU and of the nearest NIC that
+    reads memory itself meet: at a PCIe switch or port, at the host bridge above all of them, or further on.
+    `is_compile_cache_kept` says whether torch.compile's cache outlives a container and a restart.
+    """
+
+    host: str
+    instance_type: str | None = None
+    shm_total_gib: float | None = None
+    shm_free_gib: float | None = None
+    num_other_gpu_processes: int | None = None
+    other_gpu_processes_gib: float | None = None
+    throttle: dict[str, float] | None = None
+    power_limit_share: float | None = None
+    nic_distance: NicDistance | None = None
+    compile_cache: str | None = None
+    is_compile_cache_kept: bool | None = None
+
+
 class Environment(_Part):
     """Versions and environment variables that shape a run."""
 
@@ -262,6 +285,7 @@ class RunRecord(_Part):
     warnings: list[str] = []
     profile: StepProfile | None = None
     probes: list[Probe] | None = Field(default=None, description="what was tried for micro_batch or recompute: auto")
+    machines: list[Machine] = []
     environment: Environment | None = None
     command: str
 

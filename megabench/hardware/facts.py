@@ -61,18 +61,23 @@ class RankFacts(_Facts):
 def read_facts(local_rank: int, gpu_uuid: str | None) -> RankFacts:
     """The facts of this process, which runs on the GPU `gpu_uuid` ("GPU-…"), or on CPU if that is None."""
     network, gbits = read_network(_SYS)
-    instance_type = _read(_SYS / "devices/virtual/dmi/id/product_name")
     return RankFacts(
         hostname=socket.gethostname(),
         boot_id=_read(Path("/proc/sys/kernel/random/boot_id")) or "",
         nccl_hostid=os.environ.get("NCCL_HOSTID"),
         shm_device=_device_number("/dev/shm"),
         local_rank=local_rank,
-        instance_type=instance_type if instance_type and find_instance(instance_type) else None,
+        instance_type=known_instance_type(),
         network=network,
         network_gbits=gbits,
         gpu=read_gpu(gpu_uuid) if gpu_uuid else None,
     )
+
+
+def known_instance_type() -> str | None:
+    """The type of cloud instance that this host is; None for any that the catalogue does not know."""
+    name = _read(_SYS / "devices/virtual/dmi/id/product_name")
+    return name if name and find_instance(name) else None
 
 
 def read_network(sys: Path) -> tuple[Network, float | None]:
@@ -136,10 +141,10 @@ def seen_by_cuda(gpus: Sequence[tuple[str, str]], visible: str) -> list[tuple[st
 def read_gpu(uuid: str) -> GpuFacts | None:
     """What NVML tells of one GPU; None where there is no NVML, or it does not know the GPU."""
     with nvml() as there:
-        if not there or (gpu := _ask(pynvml.nvmlDeviceGetHandleByUUID, uuid)) is None:
+        if not there or (gpu := ask(pynvml.nvmlDeviceGetHandleByUUID, uuid)) is None:
             return None
-        others = {_bus_id(other): other for other in _gpus()}
-        me = _bus_id(gpu)
+        others = {bus_id(other): other for other in _gpus()}
+        me = bus_id(gpu)
         return GpuFacts(
             uuid=uuid,
             name=str(pynvml.nvmlDeviceGetName(gpu)),
@@ -147,7 +152,7 @@ def read_gpu(uuid: str) -> GpuFacts | None:
             nvlinks=_nvlinks(gpu),
             nvlink_gb_per_s=_nvlink_gb_per_s(gpu),
             visible_bus_ids=tuple(others),
-            p2p_bus_ids=tuple(bus_id for bus_id, other in others.items() if bus_id != me and _reads(gpu, other)),
+            p2p_bus_ids=tuple(address for address, other in others.items() if address != me and _reads(gpu, other)),
             fabric=_fabric(gpu),
         )
 
@@ -156,7 +161,7 @@ def _gpus() -> list[Any]:
     return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
 
 
-def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
+def ask(question: Callable[..., Any], *arguments: Any) -> Any:
     """NVML's answer; None where this GPU or driver has none."""
     try:
         return question(*arguments)
@@ -164,7 +169,8 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-def _bus_id(gpu: Any) -> str:
+def bus_id(gpu: Any) -> str:
+    """The PCI address of a GPU."""
     return _address(pynvml.nvmlDeviceGetPciInfo(gpu))
 
 
@@ -176,24 +182,24 @@ def _address(pci: Any) -> str:
 
 
 def _nvlinks(gpu: Any) -> tuple[str | None, ...] | None:
-    states = [_ask(pynvml.nvmlDeviceGetNvLinkState, gpu, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
+    states = [ask(pynvml.nvmlDeviceGetNvLinkState, gpu, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
     if all(state is None for state in states):
         return None
     return tuple(_remote_gpu(gpu, link) for link, state in enumerate(states) if state == pynvml.NVML_FEATURE_ENABLED)
 
 
 def _remote_gpu(gpu: Any, link: int) -> str | None:
-    kind = _ask(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, gpu, link)
+    kind = ask(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, gpu, link)
     if kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
         return None
-    pci = _ask(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, gpu, link)
+    pci = ask(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, gpu, link)
     return _address(pci) if pci is not None else None
 
 
 def _nvlink_gb_per_s(gpu: Any) -> float | None:
     """One direction, all links that are up together."""
     fields = [pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT]  # MB/s of a link, links
-    values = _ask(pynvml.nvmlDeviceGetFieldValues, gpu, fields)
+    values = ask(pynvml.nvmlDeviceGetFieldValues, gpu, fields)
     if values is None or any(value.nvmlReturn != pynvml.NVML_SUCCESS for value in values):
         return None
     megabytes, num_links = (value.value.uiVal for value in values)
@@ -202,13 +208,13 @@ def _nvlink_gb_per_s(gpu: Any) -> float | None:
 
 def _reads(gpu: Any, other: Any) -> bool:
     read = 0  # NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py gives as a tuple
-    status = _ask(pynvml.nvmlDeviceGetP2PStatus, gpu, other, read)
+    status = ask(pynvml.nvmlDeviceGetP2PStatus, gpu, other, read)
     return bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 
 def _fabric(gpu: Any) -> tuple[str, int] | None:
     info = pynvml.c_nvmlGpuFabricInfo_t()
-    if _ask(pynvml.nvmlDeviceGetGpuFabricInfo, gpu, ctypes.byref(info)) is None:
+    if ask(pynvml.nvmlDeviceGetGpuFabricInfo, gpu, ctypes.byref(info)) is None:
         return None
     if info.state != pynvml.NVML_GPU_FABRIC_STATE_COMPLETED:
         return None

@@ -1,4 +1,5 @@
-"""What the hardware does beside the run: GPU utilisation and power, sampled by a thread, and the network's counters."""
+"""What the hardware does beside the run: GPU utilisation, power and throttling, sampled by a thread, and the network's
+counters."""
 
 import threading
 import time
@@ -6,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megabench.hardware.health import shares, throttle_reasons
 from megabench.hardware.nics import NicBytes, read_nics, since
 
 
@@ -23,10 +25,14 @@ class Sampler:
     Every host's network counters are read at `reset` and at `close`, by whoever `reads_nics`.
     """
 
-    def __init__(self, device: torch.device, reads_nics: bool, interval_seconds: float = 0.5) -> None:
+    def __init__(
+        self, device: torch.device, gpu_uuid: str | None, reads_nics: bool, interval_seconds: float = 0.5
+    ) -> None:
         self.device = device
+        self.gpu_uuid = gpu_uuid
         self.interval_seconds = interval_seconds
         self.samples: list[Sample] = []
+        self.throttled: list[frozenset[str]] = []
         self.nics: dict[str, NicBytes] = {}
         self.nic_seconds = 0.0
         self._reads_nics = reads_nics
@@ -41,12 +47,15 @@ class Sampler:
             try:
                 watts = torch.cuda.power_draw(self.device) / 1000
                 self.samples.append(Sample(torch.cuda.utilization(self.device) / 100, watts))
+                reasons = throttle_reasons(self.gpu_uuid) if self.gpu_uuid else None
+                if reasons is not None:
+                    self.throttled.append(reasons)
             except Exception:  # no NVML here, or it went away: not known, and no reason to end a run
                 return
 
     def reset(self) -> None:
         """Forgets what was sampled so far."""
-        self.samples = []
+        self.samples, self.throttled = [], []
         self._began, self._nics_before = time.perf_counter(), read_nics() if self._reads_nics else {}
 
     @property
@@ -64,6 +73,12 @@ class Sampler:
             sum(sample.utilization for sample in samples) / len(samples),
             sum(sample.watts for sample in samples) / len(samples),
         )
+
+    @property
+    def throttle(self) -> dict[str, float] | None:
+        """In which part of the samples each reason slowed the GPU down; None when nothing was sampled."""
+        throttled = list(self.throttled)
+        return shares(throttled) if throttled else None
 
     def close(self) -> None:
         """Ends sampling; `nics` is what each interface moved since `reset`, in `nic_seconds`."""

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from megabench.config import near_matches
 from megabench.record import Probe, RunRecord, Status, read_records, write_records
+from megabench.study.doctor import examine
 from megabench.study.machine import describe, gpu_names
 from megabench.study.parity import judge_parity
 from megabench.study.report import StudyRecords, write_report
 from megabench.study.search import Setting
 from megabench.study.study import Attempt, Study, StudyError, Trial
 from megabench.study.summary import summarize, write_csv
-from megabench.train.outcome import asked_for
+from megabench.train.asked import asked_for
 
 
 class Results:
@@ -129,8 +130,9 @@ class Results:
 
     def write_report(self) -> Path:
         """Draws the report of what there is so far, and returns its path."""
-        path, study = self.out / "report.html", self.study
-        write_report(path, StudyRecords(study.name, study.question, study.reference, tuple(self.records)), [])
+        path, study, records = self.out / "report.html", self.study, tuple(self.records)
+        findings = examine(records, study.reference)
+        write_report(path, StudyRecords(study.name, study.question, study.reference, records), findings)
         return path
 
 

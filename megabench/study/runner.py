@@ -11,6 +11,7 @@ from torch.distributed import DistError
 from megabench import UserError
 from megabench.record import RunRecord
 from megabench.study.crew import Crew, StudyStopped, note_signals
+from megabench.study.doctor.command import write_head
 from megabench.study.hparams import write_hparams
 from megabench.study.launch import join_launcher, open_here
 from megabench.study.progress import RunDisplay
@@ -137,6 +138,7 @@ def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Att
     if results.study.question:
         console.print(results.study.question, markup=False, highlight=False, soft_wrap=True)
     show(console, results.records, results.study.reference)
+    write_head(console, results.records, results.study.reference, results.out)
     write_hparams(results.out / "tensorboard", summarize(results.records, results.study.reference))
     console.print(f"records: {results.out / 'results.jsonl'}", markup=False, highlight=False, soft_wrap=True)
     if results.records:

@@ -82,6 +82,7 @@ def probe_config(config: RunConfig, setting: Setting, world_size: int, device: L
         "global_batch": min((n for n in fitting if n >= enough), default=sequences) * run.layout.data_parallel,
         "steps": PROBE_STEPS,
         "warmup_steps": PROBE_WARMUP,
+        "profile": False,
         **dict.fromkeys(("save", "save_every", "keep", "load", "out", "tensorboard")),
     }
     return settle(config, setting).model_copy(update=changes)
@@ -181,8 +182,10 @@ class Search:
     def _predicted(self, size: int, good: Sequence[Probe], compute: float = 1.0) -> float:
         """Seconds of the run's step at a micro-batch of `size`, the part that grows with it taken `compute` times."""
         points = [(probe.micro_batch, self._micro_batch_seconds(probe)) for probe in good[-2:]]
-        fixed = _line(0, points)
-        return (self._sequences / size + self._bubble) * (fixed + compute * (_line(size, points) - fixed))
+        fixed, least = _line(0, points), points[-1][1]
+        # a larger micro-batch that took less time at all was noise, which may not be drawn out
+        one = max(fixed + compute * (_line(size, points) - fixed), least)
+        return (self._sequences / size + self._bubble) * one
 
     @property
     def _fastest(self) -> float:

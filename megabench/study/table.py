@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from megabench.record import RunRecord
+from megabench.record import RunRecord, WorkClass
 from megabench.study.parity import is_zero3
 from megabench.study.summary import Row, summarize
 from megabench.study.verdict import best_line, decide, spreads_of
@@ -60,14 +61,25 @@ def reference_name(records: Sequence[RunRecord], reference: str) -> str:
 def class_titles(records: Sequence[RunRecord]) -> dict[str | None, str]:
     """A line for each work class: what was trained, and in what it differs from the other classes."""
     classes = {record.work_class.id: record for record in records if record.work_class}
-    dumps = [record.work_class.model_dump() for record in classes.values() if record.work_class]
-    differing = [field for field in (dumps or [{}])[0] if any(dump[field] != dumps[0][field] for dump in dumps)]
+    settings = {name: _settings(record.work_class) for name, record in classes.items() if record.work_class}
+    shared = set.intersection(*map(set, settings.values())) if settings else set()
     titles: dict[str | None, str] = {}
-    for (name, record), dump in zip(classes.items(), dumps, strict=True):
+    for name, record in classes.items():
         what = f"{record.model}, {record.precision}, {record.global_batch} × {record.seq_length} tokens a step"
-        where = f"{record.world_size} × {record.device}"
-        titles[name] = ", ".join([what, where, *(f"{field}={dump[field]}" for field in differing)])
+        mine = settings[name]
+        differing = [
+            f"{field}={value}"
+            for field, value in mine.items()
+            if field in shared and any(other[field] != value for other in settings.values()) and value is not None
+        ]
+        titles[name] = ", ".join([what, f"{record.world_size} × {record.device}", *differing])
     return titles
+
+
+def _settings(work_class: WorkClass) -> dict[str, Any]:
+    """What makes the class, but for what every title says; the schedule's settings beside the others."""
+    settings = work_class.model_dump(exclude={"schedule", "model", "precision", "global_batch", "seq_length", "data"})
+    return settings | {field: f"{value:g}" for field, value in work_class.schedule.items()}
 
 
 def _print_table(console: Console, rows: Sequence[Row], reference: str) -> None:

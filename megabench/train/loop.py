@@ -1,6 +1,7 @@
 """The training loop: steps, their timing, and what is written down about them."""
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,9 +14,10 @@ from megabench.data.batch import micro_batches
 from megabench.data.source import TokenSource
 from megabench.engines.base import StepResult, build_engine, process_groups
 from megabench.hardware.catalog import find_gpu
+from megabench.hardware.health import Checkup, worst_of_hosts
 from megabench.hardware.sampler import Sampler
 from megabench.parallel.placement import Placement
-from megabench.record import NicTraffic, Probe, RunRecord
+from megabench.record import Machine, NicTraffic, Probe, RunRecord
 from megabench.runtime import device as devices
 from megabench.runtime.messages import Progress, report_progress
 from megabench.runtime.rendezvous import Rendezvous, is_supervised
@@ -87,7 +89,9 @@ def train(
             console.resumed(load, resume.training)
     checkpoints = Checkpoints(run, source, engine, rendezvous, resume, device, console) if run.save else None
     finite = FiniteWatch(run)
-    sampler = Sampler(device, reads_nics=rendezvous.local_rank == 0)
+    uuid = devices.gpu_uuid(rendezvous.local_rank) if device.type == "cuda" else None
+    checkup = Checkup(_hosts(placement)[rank], uuid, own={int(pid) for pid in gather(os.getpid(), device)})
+    sampler = Sampler(device, uuid, reads_nics=rendezvous.local_rank == 0)
     wire: dict[str, float] | None = None
     results: list[StepResult] = []
     seconds: list[float] = []
@@ -139,7 +143,7 @@ def train(
     not_saved = checkpoints.close() if checkpoints else None
     peak_memory = gather(devices.peak_memory_gib(device), device)
     profile = None
-    if run.profile:
+    if run.profile and not stopped_by:
         watch.at("profiling", resume.num_done + len(results))
         batches = micro_batches(source, run, run.layout.coordinates(rank).dp, run.steps)
         traces = run.out / "trace" if run.out else None
@@ -153,6 +157,7 @@ def train(
         gpu_utilization=_mean_known(gather(sampler.mean.utilization if sampler.mean else math.nan, device)),
         gpu_watts=_mean_known(gather(sampler.mean.watts if sampler.mean else math.nan, device)),
         nics=_nics_of_all(sampler, _hosts(placement)),
+        machines=_machines_of_all(checkup.close(sampler.throttle)),
         wire_bytes=wire,
         wall_seconds=time.perf_counter() - started,
         device_name=name,
@@ -211,6 +216,13 @@ def _nics_of_all(sampler: Sampler, hosts: Sequence[str]) -> dict[str, dict[str, 
     everyone: list[dict[str, NicTraffic]] = [{} for _ in hosts]
     dist.all_gather_object(everyone, mine)
     return {host: nics for host, nics in zip(hosts, everyone, strict=True) if nics}
+
+
+def _machines_of_all(mine: Machine) -> list[Machine]:
+    """What the ranks saw of their hosts, one for each host."""
+    everyone: list[Machine] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return worst_of_hosts(everyone)
 
 
 def _hosts(placement: Placement) -> list[str]:

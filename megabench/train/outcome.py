@@ -1,19 +1,18 @@
 """The RunRecord of a run that trained to its end."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megabench.config import ResolvedConfig, RunConfig
-from megabench.config.deepspeed_json import read_deepspeed_json
 from megabench.data.source import TokenSource
 from megabench.engines.base import StepResult
 from megabench.metrics import quantile, throughput
 from megabench.parallel.placement import Placement
 from megabench.record import (
     HostRanks,
-    LayoutSizes,
     LoadTimes,
+    Machine,
     NicTraffic,
     PeakMemory,
     PlacementUsed,
@@ -26,6 +25,7 @@ from megabench.record import (
     WorkClass,
 )
 from megabench.runtime import environment
+from megabench.train.asked import asked_for
 from megabench.train.network import Network
 
 
@@ -40,6 +40,7 @@ class Measured:
     gpu_utilization: float | None
     gpu_watts: float | None
     nics: dict[str, dict[str, NicTraffic]]
+    machines: list[Machine]
     wire_bytes: dict[str, float] | None
     wall_seconds: float
     device_name: str
@@ -97,6 +98,7 @@ def build_record(
         gpu_utilization=measured.gpu_utilization,
         gpu_watts=measured.gpu_watts,
         nics=measured.nics,
+        machines=measured.machines,
         wire_bytes=measured.wire_bytes,
         first_step=measured.num_done + 1,
         stopped_by=measured.stopped_by,
@@ -127,38 +129,6 @@ def build_record(
 def unsaved(saves: list[SaveTimes]) -> list[str]:
     """What to say of saves that failed."""
     return [f"no checkpoint of step {save.step}: {save.error}" for save in saves if save.error]
-
-
-# settings that shape how a step runs, beside the layout
-_OPTIONS = (
-    "zero_stage", "offload", "hpz_size", "zero_prefetch", "zero_persistence", "shard_size", "reshard_after_forward",
-    "powersgd_rank", "compile", "recompute",
-)  # fmt: skip
-
-
-def asked_for(run: ResolvedConfig, given: RunConfig) -> dict[str, Any]:
-    """The fields of a record that are known before anything runs."""
-    return {
-        "engine": run.engine,
-        "layout": LayoutSizes(**asdict(run.layout)),
-        "options": {option: getattr(run, option) for option in _OPTIONS}
-        | {
-            "deepspeed_config": read_deepspeed_json(run.deepspeed_config) if run.deepspeed_config else None,
-        },
-        "optimizer": run.optimizer,
-        "world_size": run.world_size,
-        "emulated_hosts": run.emulate_hosts,
-        "model": run.model,
-        "num_parameters": run.shape.num_parameters,
-        "seq_length": run.seq_length,
-        "micro_batch": run.micro_batch,
-        "global_batch": run.global_batch,
-        "precision": run.precision,
-        "grad_dtype": run.grad_dtype,
-        "num_steps": run.steps,
-        "warmup_steps": run.warmup_steps,
-        "command": given.command(run.world_size),
-    }
 
 
 def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:

@@ -1,7 +1,6 @@
 """Studies as a cluster would leave them, for tests of the report."""
 
 import math
-from dataclasses import dataclass
 
 from megabench.parallel.groups import rank_groups
 from megabench.parallel.layout import Layout
@@ -18,6 +17,7 @@ from megabench.record import (
     StepProfile,
     StepSeconds,
 )
+from megabench.study.doctor import Finding
 from megabench.study.parity import judge_parity
 from megabench.study.report import StudyRecords
 from tests.study.records import make_record, work_class
@@ -26,20 +26,10 @@ QUESTION = "Which layout of two H200 nodes trains Llama-3-8B fastest?"
 GPU_CLASS = work_class(model="llama3-8b", num_layers=32, precision="bf16", global_batch=64, seq_length=4096)
 
 
-@dataclass(frozen=True)
-class Found:
-    """A finding as the doctor hands it over."""
-
-    kind: str
-    trials: tuple[str, ...]
-    what: str
-    evidence: str
-    change: str
-
-
 FINDINGS = [
-    Found("note", ("zero3",), "Micro-batch 1 leaves GPUs idle", "utilisation 61 %", "set micro_batch: auto"),
-    Found("untrustworthy", ("tp8",), "Steps vary by 30 %", "p90 is 1.3 × the median", "run on an idle machine"),
+    Finding("untrustworthy", ("tp8",), "steps vary by 30 %", "p90 is 1.3 × the median", "run on an idle machine"),
+    Finding("slow", (), "sockets between the hosts", "NET/Socket <in> NCCL's log", "install the EFA driver"),
+    Finding("note", ("zero3",), "micro-batch 1 leaves GPUs idle", "utilisation 61 %", "set micro_batch: auto"),
 ]
 
 

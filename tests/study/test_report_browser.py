@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megabench.study.doctor import examine
 from megabench.study.report import write_report
 from tests.study.report_studies import FINDINGS, STUDIES, yesterday
 
@@ -79,7 +80,9 @@ def show(chromium, tmp_path) -> Iterator[object]:
 
     def open_study(name: str, **settings) -> Opened:
         path = tmp_path / f"{name}.html"
-        write_report(path, STUDIES[name](), FINDINGS, yesterday() if name == "normal" else None)
+        study = STUDIES[name]()
+        findings = [*FINDINGS, *examine(study.records, study.reference)]
+        write_report(path, study, findings, yesterday() if name == "normal" else None)
         opened.append(Opened(chromium, path, **settings))
         return opened[-1]
 

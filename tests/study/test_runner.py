@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megabench.record import RunRecord, read_records
+from megabench.study.doctor.command import findings_at
 from tests.study.compare_process import (
     BASE,
     FAKE,
@@ -26,14 +27,14 @@ pytestmark = pytest.mark.distributed
 FAULTS = (
     BASE
     + """
-timeout_seconds: 20
+timeout_seconds: 120
 trials:
   - {name: first, world_size: 2}
   - {name: killed, world_size: 2, seed: 1, env: {FAULT: kill, FAULT_RANK: 1}}
   - {name: raised, world_size: 2, seed: 2, env: {FAULT: raise, FAULT_RANK: 1}}
   - {name: memory, world_size: 2, seed: 3, env: {FAULT: oom, FAULT_RANK: 1}}
   - {name: exited, world_size: 2, seed: 4, env: {FAULT: exit, FAULT_RANK: 0}}
-  - {name: hung, world_size: 2, seed: 5, env: {FAULT: hang, FAULT_RANK: 1}}
+  - {name: hung, timeout_seconds: 20, world_size: 2, seed: 5, env: {FAULT: hang, FAULT_RANK: 1}}
   - {name: unwritten, world_size: 2, seed: 6, env: {FAULT: no_record}}
   - {name: drifted, world_size: 2, seed: 7, env: {LAST_LOSS: 3.5}}
   - {name: last, world_size: 2, seed: 8}
@@ -100,6 +101,18 @@ def test_a_hang_says_how_far_each_rank_was(faults):
     assert "2 of 4 steps done" in faults.records["hung"].error
     assert "rank 0 in waiting_for_peers (fake_trainer.py" in faults.records["hung"].error
     assert faults.records["hung"].error.startswith("no result after 20 s (timeout_seconds): ")
+
+
+def test_the_doctor_names_each(faults):
+    findings = {finding.trials: finding for finding in findings_at(faults.out)}
+    assert "ran out of memory" in findings["memory",].what and "CUDA out of memory" in findings["memory",].evidence
+    assert findings["drifted",].change.startswith("do not use its speed")
+    assert "the others may wait for rank 1" in findings["hung",].what
+    without_record = findings["exited", "unwritten"]
+    assert (
+        "exited: rank 0 ended with exit status 3" in without_record.evidence and "rank-0.log" in without_record.change
+    )
+    assert f"megabench doctor {faults.out} shows them\n  untrustworthy: drifted: diverged" in faults.stdout
 
 
 def test_a_study_with_bad_trials_ends_with_1_and_leaves_no_process(faults):

@@ -85,6 +85,16 @@ def test_four_probes_find_what_trying_everything_finds(machine, layout):
     assert len(found.probes) <= MOST_PROBES
 
 
+def test_noise_is_not_drawn_out():
+    """A second probe that took less time than the first says nothing of the fiftieth."""
+    run = config(global_batch=1024)
+    found = Search(legal_settings(run, WORLD_SIZE, "cpu"), settle(run, Setting(1, "none")).resolve(WORLD_SIZE, "cpu"))
+    for size, seconds in ((1, 6.4), (2, 3.1)):
+        probe = Probe(micro_batch=size, recompute="none", global_batch=256, status="ok", step_seconds=seconds)
+        found.heard(probe, None)
+    assert found.next() == Setting(256, "none")
+
+
 def test_where_two_do_not_fit_two_probes_suffice():
     found = search(config(), Machine(state_gib=115.0))
     assert tried(found) == [(1, "none"), (2, "none")] and found.best == Setting(1, "none")
@@ -123,10 +133,10 @@ def test_recomputation_wins_where_a_micro_batch_costs_much_beside_its_compute():
 def test_a_probe_is_short_and_the_run_s_own_batch_decides():
     """Of 1024 sequences, 64 of a stage's round are enough to see; the bubble of the whole step is what counts."""
     run = config(pp=4, global_batch=1024)
-    long = run.model_copy(update={"steps": 5000, "save": "x"})
+    long = run.model_copy(update={"steps": 5000, "save": "x", "profile": True})
     short = probe_config(long, Setting(4, "none"), WORLD_SIZE, "cpu")
     assert (short.global_batch, short.micro_batch, short.steps, short.warmup_steps) == (64, 4, 3, 1)
-    assert short.save is None and short.to_find == ()
+    assert short.save is None and short.to_find == () and not short.profile
     # at 64 sequences a micro-batch of 16 loses more to the bubble than it gains, at 1024 it wins
     assert search(run, Machine(fixed=0.2, device_gib=None)).best == Setting(16, "none")
 

@@ -69,3 +69,12 @@ def test_a_pipeline_sends_hidden_states() -> None:
     hidden = run.global_batch * run.seq_length * run.shape.hidden_size * 4
     # the first stage sends it forward, the last its gradient back: each rank once
     assert sent["pp"] == pytest.approx(hidden, rel=EXACT)
+
+
+def test_context_parallel_ranks_gather_keys_and_values() -> None:
+    run = resolve(2, **SMALL, cp=2)
+    keys = run.global_batch * run.seq_length * run.shape.num_kv_heads * run.shape.head_dim * 4
+    half = 1 / 2  # of what is gathered lies on the other rank
+    gathered = run.shape.num_layers * 2 * keys * half  # keys and values; their gradients are scattered back
+    optimizer = 2 * half * 4 * PARAMETERS
+    assert counted(2, cp=2)["cp"] == pytest.approx(2 * gathered + optimizer, rel=0.02)

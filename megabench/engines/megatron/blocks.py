@@ -4,6 +4,7 @@ Sizes: B micro-batch, S sequence of this rank (cut by context parallelism), N he
 dim, H hidden.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 
 class RMSNorm(nn.Module):
@@ -96,7 +97,7 @@ class CausalAttention(nn.Module):
                     queries,
                     key[:, :, :end],
                     value[:, :, :end],
-                    attn_mask=causal_lower_right(chunk, end),
+                    attn_mask=_causal_mask(chunk, end),
                     scale=self.scale,
                     enable_gqa=True,
                 )
@@ -107,6 +108,12 @@ class CausalAttention(nn.Module):
         """[S, B, K, D] of every rank, gathered and put back from zigzag into sequence order: [S·cp, B, K, D]."""
         chunks = gather_from_sequence_parallel_region(tensor, group=self.cp_group).split(chunk)
         return torch.cat([*chunks[0::2], *reversed(chunks[1::2])])
+
+
+@cache
+def _causal_mask(num_queries: int, num_keys: int) -> CausalBias:
+    """The mask of the last `num_queries` of a causal square; kept, as none can be made while operations are counted."""
+    return causal_lower_right(num_queries, num_keys)
 
 
 def zigzag_slice(tokens: Tensor, cp_size: int, cp_rank: int) -> Tensor:

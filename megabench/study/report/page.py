@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megabench import __version__
 from megabench.record import RunRecord
+from megabench.study.doctor import Finding
 from megabench.study.report import side_by_side
 from megabench.study.report.charts import charts_of
 from megabench.study.report.folder import StudyRecords
@@ -16,21 +17,6 @@ from megabench.study.report.table import heads_of, row_of
 from megabench.study.report.trials import Shown, StudyView, WorkClassOfTrials
 from megabench.study.report.words import explain_engine, explain_layout, train_command, why
 from megabench.study.verdict import STATUS_WORDS, count_ends, ends, headline, particulars
-
-
-class Finding(Protocol):
-    """What makes the numbers of some trials slow or untrustworthy; `kind` is untrustworthy, slow or note."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def trials(self) -> Sequence[str]: ...
-    @property
-    def what(self) -> str: ...
-    @property
-    def evidence(self) -> str: ...
-    @property
-    def change(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -67,8 +53,8 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
         counts=count_ends([trial.row for trial in view.trials]),
         answers=_answers(view),
         sections=[_section(group, number, view) for number, group in enumerate(view.classes)],
-        findings=sorted(findings, key=lambda finding: _KINDS.get(finding.kind, (len(_KINDS), ""))[0]),
-        kinds={kind: words for kind, (_, words) in _KINDS.items()},
+        findings=findings,
+        kinds=_KINDS,
         status_words=STATUS_WORDS,
         lost=[trial for trial in view.trials if not trial.row.is_ok],
         warned=[trial for trial in view.trials if trial.row.warnings],
@@ -83,11 +69,7 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
     )
 
 
-_KINDS = {
-    "untrustworthy": (0, "Do not trust"),
-    "slow": (1, "Slower than it could be"),
-    "note": (2, "Note"),
-}
+_KINDS = {"untrustworthy": "Do not trust", "slow": "Slower than it could be", "note": "Note"}
 
 
 def _answers(view: StudyView) -> list[Answer]:

@@ -66,14 +66,14 @@ def why(best: RunRecord, other: RunRecord, device: str) -> list[str]:
             f"Of its step {best.trial} spends {mine:.0%} waiting for communication or idle, {other.trial} {its:.0%}."
         )
     if best.wire_bytes and other.wire_bytes:
-        mine, its = (sum(record.wire_bytes.values()) / 1e9 for record in (best, other) if record.wire_bytes)
+        sent = [_size(sum(record.wire_bytes.values())) for record in (best, other) if record.wire_bytes]
         said.append(
-            f"In a step one {device} sends {mine:,.2f} GB to others under {best.trial}, {its:,.2f} GB under "
-            f"{other.trial}."
+            f"In a step one {device} sends {sent[0]} to others under {best.trial}, {sent[1]} under {other.trial}."
         )
-    if best.micro_batch != other.micro_batch:
+    if best.micro_batch > other.micro_batch:
         said.append(
-            f"{best.trial} computes {_sequences(best.micro_batch)} at a time, {other.trial} {other.micro_batch}."
+            f"{best.trial} computes {_sequences(best.micro_batch)} at a time, {other.trial} {other.micro_batch}: more "
+            f"at a time keeps a {device} busier and costs memory."
         )
     if best.peak_memory_gib and other.peak_memory_gib:
         mine, its = best.peak_memory_gib.max, other.peak_memory_gib.max
@@ -91,6 +91,10 @@ def waiting_share(record: RunRecord) -> float:
         seconds for part, seconds in record.profile.seconds.items() if part == "idle" or part.startswith("exposed ")
     )
     return waiting / sum(record.profile.seconds.values())
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _sequences(count: int) -> str:
