@@ -14,12 +14,15 @@ def check(folder: Path) -> None:
     """Five trials, all ok and in parity, with throughput in TensorBoard; AssertionError otherwise."""
     records = {record.trial: record for record in read_records(folder / "results.jsonl")}
     assert records.keys() == TRIALS, records.keys() ^ TRIALS
+    page = (folder / "report.html").read_text()
+    assert "CPU timings: no evidence about GPUs" in page
     for name, record in records.items():
         assert record.status == "ok", f"{name}: {record.error}"
         assert record.parity is not None and record.parity.verdict == "equal", f"{name}: {record.parity}"
         scalars = EventAccumulator(str(folder / "tensorboard" / name)).Reload()
         timed = scalars.Scalars("throughput/tokens_per_second")
         assert len(timed) == record.num_steps - record.warmup_steps, f"{name}: {len(timed)} steps in TensorBoard"
+        assert name in page, f"{name} is not in the report"
         print(f"{name}: ok, parity {record.parity.max_relative_difference:.1e}, {len(timed)} steps in TensorBoard")
 
 

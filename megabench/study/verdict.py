@@ -96,7 +96,7 @@ def headline(decision: Decision, device: str) -> str:
     """The decision in a sentence for people; `device` is what tokens/s are counted by, "GPU" or "process"."""
     best, head = decision.best, decision.head
     if best is None:
-        return f"No trial has a result that counts: {_ends(decision.bad)}."
+        return f"No trial has a result that counts: {ends(decision.bad)}."
     speed = f"{_speed(best)} tokens/s per {device}"
     others = [row for row in decision.good if row is not best]
     if decision.equals:
@@ -112,20 +112,21 @@ def headline(decision: Decision, device: str) -> str:
     if best.ratio is None:
         return f"{_name(best)} trains fastest: {speed}. {_no_reference(best, head)}"
     reference = decision.reference
-    measured_by = f" ({reference.trial}: {_speed(reference)})" if reference else ""
+    named = f"{reference.trial}: " if reference and reference.trial != head else ""
+    measured_by = f" ({named}{_speed(reference)})" if reference else ""
     return f"{_name(best)} trains fastest: {speed}, {_ratio(best)} {head}{measured_by}."
 
 
-def particulars(decision: Decision) -> list[str]:
+def particulars(decision: Decision, device: str) -> list[str]:
     """What a reader must know beside the headline to judge it, a sentence each."""
-    said = []
+    said = _by_size(decision.good, device)
     best, reference = decision.best, decision.reference
     zero3 = next((row for row in decision.good if _is_zero3(row)), None)
     if best and zero3 and reference and zero3 not in (best, reference) and not _is_zero3(best):
         times = _speed_of(best) / _speed_of(zero3)
         said.append(f"Against the fastest ZeRO-3 trial, {zero3.trial}, {best.trial} is at {times:.2f} ×.")
     if best and decision.bad:
-        said.append(f"Not ranked: {_ends(decision.bad)}.")
+        said.append(f"Not ranked: {ends(decision.bad)}.")
     if best and all(row.num_runs == 1 for row in decision.good):
         ran = "It ran once" if len(decision.good) == 1 else "Each trial ran once"
         said.append(f"{ran}: the spread shown is that of its steps; how far one run lies from the next is not known.")
@@ -135,6 +136,30 @@ def particulars(decision: Decision) -> list[str]:
             "hosts are those of that link, not of a real network."
         )
     return said
+
+
+def _by_size(good: Sequence[Row], device: str) -> list[str]:
+    """The fastest of each number of devices, where trials differ in it: more of them lose more to communication."""
+    sizes = sorted({row.world_size for row in good})
+    if len(sizes) < 2:
+        return []
+    units = f"{device}s" if device == "GPU" else "processes"
+    said = [f"Trials ran on different numbers of {units}, and the figures are of one {device}."]
+    for size in sizes:
+        rows = [row for row in good if row.world_size == size]
+        zero3 = next((row for row in rows if _is_zero3(row) and row is not rows[0]), None)
+        times = f", {_speed_of(rows[0]) / _speed_of(zero3):.2f} × ZeRO-3 on as many ({zero3.trial})" if zero3 else ""
+        said.append(f"On {size}, {rows[0].trial} is fastest{times}.")
+    return said
+
+
+def ends(rows: Sequence[Row]) -> str:
+    """How each trial ended: "tp8 ran out of memory, a and b failed"."""
+    by_status: dict[str, list[str]] = {}
+    for row in rows:
+        by_status.setdefault(row.status, []).append(row.trial)
+    ends = [f"{_listed(names)} {STATUS_WORDS[status]}" for status, names in by_status.items()]
+    return ", ".join(ends) or "no trial has run"
 
 
 def _beside_the_reference(tied: Sequence[Row], decision: Decision) -> str:
@@ -148,15 +173,6 @@ def _beside_the_reference(tied: Sequence[Row], decision: Decision) -> str:
 def _no_reference(best: Row, head: str) -> str:
     name = head if head == best.reference else f"{head} ({best.reference})"
     return f"The reference {name} has no result here to compare with."
-
-
-def _ends(rows: Sequence[Row]) -> str:
-    """How trials ended: "tp8 ran out of memory, a and b failed"."""
-    by_status: dict[str, list[str]] = {}
-    for row in rows:
-        by_status.setdefault(row.status, []).append(row.trial)
-    ends = [f"{_listed(names)} {STATUS_WORDS[status]}" for status, names in by_status.items()]
-    return ", ".join(ends) or "no trial has run"
 
 
 def count_ends(rows: Sequence[Row]) -> str:

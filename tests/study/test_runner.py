@@ -1,5 +1,6 @@
 """The runner with a fake trainer: every way a trial can end is named rightly, and harms no other trial."""
 
+import html
 import json
 import signal
 from pathlib import Path
@@ -76,6 +77,13 @@ class Faults:
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     return Faults(tmp_path_factory.mktemp("faults"))
+
+
+def test_the_report_names_every_end(faults):
+    page = html.unescape((faults.out / "report.html").read_text())
+    assert f"report: {faults.out / 'report.html'}" in faults.stdout
+    assert "Not ranked: drifted diverged" in page and "hung hit its time limit" in page
+    assert all(name in page and (error or name) in page for name, (_, error) in ENDS.items())
 
 
 @pytest.mark.parametrize("trial", ENDS)

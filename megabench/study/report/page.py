@@ -1,7 +1,7 @@
 """The page itself: everything that its template shows, and the page as text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -16,7 +16,7 @@ from megabench.study.report.placement_drawing import draw_hosts, group_lines, ho
 from megabench.study.report.table import heads_of, row_of
 from megabench.study.report.trials import Shown, StudyView, WorkClassOfTrials
 from megabench.study.report.words import explain_engine, explain_layout, train_command, why
-from megabench.study.verdict import STATUS_WORDS, count_ends, headline, particulars
+from megabench.study.verdict import STATUS_WORDS, count_ends, ends, headline, particulars
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
         study=study,
         view=view,
         counts=count_ends([trial.row for trial in view.trials]),
-        answers=[_answer(group, view) for group in view.classes],
+        answers=_answers(view),
         sections=[_section(group, number, view) for number, group in enumerate(view.classes)],
         findings=findings,
         kinds=_KINDS,
@@ -72,12 +72,23 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
 _KINDS = {"untrustworthy": "Do not trust", "slow": "Slower than it could be", "note": "Note"}
 
 
+def _answers(view: StudyView) -> list[Answer]:
+    """One for each work class; what has no result is said beside the first."""
+    groups = [group for group in view.classes if group.key] or view.classes
+    answers = [_answer(group, view) for group in groups]
+    lost = [trial.row for group in view.classes if group not in groups for trial in group.trials]
+    if lost:
+        said = [*answers[0].particulars, f"Without a result, and so in no comparison: {ends(lost)}."]
+        answers[0] = replace(answers[0], particulars=said)
+    return answers
+
+
 def _answer(group: WorkClassOfTrials, view: StudyView) -> Answer:
     best, reference = group.best, group.reference
     return Answer(
         group=group,
         headline=headline(group.decision, view.device),
-        particulars=particulars(group.decision),
+        particulars=particulars(group.decision, view.device),
         reasons=_reasons(group, best, reference, view),
         layout=explain_layout(best.record, view.device) if best else [],
         engine=explain_engine(best.record) if best else "",

@@ -95,6 +95,7 @@ def _host(slug: str, host: HostRanks, record: RunRecord, layout: Layout) -> Mark
             tag("rect", x=0.5, y=0.5, width=width - 1, height=total - 1, rx=6, class_="box"),
             text(clip(host.name, 16 if num_columns < 3 else 34), 10, 20, "name"),
             *cells,
+            full_width=width,
         ),
     )
 

@@ -39,9 +39,8 @@ def comparison(pairs: list[Pair], names: tuple[str, str]) -> str:
         return "No trial of one study can be compared with one of the other: names or work differ."
     clear = [pair for pair in told if not pair.remark]
     faster = [pair for pair in clear if pair.change and pair.change > 1]
-    counts = (
-        f"{len(faster)} faster, {len(clear) - len(faster)} slower, {len(told) - len(clear)} equal within the spread"
-    )
+    num_equal = len(told) - len(clear)
+    counts = f"{len(faster)} faster, {len(clear) - len(faster)} slower, {num_equal} equal within the spread"
     changes = [pair.change for pair in told if pair.change]
     reach = f"{min(changes):.2f} to {max(changes):.2f} ×" if len(changes) > 1 else f"{changes[0]:.2f} ×"
     of = "trial that both have" if len(told) == 1 else "trials that both have"
@@ -49,11 +48,11 @@ def comparison(pairs: list[Pair], names: tuple[str, str]) -> str:
 
 
 def draw_pairs(slug: str, pairs: list[Pair], names: tuple[str, str], device: str) -> Markup:
-    """Two bars a trial, the first study's above the second's."""
+    """Two bars for each trial that can be compared, the first study's above the second's."""
     made = []
     for pair in pairs:
         for trial, study, class_ in ((pair.first, names[0], "plain"), (pair.second, names[1], "reference")):
-            speed = trial.row.tokens_per_second_per_device if trial and trial.row.is_ok else None
+            speed = trial.row.tokens_per_second_per_device if trial and pair.change else None
             if trial and speed:
                 made.append(Strip(f"{pair.name} · {study}", f"{speed:,.0f}", class_, speed, trial.spread))
     if not made:

@@ -5,14 +5,15 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from megabench.study.report.svg import clip, nice_ticks, percent, picture, short, tag, text
+from megabench.study.report.svg import clip, nice_ticks, percent, picture, tag, text, tick_words
 from megabench.study.verdict import Spread
 
 _MARK_WIDTH = 0.66  # of the picture; the rest is for figures
 _NAME, _TOP, _MARK, _GAP = 15, 21, 18, 15  # pixels: baseline of the name, top and height of the mark, space below
 _PITCH = _TOP + _MARK + _GAP
+_COLUMN = _MARK + 8
 _AXIS = 30
-_LONGEST = 42  # letters that fit a phone
+_LONGEST = 34  # letters that fit a phone
 
 Segment = tuple[str, float]  # what, how much
 
@@ -72,11 +73,11 @@ def columns(slug: str, title: str, description: str, strips: Sequence[Strip], to
     for strip in strips:
         width = _MARK_WIDTH / len(strip.values)
         gap = 0.15 if len(strip.values) <= 64 else 0.0
-        mark = [tag("rect", x=0, y=-4, width=percent(_MARK_WIDTH), height=_MARK + 8, class_="track")]
+        mark = [tag("rect", x=0, y=0, width=percent(_MARK_WIDTH), height=_COLUMN, class_="track")]
         for number, value in enumerate(strip.values):
-            height = (_MARK + 8) * value / top
+            height = _COLUMN * value / top
             column = {"x": percent(width * (number + gap / 2)), "width": percent(width * (1 - gap))}
-            mark.append(tag("rect", **column, y=_MARK + 4 - height, height=height, class_=f"bar {strip.class_}"))
+            mark.append(tag("rect", **column, y=_COLUMN - height, height=height, class_=f"bar {strip.class_}"))
         mark.append(text(strip.figure, percent(_MARK_WIDTH), 14, "figure", dx=10))
         marks.append(Markup("").join(mark))
     return _drawn(slug, title, description, strips, marks, None, "")
@@ -130,9 +131,10 @@ def _drawn(
 
 def _axis(low: float, high: float, height: float, unit: str) -> list[Markup]:
     parts = []
-    for tick in nice_ticks(low, high, 4):
+    ticks = nice_ticks(low, high, 4)
+    for tick, words in zip(ticks, tick_words(ticks), strict=True):
         x = _at(tick - low, high - low)
         parts.append(tag("line", x1=x, x2=x, y1=0, y2=height, class_="grid"))
-        parts.append(text(short(tick), x, height + 14, "tick", "start" if tick == low == 0 else "middle"))
+        parts.append(text(words, x, height + 14, "tick", "start" if tick == low == 0 else "middle"))
     parts.append(text(unit, "100%", height + 14, "tick", "end"))
     return parts

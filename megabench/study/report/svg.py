@@ -29,8 +29,19 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f}%"
 
 
-def picture(slug: str, title: str, description: str, height: float, *children: object, class_: str = "") -> Markup:
-    """A picture as wide as its place, with a name and a description for those who cannot see it."""
+def picture(
+    slug: str,
+    title: str,
+    description: str,
+    height: float,
+    *children: object,
+    class_: str = "",
+    full_width: float | None = None,
+) -> Markup:
+    """A picture as wide as its place, with a name and a description for those who cannot see it.
+
+    One drawn in pixels gives its `full_width`, and shrinks as a whole where there is less.
+    """
     return tag(
         "svg",
         tag("title", title, id=f"{slug}-title"),
@@ -41,6 +52,7 @@ def picture(slug: str, title: str, description: str, height: float, *children: o
         aria_labelledby=f"{slug}-title {slug}-desc",
         width="100%",
         height=height,
+        viewBox=f"0 0 {full_width:g} {height:g}" if full_width else None,
     )
 
 
@@ -60,20 +72,15 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def short(number: float) -> str:
-    """A number for an axis: 1,500 or 0.25 or 3e-05."""
-    if number == 0:
-        return "0"
-    if abs(number) >= 1000:
-        return f"{number:,.0f}"
-    return f"{number:.3g}" if abs(number) >= 1e-3 else f"{number:.0e}"
-
-
-def distinct(ticks: Sequence[float]) -> list[str]:
-    """The numbers of an axis, each with as many digits as it takes to tell them apart."""
-    words, num_digits = [short(tick) for tick in ticks], 4
-    while len(set(words)) < len(words) and num_digits < 10:
-        words, num_digits = [f"{tick:.{num_digits}g}" for tick in ticks], num_digits + 1
+def tick_words(ticks: Sequence[float]) -> list[str]:
+    """The numbers of an axis, with as many decimals as tell them apart: 1,500 or 12.575."""
+    for decimals in range(8):
+        words = [f"{tick:,.{decimals}f}" for tick in ticks]
+        if all(
+            abs(float(word.replace(",", "")) - tick) < 1e-9 + 1e-6 * abs(tick)
+            for word, tick in zip(words, ticks, strict=True)
+        ):
+            break
     return words
 
 

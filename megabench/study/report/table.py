@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megabench.study.report.charts import parity_words
+from megabench.study.report.losses import parity_words
 from megabench.study.report.trials import Shown, StudyView, WorkClassOfTrials
 
 
@@ -26,23 +26,22 @@ class Head:
 
 def heads_of(group: WorkClassOfTrials, view: StudyView) -> list[Head]:
     """The columns that a work class needs: those without any figure are left out."""
-    ratio = f"× {view.head}"
     heads = [
         Head("trial", lambda trial: Cell(trial.name, trial.name), False),
-        Head("engine", lambda trial: Cell(trial.row.engine, trial.row.engine), False),
-        Head("layout", lambda trial: Cell(trial.row.layout, trial.row.layout), False),
-        Head(f"{view.device}s" if view.device == "GPU" else "processes", lambda t: _count(t.row.world_size)),
-        Head("hosts", _hosts),
-        Head("micro-batch", lambda trial: _count(trial.row.micro_batch)),
-        Head("step s", lambda trial: _figure(trial.row.step_seconds, ".4g")),
         Head(f"tok/s per {view.device}", lambda t: _figure(t.row.tokens_per_second_per_device, ",.0f")),
         Head("spread", _spread),
-        Head(f"TFLOP/s per {view.device}", lambda t: _figure(t.row.tflops_per_device, ".3g")),
+        Head(f"× {view.head}", lambda trial: _figure(trial.row.ratio, ".2f")),
+        Head("status", lambda trial: Cell(_status(trial), trial.row.status), False),
+        Head("parity", lambda trial: Cell(parity_words(trial), trial.row.max_relative_difference or ""), False),
+        Head("layout", lambda trial: Cell(trial.row.layout, trial.row.layout), False),
+        Head("engine", lambda trial: Cell(trial.row.engine, trial.row.engine), False),
+        Head("step s", lambda trial: _figure(trial.row.step_seconds, ".4g")),
         Head("MFU", lambda trial: _figure(trial.row.mfu, ".1%")),
         Head("peak GiB", lambda trial: _figure(trial.row.peak_memory_gib, ".2f")),
-        Head(ratio, lambda trial: _figure(trial.row.ratio, ".2f")),
-        Head("parity", lambda trial: Cell(parity_words(trial), trial.row.max_relative_difference or ""), False),
-        Head("status", lambda trial: Cell(_status(trial), trial.row.status), False),
+        Head("micro-batch", lambda trial: _count(trial.row.micro_batch)),
+        Head(f"{view.device}s" if view.device == "GPU" else "processes", lambda t: _count(t.row.world_size)),
+        Head("hosts", _hosts),
+        Head(f"TFLOP/s per {view.device}", lambda t: _figure(t.row.tflops_per_device, ".3g")),
     ]
     return [head for head in heads if any(head.cell(trial).words not in ("–", "not known") for trial in group.trials)]
 

@@ -58,7 +58,7 @@ def explain_engine(record: RunRecord) -> str:
 
 
 def why(best: RunRecord, other: RunRecord, device: str) -> list[str]:
-    """What was measured that tells why `best` is faster than `other`; empty when nothing was."""
+    """What was measured that helps to tell why `best` is faster than `other`, and what was not."""
     said = []
     if best.profile and other.profile:
         mine, its = waiting_share(best), waiting_share(other)
@@ -77,7 +77,10 @@ def why(best: RunRecord, other: RunRecord, device: str) -> list[str]:
         )
     if best.peak_memory_gib and other.peak_memory_gib:
         mine, its = best.peak_memory_gib.max, other.peak_memory_gib.max
-        said.append(f"At its peak {best.trial} holds {mine:.1f} GiB on one {device}, {other.trial} {its:.1f} GiB.")
+        beside = "as much" if f"{mine:.1f}" == f"{its:.1f}" else f"{its:.1f} GiB"
+        said.append(f"At its peak {best.trial} holds {mine:.1f} GiB on one {device}, {other.trial} {beside}.")
+    if not (best.profile and other.profile):
+        said.append("Where the time goes was not looked into; “profile: true” in the study would show it.")
     return said
 
 
