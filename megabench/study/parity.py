@@ -39,6 +39,11 @@ def is_zero3(record: RunRecord) -> bool:
     return record.options.get("zero_stage") == 3
 
 
+def default_reference(records: Sequence[RunRecord]) -> str:
+    """The trial to compare with when a study names none: the first ZeRO-3 trial, else the first."""
+    return next((record.trial for record in records if is_zero3(record)), records[0].trial)
+
+
 def _is_finished(record: RunRecord) -> bool:
     return record.work_class is not None and record.status in ("ok", "diverged")
 

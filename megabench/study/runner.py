@@ -137,11 +137,12 @@ def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Att
             display.end(results.add(attempt, record))
     if results.study.question:
         console.print(results.study.question, markup=False, highlight=False, soft_wrap=True)
-    show(console, results.records, results.study.reference)
-    write_head(console, results.records, results.study.reference, results.out)
-    write_hparams(results.out / "tensorboard", summarize(results.records, results.study.reference))
+    records, reference = results.records, results.study.reference
+    show(console, records, reference)
+    write_head(console, records, reference, results.out)
+    write_hparams(results.out / "tensorboard", summarize(records, reference))
     console.print(f"records: {results.out / 'results.jsonl'}", markup=False, highlight=False, soft_wrap=True)
-    if results.records:
+    if records:
         console.print(f"report: {results.write_report()}", markup=False, highlight=False, soft_wrap=True)
     status = 0 if results.all_ok(results.select(request.only)) else 1
     tasks.end(status)

@@ -52,12 +52,23 @@ class Row:
         return self.status == "ok"
 
 
-def summarize(records: Sequence[RunRecord], reference: str) -> list[Row]:
-    """One row a trial. Work classes follow each other, the reference's first; in each, good trials stand best first and
-    the others behind them; trials without a result come last."""
+def runs_by_trial(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+    """The runs of each trial, in the order of the records."""
     by_trial: dict[str, list[RunRecord]] = {}
     for record in records:
         by_trial.setdefault(record.trial, []).append(record)
+    return by_trial
+
+
+def speeds_of(records: Sequence[RunRecord]) -> list[float]:
+    """Tokens/s per device of the runs that measured it."""
+    return [record.tokens_per_second_per_device for record in records if record.tokens_per_second_per_device]
+
+
+def summarize(records: Sequence[RunRecord], reference: str) -> list[Row]:
+    """One row a trial. Work classes follow each other, the reference's first; in each, good trials stand best first and
+    the others behind them; trials without a result come last."""
+    by_trial = runs_by_trial(records)
     references = _references(records, reference)
     rows = [_row(runs, by_trial, references.get(_class_of(runs), reference)) for runs in by_trial.values()]
     reference_first = sorted(rows, key=lambda row: row.trial != reference)
@@ -120,8 +131,10 @@ def _row(runs: Sequence[RunRecord], by_trial: Mapping[str, Sequence[RunRecord]],
     num_bad = sum(record.status != "ok" for record in runs)
     measured = [record for record in runs if record.work_class]
     work_class = _class_of(runs)
-    speeds = _speeds(measured)
-    expected = _speeds([run for run in by_trial.get(reference, ()) if run.status == "ok" and _class(run) == work_class])
+    speeds = speeds_of(measured)
+    expected = speeds_of(
+        [run for run in by_trial.get(reference, ()) if run.status == "ok" and _class(run) == work_class]
+    )
     parities = [record.parity for record in runs if record.parity]
     differences = [p.max_relative_difference for p in parities if p.max_relative_difference is not None]
     verdicts = {parity.verdict for parity in parities}
@@ -161,10 +174,6 @@ def _class_of(runs: Sequence[RunRecord]) -> str | None:
 
 def _class(record: RunRecord) -> str | None:
     return record.work_class.id if record.work_class else None
-
-
-def _speeds(records: Sequence[RunRecord]) -> list[float]:
-    return [record.tokens_per_second_per_device for record in records if record.tokens_per_second_per_device]
 
 
 def _median(values: Sequence[float]) -> float | None:

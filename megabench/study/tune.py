@@ -70,8 +70,8 @@ def tune(
             raise NothingFitsError(f"{setting}: {probe.error}", probe.status, result.num_hosts)
     if not (best := search.best):
         last = search.probes[-1]
-        smallest = Setting(last.micro_batch, last.recompute)
-        raise NothingFitsError(f"no setting fits: {smallest}: {last.error}", last.status, result.num_hosts)
+        tried = Setting(last.micro_batch, last.recompute)
+        raise NothingFitsError(f"no setting fits: {tried}: {last.error}", last.status, result.num_hosts)
     say(f"chosen: {best}")
     return best, search.probes
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megabench.record import RunRecord
-from megabench.study.summary import Row
+from megabench.study.summary import Row, runs_by_trial
 
 _LEAST_STEPS = 3  # fewer timed steps have no spread to speak of
 
@@ -45,10 +45,7 @@ def spread_of(runs: Sequence[RunRecord]) -> Spread | None:
 
 def spreads_of(records: Sequence[RunRecord]) -> dict[str, Spread]:
     """The spread of each trial that has one."""
-    by_trial: dict[str, list[RunRecord]] = {}
-    for record in records:
-        by_trial.setdefault(record.trial, []).append(record)
-    return {trial: spread for trial, runs in by_trial.items() if (spread := spread_of(runs))}
+    return {trial: spread for trial, runs in runs_by_trial(records).items() if (spread := spread_of(runs))}
 
 
 @dataclass(frozen=True)

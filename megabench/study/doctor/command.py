@@ -12,8 +12,8 @@ from megabench import UserError
 from megabench.record import RunRecord, read_records
 from megabench.study.doctor.examine import examine
 from megabench.study.doctor.finding import Finding, Kind, names
-from megabench.study.doctor.planned import plan, reference_of
-from megabench.study.parity import judge_parity
+from megabench.study.doctor.planned import plan
+from megabench.study.parity import default_reference, judge_parity
 from megabench.study.study import StudyError, StudyFile
 
 _STYLES: dict[Kind, str] = {"untrustworthy": "bold red", "slow": "yellow", "note": "cyan"}
@@ -50,7 +50,7 @@ def _read_folder(folder: Path) -> tuple[list[RunRecord], str]:
         raise DoctorError(f"{source} cannot be read as records ({str(error).splitlines()[0]})") from None
     if not records:
         raise DoctorError(f"{source} holds no record yet; run the study first")
-    reference = reference_of(records, _named_reference(folder / "study.yaml"))
+    reference = _named_reference(folder / "study.yaml") or default_reference(records)
     return judge_parity(records, reference), reference
 
 

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from megabench.record import RunRecord
+from megabench.study.summary import runs_by_trial
 
 Kind = Literal["untrustworthy", "slow", "note"]
 KINDS: tuple[Kind, ...] = ("untrustworthy", "slow", "note")  # worst first
@@ -37,10 +38,7 @@ class Case:
     @cached_property
     def by_trial(self) -> dict[str, list[RunRecord]]:
         """The runs of each trial."""
-        trials: dict[str, list[RunRecord]] = {}
-        for record in self.records:
-            trials.setdefault(record.trial, []).append(record)
-        return trials
+        return runs_by_trial(self.records)
 
     @cached_property
     def good(self) -> list[RunRecord]:

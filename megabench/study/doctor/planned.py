@@ -1,6 +1,5 @@
 """A study that is not run yet, as the records it would begin with: what is asked for, and nothing measured."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from megabench.hardware.topology import Host, Topology, build, from_facts, split
 from megabench.parallel.groups import groups_on
 from megabench.parallel.placement import place
 from megabench.record import Environment, PlacementUsed, RunRecord
-from megabench.study.parity import is_zero3
 from megabench.study.request import Request
 from megabench.study.study import Study, StudyFile, Trial, plan_study
 from megabench.train.asked import asked_for
@@ -81,9 +79,3 @@ def _this_machine(study: Study, size: int) -> Topology:
 def on_cpu(size: int) -> Topology:
     """One host without GPUs."""
     return build([(Host("this machine", "cpu", "shm", "socket"), size, size)])
-
-
-def reference_of(records: Sequence[RunRecord], named: str | None) -> str:
-    """The trial that ratios go by: the one that the study names, else its first ZeRO-3 trial, else its first."""
-    names = [record.trial for record in records if is_zero3(record)]
-    return named or (names or [record.trial for record in records])[0]

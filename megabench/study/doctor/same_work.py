@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from megabench.record import RunRecord
 from megabench.study.doctor.finding import Case, Finding, is_on_gpu, is_tried_larger, names, was_tuned
 from megabench.study.parity import is_zero3
+from megabench.study.summary import speeds_of
 
 # within this the reference is as good as the other ZeRO-3 trial: the runs of one trial differ as much
 AS_FAST = 0.02
@@ -181,5 +182,5 @@ def reference_is_not_zero3(case: Case) -> Iterator[Finding]:
 
 
 def _speed(runs: list[RunRecord]) -> float | None:
-    speeds = [record.tokens_per_second_per_device for record in runs if record.tokens_per_second_per_device]
+    speeds = speeds_of(runs)
     return statistics.median(speeds) if speeds else None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from megabench.metrics import quantile
 from megabench.record import RunRecord
 from megabench.study.doctor.finding import Case, Finding, is_on_gpu, names
+from megabench.study.summary import speeds_of
 
 # below that p10 and p90 are the two ends, and say nothing of a spread
 FEWEST_STEPS = 5
@@ -123,7 +124,7 @@ def _uncertainty(seconds: Sequence[float]) -> float:
 def repeats(case: Case) -> Iterator[Finding]:
     """Runs of one trial that disagree."""
     for trial, runs in case.good_by_trial.items():
-        speeds = _speeds(runs)
+        speeds = speeds_of(runs)
         if len(speeds) < 2:
             continue
         apart = (max(speeds) - min(speeds)) / statistics.median(speeds)
@@ -141,7 +142,7 @@ def too_close(case: Case) -> Iterator[Finding]:
     """A best trial that the next run may not confirm."""
     classes: dict[str, list[tuple[float, str]]] = {}
     for trial, runs in case.good_by_trial.items():
-        if (speeds := _speeds(runs)) and (work := runs[0].work_class):
+        if (speeds := speeds_of(runs)) and (work := runs[0].work_class):
             classes.setdefault(work.id, []).append((statistics.median(speeds), trial))
     for ranked in classes.values():
         (best, first), *others = sorted(ranked, reverse=True)
@@ -159,7 +160,7 @@ def too_close(case: Case) -> Iterator[Finding]:
 
 
 def _may_change_places(case: Case, best: float, first: str, speed: float, trial: str) -> bool:
-    mine, theirs = (_speeds(case.good_by_trial[name]) for name in (first, trial))
+    mine, theirs = (speeds_of(case.good_by_trial[name]) for name in (first, trial))
     if len(mine) > 1 and len(theirs) > 1:
         return max(theirs) >= min(mine)
     return speed > best * (1 - _TOO_CLOSE[_where(case.good_by_trial[first][0])])
@@ -175,10 +176,6 @@ def one_run(case: Case) -> Iterator[Finding]:
             f"{len(case.by_trial)} trials, one run each",
             "repeats: 3 in the study",
         )
-
-
-def _speeds(runs: Sequence[RunRecord]) -> list[float]:
-    return [record.tokens_per_second_per_device for record in runs if record.tokens_per_second_per_device]
 
 
 def _where(record: RunRecord) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megabench.study.doctor import Finding
-from megabench.study.report.folder import ReportError, StudyRecords, default_reference, read_folder
+from megabench.study.report.folder import ReportError, StudyRecords, read_folder
 from megabench.study.report.page import render
 
-__all__ = ["ReportError", "StudyRecords", "default_reference", "read_folder", "render", "write_report"]
+__all__ = ["ReportError", "StudyRecords", "read_folder", "render", "write_report"]
 
 
 def write_report(

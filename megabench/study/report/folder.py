@@ -1,12 +1,11 @@
 """A study's folder as a report needs it: the records, and what the study asked."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megabench import UserError
 from megabench.record import RunRecord, read_records
-from megabench.study.parity import is_zero3, judge_parity
+from megabench.study.parity import default_reference, judge_parity
 from megabench.study.study import StudyFile
 
 
@@ -44,8 +43,3 @@ def read_folder(folder: Path) -> StudyRecords:
         reference=reference,
         records=tuple(judge_parity(records, reference)),
     )
-
-
-def default_reference(records: Sequence[RunRecord]) -> str:
-    """The trial to compare with when a study names none: the first ZeRO-3 trial, else the first."""
-    return next((record.trial for record in records if is_zero3(record)), records[0].trial)
