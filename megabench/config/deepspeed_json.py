@@ -78,6 +78,11 @@ def read_deepspeed_json(path: Path) -> dict[str, Any]:
     return _without_auto(content)
 
 
+def names_batch(content: dict[str, Any]) -> bool:
+    """Whether the JSON itself says how many sequences a step has."""
+    return not content.keys().isdisjoint(("train_batch_size", "gradient_accumulation_steps"))
+
+
 def settings_of_run(content: dict[str, Any], given: dict[str, Any], path: Path) -> dict[str, Any]:
     """What the JSON says of the run, as RunConfig fields; ConfigError where `given`, the user's own, say otherwise."""
     enabled = [precision for precision in ("bf16", "fp16") if content.get(precision, {}).get("enabled")]

@@ -2,6 +2,7 @@
 
 import hashlib
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -26,6 +27,8 @@ from megabench.parallel.placement import Policy
 EngineName = Literal["megatron", "deepspeed", "fsdp", "ddp"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Beta = PositiveFloat  # checked to be below 1 in resolve()
+
+POWERSGD_PLAIN_STEPS = 2  # uncompressed steps at the start, the fewest that torch's hook takes with error feedback
 
 # settings that some engines alone understand
 _ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
@@ -190,15 +193,19 @@ class RunConfig(BaseModel):
                 f"{self.to_find[0]}=auto is found by launch/pretrain.py and megabench compare; here name the value"
             )
         self._check_engine()
+        run = self.with_deepspeed_json()._resolve(world_size, device)
         if self.deepspeed_config:
-            content = read_deepspeed_json(self.deepspeed_config)
-            given = {name: getattr(self, name) for name in self.model_fields_set}
-            said = settings_of_run(content, given, self.deepspeed_config)
-            taken = type(self).parse(self.model_dump(exclude_unset=True) | said, f"{self.deepspeed_config}: ")
-            run = taken._resolve(world_size, device)
-            check_deepspeed_json(content, run, self.deepspeed_config)
-            return run
-        return self._resolve(world_size, device)
+            check_deepspeed_json(read_deepspeed_json(self.deepspeed_config), run, self.deepspeed_config)
+        return run
+
+    def with_deepspeed_json(self) -> "RunConfig":
+        """This configuration with what its DeepSpeed JSON says where it is silent; ConfigError where they disagree."""
+        if not self.deepspeed_config:
+            return self
+        content = read_deepspeed_json(self.deepspeed_config)
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        said = settings_of_run(content, given, self.deepspeed_config)
+        return type(self).parse(self.model_dump(exclude_unset=True) | said, f"{self.deepspeed_config}: ")
 
     def _resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
         shape = self.shape
@@ -340,10 +347,11 @@ class RunConfig(BaseModel):
                 words += [f"--{name.replace('_', '-')}", *map(str, values)]
         return words
 
-    def command(self, world_size: int) -> str:
-        """What a person types to run this on one machine."""
+    def command(self, world_size: int, env: Mapping[str, str] | None = None) -> str:
+        """What a person types to run this on one machine, with these environment variables."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in (env or {}).items()]
         words = ["torchrun", "--nproc-per-node", str(world_size), "launch/pretrain.py", *self.flags()]
-        return shlex.join(words)
+        return " ".join([*variables, shlex.join(words)])
 
     def identity(self, **more: object) -> str:
         """Hash of all that shapes the run (where it writes aside), together with `more`."""

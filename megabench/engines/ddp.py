@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
+from megabench.config.run import POWERSGD_PLAIN_STEPS
 from megabench.data.batch import Batch
 from megabench.engines import kernels
 from megabench.engines import transformers_model as shared
@@ -127,8 +128,10 @@ class DdpEngine:
 
 
 def _power_sgd(rank: int, seed: int) -> PowerSGDState:
-    """PowerSGD (arXiv 1905.13727) with error feedback, which torch needs one plain step before."""
-    return PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2, random_seed=seed)
+    """PowerSGD (arXiv 1905.13727) with error feedback, behind the plain steps that torch asks for."""
+    return PowerSGDState(
+        None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_PLAIN_STEPS, random_seed=seed
+    )
 
 
 class _Cast(nn.Module):

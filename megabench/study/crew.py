@@ -5,9 +5,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
-from torch.distributed import PrefixStore
+from torch.distributed import DistError, PrefixStore
 
 from megabench.study.launch import Launch
 
@@ -15,6 +16,8 @@ POLL_SECONDS = 0.2
 BEAT_SECONDS = 2.0
 LOST_AFTER_SECONDS = 30.0
 JOIN_SECONDS = 600.0
+
+Result = TypeVar("Result")
 
 
 class StudyStopped(Exception):
@@ -73,7 +76,9 @@ class Crew:
         for number in self.launch.supervisors:
             while not self._store.check([f"report/{number}"]):
                 if time.monotonic() - started > JOIN_SECONDS:
-                    raise StudyStopped(f"the supervisor of rank {number} did not join within {JOIN_SECONDS:.0f} s")
+                    reason = f"the supervisor of rank {number} did not join within {JOIN_SECONDS:.0f} s"
+                    self.stop_all(reason)
+                    raise StudyStopped(reason)
                 self.breathe()
         reports = [json.loads(self._store.get(f"report/{number}")) for number in self.launch.supervisors]
         others = [number for number in self.launch.supervisors if number != self.launch.supervisor]
@@ -91,7 +96,26 @@ class Crew:
             self._watched.setdefault(0, (b"", time.monotonic()))
         return json.loads(self._store.get(f"announced/{key}"))
 
-    def part(self) -> None:
+    def to_the_end(self, run: Callable[[], Result]) -> Result:
+        """What `run` returns, once all have parted.
+
+        StudyStopped when the crew cannot go on; anything else that goes wrong here makes the others stop.
+        """
+        try:
+            result = run()
+            self._part()
+        except StudyStopped:
+            raise
+        except DistError:
+            where = f"{self.launch.address}:{self.launch.port}"
+            raise StudyStopped(f"the store at {where} is gone, and with it the first process") from None
+        except Exception as error:
+            with suppress(DistError):
+                self.stop_all(f"the supervisor of rank {self.launch.supervisor} failed: {error!r}")
+            raise
+        return result
+
+    def _part(self) -> None:
         """Ends the study for this supervisor; the lead leaves last, since its process may host the store."""
         if not self.launch.is_lead:
             self._store.add("parted", 1)

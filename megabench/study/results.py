@@ -8,12 +8,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megabench.config import near_matches
-from megabench.record import Probe, RunRecord, Status, read_records, write_records
+from megabench.config.to_find import Setting, settle
+from megabench.record import Probe, RecordError, RunRecord, Status, read_records, write_records
 from megabench.study.doctor import examine
+from megabench.study.folder import StudyRecords
 from megabench.study.machine import describe, gpu_names
 from megabench.study.parity import judge_parity
-from megabench.study.report import StudyRecords, write_report
-from megabench.study.search import Setting
+from megabench.study.report import write_report
 from megabench.study.study import Attempt, Study, StudyError, Trial
 from megabench.study.summary import summarize, write_csv
 from megabench.train.asked import asked_for
@@ -35,9 +36,8 @@ class Results:
             raise StudyError(f"--out {out} cannot be a folder: {nearest} cannot be written into; give another path")
         try:
             records = read_records(results._jsonl)
-        except ValueError as error:
-            reason = str(error).splitlines()[0]
-            raise StudyError(f"{results._jsonl} cannot be read as results ({reason}); move it away") from None
+        except RecordError as error:
+            raise StudyError(f"{error}; move the file away to begin anew") from None
         known = {attempt.key: attempt for attempt in study.attempts}
         for record in records:
             key = (record.trial_id, record.repeat)
@@ -103,7 +103,8 @@ class Results:
     def found(self, trial: Trial) -> tuple[Setting, list[Probe]] | None:
         """What an earlier run of `trial` found by trying; None when there is none."""
         for record in self._by_key.values():
-            if record.trial_id == trial.id and record.probes:
+            is_found = any(probe.status == "ok" for probe in record.probes or ())
+            if record.trial_id == trial.id and is_found and record.probes:
                 return Setting(record.micro_batch, record.options["recompute"]), record.probes
         return None
 
@@ -136,15 +137,28 @@ class Results:
         return path
 
 
-def failed_record(trial: Trial, status: Status, error: str, num_hosts: int | None) -> RunRecord:
-    """The record of a run without a result: what was asked for, and why nothing was measured."""
+def failed_record(
+    trial: Trial,
+    status: Status,
+    error: str,
+    num_hosts: int | None,
+    found: Setting | None = None,
+    probes: list[Probe] | None = None,
+) -> RunRecord:
+    """The record of a run without a result: what was asked for, and why nothing was measured.
+
+    `found` is what was found by trying, if the run came so far, and `probes` all that was tried.
+    """
     gpus = gpu_names()
+    config = settle(trial.config, found) if found else trial.config
+    resolved = config.resolve(trial.world_size, trial.resolved.device) if found else trial.resolved
     return RunRecord(
-        **asked_for(trial.resolved, trial.config),
+        **asked_for(resolved, config, trial.env),
         trial=trial.name,
         work_class=None,
         status=status,
         error=error,
         num_hosts=num_hosts,
+        probes=probes,
         device=(gpus[0] if gpus else None) if trial.resolved.device == "cuda" else "cpu",
     )

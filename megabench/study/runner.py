@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
-from torch.distributed import DistError
 
 from megabench import UserError
-from megabench.record import RunRecord
+from megabench.config.to_find import settle
 from megabench.study.crew import Crew, StudyStopped, note_signals
 from megabench.study.doctor.command import write_head
 from megabench.study.hparams import write_hparams
@@ -17,7 +16,6 @@ from megabench.study.launch import join_launcher, open_here
 from megabench.study.progress import RunDisplay
 from megabench.study.request import Request
 from megabench.study.results import Results, failed_record
-from megabench.study.search import settle
 from megabench.study.study import Attempt, Study
 from megabench.study.summary import summarize
 from megabench.study.table import show
@@ -55,22 +53,12 @@ def run_launched(request: Request, trainer: Sequence[str] = TRAINER) -> int:
 
 def _to_the_end(crew: Crew, run: Callable[[], int]) -> int:
     """The exit status of `run`, also when the study stops before its end."""
-    launch = crew.launch
     try:
-        status = run()
-        crew.part()
+        return crew.to_the_end(run)
     except StudyStopped as stopped:
-        if launch.is_lead or not stopped.signal:
+        if crew.launch.is_lead or not stopped.signal:
             print(f"Stopped: {stopped}. The same command with --resume goes on.", file=sys.stderr, flush=True)
         return 128 + stopped.signal if stopped.signal else 1
-    except DistError:
-        where = f"{launch.address}:{launch.port}"
-        print(f"Stopped: the store at {where} is gone, and with it the study's first process.", file=sys.stderr)
-        return 1
-    except Exception as error:
-        crew.stop_all(f"the supervisor of rank {launch.supervisor} failed: {error!r}")
-        raise
-    return status
 
 
 def _join_study(crew: Crew, request: Request, trainer: Sequence[str]) -> int:
@@ -128,13 +116,7 @@ def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Att
     for number, attempt in enumerate(attempts):
         results.clear(attempt)
         with RunDisplay(console, number + 1, len(attempts), attempt.folder.as_posix()) as display:
-            try:
-                record = _run_attempt(tasks, results, attempt, display)
-            except StudyStopped as stopped:
-                if not stopped.signal:  # what broke the crew may have been this very run
-                    display.end(results.add(attempt, failed_record(attempt.trial, "failed", str(stopped), None)))
-                raise
-            display.end(results.add(attempt, record))
+            _run_attempt(tasks, results, attempt, display)
     if results.study.question:
         console.print(results.study.question, markup=False, highlight=False, soft_wrap=True)
     records, reference = results.records, results.study.reference
@@ -149,19 +131,26 @@ def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Att
     return status
 
 
-def _run_attempt(tasks: Tasks, results: Results, attempt: Attempt, display: RunDisplay) -> RunRecord:
-    """The record of one run: what its rank 0 wrote, or why there is none."""
+def _run_attempt(tasks: Tasks, results: Results, attempt: Attempt, display: RunDisplay) -> None:
+    """Keeps the record of one run: what its rank 0 wrote, or why there is none."""
     trial, logs = attempt.trial, results.logs(attempt)
-    config, probes = trial.config, None
-    if config.to_find:
-        try:
+    found, probes = None, None
+    try:
+        if trial.config.to_find:
             found, probes = results.found(trial) or tune(tasks, trial, logs, display.note, display.update)
-        except NothingFitsError as error:
-            return failed_record(trial, error.status, str(error), error.num_hosts)
-        config = settle(config, found)
-    task = task_of(trial, config.model_copy(update={"tensorboard": results.tensorboard(attempt)}), logs)
-    result = tasks.run(task, display.update)
-    if not result.record:
-        return failed_record(trial, result.status, result.error or "", result.num_hosts)
-    command = config.command(trial.world_size)  # without the folders of this study
-    return result.record.model_copy(update={"probes": probes, "command": command})
+        config = settle(trial.config, found) if found else trial.config
+        task = task_of(trial, config.model_copy(update={"tensorboard": results.tensorboard(attempt)}), logs)
+        result = tasks.run(task, display.update)
+        if result.record:
+            command = config.command(trial.world_size, trial.env)  # without the folders of this study
+            record = result.record.model_copy(update={"probes": probes, "command": command})
+        else:
+            record = failed_record(trial, result.status, result.error or "", result.num_hosts, found, probes)
+    except NothingFitsError as error:
+        record = failed_record(trial, error.status, str(error), error.num_hosts, probes=error.probes)
+    except StudyStopped as stopped:
+        if not stopped.signal:  # what broke the crew may have been this very run
+            record = failed_record(trial, "failed", str(stopped), None, found, probes)
+            display.end(results.add(attempt, record))
+        raise
+    display.end(results.add(attempt, record))

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 from megabench import UserError
 from megabench.config import ConfigError, ResolvedConfig, RunConfig, explain, near_matches, read_yaml_mapping
+from megabench.config.to_find import resolve_first
 from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_fields, numbered, with_fields
-from megabench.study.search import legal_settings, settle
 
 # where a trial writes is the study's to say, and trials leave no checkpoints
 _NOT_A_TRIALS = ("out", "tensorboard", "save", "save_every", "keep", "save_mode")
@@ -201,7 +201,7 @@ def _draft(
         if config.device == "cuda" and device == "cpu":
             raise ConfigError("device=cuda, but no NVIDIA GPU was found here; use device: auto or cpu")
         kind: Literal["cpu", "cuda"] = "cpu" if "cpu" in (config.device, device) else "cuda"
-        resolved = settle(config, legal_settings(config, world_size, kind)[0]).resolve(world_size, kind)
+        resolved = resolve_first(config, world_size, kind)
     except UserError as error:
         raise StudyError(f"{where}: {error}") from None
     return _Draft(

@@ -1,5 +1,6 @@
 """What a record holds before anything runs. Loads no torch."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -14,8 +15,8 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-def asked_for(run: ResolvedConfig, given: RunConfig) -> dict[str, Any]:
-    """The fields of a record that are known before anything runs."""
+def asked_for(run: ResolvedConfig, given: RunConfig, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The fields of a record that are known before anything runs; `env` is what a study sets beside the flags."""
     return {
         "engine": run.engine,
         "layout": LayoutSizes(**asdict(run.layout)),
@@ -35,5 +36,5 @@ def asked_for(run: ResolvedConfig, given: RunConfig) -> dict[str, Any]:
         "grad_dtype": run.grad_dtype,
         "num_steps": run.steps,
         "warmup_steps": run.warmup_steps,
-        "command": given.command(run.world_size),
+        "command": given.command(run.world_size, env),
     }

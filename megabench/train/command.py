@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from megabench import UserError
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
+from megabench.config.to_find import resolve_first
 from megabench.record import Probe
 from megabench.train.flags import parse_flags
 from megabench.train.stopped import StoppedError
@@ -54,16 +55,11 @@ def _run(given: RunConfig, find: Find | None) -> None:
         rendezvous = rendezvous_module.join()
     except Exception as error:
         _refuse(f"cannot open the rendezvous store that the launcher named: {error}")
-    probes = None
-    try:
-        device_kind = choose_device(given.device, rendezvous.local_world_size)
-        if given.to_find and find:
-            given, probes = find(given, rendezvous, device_kind)
-    except UserError as error:
-        _refuse(str(error), rendezvous)
     watch = Watch(rendezvous, given.stall_seconds, given.steps)
     try:
-        run = given.resolve(rendezvous.world_size, device_kind)
+        device_kind = choose_device(given.device, rendezvous.local_world_size)
+        # what is still to be found shapes nothing that is checked here
+        run = (resolve_first if find else RunConfig.resolve)(given, rendezvous.world_size, device_kind)
         _make_folders(run)
         source = open_source(run)
         _check_same_data(run, source.sha256, rendezvous)
@@ -74,6 +70,12 @@ def _run(given: RunConfig, find: Find | None) -> None:
     if resume.num_done >= run.steps:
         _leave_done(run, resume, watch, rendezvous)
         return
+    probes = None
+    if given.to_find and find:
+        watch.close()  # meanwhile the processes watch each other as supervisors
+        given, probes = _complete(given, find, rendezvous, device_kind)
+        run = given.resolve(rendezvous.world_size, device_kind)
+        watch = Watch(rendezvous, given.stall_seconds, given.steps)
     watch.at("starting", resume.num_done)
     _set_connections(run)
     try:
@@ -91,6 +93,17 @@ def _run(given: RunConfig, find: Find | None) -> None:
         _refuse(str(error), rendezvous)
     except BaseException as error:
         _fail(error, rendezvous)
+
+
+def _complete(
+    given: RunConfig, find: Find, rendezvous: "Rendezvous", device: Literal["cpu", "cuda"]
+) -> tuple[RunConfig, list[Probe]]:
+    try:
+        return find(given, rendezvous, device)
+    except StoppedError as error:
+        _stop(str(error), rendezvous)
+    except UserError as error:
+        _refuse(str(error), rendezvous)
 
 
 def _make_folders(run: ResolvedConfig) -> None:
@@ -156,8 +169,11 @@ def _stop(sentence: str, rendezvous: "Rendezvous") -> NoReturn:
     """Ends this rank with status 1 and, between all ranks, one sentence."""
     from megabench.runtime import messages
 
-    messages.report_failure(rendezvous.store, rendezvous.rank, "failed", sentence)
-    messages.print_once(rendezvous.store, f"Error: {sentence}")
+    try:
+        messages.report_failure(rendezvous.store, rendezvous.rank, "failed", sentence)
+        messages.print_once(rendezvous.store, f"Error: {sentence}")
+    except Exception:  # the store is out of reach: better twice than not at all
+        print(f"Error: {sentence}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
 

@@ -1,5 +1,6 @@
 """Stands in for megabench.train: `FAULT` says how it ends, and `FAULT_RANK` on which rank (all others see no fault).
 
+`FAULT_STEPS` keeps the fault to runs of so many steps: probes have fewer.
 `SECONDS` tells the step time at each micro-batch, "1:2.5 2:2 4:oom": out of memory at the last.
 It writes the same files and messages as the trainer, without a model, so that a trial takes a second.
 """
@@ -26,7 +27,8 @@ def main() -> int:
     note_pid(out, str(rank), os.getpid())
     seconds = dict(entry.split(":") for entry in os.environ.get("SECONDS", "").split())
     step_seconds = seconds.get(fields.get("--micro-batch", ""), "0.5")
-    fault = step_seconds if step_seconds == "oom" else os.environ.get("FAULT", "")
+    has_fault = os.environ.get("FAULT_STEPS", fields["--steps"]) == fields["--steps"]
+    fault = step_seconds if step_seconds == "oom" else os.environ.get("FAULT", "") if has_fault else ""
     mine = fault and rank == int(os.environ.get("FAULT_RANK", "0"))
     if fault in ("hang", "raise", "oom"):
         return with_messages(rank, fault, bool(mine))
@@ -45,9 +47,10 @@ def main() -> int:
     if rank == 0 and fault != "no_record":
         losses = [6.0, 5.0, 4.0, float(os.environ.get("LAST_LOSS", "3.0"))]
         took = float(step_seconds)
-        median = StepSeconds(median=took, p10=took, p90=took, all=[took])
+        steps = StepSeconds(median=took, p10=took, p90=took, all=[took] * (NUM_STEPS - 1))
+        measured = {"step_seconds": steps, "grad_norms": [1.0] * NUM_STEPS}
         micro_batch = int(fields.get("--micro-batch", "4"))
-        make_record(losses, speed=500 / took, step_seconds=median, micro_batch=micro_batch).write(out / "record.json")
+        make_record(losses, speed=500 / took, micro_batch=micro_batch, **measured).write(out / "record.json")
     return 0
 
 

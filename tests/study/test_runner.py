@@ -133,7 +133,8 @@ def test_what_a_study_leaves(faults):
 def test_a_failed_record_says_what_was_asked_for_and_measures_nothing(faults):
     record = faults.records["killed"]
     assert (record.layout.dp, record.num_steps, record.device, record.num_hosts) == (2, 4, "cpu", 1)
-    assert record.command.startswith("torchrun --nproc-per-node 2 launch/pretrain.py --model llama-tiny")
+    command = "FAULT=kill FAULT_RANK=1 torchrun --nproc-per-node 2 launch/pretrain.py --model llama-tiny"
+    assert record.command.startswith(command)
     assert record.tokens_per_second is None and record.losses == [] and record.work_class is None
 
 
@@ -158,18 +159,21 @@ def test_resume_runs_only_what_has_no_good_record(tmp_path):
 
 
 def test_repeats_and_environment(tmp_path):
-    study = write(tmp_path, BASE + "repeats: 2\ntrials: [{name: a, env: {FAULT: environment, MINE: 7}}]")
+    study = write(tmp_path, BASE + "repeats: 2\ntrials: [{name: a, env: {FAULT: environment, MINE: 7 of mine}}]")
     out = tmp_path / "out"
     status, stdout, stderr = compare(study, "--out", out, "--nproc", 2, TORCHELASTIC_RUN_ID="x", GROUP_RANK="0")
     assert status == 0, stdout + stderr
-    assert [record.repeat for record in read_records(out / "results.jsonl")] == [0, 1]
+    found = read_records(out / "results.jsonl")
+    assert [record.repeat for record in found] == [0, 1]
+    assert found[0].command.startswith("FAULT=environment MINE='7 of mine' torchrun --nproc-per-node 2 launch/")
     prefixes = set()
     for repeat in (0, 1):
         lines = (out / f"logs/a/repeat-{repeat}/environment-1").read_text().splitlines()
         variables = dict(line.split("=", 1) for line in lines if "=" in line)
         assert not {name for name in variables if name.startswith(("TORCHELASTIC", "GROUP_"))}
         assert [variables[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == list("1122")
-        assert (variables["MINE"], variables["OMP_NUM_THREADS"], variables["CUDA_VISIBLE_DEVICES"]) == ("7", "1", "")
+        names = ("MINE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+        assert [variables[name] for name in names] == ["7 of mine", "1", ""]
         prefixes.add(variables["MEGABENCH_STORE_PREFIX"])
     assert len(prefixes) == 2
 

@@ -58,6 +58,24 @@ trials:
     assert (found["large"].status, found["broken"].status) == ("oom", "failed")
     assert found["large"].error.startswith("no setting fits: micro-batch 1, recompute none: rank 0 ran out of memory")
     assert found["broken"].error.startswith("micro-batch 1, recompute none: rank 0 ended with exit status 3")
+    for name, end in (("large", "oom"), ("broken", "failed")):
+        (probe,) = found[name].probes
+        assert (probe.micro_batch, probe.status) == (1, end)
+        assert "--micro-batch auto" in found[name].command
+
+
+def test_a_run_that_fails_behind_its_probes_tells_what_they_found(tmp_path):
+    study = write(
+        tmp_path, BASE + f"trials: [{{name: a, micro_batch: auto, env: {{{SECONDS}, FAULT: exit, FAULT_STEPS: 4}}}}]"
+    )
+    out = tmp_path / "out"
+    assert compare(study, "--out", out, "--nproc", 2)[0] == 1
+    first = records(out)["a"]
+    assert (first.status, first.micro_batch) == ("failed", 4) and "--micro-batch 4" in first.command
+    assert [probe.micro_batch for probe in first.probes] == [1, 2, 8, 4]
+    status, stdout, _ = compare(study, "--out", out, "--nproc", 2, "--resume")
+    assert status == 1 and "chosen" not in stdout, "what was found is not looked for again"
+    assert records(out)["a"].probes == first.probes
 
 
 @pytest.mark.e2e

@@ -1,0 +1,12 @@
+"""launch/pretrain.py with the fake trainer in the place of the one that is probed."""
+
+import runpy
+import sys
+
+from megabench.study import crew, tune_launched
+
+tune_launched.TRAINER = (sys.executable, "-m", "tests.study.fake_trainer")
+crew.LOST_AFTER_SECONDS = 8.0
+
+if __name__ == "__main__":
+    runpy.run_path("launch/pretrain.py", run_name="__main__")
