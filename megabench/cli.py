@@ -98,7 +98,8 @@ def report(
     Exit status: 2 when DIR holds no study.
     """
     from megabench.study.doctor import examine
-    from megabench.study.report import read_folder, write_report
+    from megabench.study.folder import read_folder
+    from megabench.study.report import write_report
 
     path, study = out or folder / "report.html", read_folder(folder)
     findings = examine(study.records, study.reference)

@@ -13,6 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from megabench import UserError
 
+# raised with the first field that is added, or means something else, after a release, which none has been yet: then an
+# older version refuses the records in a sentence, and a newer one loads those of every schema before
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "oom", "failed", "timeout", "diverged"]
@@ -307,11 +309,15 @@ class RecordError(UserError):
 def read_records(path: Path) -> list[RunRecord]:
     """The records of a `results.jsonl`, in file order; an absent file holds none.
 
-    Fields that an older version did not write are None or empty. Raises RecordError for a newer version's records.
+    Fields that an older version did not write are None or empty. Raises RecordError for a newer version's records, and
+    for what is none.
     """
     if not path.exists():
         return []
-    lines = enumerate(path.read_text().splitlines(), 1)
+    try:
+        lines = enumerate(path.read_text().splitlines(), 1)
+    except UnicodeDecodeError:
+        raise RecordError(f"{path} is not text, and so holds no records") from None
     return [_read_line(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 

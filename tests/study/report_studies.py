@@ -18,8 +18,8 @@ from megabench.record import (
     StepSeconds,
 )
 from megabench.study.doctor import Finding
+from megabench.study.folder import StudyRecords
 from megabench.study.parity import judge_parity
-from megabench.study.report import StudyRecords
 from tests.study.records import make_record, work_class
 
 QUESTION = "Which layout of two H200 nodes trains Llama-3-8B fastest?"

@@ -585,8 +585,8 @@ def test_the_command(tmp_path):
     ("name", "words"),
     [
         ("none", "is not there"),
-        ("empty", "has no results.jsonl"),
-        ("broken", "cannot be read as records"),
+        ("empty", "holds no results.jsonl"),
+        ("broken", "results.jsonl, line 1 is not JSON"),
         ("text.txt", "is no study file"),
         ("bad.yaml", "unknown setting"),
     ],

@@ -13,8 +13,9 @@ import pytest
 
 from megabench.record import RecordError, read_records, write_records
 from megabench.study.doctor import examine
+from megabench.study.folder import read_folder
 from megabench.study.parity import judge_parity
-from megabench.study.report import read_folder, render, write_report
+from megabench.study.report import render, write_report
 from megabench.study.summary import summarize, write_csv
 from tests.study import report_studies
 from tests.study.compare_process import REPOSITORY

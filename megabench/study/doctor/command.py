@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from megabench import UserError
-from megabench.record import RunRecord, read_records
+from megabench.record import RunRecord
 from megabench.study.doctor.examine import examine
 from megabench.study.doctor.finding import Finding, Kind, names
 from megabench.study.doctor.planned import plan
-from megabench.study.parity import default_reference, judge_parity
-from megabench.study.study import StudyError, StudyFile
+from megabench.study.folder import read_folder
+from megabench.study.parity import judge_parity
 
 _STYLES: dict[Kind, str] = {"untrustworthy": "bold red", "slow": "yellow", "note": "cyan"}
 _NUM_AT_THE_TABLE = 2
@@ -30,7 +30,7 @@ def findings_at(path: Path, num_processes: int | None = None, cluster: str | Non
     if path.is_dir():
         if num_processes or cluster:
             raise DoctorError(f"--nproc and --cluster are for a study file; {path} holds records of what was run")
-        return examine(*_read_folder(path))
+        return _of_folder(path)
     if not path.is_file():
         raise DoctorError(f"{path} is not there; give a study file, or a folder with results.jsonl")
     if path.suffix not in (".yaml", ".yml"):
@@ -38,28 +38,17 @@ def findings_at(path: Path, num_processes: int | None = None, cluster: str | Non
     return examine(*plan(path, num_processes, cluster))
 
 
-def _read_folder(folder: Path) -> tuple[list[RunRecord], str]:
-    """The records of a study, or the record of a single run, and the trial that ratios go by."""
-    study, single = folder / "results.jsonl", folder / "record.json"
-    source = study if study.exists() or not single.exists() else single
-    if not source.exists():
-        raise DoctorError(f"{folder} has no results.jsonl and no record.json; give the --out folder of a study or run")
+def _of_folder(folder: Path) -> list[Finding]:
+    """The findings of a study, or of a single run where there is none."""
+    single = folder / "record.json"
+    if (folder / "results.jsonl").exists() or not single.exists():
+        study = read_folder(folder)
+        return examine(study.records, study.reference)
     try:
-        records = read_records(study) if source is study else [RunRecord.read(single)]
+        record = RunRecord.read(single)
     except ValueError as error:
-        raise DoctorError(f"{source} cannot be read as records ({str(error).splitlines()[0]})") from None
-    if not records:
-        raise DoctorError(f"{source} holds no record yet; run the study first")
-    reference = _named_reference(folder / "study.yaml") or default_reference(records)
-    return judge_parity(records, reference), reference
-
-
-def _named_reference(study: Path) -> str | None:
-    """The reference that the study's copy beside the records names; a study need not name one."""
-    try:
-        return StudyFile.read(study).reference if study.exists() else None
-    except StudyError:
-        return None
+        raise DoctorError(f"{single} cannot be read as a record ({str(error).splitlines()[0]})") from None
+    return examine(judge_parity([record], record.trial), record.trial)
 
 
 def write(console: Console, findings: Sequence[Finding], as_json: bool) -> None:

@@ -3,11 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from megabench import UserError
 from megabench.study.doctor import Finding
-from megabench.study.report.folder import ReportError, StudyRecords, read_folder
+from megabench.study.folder import StudyRecords
 from megabench.study.report.page import render
 
-__all__ = ["ReportError", "StudyRecords", "read_folder", "render", "write_report"]
+__all__ = ["ReportError", "render", "write_report"]
+
+
+class ReportError(UserError):
+    """A page that cannot be written."""
 
 
 def write_report(

@@ -9,9 +9,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from megabench import __version__
 from megabench.record import RunRecord
 from megabench.study.doctor import Finding
+from megabench.study.folder import StudyRecords
 from megabench.study.report import side_by_side
 from megabench.study.report.charts import charts_of
-from megabench.study.report.folder import StudyRecords
 from megabench.study.report.placement_drawing import draw_hosts, group_lines, hosts_left_out
 from megabench.study.report.table import heads_of, row_of
 from megabench.study.report.trials import Shown, StudyView, WorkClassOfTrials

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import groupby
 
 from megabench.record import RunRecord
-from megabench.study.report.folder import StudyRecords
+from megabench.study.folder import StudyRecords
 from megabench.study.report.words import device_word
 from megabench.study.summary import Row, summarize
 from megabench.study.table import class_titles, reference_name

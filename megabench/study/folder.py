@@ -1,4 +1,4 @@
-"""A study's folder as a report needs it: the records, and what the study asked."""
+"""What a study left in its folder: the records, and what the study asked."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +9,8 @@ from megabench.study.parity import default_reference, judge_parity
 from megabench.study.study import StudyFile
 
 
-class ReportError(UserError):
-    """A folder that no report can be drawn from; the message says what is missing."""
+class FolderError(UserError):
+    """A folder that holds no study; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class StudyRecords:
 def read_folder(folder: Path) -> StudyRecords:
     """The study that `megabench compare --out FOLDER` left; without its study.yaml the folder gives the name.
 
-    Raises ReportError where there are no records, and RecordError or StudyError for files that cannot be read.
+    Raises FolderError where there are no records, and RecordError or StudyError for files that cannot be read.
     """
     path = folder / "results.jsonl"
     if not path.is_file():
-        raise ReportError(f"{folder} holds no results.jsonl; give a folder that megabench compare --out has written")
+        raise FolderError(f"{folder} holds no results.jsonl; give a folder that megabench compare --out has written")
     records = read_records(path)
     if not records:
-        raise ReportError(f"{path} holds no record yet; wait for the first trial to end")
+        raise FolderError(f"{path} holds no record yet; wait for the first trial to end")
     source = folder / "study.yaml"
     file = StudyFile.read(source) if source.is_file() else None
     reference = (file and file.reference) or default_reference(records)
