@@ -126,12 +126,9 @@ class FsdpEngine:
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._named_parameters():
             tensor: Any = parameter if kind == "weights" else parameter.grad
-            yield (
-                name,
-                shared.shown(
-                    name, None if tensor is None else tensor.detach().full_tensor(), kind, self.run, self.loss_scale
-                ),
-            )
+            if tensor is not None:
+                tensor = tensor.detach().to(self.device).full_tensor()  # offloaded, it is where NCCL cannot gather it
+            yield name, shared.shown(name, tensor, kind, self.run, self.loss_scale)
 
     @property
     def kernels(self) -> dict[str, str]:
