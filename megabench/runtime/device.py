@@ -80,13 +80,6 @@ def memory_gib(device: torch.device) -> float | None:
     return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
 
 
-def forget_peak_memory(device: torch.device) -> None:
-    """Lets `peak_memory_gib` begin anew; a no-op on CPU, whose peak belongs to the process."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def peak_memory_gib(device: torch.device) -> float:
     """Peak so far, in GiB: reserved by the allocator on a GPU, resident set of the process on CPU."""
     if device.type == "cuda":
