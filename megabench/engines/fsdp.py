@@ -104,7 +104,11 @@ class FsdpEngine:
         grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
         # replicas of a shard hold the same gradient
         replicas = dist.get_world_size() // (self.run.shard_size or dist.get_world_size())
-        squared_norm = torch.nn.utils.get_total_norm(grads).square().to(self.device)
+        if self.run.offload == "all":  # one by one on the device: on CPU an fp32 norm of so much is off by a thousandth
+            norms = [torch.linalg.vector_norm(grad.to(self.device)) for grad in grads]
+            squared_norm = torch.stack(norms).square().sum()
+        else:
+            squared_norm = torch.nn.utils.get_total_norm(grads).square()
         totals = torch.stack([self.loss, squared_norm / replicas])
         dist.all_reduce(totals)
         loss, squared_norm_sum = totals.tolist()
@@ -126,12 +130,9 @@ class FsdpEngine:
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._named_parameters():
             tensor: Any = parameter if kind == "weights" else parameter.grad
-            yield (
-                name,
-                shared.shown(
-                    name, None if tensor is None else tensor.detach().full_tensor(), kind, self.run, self.loss_scale
-                ),
-            )
+            if tensor is not None:
+                tensor = tensor.detach().to(self.device).full_tensor()  # offloaded, it is where NCCL cannot gather it
+            yield name, shared.shown(name, tensor, kind, self.run, self.loss_scale)
 
     @property
     def kernels(self) -> dict[str, str]:
