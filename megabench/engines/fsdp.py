@@ -79,7 +79,8 @@ class FsdpEngine:
     @torch.no_grad()
     def _fill(self, name: str, parameter: nn.Parameter, values: shared.InitialValues) -> None:
         local, start = _local(parameter), _first_element(parameter)
-        local.copy_(values.read(name, start, start + local.numel()).to(DTYPES[self.run.precision]).view(local.shape))
+        initial = values.read(name, start, start + local.numel(), local.device)
+        local.copy_(initial.to(DTYPES[self.run.precision]).view(local.shape))
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.model.named_parameters()
