@@ -45,10 +45,8 @@ class StepModel:
     def predicted(self, setting: Setting, once: float) -> float:
         """Seconds of the run's step under a setting that was not tried, where two were."""
         same = [probe for probe in self._good if probe.recompute == setting.recompute]
-        points = [
-            (_compute(probe), self._micro_batch_seconds(probe, once))
-            for probe in (same if len(same) > 1 else self._good)[-2:]
-        ]
+        known = same if len(same) > 1 else self._good
+        points = list({_compute(probe): self._micro_batch_seconds(probe, once) for probe in known}.items())[-2:]
         one, (largest, its) = line(_compute(setting), points), points[-1]
         if _compute(setting) > largest:
             one = max(one, its)  # that a larger micro-batch took less time at all was noise, not to be drawn out

@@ -10,6 +10,7 @@ from megabench.config.to_find import Setting, legal_settings, settle
 from megabench.record import Probe
 from megabench.study.probe import probe_config
 from megabench.study.search import MOST_PROBES, Search
+from megabench.study.step_model import StepModel
 
 WORLD_SIZE = 4
 
@@ -137,6 +138,16 @@ def test_noise_is_not_drawn_out():
         probe = Probe(micro_batch=size, recompute="none", global_batch=256, status="ok", step_seconds=seconds)
         found.heard(probe, None)
     assert found.next() == Setting(256, "none")
+
+
+def test_probes_of_equal_compute_are_one_point():
+    """Three sequences of whole layers computed again take as much of it as four without."""
+    run = settle(config(global_batch=96), Setting(1, "none")).resolve(WORLD_SIZE, "cpu")
+    good = [
+        Probe(micro_batch=size, recompute=level, global_batch=96, status="ok", step_seconds=seconds)
+        for size, level, seconds in ((1, "none", 24.0), (4, "none", 15.0), (3, "full", 20.0))
+    ]
+    assert StepModel(run, good).predicted(Setting(6, "full"), 0.0) == pytest.approx(4 * (2.5 + 4 * 1.5 / 3))
 
 
 def test_where_two_do_not_fit_two_probes_suffice():
