@@ -1,7 +1,6 @@
 """Optimizers and their rules, shared by the engines."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,11 +21,6 @@ def apex_adam() -> type[torch.optim.Optimizer] | None:
     except ImportError:
         return None
     return FusedAdam
-
-
-def has_apex_weight_gradients() -> bool:
-    """Whether NVIDIA's apex was built with the GEMM that accumulates weight gradients in place."""
-    return find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 class GroupStepOptimizer(torch.optim.Optimizer):

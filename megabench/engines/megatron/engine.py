@@ -216,6 +216,5 @@ class MegatronEngine:
     def kernels(self) -> dict[str, str]:
         adam = "apex FusedAdam" if self.run.device == "cuda" and apex_adam() else "torch fused AdamW"
         return kernels.names_for_megatron(self.run) | {
-            "weight_gradient": "apex" if self.transformer_config.gradient_accumulation_fusion else "torch",
             "optimizer": adam if self.run.optimizer == "adamw" else "torch SGD",
         }

@@ -16,7 +16,6 @@ from megabench.config import ResolvedConfig
 from megabench.engines.cross_entropy import linear_cross_entropy
 from megabench.engines.kernels import fuses_activation, fuses_cross_entropy
 from megabench.engines.megatron.blocks import llama_blocks
-from megabench.engines.optim import has_apex_weight_gradients
 from megabench.models.mapping import padded_vocab_size, shard
 from megabench.models.rotary import rotary_frequencies
 from megabench.models.weights import Weights, read_shard
@@ -64,7 +63,7 @@ class ParallelLlama(GPTModel):
         self.layers = layers
         super().__init__(
             config=config,
-            transformer_layer_spec=llama_blocks(len(layers), shape.table.qk_norm),
+            transformer_layer_spec=llama_blocks(len(layers), run),
             vocab_size=padded_vocab_size(shape, layout.tp),
             max_sequence_length=run.seq_length,
             pre_process=has_embedding,
@@ -126,7 +125,7 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             bias_activation_fusion=fuses_activation(run),
             masked_softmax_fusion=False,
             apply_rope_fusion=False,
-            gradient_accumulation_fusion=run.device == "cuda" and has_apex_weight_gradients(),
+            gradient_accumulation_fusion=False,  # apex's; see linear.py
             # initialization also marks parameters as split over tp, without which the gradient norm leaves them out;
             # the values come from load_initial_weights
             perform_initialization=True,
