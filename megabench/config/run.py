@@ -286,9 +286,8 @@ class RunConfig(BaseModel):
 
     def _check_placement(self, world_size: int) -> None:
         if (self.strict_placement or self.tp_overlap) and self.placement == "spread-tp":
-            raise ConfigError(
-                f"{'strict_placement' if self.strict_placement else 'tp_overlap'} keeps TP inside NVLink domains, and placement=spread-tp puts it across"
-            )
+            setting = "strict_placement" if self.strict_placement else "tp_overlap"
+            raise ConfigError(f"{setting} keeps TP inside NVLink domains, and placement=spread-tp puts it across")
         if self.emulate_hosts and world_size % self.emulate_hosts:
             raise ConfigError(
                 f"emulate_hosts={self.emulate_hosts} does not divide the {world_size} ranks; "
