@@ -18,6 +18,7 @@ from pydantic import (
 
 from megabench.config.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
 from megabench.config.reading import ConfigError, explain
+from megabench.metrics import output_layer_cost
 from megabench.models.find import find_model, is_directory
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
@@ -62,6 +63,10 @@ class RunConfig(BaseModel):
     )
     pp: PositiveInt = Field(1, description="Pipeline stages.")
     vp: PositiveInt = Field(1, description="Model chunks per pipeline stage (interleaved schedule).")
+    stages: Literal["balanced", "even"] = Field(
+        "balanced",
+        description="Layers of pipeline stages: so that all take as long, output layer included, or as many to each.",
+    )
     cp: PositiveInt = Field(1, description="Context-parallel size.")
     placement: Policy = Field(
         "topology",
@@ -389,6 +394,12 @@ class ResolvedConfig(RunConfig):
     @property
     def layout(self) -> Layout:
         return super().layout.with_world_size(self.world_size)
+
+    @property
+    def chunk_layers(self) -> list[list[range]]:
+        """Layer numbers of every model chunk, as [stage][chunk]."""
+        cost = output_layer_cost(self.shape, self.seq_length) if self.stages == "balanced" else 0.0
+        return self.layout.chunk_layers(self.shape.num_layers, cost)
 
     @property
     def num_micro_batches(self) -> int:

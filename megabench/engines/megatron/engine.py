@@ -61,7 +61,7 @@ class MegatronEngine:
         for number in range(layout.vp):
             is_first = number == 0 and stage == 0
             is_last = number == layout.vp - 1 and stage == layout.pp - 1
-            layers = layout.chunk_layers(run.shape.num_layers)[stage][number]
+            layers = run.chunk_layers[stage][number]
             chunk = ParallelLlama(self.transformer_config, run, self.groups, layers, is_first, is_last, number)
             load_weights(chunk, weights, run, self.groups.tp.rank())
             chunk.to(self.device)
