@@ -105,3 +105,8 @@ INSTANCE_NAMES = tuple(_INSTANCES)
 def find_instance(name: str) -> Instance | None:
     """The catalogue entry for an instance type such as "p5.48xlarge"; None when it is not known."""
     return _INSTANCES.get(name)
+
+
+def gpu_memory_mib(device_name: str) -> int | None:
+    """Memory of a GPU by CUDA's name for it, as its instances have it; None when none of the catalogue does."""
+    return next((instance.gpu_memory_mib for instance in _INSTANCES.values() if instance.gpu == device_name), None)

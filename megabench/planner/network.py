@@ -1,0 +1,134 @@
+"""Seconds that groups of ranks take to communicate on a topology. Loads no torch."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megabench.hardware.topology import Host, Link, Topology
+from megabench.planner.profile import LinkCost, Profile
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the worst group of a kind lies: `size` ranks on `hosts` hosts.
+
+    `inside` is the slowest link within a host, None where each rank has one to itself; `across` that between hosts,
+    None where the group is on one. `sharing` counts the groups of the kind that leave one host through its NICs.
+    """
+
+    size: int
+    hosts: int
+    inside: Link | None
+    across: Link | None
+    sharing: int
+    host: Host
+
+    @property
+    def is_alone(self) -> bool:
+        return self.size == 1
+
+
+def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
+    """The worst of some groups: the most hosts, the slowest links, the fullest NICs."""
+    host_of = topology.host_of
+    size, most_hosts = 1, 1
+    inside: set[tuple[int, int]] = set()
+    across: set[tuple[int, int]] = set()
+    leaving = [0] * len(topology.hosts)
+    for ranks in groups:
+        size = max(size, len(ranks))
+        firsts: dict[int, int] = {}
+        for rank in ranks:
+            first = firsts.setdefault(host_of[rank], rank)
+            if first != rank:
+                inside.add((first, rank))
+        if len(firsts) > 1:
+            most_hosts = max(most_hosts, len(firsts))
+            first = ranks[0]
+            across |= {(first, other) for other in firsts.values() if host_of[other] != host_of[first]}
+            for host in firsts:
+                leaving[host] += 1
+    slowest_host = min(topology.hosts, key=lambda host: (host.network_gbits or 0.0, host.nvlink_gb_per_s or 0.0))
+    return Span(
+        size=size,
+        hosts=most_hosts,
+        inside=topology.slowest_link(inside),
+        across=topology.slowest_link(across),
+        sharing=max(leaving, default=0),
+        host=slowest_host,
+    )
+
+
+def inner_bandwidth(host: Host, link: Link, cost: LinkCost) -> float:
+    """Bytes a second that a GPU sends to the next one on its host."""
+    stated = host.nvlink_gb_per_s if link == "nvlink" else None
+    return _bandwidth(stated, link, cost)
+
+
+def host_bandwidth(host: Host, link: Link, cost: LinkCost) -> float:
+    """Bytes a second that a host sends through all its NICs."""
+    stated = host.network_gbits / 8 if host.network_gbits and link == host.network else None
+    return _bandwidth(stated, link, cost)
+
+
+def _bandwidth(stated: float | None, link: Link, cost: LinkCost) -> float:
+    assert stated or cost.gb_per_s, f"the profile of {link} has no bandwidth"
+    return (stated * cost.efficiency if stated else cost.gb_per_s or 0.0) * 1e9
+
+
+def ring_bandwidth(profile: Profile, where: Span) -> float:
+    """Bus bandwidth of a ring, bytes a second.
+
+    A ring passes each host once, over all its NICs, which `sharing` rings share; inside it goes from GPU to GPU.
+    """
+    rates = []
+    if where.inside:
+        rates.append(inner_bandwidth(where.host, where.inside, profile.links[where.inside]))
+    if where.across:
+        rates.append(host_bandwidth(where.host, where.across, profile.links[where.across]) / where.sharing)
+    return min(rates)
+
+
+def _ring_seconds(profile: Profile, where: Span, num_bytes: float, rounds: int) -> float:
+    """base + (steps − across)·α_inside + across·α_across + bytes on the busiest link / bandwidth.
+
+    steps = rounds·(n − 1), across = rounds·(hosts − 1): NCCL's tuner (src/graph/tuning.cc).
+    """
+    if where.is_alone or num_bytes == 0:
+        return 0.0
+    steps, across = rounds * (where.size - 1), rounds * (where.hosts - 1)
+    outer = profile.links[where.across] if where.across else None
+    inner = profile.links[where.inside] if where.inside else None
+    base = max(cost.base_seconds for cost in (inner, outer) if cost)
+    hops = (steps - across) * (inner.hop_seconds if inner else 0.0) + across * (outer.hop_seconds if outer else 0.0)
+    share = rounds * (where.size - 1) / where.size
+    return base + hops + share * num_bytes / ring_bandwidth(profile, where)
+
+
+def gather_seconds(profile: Profile, where: Span, num_bytes: float) -> float:
+    """All-gather to, or reduce-scatter of, so many bytes in all, by a ring: (n − 1)/n of them pass every link."""
+    return _ring_seconds(profile, where, num_bytes, rounds=1)
+
+
+def all_reduce_seconds(profile: Profile, where: Span, num_bytes: float) -> float:
+    """All-reduce by a ring: a reduce-scatter and an all-gather."""
+    return _ring_seconds(profile, where, num_bytes, rounds=2)
+
+
+def send_seconds(profile: Profile, where: Span, num_bytes: float, ranks_per_host: int) -> float:
+    """From one pipeline stage to the next, all ranks of a boundary at once.
+
+    Between hosts `sharing` of them share the NICs; over EFA and InfiniBand none gets more than its own part of them
+    (each GPU has its own NICs), over sockets one may take all.
+    """
+    if where.is_alone or num_bytes == 0:
+        return 0.0
+    times = []
+    if where.inside:
+        cost = profile.links[where.inside]
+        times.append(cost.base_seconds + num_bytes / inner_bandwidth(where.host, where.inside, cost))
+    if where.across:
+        cost = profile.links[where.across]
+        flows = where.sharing if where.across == "socket" else max(where.sharing, ranks_per_host)
+        rate = host_bandwidth(where.host, where.across, cost) / flows
+        times.append(cost.base_seconds + cost.hop_seconds + num_bytes / rate)
+    return max(times)
