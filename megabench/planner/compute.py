@@ -53,7 +53,6 @@ def gemm_seconds(machine: Machine, m: float, n: float, k: float) -> float:
     for (rows, columns), share in zip(_TILES, _TILE_SHARE, strict=True):
         down, across = ceil(m / rows), ceil(n / columns)
         waves = ceil(down * across / profile.num_sms)
-        # what the last wave leaves idle is filled in part: a grid of products overlaps with the next kernel
         used = m * n / (waves * profile.num_sms * rows * columns)
         fill = max(fill, share * used)
     rate = machine.peak * profile.gemm_efficiency * fill * k / (k + profile.gemm_half_k)
@@ -76,7 +75,8 @@ def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
     square = micro_batch * seq * seq / cp * shape.num_heads / tp
     profile = machine.profile
     if job.stack.flash_attention:
-        forward = 2 * square * shape.head_dim / machine.peak
+        rate = machine.peak * (profile.flash_2_share if job.stack.flash_version_2 else 1.0)
+        forward = 2 * square * shape.head_dim / rate
         return forward / profile.attention_forward, _BACKWARD_ATTENTION * forward / profile.attention_backward
     products = 4 * square * shape.head_dim / (machine.peak * profile.gemm_efficiency)
     # inner sizes are a head's: the products are bound by the scores that they write and read
@@ -115,9 +115,7 @@ def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int
     if not job.stack.fused:
         traffic *= machine.profile.unfused_traffic
     between = memory_seconds(machine, traffic)
-    # gradients join the buffer: written in 16 bits, read, and added to the buffer; in the product itself if fused
-    each = 2 * job.bytes_of_gradient + (0 if job.stack.fuses_weight_gradient else 4)
-    accumulate = memory_seconds(machine, each * shape.layer_matrix_parameters / tp)
+    accumulate = memory_seconds(machine, _accumulated_bytes(job) * shape.layer_matrix_parameters / tp)
     kernels = _KERNELS_FORWARD + (0 if job.stack.fused else _KERNELS_UNFUSED)
     host = kernels * machine.profile.launch_seconds
     return LayerSeconds(
@@ -134,26 +132,36 @@ def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int
 def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
     """Output layer and cross-entropy, forward and backward: 2·H·V FLOPs a token and product; logits [B·S, V/T].
 
-    The fused loss makes its gradients in forward (megabench/engines/cross_entropy.py). Bytes an element: 16 bits
-    written and read 6 times in all; in fp32 copied, exponentiated, summed and written as a gradient, about 28.
+    The fused loss makes its gradients in forward (megabench/engines/cross_entropy.py): of a logit it writes and reads 16
+    bits 6 times, and of a weight's gradient in fp32 zeroes, sums, scales and casts 20 bytes. In fp32, logits are copied,
+    exponentiated, summed and written as a gradient: about 28 bytes.
     """
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
     rows = shape.vocab_size / tp
     forward = gemm_seconds(machine, tokens, rows, shape.hidden_size)
     backward = gemm_seconds(machine, tokens, shape.hidden_size, rows)
     backward += gemm_seconds(machine, rows, shape.hidden_size, tokens)
-    elements = tokens * rows
+    elements, weights = tokens * rows, rows * shape.hidden_size
+    accumulate = memory_seconds(machine, _accumulated_bytes(job) * weights)
     if job.stack.fused_loss:
-        return forward + backward + memory_seconds(machine, 12 * elements), 0.0
-    return forward + memory_seconds(machine, 16 * elements), backward + memory_seconds(machine, 12 * elements)
+        return forward + backward + memory_seconds(machine, 12 * elements + 20 * weights), accumulate
+    backward += memory_seconds(machine, 12 * elements) + accumulate
+    return forward + memory_seconds(machine, 16 * elements), backward
 
 
 def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
     """Looking tokens up, and adding their gradients: rows of H read and written; the gradient buffer zeroed, added."""
     tokens = micro_batch * job.seq_length / cp
     rows = tokens * job.shape.hidden_size * job.bytes_of_value
-    added = (2 * job.bytes_of_gradient + 4) * job.embedding_parameters / tp
+    added = _accumulated_bytes(job) * job.embedding_parameters / tp
     return memory_seconds(machine, 2 * rows), memory_seconds(machine, 3 * rows + added)
+
+
+def _accumulated_bytes(job: Job) -> int:
+    """Bytes a parameter by which a gradient joins its buffer: written in 16 bits and read, unless the product itself adds
+    it; the buffer read and written.
+    """
+    return 2 * job.bytes_of_gradient + (0 if job.stack.fuses_weight_gradient else 4)
 
 
 def optimizer_seconds(machine: Machine, job: Job, parameters: float, sharded: float) -> float:

@@ -1,7 +1,7 @@
 """What a step costs under each engine: compute, communication and the schedule, put together. Loads no torch."""
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache, partial
 
 from megabench.hardware.topology import Topology
 from megabench.metrics import flops_per_token
@@ -11,10 +11,11 @@ from megabench.planner import compute, network, schedule
 from megabench.planner.compute import LayerSeconds, Machine
 from megabench.planner.geometry import Geometry
 from megabench.planner.job import Candidate, Job
-from megabench.planner.memory import Memory, host_bytes, memory_of, stage_chunks, stage_parameters
+from megabench.planner.memory import Memory, host_bytes, memory_of, stage_layers, stage_parameters
 from megabench.planner.profile import Profile
 
-_BUCKET = 40e6  # parameters that megatron-core reduces at once, and torch's DDP about as many
+_DDP_BUCKET = 25e6 / 4  # parameters that torch's DDP reduces at once: 25 MB of fp32 gradients
+_ZERO_BUCKET = 5e8  # that DeepSpeed does (its reduce_bucket_size and allgather_bucket_size)
 _HOOKS = 40  # kernels and hooks of a layer that gathers and frees its weights, forward
 _ADAM_HOST_BYTES = 28  # that AdamW on the host reads and writes a parameter, in fp32
 
@@ -23,7 +24,8 @@ _ADAM_HOST_BYTES = 28  # that AdamW on the host reads and writes a parameter, in
 class Estimate:
     """A prediction. `parts` are seconds and add up to the step; `exposed` of them communication, by group.
 
-    `parts`: compute, recompute, launch (waiting for the host), tp, cp, pp, dp, bubble, optimizer, offload.
+    `parts`: compute, recompute, launch (waiting for the host), tp, cp, pp, dp, bubble, optimizer (and what else comes
+    once a step), offload.
     `missing_bytes` is what a GPU lacks, negative for what is left.
     """
 
@@ -57,6 +59,13 @@ class _Chunk:
     cp: float
 
 
+@lru_cache(maxsize=4096)
+def _geometry(topology: Topology, tp: int, cp: int, pp: int, interleaved: bool, policy: Policy) -> Geometry:
+    """The geometry of a layout, for whatever job and profile."""
+    layout = Layout(tp=tp, cp=cp, pp=pp, vp=2 if interleaved else 1).with_world_size(topology.world_size)
+    return Geometry.of(topology, layout, policy)
+
+
 class Costs:
     """Predicts candidates for one job on one topology; what candidates share is computed once."""
 
@@ -66,7 +75,7 @@ class Costs:
         self.machine = Machine(profile, profile.peak(device, job.precision))
         self.usable_bytes = profile.usable_bytes(device)
         self.flops_per_token = flops_per_token(job.shape, job.seq_length).causal
-        self._geometry = cache(self._make_geometry)
+        self._geometry = cache(partial(_geometry, topology))
         self._layer = cache(lambda tp, cp, size: compute.layer_seconds(self.machine, job, tp, cp, size))
         self._output = cache(lambda tp, cp, size: compute.output_seconds(self.machine, job, tp, cp, size))
         self._embedding = cache(lambda tp, cp, size: compute.embedding_seconds(self.machine, job, tp, cp, size))
@@ -105,10 +114,6 @@ class Costs:
             tokens_per_second_per_device=per_device,
             mfu=per_device * self.flops_per_token / self.machine.peak,
         )
-
-    def _make_geometry(self, tp: int, cp: int, pp: int, interleaved: bool, policy: Policy) -> Geometry:
-        layout = Layout(tp=tp, cp=cp, pp=pp, vp=2 if interleaved else 1).with_world_size(self.topology.world_size)
-        return Geometry.of(self.topology, layout, policy)
 
     def _geometry_of(self, candidate: Candidate) -> Geometry:
         layout = candidate.layout
@@ -153,8 +158,8 @@ class Costs:
     def _chunks(self, candidate: Candidate) -> list[_Chunk]:
         """The mean model chunk of every stage."""
         layout = candidate.layout
-        base, extra = divmod(self.job.shape.num_layers, layout.pp * layout.vp)
-        if extra == 0:  # the stages between the ends are alike
+        divides = self.job.shape.num_layers % (layout.pp * layout.vp) == 0
+        if divides and not self.job.stack.balances_stages:  # the stages between the ends are alike
             middle = [self._chunk(candidate, 1)] * (layout.pp - 2) if layout.pp > 2 else []
             ends = [self._chunk(candidate, 0)] + ([self._chunk(candidate, layout.pp - 1)] if layout.pp > 1 else [])
             return [ends[0], *middle, *ends[1:]]
@@ -165,7 +170,7 @@ class Costs:
         layer = self._layer(layout.tp, layout.cp, size)
         key = replace(candidate, layout=replace(layout, vp=min(layout.vp, 2)), recompute="none", zero_stage=1)
         tp_forward, tp_backward, cp_forward, cp_backward, collectives = self._groups(key)
-        layers = sum(len(chunk) for chunk in stage_chunks(self.job, candidate, stage)) / layout.vp
+        layers = stage_layers(self.job, candidate, stage) / layout.vp
         forward, backward = layers * layer.forward, layers * layer.backward
         if stage == 0:
             first = self._embedding(layout.tp, layout.cp, size)
@@ -223,9 +228,8 @@ class Costs:
         fill = 0.0
         for stage, chunk in enumerate(chunks):
             parameters = stage_parameters(job, candidate, stage)
-            reduce, gather = self._replica_seconds(candidate, geometry, parameters)
-            # megatron-core cuts the first stage's gradients into buckets, and none of the others'
-            pieces = max(1, round(parameters / _BUCKET)) if stage == 0 else 1
+            pieces = self._num_buckets(candidate, stage, parameters)
+            reduce, gather = self._replica_seconds(candidate, geometry, parameters, pieces)
             backward, forward = chunk.stage.backward * layout.vp, chunk.stage.forward * layout.vp
             reduces.append(self._tail(backward, reduce, pieces, job.stack.overlaps_gradients))
             gathers.append(max(0.0, self._tail(forward, gather, pieces, job.stack.overlaps_parameters) - fill))
@@ -245,19 +249,30 @@ class Costs:
             "pp": timeline.busy[last] - work,
             "bubble": timeline.ends[last] - timeline.busy[last],
             "dp": reduces[last] + max(gathers),
-            "optimizer": max(updates),
+            "optimizer": max(updates) + self.profile.step_seconds,
         }
 
-    def _replica_seconds(self, candidate: Candidate, geometry: Geometry, parameters: float) -> tuple[float, float]:
+    def _num_buckets(self, candidate: Candidate, stage: int, parameters: float) -> int:
+        """Collectives in which a stage's gradients are summed: megatron-core cuts the first stage's alone, into 40 M
+        parameters or 1 M a replica (distributed_data_parallel.py).
+        """
+        if not self.job.stack.overlaps_gradients or (stage and not self.job.stack.buckets_on_all_stages):
+            return 1
+        size = max(self.job.stack.bucket_parameters, 1e6 * candidate.layout.data_parallel * candidate.layout.cp)
+        return max(1, round(parameters / size))
+
+    def _replica_seconds(
+        self, candidate: Candidate, geometry: Geometry, parameters: float, calls: int
+    ) -> tuple[float, float]:
         """Summing the gradients of a rank's parameters over its replicas, and gathering what they updated.
 
         With a sharded optimizer a reduce-scatter and an all-gather of the weights, else an all-reduce.
         """
         gradients, weights = self.job.bytes_of_gradient * parameters, self.job.bytes_of_value * parameters
         if candidate.zero_stage == 0:
-            return network.all_reduce_seconds(self.profile, geometry.replicas, gradients), 0.0
-        reduce = network.gather_seconds(self.profile, geometry.replicas, gradients)
-        return reduce, network.gather_seconds(self.profile, geometry.replicas, weights)
+            return network.all_reduce_seconds(self.profile, geometry.replicas, gradients, calls), 0.0
+        reduce = network.gather_seconds(self.profile, geometry.replicas, gradients, calls)
+        return reduce, network.gather_seconds(self.profile, geometry.replicas, weights, calls)
 
     def _tail(self, work: float, communicate: float, pieces: int, overlaps: bool) -> float:
         """What is left of a communication behind the work that hides it, and what the hidden part costs that work."""
@@ -294,7 +309,7 @@ class Costs:
             "recompute": micro_batches * layers * again,
             "launch": micro_batches * launch,
             "dp": micro_batches * exposed + once,
-            "optimizer": update,
+            "optimizer": update + self.profile.step_seconds,
             "offload": self._offload_seconds(candidate, geometry, micro_batches),
         }
 
@@ -338,15 +353,16 @@ class Costs:
         gradients, weights = job.bytes_of_gradient * parameters, job.bytes_of_value * parameters
         sharded = parameters / (candidate.shard_size or ranks)
         if candidate.engine == "ddp" or candidate.zero_stage == 0 and candidate.engine == "deepspeed":
-            reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients)
-            pieces = max(1, round(parameters / _BUCKET))
+            pieces = max(1, round(parameters / (_DDP_BUCKET if candidate.engine == "ddp" else _ZERO_BUCKET)))
+            reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
             once = self._tail(backward, reduce, pieces, overlaps=candidate.engine == "ddp")
             sharded = parameters
         elif candidate.engine == "deepspeed" and candidate.zero_stage < 3:
             once = network.gather_seconds(self.profile, geometry.world, weights)
             if candidate.zero_stage == 1:
-                reduce = network.gather_seconds(self.profile, geometry.world, gradients)
-                once += self._tail(backward, reduce, max(1, round(parameters / 5e8)), overlaps=True)
+                pieces = max(1, round(parameters / _ZERO_BUCKET))
+                reduce = network.gather_seconds(self.profile, geometry.world, gradients, pieces)
+                once += self._tail(backward, reduce, pieces, overlaps=True)
         if candidate.offload != "none":
             return once, 0.0
         return once, compute.optimizer_seconds(self.machine, job, sharded, sharded)

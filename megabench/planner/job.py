@@ -17,12 +17,14 @@ Offload = Literal["none", "optimizer", "all"]
 class Stack:
     """What a training program does, as far as it shapes cost. The defaults are megabench's own megatron engine on GPUs.
 
-    `flash_attention` holds no S×S scores; without it they are written and read in 16 bits, the full square of them.
-    `fused` element-wise kernels read and write once what unfused ones do several times. `fused_loss` makes the output
-    layer and cross-entropy in chunks. `blocking_p2p` stages wait for what they send, but with interleaving.
+    `flash_attention` holds no S×S scores (`flash_version_2`: by FlashAttention-2, slow on Hopper, and not cuDNN's or 3);
+    without it they are written and read in 16 bits, the full square of them. `fused` element-wise kernels read and write
+    once what unfused ones do several times. `fused_loss` makes the output layer and cross-entropy in chunks.
+    `blocking_p2p` stages wait for what they send, but with interleaving. Gradients are summed by `bucket_parameters`.
     """
 
     flash_attention: bool = True
+    flash_version_2: bool = False
     sequence_parallel: bool = True
     fused: bool = True
     fused_loss: bool = True
@@ -32,6 +34,9 @@ class Stack:
     overlaps_tp_backward: bool = True
     fuses_weight_gradient: bool = False
     blocking_p2p: bool = True
+    bucket_parameters: float = 40e6
+    buckets_on_all_stages: bool = False
+    balances_stages: bool = False
 
 
 @dataclass(frozen=True)

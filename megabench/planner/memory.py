@@ -1,6 +1,6 @@
 """Bytes that a GPU holds at the peak of a step, by part. Loads no torch."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil
 
 from megabench.planner.job import Candidate, Job
@@ -90,26 +90,34 @@ def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
 def stage_parameters(job: Job, candidate: Candidate, stage: int) -> float:
     """Parameters of a rank of this stage: its layers, and the embedding and output layer at the ends, over tp."""
     layout, shape = candidate.layout, job.shape
-    layers = sum(len(chunk) for chunk in stage_chunks(job, candidate, stage))
+    layers = stage_layers(job, candidate, stage)
     ends = (stage == 0) + (stage == layout.pp - 1)
     if shape.tied_embeddings and layout.pp == 1:
         ends = 1
     return (layers * shape.layer_matrix_parameters + ends * job.embedding_parameters) / layout.tp
 
 
-def stage_chunks(job: Job, candidate: Candidate, stage: int) -> list[range]:
-    """The layers of each model chunk of a stage, by their count alone (see Layout.chunk_layers)."""
-    chunks = candidate.layout.pp * candidate.layout.vp
-    base, extra = divmod(job.shape.num_layers, chunks)
-    numbers = range(stage, chunks, candidate.layout.pp)
-    return [range(base + (number < extra)) for number in numbers]
+def stage_layers(job: Job, candidate: Candidate, stage: int) -> int:
+    """How many layers a stage holds, in all its chunks: as even as can be (Layout.chunk_layers), or by their cost.
+
+    By cost (nanotron): the output layer counts as V·H of the layers' parameters, and stages are filled in turn up to
+    their part of the whole.
+    """
+    layout, layers = candidate.layout, job.shape.num_layers
+    if job.stack.balances_stages:
+        output = job.embedding_parameters / job.shape.layer_matrix_parameters
+        each = (layers + output) / layout.pp
+        filled = [min(layers, ceil(number * each)) for number in range(layout.pp)] + [layers]
+        return filled[stage + 1] - filled[stage]
+    base, extra = divmod(layers, layout.pp * layout.vp)
+    return sum(base + (number < extra) for number in range(stage, layout.pp * layout.vp, layout.pp))
 
 
 def _stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -> Memory:
     layout = candidate.layout
     parameters = stage_parameters(job, candidate, stage)
     shards = layout.data_parallel * layout.cp if candidate.zero_stage else 1
-    layers = sum(len(chunk) for chunk in stage_chunks(job, candidate, stage))
+    layers = stage_layers(job, candidate, stage)
     kept = layer_activation_bytes(job, candidate)
     micro_batches = in_flight(stage, layout.pp, layout.vp, candidate.num_micro_batches(job))
     activations = kept * layers * micro_batches
@@ -200,12 +208,10 @@ def memory_of(job: Job, candidate: Candidate, profile: Profile) -> Memory:
 
 
 def _without_recompute(candidate: Candidate) -> Candidate:
-    from dataclasses import replace
-
     return replace(candidate, recompute="none")
 
 
 def _with_allocator(profile: Profile, **parts: float) -> Memory:
-    """Fragments grow with what comes and goes, and little with what stays (weights, gradients, optimizer)."""
-    held = sum(parts.values())
-    return Memory(**parts, allocator=profile.allocator_share * held)
+    """Fragments grow with what comes and goes, not with what stays (weights, gradients, optimizer)."""
+    comes_and_goes = parts["activations"] + parts["logits"] + parts["buffers"]
+    return Memory(**parts, allocator=profile.allocator_share * comes_and_goes)

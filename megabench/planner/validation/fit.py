@@ -15,6 +15,7 @@ SPEED = (
     "memory_gb_per_s",
     "launch_seconds",
     "collective_launch_seconds",
+    "step_seconds",
     "interference",
     "unfused_traffic",
 )
@@ -26,6 +27,7 @@ _RANGES = {
     "memory_gb_per_s": (500.0, 4900.0),
     "launch_seconds": (1e-6, 5e-5),
     "collective_launch_seconds": (1e-5, 1e-3),
+    "step_seconds": (1e-4, 0.2),
     "interference": (0.01, 1.0),
     "unfused_traffic": (1.0, 8.0),
     "allocator_share": (0.01, 0.5),

@@ -59,11 +59,20 @@ _MEGATRON_2022 = Stack(
     fuses_weight_gradient=True,
 )
 # nanotron 0.5: flash attention, sequence parallelism, full logits, fp32 accumulation; ZeRO-1 gathers behind the step
-_NANOTRON = Stack(fused=False, fused_loss=False, overlaps_parameters=False)
+# in buckets of 25 MB of bf16 on every stage, as torch's DDP
+_NANOTRON = Stack(
+    flash_version_2=True,
+    fused=False,
+    fused_loss=False,
+    overlaps_parameters=False,
+    bucket_parameters=12.5e6,
+    buckets_on_all_stages=True,
+    balances_stages=True,
+)
 _NEMO = Stack(fused_loss=False, fuses_weight_gradient=True, blocking_p2p=False)
-_FSDP = Stack(fused=False, fused_loss=False)
-_TITAN = Stack(fused=False, fused_loss=False)
-_TITAN_COMPILED = Stack(fused_loss=False)
+_FSDP = Stack(flash_version_2=True, fused=False, fused_loss=False)
+_TITAN = Stack(flash_version_2=True, fused=False, fused_loss=False)
+_TITAN_COMPILED = Stack(flash_version_2=True, fused_loss=False)
 
 SOURCES = (
     Source("playbook sweep", "Ultra-Scale", _NANOTRON, "efa", fits=True, unstated_recompute="none"),
