@@ -150,6 +150,51 @@ def topo(
         room.write(placed, layout, as_json)
 
 
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A name of the catalogue, or a Hugging Face or checkpoint directory.")] = (
+        "llama3-8b"
+    ),
+    cluster: Annotated[
+        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="A cluster to plan for [default: this machine].")
+    ] = None,
+    seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence [default: the model's].")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of one optimizer step [default: the model's].")
+    ] = None,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="Cut or grow the model to this many layers.")] = None,
+    grad_dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="Dtype in which gradients are summed.")] = "fp32",
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What megabench calibrate measured [default: a shipped one].")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 12,
+    emulate_hosts: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Split one machine into N hosts, linked by sockets.")
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="TRIAL", help="Show where the step of one trial goes, as bars.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
+) -> None:
+    """Predict every layout, ZeRO, FSDP2 and DDP on a cluster, and name the sweet spot before anything runs.
+
+    Exit status: 0 when a layout fits, 1 when none does, 2 when there is nothing to predict.
+    """
+    from rich.console import Console
+
+    from megabench import plan as room
+    from megabench.planner.request import make_plan
+
+    found = make_plan(model, cluster, seq_length, global_batch, num_layers, grad_dtype, profile, top, emulate_hosts)
+    if explain:
+        room.explain(Console(), found, explain)
+    elif as_json:
+        print(room.as_json(found))
+    else:
+        room.write(Console(), found)
+    sys.exit(0 if found.ranked else 1)
+
+
 def _launcher_rank() -> int | None:
     """This process's rank under torchrun, or another launcher that sets its variables; None without one."""
     launched = all(variable in os.environ for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))

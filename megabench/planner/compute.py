@@ -115,7 +115,7 @@ def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int
     if not job.stack.fused:
         traffic *= machine.profile.unfused_traffic
     between = memory_seconds(machine, traffic)
-    accumulate = memory_seconds(machine, _accumulated_bytes(job) * shape.layer_matrix_parameters / tp)
+    accumulate = memory_seconds(machine, _accumulated_bytes(job) * job.layer_parameters / tp)
     kernels = _KERNELS_FORWARD + (0 if job.stack.fused else _KERNELS_UNFUSED)
     host = kernels * machine.profile.launch_seconds
     return LayerSeconds(

@@ -1,6 +1,6 @@
 """What a step costs under each engine: compute, communication and the schedule, put together. Loads no torch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 
 from megabench.hardware.topology import Topology
@@ -79,7 +79,7 @@ class Costs:
         self._layer = cache(lambda tp, cp, size: compute.layer_seconds(self.machine, job, tp, cp, size))
         self._output = cache(lambda tp, cp, size: compute.output_seconds(self.machine, job, tp, cp, size))
         self._embedding = cache(lambda tp, cp, size: compute.embedding_seconds(self.machine, job, tp, cp, size))
-        self._groups = cache(self._layer_communication)
+        self._communication = cache(self._layer_communication)
 
     def memory(self, candidate: Candidate) -> Memory:
         return memory_of(self.job, candidate, self.profile)
@@ -116,12 +116,19 @@ class Costs:
         )
 
     def _geometry_of(self, candidate: Candidate) -> Geometry:
+        return self._geometry(*self._sizes(candidate))
+
+    @staticmethod
+    def _sizes(candidate: Candidate) -> tuple[int, int, int, bool, Policy]:
+        """What the groups of a candidate depend on."""
         layout = candidate.layout
-        return self._geometry(layout.tp, layout.cp, layout.pp, layout.vp > 1, candidate.placement)
+        return layout.tp, layout.cp, layout.pp, layout.vp > 1, candidate.placement
 
     # tensor, context and pipeline parallelism
 
-    def _layer_communication(self, candidate: Candidate) -> tuple[float, float, float, float, float]:
+    def _layer_communication(
+        self, sizes: tuple[int, int, int, bool, Policy], micro_batch: int
+    ) -> tuple[float, float, float, float, float]:
         """Exposed seconds of a layer: tp forward, tp backward, cp forward, cp backward; and collectives forward.
 
         With sequence parallelism a layer gathers 2·B·S·H/C bytes twice and reduce-scatters them twice, forward; backward
@@ -129,12 +136,12 @@ class Costs:
         (arXiv 2205.05198, figure 5; megatron-core's layers). Without it, two all-reduces each way, of which those of
         backward run beside the weight gradients. Context parallelism gathers keys and values, 4·B·S·K·D/T bytes.
         """
-        job, layout, geometry = self.job, candidate.layout, self._geometry_of(candidate)
-        layer = self._layer(layout.tp, layout.cp, candidate.micro_batch)
-        values = candidate.micro_batch * job.seq_length * job.bytes_of_value
-        sequence = values / layout.cp * job.shape.hidden_size
+        job, geometry, (tp, cp_size, *_) = self.job, self._geometry(*sizes), sizes
+        layer = self._layer(tp, cp_size, micro_batch)
+        values = micro_batch * job.seq_length * job.bytes_of_value
+        sequence = values / cp_size * job.shape.hidden_size
         tp_forward = tp_backward = cp = 0.0
-        if layout.tp > 1:
+        if tp > 1:
             gather = network.gather_seconds(self.profile, geometry.tp, sequence)
             if job.stack.sequence_parallel:
                 tp_forward = 4 * gather
@@ -149,10 +156,10 @@ class Costs:
                 tp_backward = waits
             else:
                 tp_backward = waits + sum(communicate for communicate, _ in hidden)
-        if layout.cp > 1:
-            keys = 2 * values * job.shape.num_kv_heads * job.shape.head_dim / layout.tp
+        if cp_size > 1:
+            keys = 2 * values * job.shape.num_kv_heads * job.shape.head_dim / tp
             cp = network.gather_seconds(self.profile, geometry.cp, keys)
-        collectives = (layout.tp > 1) * 4 + (layout.cp > 1)
+        collectives = (tp > 1) * 4 + (cp_size > 1)
         return tp_forward, tp_backward, cp, cp, collectives
 
     def _chunks(self, candidate: Candidate) -> list[_Chunk]:
@@ -168,8 +175,8 @@ class Costs:
     def _chunk(self, candidate: Candidate, stage: int) -> _Chunk:
         layout, size = candidate.layout, candidate.micro_batch
         layer = self._layer(layout.tp, layout.cp, size)
-        key = replace(candidate, layout=replace(layout, vp=min(layout.vp, 2)), recompute="none", zero_stage=1)
-        tp_forward, tp_backward, cp_forward, cp_backward, collectives = self._groups(key)
+        communication = self._communication(self._sizes(candidate), size)
+        tp_forward, tp_backward, cp_forward, cp_backward, collectives = communication
         layers = stage_layers(self.job, candidate, stage) / layout.vp
         forward, backward = layers * layer.forward, layers * layer.backward
         if stage == 0:
@@ -322,7 +329,7 @@ class Costs:
         the shards over the others.
         """
         job, profile = self.job, self.profile
-        layer, ends = job.shape.layer_matrix_parameters, job.embedding_parameters
+        layer, ends = job.layer_parameters, job.embedding_parameters
         value, g = job.bytes_of_value, job.bytes_of_gradient
         if candidate.engine == "fsdp" or candidate.zero_stage == 3 and candidate.engine == "deepspeed":
             shards = candidate.shard_size or candidate.layout.world_size
@@ -348,7 +355,7 @@ class Costs:
 
     def _once_a_step(self, candidate: Candidate, geometry: Geometry, backward: float) -> tuple[float, float]:
         """Communication that comes once a step, exposed, and the optimizer."""
-        job, parameters = self.job, self.job.shape.num_parameters
+        job, parameters = self.job, self.job.num_parameters
         ranks, once = candidate.layout.world_size, 0.0
         gradients, weights = job.bytes_of_gradient * parameters, job.bytes_of_value * parameters
         sharded = parameters / (candidate.shard_size or ranks)
@@ -373,7 +380,7 @@ class Costs:
         """
         if candidate.offload == "none":
             return 0.0
-        shard = self.job.shape.num_parameters / candidate.layout.world_size
+        shard = self.job.num_parameters / candidate.layout.world_size
         copy = self.profile.host_copy_gb_per_s * 1e9
         gradients = self.job.bytes_of_gradient * shard * micro_batches / copy
         weights = self.job.bytes_of_value * shard / copy * (2 * micro_batches if candidate.offload == "all" else 1)

@@ -55,7 +55,16 @@ class Job:
         """Matrices of H × F in a layer: three with a gate, two without."""
         shape = self.shape
         attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
-        return round((shape.layer_matrix_parameters - attention) / (shape.hidden_size * shape.ffn_size))
+        return round((self.layer_parameters - attention) / (shape.hidden_size * shape.ffn_size))
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Of one layer's matrices."""
+        return self.shape.layer_matrix_parameters
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return self.shape.num_parameters
 
     @cached_property
     def embedding_parameters(self) -> int:

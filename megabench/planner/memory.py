@@ -82,8 +82,12 @@ def logit_bytes(job: Job, candidate: Candidate) -> float:
 
 
 def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
-    """The fullest stage of a tensor- and pipeline-parallel run, its optimizer sharded over dp·cp or not."""
-    stages = range(candidate.layout.pp)
+    """The fullest stage of a tensor- and pipeline-parallel run, its optimizer sharded over dp·cp or not.
+
+    Of equal stages the first holds the most activations, and the last the logits.
+    """
+    last = candidate.layout.pp - 1
+    stages = range(last + 1) if job.stack.balances_stages else sorted({0, last})
     return max((_stage_memory(job, candidate, profile, stage) for stage in stages), key=lambda memory: memory.total)
 
 
@@ -94,7 +98,7 @@ def stage_parameters(job: Job, candidate: Candidate, stage: int) -> float:
     ends = (stage == 0) + (stage == layout.pp - 1)
     if shape.tied_embeddings and layout.pp == 1:
         ends = 1
-    return (layers * shape.layer_matrix_parameters + ends * job.embedding_parameters) / layout.tp
+    return (layers * job.layer_parameters + ends * job.embedding_parameters) / layout.tp
 
 
 def stage_layers(job: Job, candidate: Candidate, stage: int) -> int:
@@ -105,7 +109,7 @@ def stage_layers(job: Job, candidate: Candidate, stage: int) -> int:
     """
     layout, layers = candidate.layout, job.shape.num_layers
     if job.stack.balances_stages:
-        output = job.embedding_parameters / job.shape.layer_matrix_parameters
+        output = job.embedding_parameters / job.layer_parameters
         each = (layers + output) / layout.pp
         filled = [min(layers, ceil(number * each)) for number in range(layout.pp)] + [layers]
         return filled[stage + 1] - filled[stage]
@@ -148,9 +152,9 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
     - DDP, fp32 replicas: 4 + g + 8, and a cast of every matrix that backward keeps: 2
     and, of ZeRO-3 and FSDP2, a few whole layers. (arXiv 1910.02054, section 5; torch's fully_shard.)
     """
-    ranks, parameters, g = candidate.layout.world_size, job.shape.num_parameters, job.bytes_of_gradient
+    ranks, parameters, g = candidate.layout.world_size, job.num_parameters, job.bytes_of_gradient
     value, state = job.bytes_of_value, job.bytes_of_state
-    layer = job.shape.layer_matrix_parameters
+    layer = job.layer_parameters
     ends = job.embedding_parameters * (1 if job.shape.tied_embeddings else 2)
     whole, buffers = 0.0, 0.0
     if candidate.engine == "deepspeed":
@@ -197,7 +201,7 @@ def host_bytes(job: Job, candidate: Candidate, ranks_per_host: int) -> float:
     if candidate.offload == "none":
         return 0.0
     each = job.bytes_of_state + job.bytes_of_gradient + (job.bytes_of_value if candidate.offload == "all" else 0)
-    return each * job.shape.num_parameters * ranks_per_host / candidate.layout.world_size
+    return each * job.num_parameters * ranks_per_host / candidate.layout.world_size
 
 
 def memory_of(job: Job, candidate: Candidate, profile: Profile) -> Memory:
