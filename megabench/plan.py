@@ -18,7 +18,11 @@ from megabench.planner.search import Plan, candidates
 
 _GIB = 2**30
 _BAR = 48  # characters of the longest part
-_KINDS = {"measured": "measured on this kind of GPU", "fitted": "fitted to measurements", "assumed": "assumed, not tried"}
+_KINDS = {
+    "measured": "measured on this kind of GPU",
+    "fitted": "fitted to measurements",
+    "assumed": "assumed, not tried",
+}
 # what a part of the step is, where a sentence names it
 _WORDS = {
     "compute": "computing",
@@ -41,7 +45,9 @@ def write(console: Console, plan: Plan) -> None:
     head += f"{'s' * (len(topology.hosts) > 1)} · sequence {job.seq_length}, global batch {job.global_batch}"
     console.print(Text(head, style="bold"), soft_wrap=True)
     told = f"{plan.num_candidates:,} candidates, {plan.num_fitting:,} fit in {plan.usable_bytes / _GIB:.1f} GiB"
-    console.print(Text(f"{told} · profile {plan.profile.name}: {_KINDS[plan.profile.kind]}", style="dim"), soft_wrap=True)
+    console.print(
+        Text(f"{told} · profile {plan.profile.name}: {_KINDS[plan.profile.kind]}", style="dim"), soft_wrap=True
+    )
     if plan.ranked:
         shown = plan.ranked + [one for one in plan.baselines if one not in plan.ranked]
         console.print(_table(shown, plan.equals))
@@ -111,7 +117,8 @@ def certainty(plan: Plan) -> str:
     """How sure the ranking is, in a sentence."""
     error = f"{100 * plan.profile.relative_error:.0f}%"
     if plan.equals > 1:
-        return f"The first {plan.equals} are equal: they lie within the model's own error of {error}. Measuring tells them apart."
+        count = f"The first {plan.equals} are equal"
+        return f"{count}: they lie within the model's own error of {error}. Measuring tells them apart."
     return f"The first is ahead by more than the model's own error of {error}."
 
 

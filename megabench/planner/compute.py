@@ -132,9 +132,9 @@ def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int
 def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
     """Output layer and cross-entropy, forward and backward: 2·H·V FLOPs a token and product; logits [B·S, V/T].
 
-    The fused loss makes its gradients in forward (megabench/engines/cross_entropy.py): of a logit it writes and reads 16
-    bits 6 times, and of a weight's gradient in fp32 zeroes, sums, scales and casts 20 bytes. In fp32, logits are copied,
-    exponentiated, summed and written as a gradient: about 28 bytes.
+    The fused loss makes its gradients in forward (megabench/engines/cross_entropy.py): of a logit it writes and reads
+    16 bits 6 times, and of a weight's gradient in fp32 zeroes, sums, scales and casts 20 bytes. In fp32, logits are
+    copied, exponentiated, summed and written as a gradient: about 28 bytes.
     """
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
     rows = shape.vocab_size / tp
@@ -158,8 +158,9 @@ def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
 
 
 def _accumulated_bytes(job: Job) -> int:
-    """Bytes a parameter by which a gradient joins its buffer: written in 16 bits and read, unless the product itself adds
-    it; the buffer read and written.
+    """Bytes a parameter by which a gradient joins its buffer, which is read and written.
+
+    It is written in 16 bits and read before, unless the product itself adds it.
     """
     return 2 * job.bytes_of_gradient + (0 if job.stack.fuses_weight_gradient else 4)
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 
 from megabench.hardware.topology import Topology
-from megabench.metrics import flops_per_token
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
 from megabench.planner import compute, network, schedule
@@ -26,7 +25,7 @@ class Estimate:
 
     `parts`: compute, recompute, launch (waiting for the host), tp, cp, pp, dp, bubble, optimizer (and what else comes
     once a step), offload.
-    `missing_bytes` is what a GPU lacks, negative for what is left.
+    `missing_bytes` is what a GPU lacks, its headroom included; negative for what is left.
     """
 
     candidate: Candidate
@@ -74,7 +73,6 @@ class Costs:
         device = topology.hosts[0].device
         self.machine = Machine(profile, profile.peak(device, job.precision))
         self.usable_bytes = profile.usable_bytes(device)
-        self.flops_per_token = flops_per_token(job.shape, job.seq_length).causal
         self._geometry = cache(partial(_geometry, topology))
         self._layer = cache(lambda tp, cp, size: compute.layer_seconds(self.machine, job, tp, cp, size))
         self._output = cache(lambda tp, cp, size: compute.output_seconds(self.machine, job, tp, cp, size))
@@ -85,7 +83,7 @@ class Costs:
         return memory_of(self.job, candidate, self.profile)
 
     def missing_bytes(self, candidate: Candidate) -> float:
-        """What the fullest GPU lacks; negative for what is left."""
+        """What the fullest GPU lacks, its headroom included; negative for what is left."""
         return self.memory(candidate).total - self.usable_bytes
 
     def shortest(self, candidate: Candidate) -> float:
@@ -112,7 +110,7 @@ class Costs:
             missing_bytes=memory.total - self.usable_bytes,
             host_bytes=host_bytes(self.job, candidate, self._geometry_of(candidate).ranks_per_host),
             tokens_per_second_per_device=per_device,
-            mfu=per_device * self.flops_per_token / self.machine.peak,
+            mfu=per_device * self.job.flops_per_token / self.machine.peak,
         )
 
     def _geometry_of(self, candidate: Candidate) -> Geometry:
@@ -131,8 +129,8 @@ class Costs:
     ) -> tuple[float, float, float, float, float]:
         """Exposed seconds of a layer: tp forward, tp backward, cp forward, cp backward; and collectives forward.
 
-        With sequence parallelism a layer gathers 2·B·S·H/C bytes twice and reduce-scatters them twice, forward; backward
-        gathers twice, gathers the inputs again beside the input gradients and scatters beside the weight gradients
+        With sequence parallelism a layer gathers 2·B·S·H/C bytes twice and reduce-scatters them twice, forward;
+        backward gathers twice, gathers the inputs again beside the input gradients and scatters beside the weight's
         (arXiv 2205.05198, figure 5; megatron-core's layers). Without it, two all-reduces each way, of which those of
         backward run beside the weight gradients. Context parallelism gathers keys and values, 4·B·S·K·D/T bytes.
         """
@@ -146,10 +144,10 @@ class Costs:
             if job.stack.sequence_parallel:
                 tp_forward = 4 * gather
                 waits = 2 * gather
-                hidden = ((2 * gather, layer.input_gradients), (2 * gather, layer.weight_gradients))
+                hidden = [(2 * gather, layer.input_gradients), (2 * gather, layer.weight_gradients)]
             else:
                 tp_forward = 2 * network.all_reduce_seconds(self.profile, geometry.tp, sequence)
-                waits, hidden = 0.0, ((tp_forward, layer.weight_gradients),)
+                waits, hidden = 0.0, [(tp_forward, layer.weight_gradients)]
             if job.stack.overlaps_tp_backward:
                 for communicate, work in hidden:
                     waits += max(0.0, communicate - work) + self.profile.interference * min(communicate, work)
@@ -246,15 +244,14 @@ class Costs:
         ends = [end + tail for end, tail in zip(timeline.ends, reduces, strict=True)]
         last = max(range(layout.pp), key=ends.__getitem__)
         chunk, times = chunks[last], micro_batches * layout.vp
-        work = times * (chunk.stage.forward + chunk.stage.backward)
         return {
             "compute": times * chunk.compute,
             "recompute": times * chunk.recompute,
             "launch": times * chunk.launch,
             "tp": times * chunk.tp,
             "cp": times * chunk.cp,
-            "pp": timeline.busy[last] - work,
-            "bubble": timeline.ends[last] - timeline.busy[last],
+            "pp": timeline.sending[last],
+            "bubble": max(0.0, timeline.ends[last] - timeline.busy[last] - timeline.sending[last]),
             "dp": reduces[last] + max(gathers),
             "optimizer": max(updates) + self.profile.step_seconds,
         }
@@ -331,7 +328,7 @@ class Costs:
         job, profile = self.job, self.profile
         layer, ends = job.layer_parameters, job.embedding_parameters
         value, g = job.bytes_of_value, job.bytes_of_gradient
-        if candidate.engine == "fsdp" or candidate.zero_stage == 3 and candidate.engine == "deepspeed":
+        if candidate.engine == "fsdp" or (candidate.zero_stage == 3 and candidate.engine == "deepspeed"):
             shards = candidate.shard_size or candidate.layout.world_size
             where = geometry.neighbours(shards) if candidate.shard_size else geometry.world
             inner = geometry.neighbours(candidate.hpz_size) if candidate.hpz_size else where
@@ -359,7 +356,7 @@ class Costs:
         ranks, once = candidate.layout.world_size, 0.0
         gradients, weights = job.bytes_of_gradient * parameters, job.bytes_of_value * parameters
         sharded = parameters / (candidate.shard_size or ranks)
-        if candidate.engine == "ddp" or candidate.zero_stage == 0 and candidate.engine == "deepspeed":
+        if candidate.engine == "ddp" or (candidate.zero_stage == 0 and candidate.engine == "deepspeed"):
             pieces = max(1, round(parameters / (_DDP_BUCKET if candidate.engine == "ddp" else _ZERO_BUCKET)))
             reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
             once = self._tail(backward, reduce, pieces, overlaps=candidate.engine == "ddp")

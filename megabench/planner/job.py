@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from megabench.config import EngineName
+from megabench.metrics import flops_per_token
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
@@ -15,11 +16,11 @@ Offload = Literal["none", "optimizer", "all"]
 
 @dataclass(frozen=True)
 class Stack:
-    """What a training program does, as far as it shapes cost. The defaults are megabench's own megatron engine on GPUs.
+    """What a training program does, as far as it shapes cost. The defaults are megabench's own engines on GPUs.
 
-    `flash_attention` holds no S×S scores (`flash_version_2`: by FlashAttention-2, slow on Hopper, and not cuDNN's or 3);
-    without it they are written and read in 16 bits, the full square of them. `fused` element-wise kernels read and write
-    once what unfused ones do several times. `fused_loss` makes the output layer and cross-entropy in chunks.
+    `flash_attention` holds no S×S scores (`flash_version_2`: by FlashAttention-2, slow on Hopper, not cuDNN's or 3);
+    without it they are written and read in 16 bits, the full square of them. `fused` element-wise kernels read and
+    write once what unfused ones do several times. `fused_loss` makes the output layer and cross-entropy in chunks.
     `blocking_p2p` stages wait for what they send, but with interleaving. Gradients are summed by `bucket_parameters`.
     """
 
@@ -69,6 +70,11 @@ class Job:
     @cached_property
     def embedding_parameters(self) -> int:
         return self.shape.vocab_size * self.shape.hidden_size
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Useful FLOPs of a token's training, attention causal."""
+        return flops_per_token(self.shape, self.seq_length).causal
 
     @property
     def tokens(self) -> int:

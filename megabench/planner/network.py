@@ -96,7 +96,7 @@ def _nic_bandwidth(profile: Profile, where: Span) -> float:
 
 
 def _costs(profile: Profile, where: Span) -> tuple[float, float, float]:
-    """Seconds before the first byte, of a hop inside a host, and of one between hosts (inside, where none is across)."""
+    """Seconds before the first byte, of a hop inside a host, and of one between hosts (without one, as inside)."""
     inner = profile.links[where.inside] if where.inside else None
     outer = profile.links[where.across] if where.across else None
     base = max(cost.base_seconds for cost in (inner, outer) if cost)

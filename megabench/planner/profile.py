@@ -56,8 +56,11 @@ class Profile(_Part):
     collective_launch_seconds: float = Field(ge=0, description="of the host, to start a collective")
     step_seconds: float = Field(ge=0, description="of the host, once a step: batches, norms, loss")
     interference: float = Field(ge=0, le=1, description="of hidden communication that compute pays for all the same")
-    unfused_traffic: float = Field(ge=1, description="bytes of unfused element-wise kernels, as multiple of fused ones'")
+    unfused_traffic: float = Field(
+        ge=1, description="bytes of unfused element-wise kernels, as multiple of fused ones'"
+    )
     allocator_share: float = Field(ge=0, description="memory reserved beyond what is allocated, as a share of it")
+    headroom: float = Field(ge=0, lt=1, description="of a GPU's memory to leave free: fuller ones free and ask again")
     context_gib: float = Field(ge=0, description="of a GPU's memory that torch's allocator never gets")
     host_copy_gb_per_s: float = Field(gt=0, description="GPU to pinned host memory, a GPU")
     dram_gb_per_s: float = Field(gt=0, description="host memory, all GPUs of a host together")
@@ -74,12 +77,12 @@ class Profile(_Part):
         return tflops * 1e12
 
     def usable_bytes(self, device: str) -> float:
-        """Memory of a GPU that an allocator can have; ConfigError where nobody knows."""
+        """Memory of a GPU that a layout may fill; ConfigError where nobody knows."""
         mib = gpu_memory_mib(device)
         if mib is None and self.memory_gib is None:
             raise ConfigError(f"the memory of {device!r} is not known; give --profile FILE with memory_gib in it")
         gib = mib / 1024 if mib is not None else self.memory_gib or 0.0
-        return (gib - self.context_gib) * 2**30
+        return (gib - self.context_gib) * (1 - self.headroom) * 2**30
 
 
 def read_profile(path: Path) -> Profile:
@@ -96,7 +99,9 @@ def read_profile(path: Path) -> Profile:
 def shipped_profiles() -> dict[str, Profile]:
     """The profiles of the package by name."""
     folder = files("megabench.planner") / "profiles"
-    found = [Profile.model_validate_json(entry.read_text()) for entry in folder.iterdir() if entry.name.endswith("json")]
+    found = [
+        Profile.model_validate_json(entry.read_text()) for entry in folder.iterdir() if entry.name.endswith("json")
+    ]
     return {profile.name: profile for profile in found}
 
 

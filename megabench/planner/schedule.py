@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 
 @dataclass(frozen=True)
@@ -15,11 +14,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each stage has done its last backward, when that backward began, and how long it was busy, in seconds."""
+    """When each stage has done its last backward, and how long it computed and stood sending, in seconds."""
 
     ends: tuple[float, ...]
-    last_backwards: tuple[float, ...]
     busy: tuple[float, ...]
+    sending: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
@@ -82,21 +81,19 @@ def simulate(
 
     return Timeline(
         ends=drawn_out(first.ends, second.ends),
-        last_backwards=drawn_out(first.last_backwards, second.last_backwards),
         busy=drawn_out(first.busy, second.busy),
+        sending=drawn_out(first.sending, second.sending),
     )
 
 
-def _simulate(
-    stages: Sequence[Stage], chunks: int, num_micro_batches: int, send: float, blocking: bool
-) -> Timeline:
+def _simulate(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send: float, blocking: bool) -> Timeline:
     num_stages = len(stages)
     size = chunks * num_micro_batches
     # when an output is there for the next stage; negative until then
     done = {kind: [[-1.0] * size for _ in stages] for kind in (True, False)}
     orders = [order(stage, num_stages, chunks, num_micro_batches) for stage in range(num_stages)]
     position, clock, busy = [0] * num_stages, [0.0] * num_stages, [0.0] * num_stages
-    last_backward = [0.0] * num_stages
+    sending = [0.0] * num_stages
     left = sum(map(len, orders))
     sends = num_stages > 1
     while left:
@@ -113,16 +110,15 @@ def _simulate(
                 leaves = sends and not _is_end(is_forward, stage, chunk, num_stages, chunks)
                 held = send if leaves and blocking else 0.0
                 clock[stage] = start + duration + held
-                busy[stage] += duration + held
-                if not is_forward:
-                    last_backward[stage] = start
+                busy[stage] += duration
+                sending[stage] += held
                 done[is_forward][stage][chunk * num_micro_batches + micro_batch] = (
                     start + duration + (send if leaves else 0.0)
                 )
                 position[stage] += 1
                 left -= 1
         assert left < before, "the schedule waits for itself"
-    return Timeline(tuple(clock), tuple(last_backward), tuple(busy))
+    return Timeline(tuple(clock), tuple(busy), tuple(sending))
 
 
 def _is_end(is_forward: bool, stage: int, chunk: int, num_stages: int, chunks: int) -> bool:
@@ -166,7 +162,8 @@ def shortest(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send:
         # its own outputs leave, all but those of one chunk at an end
         leaving = 2 * chunks - (stage == num_stages - 1) - (stage == 0)
         work = num_micro_batches * (chunks * (seconds.forward + seconds.backward) + leaving * held)
-        best = max(best, before + work)
+        # the last thing that it sends is counted on the way back
+        best = max(best, before + work - held * (stage > 0))
         before += seconds.forward + seconds.backward + 2 * send
     return best
 
@@ -186,8 +183,3 @@ def hidden_tail(work: float, communicate: float, pieces: int) -> float:
     if communicate == 0:
         return 0.0
     return max(communicate / pieces, communicate - work * (pieces - 1) / pieces)
-
-
-def repeat_stage(stage: Stage, times: int) -> list[Stage]:
-    """Equal stages."""
-    return list(repeat(stage, times))

@@ -19,10 +19,10 @@ _KEPT = _BENCHMARKS / "planner" / "validation.md"
 _INTRODUCTION = """# How good the planner is
 
 Written by `make validate-planner DATA=…` (megabench/planner/validation/). Constants were fitted to the rows called
-"fitted" and to no others; "constant MFU" is a null model that gives every row of a GPU the median MFU of its fitted rows.
-Spearman is over all rows of a line, "within a sweep" the mean over groups of one model, batch and number of GPUs;
-regret is how much longer the predicted best of such a group takes than the measured best. OOM: published ends that are
-not told apart from crashes.
+"fitted" and to no others; "constant MFU" is a null model that gives every row of a GPU the median MFU of its fitted
+rows. Spearman is over all rows of a line, "within a sweep" the mean over groups of one model, batch and number of GPUs;
+regret is how much longer the predicted best of such a group (of what is predicted to fit) takes than the measured best;
+where the null model cannot tell, it draws. OOM: published ends that are not told apart from crashes.
 
 """
 
@@ -67,6 +67,7 @@ def _parts(measured: Measurements) -> list[tuple[str, Sequence[Row]]]:
                 parts = [("", part)]
             found += [(f"{source}{what}{' (fitted)' * is_fit}", members) for what, members in parts if members]
             if source == "playbook sweep" and not is_fit:
+                found.append((f"{source}, all of these", part))
                 found += [(f"{source}, {what}", members) for what, members in _by_pipeline(part)]
     tests: list[tuple[str, Callable[[Row], bool]]] = [
         ("own H200 records, 4 layers (fitted)", is_own_fitted),

@@ -51,5 +51,6 @@ def read_collectives(path: Path) -> list[Collective]:
         plotted = float(line["busbw_gbs"] or 0)
         seconds = float(line["time_us"]) / 1e6 if line["time_us"] else num_bytes * bus / (plotted * 1e9)
         kind: Literal["all_reduce", "all_gather", "reduce_scatter"] = line["collective"]  # type: ignore[assignment]
-        found.append(Collective(kind, line["gpu"][:4], build([(host, gpus // nodes, gpus // nodes)] * nodes), num_bytes, seconds))
+        hosts = build([(host, gpus // nodes, gpus // nodes)] * nodes)
+        found.append(Collective(kind, line["gpu"][:4], hosts, num_bytes, seconds))
     return found

@@ -60,12 +60,13 @@ def stack_of(record: RunRecord) -> Stack:
 
 def _candidate(record: RunRecord) -> Candidate:
     layout, options = record.layout, record.options
+    placement = record.placement.policy if record.placement else "topology"
     return Candidate(
         cast(EngineName, record.engine),
         Layout(tp=layout.tp, cp=layout.cp, pp=layout.pp, vp=layout.vp, dp=layout.dp),
         record.micro_batch,
         recompute=cast(Recompute, options.get("recompute", "none")),
-        placement=cast(Policy, options.get("placement") or (record.placement.policy if record.placement else "topology")),
+        placement=cast(Policy, placement),
         zero_stage=options.get("zero_stage") or (3 if record.engine == "deepspeed" else 1),
         offload=cast(Offload, options.get("offload") or "none"),
         shard_size=options.get("shard_size"),

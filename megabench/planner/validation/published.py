@@ -7,7 +7,7 @@ import csv
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from megabench import UserError
 from megabench.hardware.catalog import Network
@@ -137,7 +137,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _row(source: Source, line: Mapping[str, str]) -> Row | None:
-    recompute = line["recompute"] or source.unstated_recompute
+    recompute = cast(Recompute, line["recompute"] or source.unstated_recompute)
     needed = ("layers", "hidden", "heads", "seq", "gpus", "tp", "pp", "micro_batch", "global_batch")
     gpu = _GPUS.get(line["gpu"])
     if not all(line[name] for name in needed) or gpu is None or recompute not in ("none", "selective", "full"):
@@ -150,7 +150,7 @@ def _row(source: Source, line: Mapping[str, str]) -> Row | None:
     layout = Layout(tp=tp, cp=cp, pp=pp, vp=int(line["vp"] or 1), dp=gpus // (tp * pp * cp))
     zero = int(line["zero_stage"] or source.zero_stage)
     engine: Literal["fsdp", "megatron"] = "fsdp" if zero == 3 else "megatron"
-    if engine == "fsdp" and tp * pp * cp > 1 or layout.world_size != gpus:
+    if (engine == "fsdp" and tp * pp * cp > 1) or layout.world_size != gpus:
         return None
     candidate = Candidate(engine, layout, int(line["micro_batch"]), recompute, zero_stage=min(zero, 1))
     global_batch = int(line["global_batch"])

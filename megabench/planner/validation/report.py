@@ -1,10 +1,10 @@
 """The table of a validation: each source's accuracy beside that of a constant MFU. Loads no torch."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megabench.metrics import flops_per_token
 from megabench.planner.engines import Costs
 from megabench.planner.profile import Profile
 from megabench.planner.validation.fit import predicted_gib, predicted_seconds
@@ -12,8 +12,8 @@ from megabench.planner.validation.published import Row
 from megabench.planner.validation.score import Accuracy, Alarm, accuracy, alarm, regret, spearman
 
 _HEAD = (
-    "| rows | n | MAPE | median error | Spearman | within a sweep | top-1 regret | memory: median error | within 10% "
-    "| OOM precision | OOM recall |"
+    "| rows | n | MAPE | median error | Spearman | within a sweep | top-1 regret, mean | median "
+    "| memory: median error | within 10% | OOM precision | OOM recall |"
 )
 
 
@@ -24,7 +24,7 @@ class Line:
     name: str
     accuracy: Accuracy
     within: float | None
-    regret: float | None
+    regrets: list[float]
     memory_error: float | None = None
     memory_within: float | None = None
     oom: Alarm | None = None
@@ -37,7 +37,8 @@ class Line:
             _percent(self.accuracy.median),
             _number(self.accuracy.spearman),
             _number(self.within),
-            _percent(self.regret),
+            _percent(statistics.mean(self.regrets) if self.regrets else None),
+            _percent(statistics.median(self.regrets) if self.regrets else None),
             _percent(self.memory_error),
             _percent(self.memory_within),
             _number(self.oom.precision if self.oom else None),
@@ -72,13 +73,10 @@ def _profile(row: Row, profiles: Mapping[str, Profile]) -> Profile:
 def _ideal(row: Row, profiles: Mapping[str, Profile]) -> float:
     """Seconds of a step at the peak."""
     peak = _profile(row, profiles).peak(row.topology.hosts[0].device, row.job.precision)
-    flops = flops_per_token(row.job.shape, row.job.seq_length).causal * row.job.tokens
-    return flops / (peak * row.candidate.layout.world_size)
+    return row.job.flops_per_token * row.job.tokens / (peak * row.candidate.layout.world_size)
 
 
-def lines(
-    name: str, rows: Sequence[Row], profiles: Mapping[str, Profile], null: Callable[[Row], float]
-) -> list[Line]:
+def lines(name: str, rows: Sequence[Row], profiles: Mapping[str, Profile], null: Callable[[Row], float]) -> list[Line]:
     """The planner's line of some rows, and the null model's."""
     timed = [row for row in rows if "seconds" in row.measured]
     measured = [row.measured["seconds"] for row in timed]
@@ -89,15 +87,17 @@ def lines(
     )
     for title, predict in predictors:
         predicted = [predict(row) for row in timed]
-        sweeps = _sweeps(timed, predicted)
-        within = [value for a, b in sweeps if (value := spearman(a, b)) is not None]
-        regrets = [regret(a, b) for a, b in sweeps]
+        within = [value for a, b in _sweeps(timed, predicted) if (value := spearman(a, b)) is not None]
+        # a layout that is predicted not to fit is not chosen; the null model knows of none
+        may_be = [predict is null or not _misses(row, profiles) for row in timed]
+        chosen_from = [seconds if fits else math.inf for seconds, fits in zip(predicted, may_be, strict=True)]
+        regrets = [regret(a, b) for a, b in _sweeps(timed, chosen_from) if min(a) < math.inf]
         found.append(
             Line(
                 name=title,
                 accuracy=accuracy(predicted, measured),
                 within=statistics.mean(within) if within else None,
-                regret=statistics.mean(regrets) if regrets else None,
+                regrets=regrets,
             )
         )
     found[0] = _with_memory(found[0], rows, profiles)
@@ -125,7 +125,7 @@ def _with_memory(line: Line, rows: Sequence[Row], profiles: Mapping[str, Profile
         line.name,
         line.accuracy,
         line.within,
-        line.regret,
+        line.regrets,
         memory_error=statistics.median(errors) if errors else None,
         memory_within=sum(error <= 0.1 for error in errors) / len(errors) if errors else None,
         oom=alarm(said, happened) if any(happened) else None,

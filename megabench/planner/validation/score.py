@@ -37,9 +37,13 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """How much longer a step of the predicted best takes than one of the measured best, 0 for the same."""
-    chosen = min(range(len(predicted)), key=predicted.__getitem__)
-    return measured[chosen] / min(measured) - 1
+    """How much longer a step of the predicted best takes than one of the measured best, 0 for the same.
+
+    Of predictions that tie for the best, one is drawn: the mean of their regrets.
+    """
+    best = min(predicted)
+    chosen = [taken for said, taken in zip(predicted, measured, strict=True) if said <= best * (1 + 1e-9)]
+    return statistics.mean(chosen) / min(measured) - 1
 
 
 @dataclass(frozen=True)
