@@ -151,6 +151,25 @@ def topo(
 
 
 @app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The profile to write, for megabench plan --profile.")],
+    model: Annotated[str, typer.Option(help="Whose matrix products to time.")] = "llama3-8b",
+    seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence [default: the model's].")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine [default: one a GPU, or 2].")] = None,
+    emulate_hosts: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Split this machine's ranks into N hosts, linked by sockets.")
+    ] = None,
+) -> None:
+    """Measure this machine in about a minute: products, attention, memory, launches, collectives, host copies.
+
+    Starts a process for each GPU; on several nodes: torchrun … -m megabench.cli calibrate --out FILE.
+    """
+    from megabench.calibrate import run
+
+    run(out, model, seq_length, nproc, emulate_hosts)
+
+
+@app.command()
 def plan(
     model: Annotated[str, typer.Option(help="A name of the catalogue, or a Hugging Face or checkpoint directory.")] = (
         "llama3-8b"

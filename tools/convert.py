@@ -47,7 +47,7 @@ def import_command(
     verify: Verify = True,
 ) -> None:
     """Make a checkpoint of a Hugging Face model. Any layout can load it, whatever --tp and --pp."""
-    from megabench.convert import ranks
+    from megabench.runtime import ranks
     from megabench.convert.compare import comparison_run, num_parts
     from megabench.convert.importing import check_new, import_model, owned_blocks
     from megabench.convert.memory import PeakMemory, largest_of_all
@@ -76,7 +76,7 @@ def export_command(
 ) -> None:
     """Make a Hugging Face directory of a checkpoint, in the dtype that was trained in."""
     from megabench.checkpoint.weights import open_weights
-    from megabench.convert import ranks
+    from megabench.runtime import ranks
     from megabench.convert.compare import comparison_run, num_parts
     from megabench.convert.exporting import export_dtype, export_model
     from megabench.convert.importing import check_new
@@ -103,7 +103,7 @@ def verify_command(
 ) -> None:
     """Compare transformers on DIR with the parallel blocks of a layout on CKPT, or on DIR, too."""
     from megabench.checkpoint.weights import open_weights
-    from megabench.convert import ranks
+    from megabench.runtime import ranks
     from megabench.convert.compare import compare, comparison_run, num_parts
     from megabench.convert.exporting import Rounded, export_dtype
     from megabench.convert.importing import check_equal, check_same_model

@@ -15,6 +15,7 @@ _TILE_SHARE = (1.0, 1.0, 0.92, 0.8, 0.6)
 # kernels that PyTorch starts for a layer, forward; backward has about twice as many
 _KERNELS_FORWARD = 22
 _KERNELS_UNFUSED = 20  # more, without fused norms, rotary embedding and activation
+_LONG = 8192  # inner size from which a product's efficiency counts as full: it is measured there
 _BACKWARD_ATTENTION = 2.5  # FLOPs of flash attention's backward ÷ forward's (arXiv 2307.08691, section 3.1)
 
 
@@ -55,7 +56,8 @@ def gemm_seconds(machine: Machine, m: float, n: float, k: float) -> float:
         waves = ceil(down * across / profile.num_sms)
         used = m * n / (waves * profile.num_sms * rows * columns)
         fill = max(fill, share * used)
-    rate = machine.peak * profile.gemm_efficiency * fill * k / (k + profile.gemm_half_k)
+    length = min(1.0, k / (k + profile.gemm_half_k) * (1 + profile.gemm_half_k / _LONG))
+    rate = machine.peak * profile.gemm_efficiency * fill * length
     bytes_moved = 2 * (m * k + k * n + m * n)
     return max(2 * m * n * k / rate, bytes_moved / (profile.memory_gb_per_s * 1e9))
 

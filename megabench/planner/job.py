@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from megabench.config import EngineName
+from megabench.config import EngineName, RunConfig
 from megabench.metrics import flops_per_token
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
@@ -120,13 +120,15 @@ class Candidate:
     def settings(self) -> dict[str, Any]:
         """The fields of a RunConfig that make this candidate, those at their defaults left out."""
         layout = self.layout
-        fields = {"engine": self.engine, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vp": layout.vp}
-        fields |= {"micro_batch": self.micro_batch, "recompute": self.recompute, "placement": self.placement}
-        fields |= {"offload": self.offload, "shard_size": self.shard_size, "hpz_size": self.hpz_size}
-        defaults = {"engine": "megatron", "tp": 1, "cp": 1, "pp": 1, "vp": 1, "recompute": "none"}
-        defaults |= {"placement": "topology", "offload": "none", "shard_size": None, "hpz_size": None}
-        said = {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
-        return said | ({"zero_stage": self.zero_stage} if self.engine == "deepspeed" else {})
+        fields: dict[str, Any] = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vp": layout.vp}
+        fields = {"engine": self.engine, **fields, "micro_batch": self.micro_batch, "recompute": self.recompute}
+        fields |= {"placement": self.placement, "offload": self.offload}
+        fields |= {"shard_size": self.shard_size, "hpz_size": self.hpz_size}
+        if self.engine == "deepspeed":
+            fields["zero_stage"] = self.zero_stage
+        kept = ("engine", "micro_batch", "zero_stage")
+        defaults = RunConfig.model_fields
+        return {name: value for name, value in fields.items() if name in kept or value != defaults[name].default}
 
     def num_micro_batches(self, job: Job) -> int:
         """Micro-batches of one replica and step."""

@@ -33,7 +33,7 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
 
     Llama with flash attention and sequence parallelism, a token: (8·H + 4·N·D + 4·K·D + 2·M·F)/T bytes, M FFN
     matrices, and 4·N/T for the softmax statistics. Without sequence parallelism the 8·H (16 bits in and out of two
-    norms) are on every rank; GPT with dropout has its masks, 2·H, and scores without flash attention 5·N·S (with dropout)
+    norms) are on every rank; GPT with dropout has its masks, 2·H, and scores without flash attention 5·N·S (dropout)
     or 2·N·S. Recomputed layers keep their input alone, 2·H (arXiv 2205.05198, sections 4 and 5).
     """
     shape, layout, stack = job.shape, candidate.layout, job.stack

@@ -31,6 +31,14 @@ class LinkCost(_Part):
     gb_per_s: float | None = Field(default=None, gt=0)
 
 
+class Measurement(_Part):
+    """One thing that calibrate timed: a product [m, n, k], a collective's bytes and ranks, …; the slowest rank."""
+
+    kind: str
+    sizes: dict[str, float]
+    seconds: float
+
+
 class Profile(_Part):
     """The constants of the cost model for one kind of GPU.
 
@@ -46,8 +54,8 @@ class Profile(_Part):
     peak_tflops: dict[str, float] = Field({}, description="by precision, where the catalogue has none")
     memory_gib: float | None = Field(None, gt=0, description="of a GPU, where the catalogue has none")
     num_sms: int = Field(gt=0)
-    gemm_efficiency: float = Field(gt=0, le=1, description="of the peak, in a large product")
-    gemm_half_k: float = Field(ge=0, description="inner size at which half of that is reached")
+    gemm_efficiency: float = Field(gt=0, le=1, description="of the peak, in a product of 8192³")
+    gemm_half_k: float = Field(ge=0, description="inner size k at which k/(k + this) halves the rate")
     attention_forward: float = Field(gt=0, le=1, description="flash attention's share of the peak")
     attention_backward: float = Field(gt=0, le=1)
     flash_2_share: float = Field(gt=0, le=1, description="FlashAttention-2's rate, of cuDNN's")
@@ -65,6 +73,7 @@ class Profile(_Part):
     host_copy_gb_per_s: float = Field(gt=0, description="GPU to pinned host memory, a GPU")
     dram_gb_per_s: float = Field(gt=0, description="host memory, all GPUs of a host together")
     links: dict[Link, LinkCost]
+    measurements: list[Measurement] = []
 
     def peak(self, device: str, precision: str) -> float:
         """Dense FLOP/s of a GPU; ConfigError where nobody knows."""

@@ -19,11 +19,11 @@ def place_ranks(run: ResolvedConfig, rendezvous: Rendezvous) -> Placement:
     topology = discover(rendezvous.store, facts, rendezvous.rank, rendezvous.world_size)
     if run.emulate_hosts:
         topology = split(topology, run.emulate_hosts)
-        _split_nccl(emulated_host(rendezvous.rank, rendezvous.world_size, run.emulate_hosts))
+        split_nccl(emulated_host(rendezvous.rank, rendezvous.world_size, run.emulate_hosts))
     return place(topology, run.layout, run.placement, run.strict_placement)
 
 
-def _split_nccl(number: int) -> None:
+def split_nccl(number: int) -> None:
     """Makes NCCL take this process for one of host `number`, which others reach by sockets over the loopback device."""
     os.environ["NCCL_HOSTID"] = f"emulated-{number}"
     os.environ |= {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}

@@ -15,7 +15,6 @@ from megabench.planner.validation.published import Row
 SPEED = (
     "gemm_half_k",
     "attention_forward",
-    "memory_gb_per_s",
     "launch_seconds",
     "collective_launch_seconds",
     "step_seconds",
@@ -31,7 +30,7 @@ _STEPS = (2.0, 1.3, 1.1, 1.03)  # by which a constant is moved, coarse to fine
 _RANGES = {
     "gemm_half_k": (1.0, 2000.0),
     "attention_forward": (0.2, 0.85),
-    "memory_gb_per_s": (500.0, 4900.0),
+    "gemm_efficiency": (0.05, 1.0),
     "launch_seconds": (1e-6, 5e-5),
     "collective_launch_seconds": (1e-5, 1e-3),
     "step_seconds": (1e-4, 0.2),
@@ -63,7 +62,7 @@ def fit_speed(profile: Profile, rows: Sequence[Row], names: Sequence[str] = SPEE
             abs(math.log(predicted_seconds(row, candidate) / row.measured["seconds"])) for row in rows
         )
 
-    return _descend(profile, names, loss)
+    return descend(profile, names, loss)
 
 
 def fit_memory(profile: Profile, rows: Sequence[Row]) -> Profile:
@@ -74,7 +73,7 @@ def fit_memory(profile: Profile, rows: Sequence[Row]) -> Profile:
             abs(math.log(predicted_gib(row, candidate) / row.measured["memory_gib"])) for row in rows
         )
 
-    return _descend(profile, MEMORY, loss)
+    return descend(profile, MEMORY, loss)
 
 
 def fit_links(profile: Profile, collectives: Sequence[Collective]) -> Profile:
@@ -84,7 +83,7 @@ def fit_links(profile: Profile, collectives: Sequence[Collective]) -> Profile:
     def loss(candidate: Profile) -> float:
         return statistics.mean(abs(math.log(one.predicted(candidate) / one.seconds)) for one in large)
 
-    return _descend(profile, LINKS, loss)
+    return descend(profile, LINKS, loss)
 
 
 def _value(profile: Profile, name: str) -> float:
@@ -106,7 +105,7 @@ def _moved(profile: Profile, name: str, value: float) -> Profile:
     return profile.model_copy(update=changes)
 
 
-def _descend(profile: Profile, names: Sequence[str], loss: Callable[[Profile], float]) -> Profile:
+def descend(profile: Profile, names: Sequence[str], loss: Callable[[Profile], float]) -> Profile:
     """Coordinate descent in the logarithm of each constant, with steps that become finer, again and again."""
     best = loss(profile)
     begun = math.inf

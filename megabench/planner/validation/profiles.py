@@ -16,7 +16,6 @@ _START = {
     "gemm_half_k": 150.0,
     "attention_forward": 0.6,
     "attention_backward": 0.48,
-    "memory_gb_per_s": 2500.0,
     "launch_seconds": 1e-5,
     "collective_launch_seconds": 1e-4,
     "step_seconds": 0.01,
@@ -44,7 +43,7 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
     shipped = shipped_profiles()
     h100 = _fit_published(shipped["h100"], "H100", measured)
     a100 = _fit_published(shipped["a100"], "A100", measured)
-    h200 = _reset(shipped["h200"], keep=("memory_gb_per_s",))
+    h200 = _reset(shipped["h200"])
     own = [row for row in measured.own if is_own_fitted(row)]
     processor = {name: getattr(h100, name) for name in ("gemm_half_k", "collective_launch_seconds")}
     h200 = fit.fit_speed(h200.model_copy(update=processor), own, _FEW)
@@ -66,15 +65,15 @@ def _fit_published(profile: Profile, chip: str, measured: Measurements) -> Profi
     return fit.fit_memory(profile, with_peaks) if with_peaks else profile
 
 
-def _reset(profile: Profile, keep: Sequence[str] = ()) -> Profile:
-    return profile.model_copy(update={name: value for name, value in _START.items() if name not in keep})
+def _reset(profile: Profile) -> Profile:
+    return profile.model_copy(update=_START)
 
 
 def write_profiles(profiles: dict[str, Profile]) -> None:
     """Makes them the shipped ones, rounded to four digits."""
     for name, profile in profiles.items():
         path = Path(str(files("megabench.planner") / "profiles" / f"{name}.json"))
-        path.write_text(json.dumps(_rounded(profile.model_dump(exclude_none=True)), indent=2) + "\n")
+        path.write_text(json.dumps(_rounded(profile.model_dump(exclude_defaults=True)), indent=2) + "\n")
 
 
 def _rounded(value: object) -> object:

@@ -111,9 +111,9 @@ class Row:
     measured: dict[Kind, float] = field(default_factory=dict)
 
     @property
-    def group(self) -> tuple[str, str, int]:
-        """Rows that compete: one source, model and number of GPUs."""
-        return self.source.name, self.job.shape.name, self.candidate.layout.world_size
+    def group(self) -> tuple[str, str, str, int]:
+        """Rows that compete: one source, model, kind and number of GPUs."""
+        return self.source.name, self.job.shape.name, self.topology.hosts[0].device, self.topology.world_size
 
 
 def read_rows(path: Path) -> list[Row]:
