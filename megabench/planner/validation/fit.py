@@ -28,7 +28,7 @@ _LARGE = 1e6  # bytes, from which on a collective tells about training
 _BACKWARD_SHARE = 0.8  # of its forward's rate that flash attention's backward reaches (arXiv 2307.08691, figures 5, 6)
 _STEPS = (2.0, 1.3, 1.1, 1.03)  # by which a constant is moved, coarse to fine
 _RANGES = {
-    "gemm_half_k": (1.0, 2000.0),
+    "gemm_half_k": (1.0, 500.0),
     "attention_forward": (0.2, 0.85),
     "gemm_efficiency": (0.05, 1.0),
     "launch_seconds": (1e-6, 5e-5),

@@ -48,7 +48,18 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
     processor = {name: getattr(h100, name) for name in ("gemm_half_k", "collective_launch_seconds")}
     h200 = fit.fit_speed(h200.model_copy(update=processor), own, _FEW)
     h200 = fit.fit_memory(h200, own)
-    return {"h100": h100, "a100": a100, "h200": h200}
+    said = "published one-node runs and collectives"
+    return {
+        "h100": _with_origin(h100, said, [*fit.SPEED, *fit.MEMORY, *fit.LINKS]),
+        "a100": _with_origin(a100, said, [*fit.SPEED, *fit.LINKS]),
+        "h200": _with_origin(h200, f"own records ({', '.join(OWN_FITTED)})", [*_FEW, *fit.MEMORY]),
+    }
+
+
+def _with_origin(profile: Profile, what: str, names: Sequence[str]) -> Profile:
+    """The profile that says which of its constants were fitted to what."""
+    fitted = dict.fromkeys(names, f"fitted to {what}, make validate-planner")
+    return profile.model_copy(update={"origin": profile.origin | fitted})
 
 
 def is_own_fitted(row: Row) -> bool:
