@@ -1,7 +1,7 @@
-"""A pool of gloo worker processes that stays up between tests: half a second a test instead of ten.
+"""A pool of worker processes that stays up between tests: half a second a test instead of ten.
 
-`run(function, world_size, *args)` calls a module-level function on every rank of a fresh process group and returns what
-the ranks returned. A job that fails or hangs ends the workers it used; the next job starts new ones, as it does where
+`run(function, world_size, *args)` calls a module-level function on every rank of a fresh process group, of gloo or of
+NCCL with one GPU a rank, and returns what the ranks returned. A job that fails or hangs ends the workers it used; the next job starts new ones, as it does where
 engines that are never freed have left too many threads behind.
 """
 
@@ -70,12 +70,15 @@ def _work(rank: int, jobs: Connection) -> None:
     torch.set_num_threads(1)
     megatron_cpu.install()  # its mode belongs to a thread, so not in the preloaded parent
     while (job := jobs.recv()) is not None:
-        function, world_size, store_file, args = job
+        function, world_size, backend, store_file, args = job
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         try:
+            if backend == "nccl":
+                os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core wants it for TP
+                torch.cuda.set_device(rank)
             store = dist.FileStore(store_file, world_size)
             dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+                backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
             )
             answer = (True, function(*args))
         except BaseException:
@@ -98,12 +101,14 @@ class _Pool:
             process.start()
             self.workers.append((process, ours))
 
-    def run(self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], world_size: int, backend: str, args: tuple[Any, ...], timeout: float
+    ) -> list[Any]:
         self._grow(world_size)
         self.num_jobs += 1
         store_file = os.path.join(self.folder, f"store-{self.num_jobs}")
         for _, jobs in self.workers[:world_size]:
-            jobs.send((function, world_size, store_file, args))
+            jobs.send((function, world_size, backend, store_file, args))
         waiting = {jobs: rank for rank, (_, jobs) in enumerate(self.workers[:world_size])}
         answers: list[Any] = [None] * world_size
         most_threads = 0
@@ -146,6 +151,13 @@ _pool = _Pool()
 atexit.register(_pool.remove)
 
 
-def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Calls `function(*args)` on every rank of a gloo group; the results by rank. DistributedTestError if any fails."""
-    return _pool.run(function, world_size, args, timeout)
+def run(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, backend: str = "gloo"
+) -> list[Any]:
+    """Calls `function(*args)` on every rank of a group; the results by rank. DistributedTestError if any fails."""
+    return _pool.run(function, world_size, backend, args, timeout)
+
+
+def close() -> None:
+    """Ends the workers, and with them what their engines hold of a GPU's memory; the next job starts new ones."""
+    _pool.close()

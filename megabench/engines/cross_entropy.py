@@ -78,6 +78,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grads[torch.arange(len(local), device=local.device), local] -= is_here.to(grads.dtype)
                 torch.mm(grads, weight, out=grad_hidden[part])
                 _accumulate(grad_weight, grads, hidden[part])
+                del grads
+            del logits  # before the next chunk makes its own
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.num_tokens, ctx.dtype = len(labels), weight.dtype
         return losses.mean()

@@ -205,7 +205,7 @@ def _load_initial_weights(model: torch.nn.Module, run: ResolvedConfig) -> None:
     for name, parameter in model.named_parameters():
         partition = getattr(parameter, "ds_tensor", None)
         if partition is None:
-            parameter.copy_(values.read(name, 0, parameter.numel()).view(parameter.shape))
+            parameter.copy_(values.read(name, 0, parameter.numel(), parameter.device).view(parameter.shape))
         else:  # ZeRO-3 cuts the flat tensor, padded at its end, in equal parts
             start = partition.numel() * dist.get_rank()
-            partition.copy_(values.read(name, start, start + partition.numel()))
+            partition.copy_(values.read(name, start, start + partition.numel(), partition.device))

@@ -79,7 +79,8 @@ class FsdpEngine:
     @torch.no_grad()
     def _fill(self, name: str, parameter: nn.Parameter, values: shared.InitialValues) -> None:
         local, start = _local(parameter), _first_element(parameter)
-        local.copy_(values.read(name, start, start + local.numel()).to(DTYPES[self.run.precision]).view(local.shape))
+        initial = values.read(name, start, start + local.numel(), local.device)
+        local.copy_(initial.to(DTYPES[self.run.precision]).view(local.shape))
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.model.named_parameters()
@@ -104,7 +105,11 @@ class FsdpEngine:
         grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
         # replicas of a shard hold the same gradient
         replicas = dist.get_world_size() // (self.run.shard_size or dist.get_world_size())
-        squared_norm = torch.nn.utils.get_total_norm(grads).square().to(self.device)
+        if self.run.offload == "all":  # one by one on the device: on CPU an fp32 norm of so much is off by a thousandth
+            norms = [torch.linalg.vector_norm(grad.to(self.device)) for grad in grads]
+            squared_norm = torch.stack(norms).square().sum()
+        else:
+            squared_norm = torch.nn.utils.get_total_norm(grads).square()
         totals = torch.stack([self.loss, squared_norm / replicas])
         dist.all_reduce(totals)
         loss, squared_norm_sum = totals.tolist()
@@ -126,12 +131,9 @@ class FsdpEngine:
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._named_parameters():
             tensor: Any = parameter if kind == "weights" else parameter.grad
-            yield (
-                name,
-                shared.shown(
-                    name, None if tensor is None else tensor.detach().full_tensor(), kind, self.run, self.loss_scale
-                ),
-            )
+            if tensor is not None:
+                tensor = tensor.detach().to(self.device).full_tensor()  # offloaded, it is where NCCL cannot gather it
+            yield name, shared.shown(name, tensor, kind, self.run, self.loss_scale)
 
     @property
     def kernels(self) -> dict[str, str]:

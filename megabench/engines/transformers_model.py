@@ -84,14 +84,17 @@ def mean_loss(wrapped: nn.Module, model: PreTrainedModel, batch: Batch) -> Tenso
 
 
 class InitialValues:
-    """The values that a run's parameters start from, by ranges of their elements; fp32 on CPU."""
+    """The values that a run's parameters start from, by ranges of their elements, in fp32."""
 
     def __init__(self, run: ResolvedConfig) -> None:
         self._weights, self._sizes = initial_weights(run), hugging_face_shapes(run.shape)
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop`, counted through the parameter's rows, and zeros beyond its end."""
-        return read_flat(self._weights, name, self._sizes, start, stop).float()
+    def read(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
+        """Elements `start` to `stop`, counted through the parameter's rows, and zeros beyond its end.
+
+        On `device`, so that casts are made there: of the CPU torchrun leaves a process one thread.
+        """
+        return read_flat(self._weights, name, self._sizes, start, stop).to(device).float()
 
 
 def parameter_groups(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ def read_shard(weights: Weights, cut: Shard) -> Tensor:
         blocks.append(block[piece.rows[0] - first : piece.rows[1] - first])
     if cut.padding_rows:
         blocks.append(torch.zeros(cut.padding_rows, *blocks[0].shape[1:], dtype=blocks[0].dtype))
-    return torch.cat(blocks)
+    return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
 
 
 def read_flat(weights: Weights, name: str, shapes: Shapes, start: int, stop: int) -> Tensor:
@@ -41,6 +41,5 @@ def read_flat(weights: Weights, name: str, shapes: Shapes, start: int, stop: int
         return torch.zeros(stop - start)
     rows = start // width, -(-end // width)
     block = weights.read(Piece(name, rows, (0, width) if len(shape) == 2 else None)).flatten()
-    values = block.new_zeros(stop - start)
-    values[: end - start] = block[start - rows[0] * width : end - rows[0] * width]
-    return values
+    values = block[start - rows[0] * width : end - rows[0] * width]
+    return torch.cat([values, values.new_zeros(stop - end)]) if stop > end else values

@@ -35,12 +35,14 @@ def profile_step(
     The traces go to `folder` (rank-N.json.gz, for chrome://tracing or Perfetto), to nowhere without one.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    dist.barrier()
-    with profile(activities=activities) as traced, _timed() as took, record_function(STEP):
-        engine.accumulate(batches)
-        with record_function(UPDATE):
-            engine.update(learning_rate)
+    with profile(activities=activities) as traced:
+        dist.barrier()  # behind the profiler's own start, which takes each rank another time
         synchronize(device)
+        with _timed() as took, record_function(STEP):
+            engine.accumulate(batches)
+            with record_function(UPDATE):
+                engine.update(learning_rate)
+            synchronize(device)
     with tempfile.TemporaryDirectory() as temporary:
         if folder:
             folder.mkdir(parents=True, exist_ok=True)

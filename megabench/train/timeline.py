@@ -5,6 +5,7 @@ nothing runs at all is idle.
 """
 
 import re
+from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ MATMUL, ATTENTION, OPTIMIZER, OTHER, COPIES = "matrix products", "attention", "o
 _COMPUTE = (ATTENTION, MATMUL, OPTIMIZER, OTHER, COPIES)
 IDLE = "idle"
 UNKNOWN_GROUP = "a group"  # gloo does not say which
+_GROUP = "Process Group Name"  # an argument of NCCL's kernels and calls
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,18 @@ def _parts(
     """Every event in which something was done, with the part it belongs to: of the GPU, or, without one, of the CPU."""
     begin, end = _window(events, UPDATE)
     on_gpu = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
-    launched = {
-        event["args"]["correlation"]: event["ts"]
+    launches = {
+        event["args"]["correlation"]: event
         for event in events
         if event["cat"] in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
+    calls = _Calls(events)
     for event in on_gpu:
         arguments = event.get("args", {})
+        launch = launches.get(arguments.get("correlation"), event)
         if event["name"].startswith("nccl"):
-            yield event, _axes(arguments, names, axes_of)
-        elif begin <= launched.get(arguments.get("correlation"), event["ts"]) < end:
+            yield event, _axes(arguments if _GROUP in arguments else calls.before(launch), names, axes_of)
+        elif begin <= launch["ts"] < end:
             yield event, OPTIMIZER
         else:
             yield event, COPIES if event["cat"] != "kernel" else _compute(event["name"])
@@ -91,6 +95,24 @@ def _parts(
             yield event, UNKNOWN_GROUP
         elif event["name"].startswith("aten::"):
             yield event, OPTIMIZER if begin <= event["ts"] < end else _compute(event["name"])
+
+
+class _Calls:
+    """The calls of NCCL by thread: sends and receives that are coalesced become one kernel, which names no group."""
+
+    def __init__(self, events: Sequence[dict[str, Any]]) -> None:
+        self._by_thread: defaultdict[Any, list[tuple[float, dict[str, Any]]]] = defaultdict(list)
+        for event in events:
+            if _GROUP in event.get("args", {}) and event["cat"] == "cpu_op":
+                self._by_thread[event.get("tid")].append((event["ts"], event["args"]))
+        for calls in self._by_thread.values():
+            calls.sort(key=lambda call: call[0])
+
+    def before(self, launch: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the last call before `launch` on its thread."""
+        calls = self._by_thread[launch.get("tid")]
+        position = bisect(calls, launch["ts"], key=lambda call: call[0])
+        return calls[position - 1][1] if position else {}
 
 
 def _compute(name: str) -> str:
@@ -105,7 +127,7 @@ def _group_names(trace: Mapping[str, Any], axes_of: Callable[[Sequence[int]], st
 
 def _axes(arguments: Mapping[str, Any], names: Mapping[str, str], axes_of: Callable[[Sequence[int]], str]) -> str:
     """The axes of an NCCL kernel, by its group's name, or by its ranks where they are written out."""
-    if axes := names.get(str(arguments.get("Process Group Name"))):
+    if axes := names.get(str(arguments.get(_GROUP))):
         return axes
     ranks = re.findall(r"\d+", str(arguments.get("Process Group Ranks", "")))
     return axes_of([int(rank) for rank in ranks]) if len(ranks) > 1 else UNKNOWN_GROUP

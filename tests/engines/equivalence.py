@@ -55,7 +55,7 @@ class Trace:
 
 def train(run: ResolvedConfig, num_steps: int = NUM_STEPS) -> Trace:
     """Trains `run` on this rank; tensors are returned by rank 0 alone."""
-    engine = build_engine(run, torch.device("cpu"))
+    engine = build_engine(run, device_of(run))
     source = open_source(run)
     dp_rank = run.layout.coordinates(dist.get_rank()).dp
     trace = Trace()
@@ -75,7 +75,7 @@ def train(run: ResolvedConfig, num_steps: int = NUM_STEPS) -> Trace:
 
 def train_reference(run: ResolvedConfig, num_steps: int = NUM_STEPS) -> Trace:
     """The same in this process with transformers and torch's optimizer."""
-    reference = Reference(run)
+    reference = Reference(run, device_of(run))
     source = open_source(run)
     trace = Trace()
     for step in range(num_steps):
@@ -89,8 +89,14 @@ def train_reference(run: ResolvedConfig, num_steps: int = NUM_STEPS) -> Trace:
     return trace
 
 
+def device_of(run: ResolvedConfig) -> torch.device:
+    """The device of this process."""
+    return torch.device("cuda", torch.cuda.current_device()) if run.device == "cuda" else torch.device("cpu")
+
+
 def resolve(world_size: int, **fields: Any) -> ResolvedConfig:
-    return RunConfig.parse(BASE | fields).resolve(world_size, "cpu")
+    fields = BASE | fields
+    return RunConfig.parse(fields).resolve(world_size, fields["device"])
 
 
 @lru_cache(maxsize=8)
@@ -107,7 +113,9 @@ def reference_of(**fields: Any) -> Trace:
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     """‖ours − theirs‖ / ‖theirs‖."""
-    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ours, theirs = (tensor.to(device).double() for tensor in (ours, theirs))
+    return (torch.dist(ours, theirs) / theirs.norm()).item()
 
 
 def differences(ours: Trace, theirs: Trace) -> dict[str, float]:

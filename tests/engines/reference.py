@@ -17,9 +17,10 @@ from megabench.models.weights import read_flat
 class Reference:
     """Trains on whole global batches; gradients and weights by Hugging Face name."""
 
-    def __init__(self, run: ResolvedConfig) -> None:
+    def __init__(self, run: ResolvedConfig, device: torch.device) -> None:
         self.run = run
-        self.model = build_model(transformers_config(run.shape)).float()
+        self.device = device
+        self.model = build_model(transformers_config(run.shape)).float().to(device)
         weights = initial_weights(run)
         shapes = hugging_face_shapes(run.shape)
         with torch.no_grad():
@@ -41,7 +42,7 @@ class Reference:
         """One optimizer step: (loss, gradient norm before clipping, gradients before clipping)."""
         self.optimizer.zero_grad()
         total = 0.0
-        for batch in batches:
+        for batch in (batch.to(self.device) for batch in batches):
             logits = self.model(input_ids=batch.inputs).logits.float()
             loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()) / len(batches)
             loss.backward()

@@ -57,7 +57,7 @@ def test_power_sgd_projects() -> None:
     run = resolve(2, engine="ddp", powersgd_rank=2, num_layers=1, **OPTIMIZERS["sgd"])
     steps = distributed.run(gradients_of_steps, 2, run, 3)[0]
     alone = resolve(1, engine="ddp", num_layers=1, **OPTIMIZERS["sgd"])
-    reference, source = Reference(alone), open_source(alone)
+    reference, source = Reference(alone, torch.device("cpu")), open_source(alone)
     expected = [reference.step(micro_batches(source, alone, 0, step), run.lr)[2] for step in range(3)]
     for name, gradient in expected[2].items():
         for step in range(2):

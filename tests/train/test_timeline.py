@@ -79,6 +79,19 @@ def test_a_group_without_a_name_goes_by_its_ranks():
     assert communication == {"pp": 10, "a group": 6}
 
 
+def test_coalesced_sends_go_by_the_call_before_their_launch():
+    def call(group: str, at: float, tid: int) -> dict:
+        arguments = {"Process Group Name": group, "Collective name": "send"}
+        return event("record_param_comms", at, at + 0.01, "cpu_op", **arguments) | {"tid": tid}
+
+    launch = event("cuLaunchKernelEx", 10, 10.1, "cuda_driver", correlation=3) | {"tid": 1}
+    _, communication, _ = split_events(
+        call("5", 8, 1), call("7", 9, 1), call("5", 9.5, 2), call("5", 11, 1), launch,
+        event("ncclDevKernel_SendRecv", 20, 30, correlation=3),
+    )  # fmt: skip
+    assert communication == {"pp": 10}
+
+
 def test_on_cpu_operations_and_gloo_are_what_counts():
     parts, communication, exposed = split_events(
         event("aten::linear", 0, 20, "cpu_op"),
@@ -89,6 +102,18 @@ def test_on_cpu_operations_and_gloo_are_what_counts():
     )
     assert parts == {"matrix products": 20, "optimizer": 5, "exposed a group": 20, "idle": 55}
     assert (communication, exposed) == ({"a group": 25}, {"a group": 20})
+
+
+@pytest.mark.e2e
+def test_what_is_compiled_stays_compiled_to_the_last_step(tmp_path):
+    """What counts and watches a run must not make torch.compile give up."""
+    flags = ["--model", "llama-tiny", "--num-layers", "1", "--engine", "ddp", "--compile", "--profile"]
+    flags += ["--steps", "5", "--warmup-steps", "2", "--out", tmp_path]
+    status, _, stderr = finish(start(torchrun(1, 1, *flags, script="launch/pretrain.py"), CUDA_VISIBLE_DEVICES=""))
+    assert status == 0, stderr
+    with gzip.open(tmp_path / "trace/rank-0.json.gz") as file:
+        names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
+    assert any(name.startswith("Torch-Compiled Region") for name in names)
 
 
 @pytest.mark.e2e

@@ -1,0 +1,103 @@
+"""At the width of Llama-3-8B, on GPUs and over NCCL, every layout and engine does what one GPU does, in fp32."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megabench.config import ResolvedConfig
+from megabench.models.catalog import CATALOG
+from tests import distributed
+from tests.engines.equivalence import OPTIMIZERS, Trace, differences, resolve, train, train_reference, worst
+
+NUM_GPUS = torch.cuda.device_count()
+TOLERANCE = 1e-4  # sums over 4096 to 14336 products, in other orders; on CPU the models are a hundredth as wide
+# an eighth of the vocabulary: embeddings are most of a model of four layers, and the slowest part to draw and to compare
+CATALOG["llama3-8b-wide"] = replace(CATALOG["llama3-8b"], name="llama3-8b-wide", num_layers=4, vocab_size=16032)
+# eps of about the size of the gradients: small enough that weights move, large enough that rounding does not
+BASE = {"model": "llama3-8b-wide", "num_layers": None, "seq_length": 512, "device": "cuda"}
+BASE |= OPTIMIZERS["adamw"] | {"eps": 1e-5}
+NUM_STEPS = 2
+
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "tp2": (2, {"tp": 2, "micro_batch": 2}),
+    "tp2-recompute": (2, {"tp": 2, "recompute": "full"}),
+    "pp2": (2, {"pp": 2}),
+    "pp2-vp2": (2, {"pp": 2, "vp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "tp2-reference-kernels": (2, {"tp": 2, "kernels": "reference"}),
+    "zero1": (2, {"engine": "deepspeed", "zero_stage": 1}),
+    "zero2": (2, {"engine": "deepspeed", "zero_stage": 2}),
+    "zero3": (2, {"engine": "deepspeed", "zero_stage": 3}),
+    "zero3-tuned": (2, {"engine": "deepspeed", "zero_prefetch": 100_000_000, "zero_persistence": 1_000_000}),
+    "fsdp": (2, {"engine": "fsdp"}),
+    "fsdp-kept": (2, {"engine": "fsdp", "reshard_after_forward": False}),
+    "fsdp-offload": (2, {"engine": "fsdp", "offload": "all"}),
+    "ddp": (2, {"engine": "ddp"}),
+    "tp4": (4, {"tp": 4}),
+    "pp4": (4, {"pp": 4}),
+    "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2-dp2": (4, {"tp": 2}),
+    "pp2-vp2-dp2": (4, {"pp": 2, "vp": 2}),
+    "dp4": (4, {}),
+    "zero3-of-four": (4, {"engine": "deepspeed", "zero_stage": 3}),
+    "zero3-hpz": (4, {"engine": "deepspeed", "hpz_size": 2}),
+    "hsdp": (4, {"engine": "fsdp", "shard_size": 2}),
+    "tp8": (8, {"tp": 8}),
+    "tp4-pp2": (8, {"tp": 4, "pp": 2}),
+    "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2}),
+}
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not NUM_GPUS, reason="NCCL needs GPUs"),
+]
+
+
+def save_reference(run: ResolvedConfig, path: Path) -> None:
+    torch.save(vars(train_reference(run, NUM_STEPS)), path)
+
+
+def compare(run: ResolvedConfig, path: Path) -> dict[str, float]:
+    """The relative difference of everything from the reference; on rank 0, and empty elsewhere."""
+    trace = train(run, NUM_STEPS)
+    torch.cuda.empty_cache()
+    return differences(trace, Trace(**torch.load(path, mmap=True))) if dist.get_rank() == 0 else {}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reference") / "trace.pt"
+    distributed.run(save_reference, 1, resolve(1, **BASE, engine="ddp"), path, backend="nccl")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def fresh_workers() -> Iterator[None]:
+    distributed.close()
+    yield
+    distributed.close()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_as_one_gpu(name: str, reference: Path) -> None:
+    world_size, fields = RUNS[name]
+    if world_size > NUM_GPUS:
+        pytest.skip(f"needs {world_size} GPUs, and there are {NUM_GPUS}")
+    found = distributed.run(compare, world_size, resolve(world_size, **BASE, **fields), reference, backend="nccl")[0]
+    what, difference = worst(found)
+    print(f"{name}: {what} differs most, by {difference:.1e}")
+    assert difference < TOLERANCE, f"{what} differs by {difference:.1e}"
+
+
+def test_another_update_shows(reference: Path) -> None:
+    """A learning rate that is 5% off, which gradients cannot tell."""
+    run = resolve(1, **(BASE | {"lr": 1.05e-3}))
+    found = distributed.run(compare, 1, run, reference, backend="nccl")[0]
+    what, difference = worst(found)
+    assert what.startswith("weights") and difference > 3 * TOLERANCE
