@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -85,9 +86,8 @@ def calibrate(shape: ModelShape, seq_length: int, device: torch.device, emulate_
         found.update(values)
         origin.update(dict.fromkeys(values, _ORIGIN))
 
-    gibibytes = memory_gib(device)
-    if gibibytes:
-        note(memory_gib=gibibytes)
+    here = max(map(len, topology.ranks_by_host))
+    note(memory_gib=memory_gib(device) or psutil.virtual_memory().total / here / 2**30)
     if device.type == "cuda":
         note(num_sms=torch.cuda.get_device_properties(device).multi_processor_count)
     note(memory_gb_per_s=_memory_rate(bench))

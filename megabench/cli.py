@@ -40,17 +40,34 @@ def compare(
     emulate_hosts: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Split this machine's ranks into N hosts, linked by sockets.")
     ] = None,
+    plan: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Also run the N layouts that are predicted to be best.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="What --plan plans for [default: this machine].")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What megabench calibrate measured, for --plan.")
+    ] = None,
 ) -> None:
     """Run the trials of a study, each in fresh processes, and rank them against ZeRO-3.
+
+    With --plan N the N layouts that megabench plan predicts to be the best run beside them.
 
     On one machine: megabench compare STUDY.yaml --out DIR. On several, the same on every node:
     torchrun --nnodes N --nproc-per-node G … launch/compare.py STUDY.yaml --out DIR.
     Exit status: 0 when every trial is ok, 1 when one is not, 2 when the study cannot be run.
     """
+    from megabench.study.planned import Planning
     from megabench.study.request import Request
 
-    request = Request(study, out, resume, tuple(only or ()), emulate_hosts)
+    if plan is None and (cluster or profile):
+        raise UserError(f"{'--cluster' if cluster else '--profile'} belongs to --plan N; add it, or leave this out")
+    planning = Planning(plan, cluster, profile) if plan else None
+    request = Request(study, out, resume, tuple(only or ()), emulate_hosts, planning)
     if _launcher_rank() is not None:
+        if planning and not cluster:
+            raise UserError("--plan under torchrun needs --cluster, e.g. --cluster p5.48xlarge:4 for four such nodes")
         if nproc:
             raise UserError("--nproc is for one machine without torchrun; here use torchrun's --nproc-per-node")
         from megabench.study.runner import run_launched

@@ -20,8 +20,12 @@ def make_plan(
     profile: Path | None,
     top: int,
     emulate_hosts: int | None,
+    num_processes: int | None = None,
 ) -> Plan:
-    """The plan for a model on a cluster, or on this machine; a UserError where one of them is none."""
+    """The plan for a model on a cluster, or on `num_processes` of this machine; a UserError where one of them is none.
+
+    A machine without GPUs is planned for by a profile of its own alone.
+    """
     from megabench.topo import find_topology
 
     if grad_dtype not in ("fp32", "bf16"):
@@ -29,10 +33,13 @@ def make_plan(
     shape = find_model(model)
     if num_layers:
         shape = shape.with_layers(num_layers)
-    topology = find_topology(cluster, None, Layout(), False, emulate_hosts)
+    topology = find_topology(cluster, num_processes, Layout(), False, emulate_hosts)
     device = topology.hosts[0].device
-    if device == "cpu":
-        raise ConfigError("this machine has no GPU to plan for; name a cluster, e.g. --cluster p5.48xlarge:4")
+    if device == "cpu" and not profile:
+        raise ConfigError(
+            "this machine has no GPU to plan for; name a cluster, e.g. --cluster p5.48xlarge:4, or give the --profile "
+            "that megabench calibrate makes of it"
+        )
     length = seq_length or shape.seq_length
     if shape.num_positions and length > shape.num_positions:
         raise ConfigError(
@@ -43,6 +50,7 @@ def make_plan(
         shape=shape,
         seq_length=length,
         global_batch=global_batch or shape.global_batch,
+        precision="fp32" if device == "cpu" else "bf16",
         bytes_of_gradient=4 if grad_dtype == "fp32" else 2,
     )
     return plan(job, topology, read_profile(profile) if profile else profile_for(device), keep=top)
