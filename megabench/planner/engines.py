@@ -380,6 +380,7 @@ class Costs:
         shard = self.job.num_parameters / candidate.layout.world_size
         copy = self.profile.host_copy_gb_per_s * 1e9
         gradients = self.job.bytes_of_gradient * shard * micro_batches / copy
-        weights = self.job.bytes_of_value * shard / copy * (2 * micro_batches if candidate.offload == "all" else 1)
+        each = 4 if candidate.engine == "fsdp" else self.job.bytes_of_value  # its shards are fp32
+        weights = each * shard / copy * (2 * micro_batches if candidate.offload == "all" else 1)
         host = _ADAM_HOST_BYTES * shard * geometry.ranks_per_host / (self.profile.dram_gb_per_s * 1e9)
         return gradients + weights + host

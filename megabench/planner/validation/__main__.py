@@ -1,7 +1,7 @@
 """`make validate-planner DATA=published-runs.csv`: fits, tries on what was not fitted, prints and keeps the table."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -69,11 +69,12 @@ def _parts(measured: Measurements) -> list[tuple[str, Sequence[Row]]]:
             if source == "playbook sweep" and not is_fit:
                 found.append((f"{source}, all of these", part))
                 found += [(f"{source}, {what}", members) for what, members in _by_pipeline(part)]
-    tests: list[tuple[str, Callable[[Row], bool]]] = [
-        ("own H200 records, 4 layers (fitted)", is_own_fitted),
-        ("own H200 records, Llama-3-8B", lambda row: not is_own_fitted(row)),
-    ]
-    return found + [(name, [row for row in measured.own if belongs(row)]) for name, belongs in tests]
+    fitted = [row for row in measured.own if is_own_fitted(row)]
+    found.append(("own H200 records, 4 layers (fitted)", fitted))
+    others = [row for row in measured.own if not is_own_fitted(row)]
+    studies = dict.fromkeys(row.source.name for row in others)
+    found += [(f"own H200 records, {name}", [row for row in others if row.source.name == name]) for name in studies]
+    return found
 
 
 def _by_pipeline(rows: Sequence[Row]) -> list[tuple[str, Sequence[Row]]]:
