@@ -43,7 +43,7 @@ class DataParallel:
             "compute": micro_batches * (plain + sum(first) + sum(last)),
             "recompute": micro_batches * layers * again,
             "launch": micro_batches * launch,
-            "dp": micro_batches * exposed + once,
+            "dp": max(0.0, micro_batches * exposed) + once,
             "optimizer": update + self.profile.step_seconds,
             "offload": self._offload_seconds(candidate, geometry, micro_batches),
         }

@@ -30,10 +30,11 @@ class Span:
 
 def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
     """The worst of some groups: the most hosts, the slowest links, the fullest NICs."""
-    host_of = topology.host_of
+    host_of, domain_of = topology.host_of, topology.domain_of
     size, most_hosts = 1, 1
-    inside: set[tuple[int, int]] = set()
-    across: set[tuple[int, int]] = set()
+    # one pair of ranks for each pair of places: others have the same link
+    inside: dict[tuple[int, int], tuple[int, int]] = {}
+    across: dict[tuple[int, int], tuple[int, int]] = {}
     leaving = [0] * len(topology.hosts)
     for ranks in groups:
         size = max(size, len(ranks))
@@ -41,19 +42,20 @@ def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
         for rank in ranks:
             first = firsts.setdefault(host_of[rank], rank)
             if first != rank:
-                inside.add((first, rank))
+                inside[domain_of[first], domain_of[rank]] = (first, rank)
         if len(firsts) > 1:
             most_hosts = max(most_hosts, len(firsts))
             first = ranks[0]
-            across |= {(first, other) for other in firsts.values() if host_of[other] != host_of[first]}
-            for host in firsts:
+            for host, other in firsts.items():
                 leaving[host] += 1
+                if other != first:
+                    across[host_of[first], host] = (first, other)
     slowest_host = min(topology.hosts, key=lambda host: (host.network_gbits or 0.0, host.nvlink_gb_per_s or 0.0))
     return Span(
         size=size,
         hosts=most_hosts,
-        inside=topology.slowest_link(inside),
-        across=topology.slowest_link(across),
+        inside=topology.slowest_link(inside.values()),
+        across=topology.slowest_link(across.values()),
         sharing=max(leaving, default=0),
         host=slowest_host,
     )

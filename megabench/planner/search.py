@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from megabench.config import ConfigError, EngineName
 from megabench.hardware.topology import Topology
@@ -58,7 +59,9 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
             f"global_batch={job.global_batch}; use a global batch that is a multiple of the GPUs, e.g. "
             f"{math.ceil(job.global_batch / topology.world_size) * topology.world_size}"
         )
-    missing = [(costs.missing_bytes(candidate), candidate) for candidate in everything]
+    # what a GPU holds does not depend on where it is
+    lacks = cache(costs.missing_bytes)
+    missing = [(lacks(replace(candidate, placement="topology")), candidate) for candidate in everything]
     fitting = [candidate for bytes_, candidate in missing if bytes_ <= 0]
     ranked = _fastest(costs, fitting, keep)
     kinds: dict[tuple[object, ...], list[Candidate]] = {}
