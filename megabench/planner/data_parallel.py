@@ -36,7 +36,7 @@ class DataParallel:
             + ends
         )
         plain = layers * (layer.forward + layer.backward)
-        launch = layers * (forward + backward - layer.forward - layer.backward - again)
+        launch = layers * ((forward - layer.forward) + (backward - (layer.backward + again)))
         exposed = with_communication - layers * (forward + backward)
         once, update = self._once_a_step(candidate, geometry, layers * backward)
         return {
