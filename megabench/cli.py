@@ -181,7 +181,7 @@ def calibrate(
 
     Starts a process for each GPU; on several nodes: torchrun … -m megabench.cli calibrate --out FILE.
     """
-    from megabench.calibrate import run
+    from megabench.calibrate.command import run
 
     run(out, model, seq_length, nproc, emulate_hosts)
 
