@@ -55,7 +55,9 @@ class Planning:
         own = [_compared(base | trial) for entry in file.trials for trial in expand(entry)]
         added: list[dict[str, Any]] = []
         for number, estimate in enumerate(plan.ranked, 1):
-            settings = estimate.candidate.settings()
+            # what the plan leaves at its default, the study's base may have set
+            defaults = {name: RunConfig.model_fields[name].default for name in _COMPARED if name in base}
+            settings = defaults | estimate.candidate.settings()
             if _compared(base | settings) not in own:
                 added.append({"name": f"plan-{number}", **settings})
         extended = file.model_copy(update={"trials": [*file.trials, *added]})
