@@ -1,8 +1,8 @@
 """A pool of worker processes that stays up between tests: half a second a test instead of ten.
 
 `run(function, world_size, *args)` calls a module-level function on every rank of a fresh process group, of gloo or of
-NCCL with one GPU a rank, and returns what the ranks returned. A job that fails or hangs ends the workers it used; the next job starts new ones, as it does where
-engines that are never freed have left too many threads behind.
+NCCL with one GPU a rank, and returns what the ranks returned. A job that fails or hangs ends the workers it used; the
+next job starts new ones, as it does where engines that are never freed have left too many threads behind.
 """
 
 import atexit

@@ -18,6 +18,7 @@ from pydantic import (
 
 from megabench.config.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
 from megabench.config.reading import ConfigError, explain
+from megabench.metrics import output_layer_cost
 from megabench.models.find import find_model, is_directory
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
@@ -56,8 +57,16 @@ class RunConfig(BaseModel):
     num_layers: PositiveInt | None = Field(None, description="Cut or grow the model to this many layers.")
     engine: EngineName = Field("megatron", description="How a step runs.")
     tp: PositiveInt = Field(1, description="Tensor-parallel size; sequence parallelism comes with it.")
+    tp_overlap: bool = Field(
+        False,
+        description="Run TP's collectives inside the matrix products beside them, over NVLink's shared memory.",
+    )
     pp: PositiveInt = Field(1, description="Pipeline stages.")
     vp: PositiveInt = Field(1, description="Model chunks per pipeline stage (interleaved schedule).")
+    stages: Literal["balanced", "even"] = Field(
+        "balanced",
+        description="Layers of pipeline stages: so that all take as long, output layer included, or as many to each.",
+    )
     cp: PositiveInt = Field(1, description="Context-parallel size.")
     placement: Policy = Field(
         "topology",
@@ -204,6 +213,7 @@ class RunConfig(BaseModel):
         shape = self.shape
         self._check_model_fits(shape)
         self._check_placement(world_size)
+        self._check_overlap(device)
         if max(self.betas) >= 1:
             raise ConfigError(f"betas={self.betas} must lie below 1, e.g. 0.9 0.95")
         precision = self.precision or ("bf16" if device == "cuda" else "fp32")
@@ -266,9 +276,23 @@ class RunConfig(BaseModel):
                 f"use a seq_length up to that"
             )
 
+    def _check_overlap(self, device: Literal["cpu", "cuda"]) -> None:
+        if not self.tp_overlap:
+            return
+        for is_wrong, what in (
+            (self.tp == 1, "tp=1 has none; use tp=2 or more"),
+            (device == "cpu", "there is no GPU; use --device cuda"),
+            (self.kernels == "reference", "kernels=reference keeps them apart; use kernels=auto"),
+        ):
+            if is_wrong:
+                raise ConfigError(
+                    f"tp_overlap runs TP's collectives inside matrix products on GPUs, and {what}, or leave it out"
+                )
+
     def _check_placement(self, world_size: int) -> None:
-        if self.strict_placement and self.placement == "spread-tp":
-            raise ConfigError("strict_placement keeps TP inside NVLink domains, and placement=spread-tp puts it across")
+        if (self.strict_placement or self.tp_overlap) and self.placement == "spread-tp":
+            setting = "strict_placement" if self.strict_placement else "tp_overlap"
+            raise ConfigError(f"{setting} keeps TP inside NVLink domains, and placement=spread-tp puts it across")
         if self.emulate_hosts and world_size % self.emulate_hosts:
             raise ConfigError(
                 f"emulate_hosts={self.emulate_hosts} does not divide the {world_size} ranks; "
@@ -370,6 +394,12 @@ class ResolvedConfig(RunConfig):
     @property
     def layout(self) -> Layout:
         return super().layout.with_world_size(self.world_size)
+
+    @property
+    def chunk_layers(self) -> list[list[range]]:
+        """Layer numbers of every model chunk, as [stage][chunk]."""
+        cost = output_layer_cost(self.shape, self.seq_length) if self.stages == "balanced" else 0.0
+        return self.layout.chunk_layers(self.shape.num_layers, cost)
 
     @property
     def num_micro_batches(self) -> int:

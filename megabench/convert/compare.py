@@ -61,7 +61,7 @@ def comparison_run(model: str, tp: int, pp: int) -> ResolvedConfig:
 
 def num_parts(run: ResolvedConfig) -> int:
     """How often a comparison advances on rank 0, whose stage is the first."""
-    first_stage = run.layout.chunk_layers(run.shape.num_layers)[0][0]
+    first_stage = run.chunk_layers[0][0]
     return len(first_stage) + run.shape.num_layers + 4
 
 
@@ -153,7 +153,7 @@ def _parallel_logits(weights: Weights, run: ResolvedConfig, tokens: Tensor, adva
     blocks = Parts(weights, run)
     groups, shape = blocks.groups, run.shape
     stage, num_stages = groups.pp.rank(), groups.pp.size()
-    layers = run.layout.chunk_layers(shape.num_layers)[stage][0]
+    layers = run.chunk_layers[stage][0]
     if stage == 0:
         hidden = blocks.embed(tokens)
         advance("parallel blocks: embedding")

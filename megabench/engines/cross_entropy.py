@@ -4,14 +4,15 @@ The gradients are made in the forward pass, chunk by chunk of tokens, while a ch
 kernels, arXiv 2410.10989); the vocabulary may be cut over a tensor-parallel group (as in arXiv 1909.08053, section 3).
 """
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megabench.engines.fused import fused
+from megabench.engines.weight_gradient import accumulate
 
 _CHUNK_LOGITS = 2**29  # of one chunk, in elements: 1 GiB in bf16
 
@@ -65,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             is_here = (local >= 0) & (local < rows)
             local = local.clamp(0, rows - 1)
             target = logits.gather(1, local[:, None]).squeeze(1).float().where(is_here, 0.0)
-            log_sum = _fast(_log_sum_exp, logits)(logits)
+            log_sum = fused(_log_sum_exp, logits)(logits)
             if group and size > 1:
                 mine = torch.stack([log_sum, target])
                 everyone = torch.empty(size * 2, len(target), device=mine.device)
@@ -74,10 +75,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses[part] = log_sum - target
             if grad_hidden is not None and grad_weight is not None:
                 # d loss / d logits, times the number of tokens: softmax less one at the label
-                grads = _fast(_softmax, logits)(logits, log_sum)
+                grads = fused(_softmax, logits)(logits, log_sum)
                 grads[torch.arange(len(local), device=local.device), local] -= is_here.to(grads.dtype)
                 torch.mm(grads, weight, out=grad_hidden[part])
-                _accumulate(grad_weight, grads, hidden[part])
+                accumulate(grad_weight, grads, hidden[part])
                 del grads
             del logits  # before the next chunk makes its own
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -100,21 +101,3 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
 def _softmax(logits: Tensor, log_sum: Tensor) -> Tensor:
     """[C, V] and the log of the whole sum [C] -> probabilities [C, V] in the dtype of the logits."""
     return torch.exp(logits.float() - log_sum[:, None]).to(logits.dtype)
-
-
-def _accumulate(total: Tensor, grads: Tensor, hidden: Tensor) -> None:
-    """total [V, H] in fp32 += gradsᵀ [V, C] · hidden [C, H]."""
-    if total.device.type == "cuda" and hidden.dtype != torch.float32:
-        torch.addmm(total, grads.t(), hidden, out_dtype=torch.float32, out=total)
-    else:
-        total += (grads.t() @ hidden).float()
-
-
-@cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=False)
-
-
-def _fast(function: Callable[..., Tensor], like: Tensor) -> Callable[..., Tensor]:
-    """`function`, on a GPU as one kernel that holds nothing in fp32."""
-    return _compiled(function) if like.device.type == "cuda" else function

@@ -70,12 +70,19 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
     """What serves each operation of the parallel blocks, for the record."""
     return PLAIN | {
         "norm": "torch rms_norm",
-        "rope": "megatron-core unfused",
+        "rope": "megabench fused" if fuses_blocks(run) else "megatron-core unfused",
         "activation": "megatron-core fused SwiGLU" if fuses_activation(run) else "megatron-core unfused SwiGLU",
         "cross_entropy": FUSED_CROSS_ENTROPY
         if fuses_cross_entropy(run)
         else "megatron-core vocab-parallel, fp32 logits",
+        "weight_gradient": "summed up by its product" if fuses_blocks(run) else "megatron-core, then added",
+        "tp_collectives": "inside matrix products" if run.tp_overlap else "beside matrix products",
     }
+
+
+def fuses_blocks(run: ResolvedConfig) -> bool:
+    """Whether the parallel blocks hold this package's linear layers and attention instead of megatron-core's."""
+    return run.kernels == "auto"
 
 
 def fuses_activation(run: ResolvedConfig) -> bool:

@@ -1,7 +1,6 @@
 """Optimizers and their rules, shared by the engines."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,11 +21,6 @@ def apex_adam() -> type[torch.optim.Optimizer] | None:
     except ImportError:
         return None
     return FusedAdam
-
-
-def has_apex_weight_gradients() -> bool:
-    """Whether NVIDIA's apex was built with the GEMM that accumulates weight gradients in place."""
-    return find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 class GroupStepOptimizer(torch.optim.Optimizer):
@@ -60,15 +54,15 @@ class GroupStepAdamW(GroupStepOptimizer):
         for param in params:
             if not self.state[param]:
                 self.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-        # the kernel counts one step on from what it is given
-        steps = [torch.tensor(group["step"] - 1.0, device=param.device) for param in params]
+        # the kernel counts one step on from what it is given; filled on the device, for a copy each would make it wait
+        steps = torch.full((len(params),), group["step"] - 1.0, device=params[0].device).unbind()
         adamw(
             params,
             grads,
             [self.state[param]["exp_avg"] for param in params],
             [self.state[param]["exp_avg_sq"] for param in params],
             [],
-            steps,
+            list(steps),
             fused=True,
             amsgrad=False,
             beta1=group["betas"][0],

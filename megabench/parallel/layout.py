@@ -118,15 +118,18 @@ class Layout:
         """Sequence lengths must be a multiple of this."""
         return lcm(self.tp * self.cp if self.tp > 1 else 1, 2 * self.cp if self.cp > 1 else 1)
 
-    def chunk_layers(self, num_layers: int) -> list[list[range]]:
-        """Layer numbers of every model chunk, as [stage][chunk]; when they do not divide, earlier chunks get one more.
+    def chunk_layers(self, num_layers: int, output_cost: float = 0.0) -> list[list[range]]:
+        """Layer numbers of every model chunk, as [stage][chunk], so that the slowest is as fast as can be.
 
-        The last chunk also holds the output layer, so it is the one to be spared. Interleaved chunks go round the
-        stages: chunk c of stage p is the (c·pp + p)-th slice of the model.
+        The last chunk also holds the output layer, which takes as long as `output_cost` layers. Where layers are left
+        over, earlier chunks get one more. Interleaved chunks go round the stages: chunk c of stage p is the
+        (c·pp + p)-th slice of the model.
         """
         num_chunks = self.pp * self.vp
-        base, extra = divmod(num_layers, num_chunks)
-        sizes = [base + (number < extra) for number in range(num_chunks)]
+        sizes = [1] * num_chunks  # a chunk without a layer would only pass on what it receives
+        for _ in range(num_layers - num_chunks):
+            costs = [*sizes[:-1], sizes[-1] + output_cost]
+            sizes[costs.index(min(costs))] += 1
         starts = [sum(sizes[:number]) for number in range(num_chunks)]
         slices = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         return [[slices[chunk * self.pp + stage] for chunk in range(self.vp)] for stage in range(self.pp)]

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from megabench.config import EngineName, RunConfig
-from megabench.metrics import flops_per_token
+from megabench.metrics import flops_per_token, output_layer_cost
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
@@ -22,6 +22,7 @@ class Stack:
     without it they are written and read in 16 bits, the full square of them. `fused` element-wise kernels read and
     write once what unfused ones do several times. `fused_loss` makes the output layer and cross-entropy in chunks.
     `blocking_p2p` stages wait for what they send, but with interleaving. Gradients are summed by `bucket_parameters`.
+    `stages` hold as many layers each, or fewer beside the output layer (as megabench's engine, or nanotron, cuts them).
     """
 
     flash_attention: bool = True
@@ -37,7 +38,7 @@ class Stack:
     blocking_p2p: bool = True
     bucket_parameters: float = 40e6
     buckets_on_all_stages: bool = False
-    balances_stages: bool = False
+    stages: Literal["balanced", "even", "filled"] = "balanced"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,13 @@ class Job:
     @cached_property
     def embedding_parameters(self) -> int:
         return self.shape.vocab_size * self.shape.hidden_size
+
+    @cached_property
+    def output_cost(self) -> float:
+        """What the output layer counts as, in layers, where stages are cut."""
+        if self.stack.stages == "filled":
+            return self.embedding_parameters / self.layer_parameters
+        return output_layer_cost(self.shape, self.seq_length) if self.stack.stages == "balanced" else 0.0
 
     @cached_property
     def flops_per_token(self) -> float:

@@ -1,8 +1,11 @@
 """Bytes that a GPU holds at the peak of a step, by part. Loads no torch."""
 
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import pairwise
 from math import ceil
 
+from megabench.parallel.layout import Layout
 from megabench.planner.job import Candidate, Job
 from megabench.planner.profile import Profile
 
@@ -87,7 +90,7 @@ def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
     Of equal stages the first holds the most activations, and the last the logits.
     """
     last = candidate.layout.pp - 1
-    stages = range(last + 1) if job.stack.balances_stages else sorted({0, last})
+    stages = range(last + 1) if job.stack.stages == "filled" else sorted({0, last})
     return max((_stage_memory(job, candidate, profile, stage) for stage in stages), key=lambda memory: memory.total)
 
 
@@ -102,19 +105,28 @@ def stage_parameters(job: Job, candidate: Candidate, stage: int) -> float:
 
 
 def stage_layers(job: Job, candidate: Candidate, stage: int) -> int:
-    """How many layers a stage holds, in all its chunks: as even as can be (Layout.chunk_layers), or by their cost.
+    """How many layers a stage holds, in all its chunks."""
+    return all_stage_layers(job, candidate)[stage]
 
-    By cost (nanotron): the output layer counts as V·H of the layers' parameters, and stages are filled in turn up to
-    their part of the whole.
+
+def all_stage_layers(job: Job, candidate: Candidate) -> tuple[int, ...]:
+    """How many layers each stage holds."""
+    layout, is_filled = candidate.layout, job.stack.stages == "filled"
+    return _cut(job.shape.num_layers, is_filled, job.output_cost, layout.pp, layout.vp)
+
+
+@lru_cache(maxsize=4096)
+def _cut(layers: int, is_filled: bool, output_cost: float, num_stages: int, chunks: int) -> tuple[int, ...]:
+    """The layers of every stage, the output layer counting as `output_cost` of them (Layout.chunk_layers).
+
+    Filled (nanotron): stages are filled in turn up to their part of the whole.
     """
-    layout, layers = candidate.layout, job.shape.num_layers
-    if job.stack.balances_stages:
-        output = job.embedding_parameters / job.layer_parameters
-        each = (layers + output) / layout.pp
-        filled = [min(layers, ceil(number * each)) for number in range(layout.pp)] + [layers]
-        return filled[stage + 1] - filled[stage]
-    base, extra = divmod(layers, layout.pp * layout.vp)
-    return sum(base + (number < extra) for number in range(stage, layout.pp * layout.vp, layout.pp))
+    if is_filled:
+        each = (layers + output_cost) / num_stages
+        filled = [min(layers, ceil(number * each)) for number in range(num_stages)] + [layers]
+        return tuple(after - before for before, after in pairwise(filled))
+    stages = Layout(pp=num_stages, vp=chunks).chunk_layers(layers, output_cost)
+    return tuple(sum(map(len, stage)) for stage in stages)
 
 
 def _stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -> Memory:

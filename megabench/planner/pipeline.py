@@ -7,7 +7,7 @@ from megabench.planner import compute, network, schedule
 from megabench.planner.base import Base, Sizes
 from megabench.planner.geometry import Geometry
 from megabench.planner.job import Candidate
-from megabench.planner.memory import stage_layers, stage_parameters
+from megabench.planner.memory import all_stage_layers, stage_layers, stage_parameters
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,12 @@ class Pipeline:
         return tp_forward, tp_backward, cp, cp, collectives
 
     def _chunks(self, candidate: Candidate) -> list[_Chunk]:
-        """The mean model chunk of every stage."""
-        layout = candidate.layout
-        divides = self.job.shape.num_layers % (layout.pp * layout.vp) == 0
-        if divides and not self.job.stack.balances_stages:  # the stages between the ends are alike
-            middle = [self._chunk(candidate, 1)] * (layout.pp - 2) if layout.pp > 2 else []
-            ends = [self._chunk(candidate, 0)] + ([self._chunk(candidate, layout.pp - 1)] if layout.pp > 1 else [])
-            return [ends[0], *middle, *ends[1:]]
-        return [self._chunk(candidate, stage) for stage in range(layout.pp)]
+        """The mean model chunk of every stage; stages between the ends are alike where they hold as many layers."""
+        counts = all_stage_layers(self.job, candidate)
+        last = len(counts) - 1
+        middle = {count: self._chunk(candidate, 1 + counts[1:last].index(count)) for count in set(counts[1:last])}
+        ends = [self._chunk(candidate, stage) for stage in sorted({0, last})]
+        return [ends[0], *(middle[count] for count in counts[1:last]), *ends[1:]]
 
     def _chunk(self, candidate: Candidate, stage: int) -> _Chunk:
         layout, size = candidate.layout, candidate.micro_batch

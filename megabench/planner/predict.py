@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 from megabench import UserError
 from megabench.config import EngineName
@@ -35,13 +35,16 @@ def job_of(record: RunRecord) -> Job:
 
 def _stack_of(record: RunRecord) -> Stack:
     """What the record's kernels were; those of a run that ended before it named them, the usual ones."""
+    # records from before there was a choice have even stages
+    stages: Literal["balanced", "even"] = record.options.get("stages") or "even"
     if record.kernels is None:
-        return Stack()
+        return Stack(stages=stages)
     activation, loss = record.kernels.get("activation", ""), record.kernels.get("cross_entropy", "")
     return Stack(
         fused="unfused" not in activation,
         fused_loss="linear_cross_entropy" in loss,
-        fuses_weight_gradient=record.kernels.get("weight_gradient") == "apex",
+        fuses_weight_gradient=record.kernels.get("weight_gradient") in ("apex", "summed up by its product"),
+        stages=stages,
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,10 @@ def simulate(
     """The timeline of a step. `send` is how long a stage's output takes to the next one, either way.
 
     A blocking sender does nothing else meanwhile. The steady state repeats itself every P micro-batches, so a long
-    step is the timeline of a short one, drawn out: exactly for equal stages, to 2% for very different ones.
+    step is the timeline of a short one, drawn out: exactly for equal stages, to a few percent for very different ones.
     """
     num_stages = len(stages)
-    short = 3 * num_stages + num_micro_batches % num_stages
+    short = max(3, ceil(8 / num_stages)) * num_stages + num_micro_batches % num_stages
     longer = short + num_stages
     if num_micro_batches <= longer:
         return _simulate(stages, chunks, num_micro_batches, send, blocking)

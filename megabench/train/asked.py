@@ -10,7 +10,7 @@ from megabench.record import LayoutSizes
 # settings that shape how a step runs, beside the layout
 _OPTIONS = (
     "zero_stage", "offload", "hpz_size", "zero_prefetch", "zero_persistence", "shard_size", "reshard_after_forward",
-    "powersgd_rank", "compile", "recompute",
+    "powersgd_rank", "compile", "recompute", "tp_overlap", "stages",
 )  # fmt: skip
 
 

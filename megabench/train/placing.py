@@ -13,14 +13,16 @@ from megabench.runtime.rendezvous import Rendezvous
 def place_ranks(run: ResolvedConfig, rendezvous: Rendezvous) -> Placement:
     """The placement of `run`, the same on every rank; each must call it.
 
-    Raises PlacementError where strict placement cannot be had, TopologyError where hosts cannot be emulated.
+    Raises PlacementError where strict placement, which tp_overlap implies, cannot be had, TopologyError where hosts
+    cannot be emulated.
     """
     facts = read_facts(rendezvous.local_rank, gpu_uuid(rendezvous.local_rank) if run.device == "cuda" else None)
     topology = discover(rendezvous.store, facts, rendezvous.rank, rendezvous.world_size)
     if run.emulate_hosts:
         topology = split(topology, run.emulate_hosts)
         split_nccl(emulated_host(rendezvous.rank, rendezvous.world_size, run.emulate_hosts))
-    return place(topology, run.layout, run.placement, run.strict_placement)
+    # overlapped, TP's ranks read each other's memory: one NVLink domain, and never across emulated hosts
+    return place(topology, run.layout, run.placement, run.strict_placement or run.tp_overlap)
 
 
 def split_nccl(number: int) -> None:

@@ -30,6 +30,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 COMBINATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp1": (1, {}),
     "pp3-uneven": (3, {"pp": 3}),
+    "pp2-heavy-output": (2, {"pp": 2, "model": "llama-vocabulary"}),
+    "pp2-vp2-heavy-output": (2, {"pp": 2, "vp": 2, "num_layers": 6, "model": "llama-vocabulary"}),
     "pp2-vp2-dp2": (4, {"pp": 2, "vp": 2}),
     "tp2-cp2": (4, {"tp": 2, "cp": 2, "micro_batch": 2}),
     "pp2-cp2": (4, {"pp": 2, "cp": 2}),

@@ -92,6 +92,34 @@ def test_rotary_embedding(heads: int, kv_heads: int, width: int) -> None:
     assert_as_fp32(liger, reference, (random(BATCH, heads, SEQUENCE, width), random(BATCH, kv_heads, SEQUENCE, width)))
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), of(SHAPES, "num_heads", "num_kv_heads", "head_dim"))
+def test_rotary_embedding_of_parallel_blocks(heads: int, kv_heads: int, width: int) -> None:
+    from megabench.engines.fused import fused
+    from megabench.engines.megatron.blocks import rotate as ours
+
+    torch.compiler.reset()
+    frequencies = 500_000.0 ** (-torch.arange(0, width, 2, device="cuda") / width)
+    angles = torch.arange(SEQUENCE, device="cuda")[:, None] * frequencies
+    cos, sin = (function(torch.cat([angles, angles], dim=-1))[:, None, None] for function in (torch.cos, torch.sin))
+    for count in {heads, kv_heads}:
+        inputs = (random(SEQUENCE, BATCH, count, width),)
+        assert_as_fp32(lambda states: fused(ours, states)(states, cos, sin), lambda s: rotate(s, cos, sin), inputs)
+
+
+@pytest.mark.parametrize(("width", "wide"), of(SHAPES, "hidden_size", "ffn_size"))
+def test_weight_gradients_are_summed_up(width: int, wide: int) -> None:
+    """Two micro-batches, onto what is there already; no rounding but that of fp32."""
+    from megabench.engines.weight_gradient import accumulate
+
+    total = random(wide, width, seed=3).float()
+    expected = total.double()
+    for seed in (0, 1):
+        grads, inputs = random(BATCH * SEQUENCE, wide, seed=seed), random(BATCH * SEQUENCE, width, seed=seed + 7)
+        accumulate(total, grads, inputs)
+        expected += grads.double().t() @ inputs.double()
+    assert (torch.dist(total.double(), expected) / expected.norm()).item() < 1e-5
+
+
 @pytest.mark.parametrize("width", [width for (width,) in of(SHAPES, "ffn_size")])
 def test_swiglu(width: int) -> None:
     from liger_kernel.ops import LigerSiLUMulFunction

@@ -16,7 +16,7 @@ from tests.engines.equivalence import OPTIMIZERS, Trace, differences, resolve, t
 
 NUM_GPUS = torch.cuda.device_count()
 TOLERANCE = 1e-4  # sums over 4096 to 14336 products, in other orders; on CPU the models are a hundredth as wide
-# an eighth of the vocabulary: embeddings are most of a model of four layers, and the slowest part to draw and to compare
+# an eighth of the vocabulary: embeddings are most of a model of four layers, and the slowest to draw and to compare
 CATALOG["llama3-8b-wide"] = replace(CATALOG["llama3-8b"], name="llama3-8b-wide", num_layers=4, vocab_size=16032)
 # eps of about the size of the gradients: small enough that weights move, large enough that rounding does not
 BASE = {"model": "llama3-8b-wide", "num_layers": None, "seq_length": 512, "device": "cuda"}
@@ -32,6 +32,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-vp2": (2, {"pp": 2, "vp": 2}),
     "cp2": (2, {"cp": 2}),
     "tp2-reference-kernels": (2, {"tp": 2, "kernels": "reference"}),
+    "tp2-overlap": (2, {"tp": 2, "tp_overlap": True}),
     "zero1": (2, {"engine": "deepspeed", "zero_stage": 1}),
     "zero2": (2, {"engine": "deepspeed", "zero_stage": 2}),
     "zero3": (2, {"engine": "deepspeed", "zero_stage": 3}),
@@ -41,6 +42,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp-offload": (2, {"engine": "fsdp", "offload": "all"}),
     "ddp": (2, {"engine": "ddp"}),
     "tp4": (4, {"tp": 4}),
+    "tp4-overlap": (4, {"tp": 4, "tp_overlap": True}),
     "pp4": (4, {"pp": 4}),
     "tp2-pp2": (4, {"tp": 2, "pp": 2}),
     "tp2-dp2": (4, {"tp": 2}),

@@ -138,6 +138,9 @@ def test_an_overflow_skips_a_step() -> None:
         ({"engine": "deepspeed", "optimizer": "adafactor"}, "zero_stage=3 cuts them"),
         ({"engine": "fsdp", "powersgd_rank": 2}, "powersgd_rank is a setting of the ddp engine"),
         ({"engine": "ddp", "precision": "bf16", "grad_dtype": "bf16", "powersgd_rank": 2}, "PowerSGD sends fp32"),
+        ({"tp_overlap": True}, "tp=1 has none; use tp=2 or more"),
+        ({"tp": 2, "tp_overlap": True}, "there is no GPU"),
+        ({"tp": 2, "tp_overlap": True, "placement": "spread-tp"}, "tp_overlap keeps TP inside NVLink domains"),
         ({"compile": True}, "compile is a setting of the fsdp and ddp engines, and the engine is megatron"),
     ],
 )

@@ -13,6 +13,8 @@ from megabench.models.shape import ModelShape, RopeScaling
 
 # a vocabulary that no tensor-parallel size divides
 CATALOG["llama-odd"] = replace(CATALOG["llama-tiny"], name="llama-odd", vocab_size=509)
+# an output layer that takes as long as 2.5 layers
+CATALOG["llama-vocabulary"] = replace(CATALOG["llama-tiny"], name="llama-vocabulary", vocab_size=4096)
 # the other families, in small
 _SCALING = RopeScaling(8.0, 1.0, 4.0, 32)
 CATALOG["llama31-tiny"] = replace(CATALOG["llama-tiny"], name="llama31-tiny", rope_scaling=_SCALING)

@@ -1,7 +1,11 @@
 """Layouts: what fits, what is refused and with which advice, and which layers each chunk holds."""
 
+from collections.abc import Sequence
+from itertools import product
+
 import pytest
 
+from megabench.config import RunConfig
 from megabench.models.catalog import get_model
 from megabench.parallel.groups import rank_groups
 from megabench.parallel.layout import Layout, LayoutError
@@ -71,6 +75,28 @@ def test_every_layer_is_in_one_chunk(pp: int, vp: int, num_layers: int) -> None:
     sizes = [len(layers) for layers in in_model_order]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True), "the last chunk, with the output layer, is never the largest"
+
+
+@pytest.mark.parametrize(("pp", "vp"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("num_layers", [4, 7, 9])
+@pytest.mark.parametrize("output_cost", [0.4, 2.1, 3.5])
+def test_no_other_split_is_faster(pp: int, vp: int, num_layers: int, output_cost: float) -> None:
+    stages = Layout(pp=pp, vp=vp).chunk_layers(num_layers, output_cost)
+    sizes = [len(stages[stage][chunk]) for chunk in range(vp) for stage in range(pp)]
+    assert sum(sizes) == num_layers and min(sizes) >= 1
+
+    def slowest(sizes: Sequence[int]) -> float:
+        return max(*sizes[:-1], sizes[-1] + output_cost)
+
+    others = (split for split in product(range(1, num_layers + 1), repeat=pp * vp) if sum(split) == num_layers)
+    assert slowest(sizes) == min(slowest(split) for split in others)
+
+
+def test_stages_of_llama3_8b() -> None:
+    run = RunConfig(model="llama3-8b", pp=4, seq_length=8192).resolve(4, "cuda")
+    assert [len(layers) for (layers,) in run.chunk_layers] == [9, 9, 8, 6]
+    even = RunConfig(model="llama3-8b", pp=4, stages="even").resolve(4, "cuda")
+    assert [len(layers) for (layers,) in even.chunk_layers] == [8, 8, 8, 8]
 
 
 def test_groups_partition_the_ranks() -> None:

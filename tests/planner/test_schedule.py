@@ -39,7 +39,7 @@ def test_a_long_step_is_a_short_one_drawn_out(forward, backward, heavier, chunks
     micro_batches, blocking = rounds * len(stages), blocking and chunks == 1
     drawn = simulate(stages, chunks, micro_batches, send, blocking)
     whole = schedule._simulate(stages, chunks, micro_batches, send, blocking)
-    assert drawn.seconds == pytest.approx(whole.seconds, rel=0.02)
+    assert drawn.seconds == pytest.approx(whole.seconds, rel=0.03)
 
 
 @given(

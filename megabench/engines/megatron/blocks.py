@@ -24,6 +24,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
+from megabench.config import ResolvedConfig
+from megabench.engines.fused import fused
+from megabench.engines.kernels import fuses_blocks
+from megabench.engines.megatron.linear import ColumnLinear, RowLinear
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm (arXiv 1910.07467) over the last dim of a rank's part: of the sequence, or of the heads."""
@@ -39,6 +44,39 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+
+
+class RotaryAttention(SelfAttention):
+    """megatron-core's attention for training alone, with a rotary embedding that reads and writes its heads once."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **inference: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[S/tp, B, H], and angles [S, 1, 1, D] -> [S/tp, B, H]."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        heads = rearrange(mixed, "s b (k n d) -> s b k n d", k=groups, d=width)  # each KV head behind its queries
+        query, key, value = heads.split([heads.shape[3] - 2, 1, 1], dim=3)
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        cos, sin = rotary_pos_emb.cos().unsqueeze(3), rotary_pos_emb.sin().unsqueeze(3)
+        query, key = (fused(rotate, states)(states, cos, sin).flatten(2, 3) for states in (query, key))
+        value = value.flatten(2, 3)
+        if self.checkpoint_core_attention:
+            context = self._checkpointed_attention_forward(query, key, value, attention_mask)
+        else:
+            context = self.core_attention(query, key, value, attention_mask)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(context)
+        return output
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding (arXiv 2104.09864) of pairs half a head apart, as Llama has them: [..., D] -> [..., D].
+
+    `cos` and `sin` hold the angles of both halves.
+    """
+    first, second = states.chunk(2, dim=-1)
+    return states * cos.to(states.dtype) + torch.cat([-second, first], dim=-1) * sin.to(states.dtype)
 
 
 class CausalAttention(nn.Module):
@@ -124,22 +162,28 @@ def zigzag_slice(tokens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]], dim=1)
 
 
-def llama_blocks(num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
+def llama_blocks(num_layers: int, run: ResolvedConfig) -> TransformerBlockSubmodules:
     """The specs of `num_layers` parallel layers and of the final norm.
 
-    `qk_norm` puts a norm over D on queries and keys, before the rotary embedding.
+    Where the family has them, norms over D stand before the rotary embedding of queries and keys.
     """
+    if fuses_blocks(run):
+        attention, params = RotaryAttention, {"overlap": run.tp_overlap}
+        column, row = ModuleSpec(module=ColumnLinear, params=params), ModuleSpec(module=RowLinear, params=params)
+    else:
+        attention, column, row = SelfAttention, ColumnParallelLinear, RowParallelLinear
+    qk_norm = run.shape.table.qk_norm
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=attention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
+                    linear_qkv=column,
                     core_attention=CausalAttention,
-                    linear_proj=RowParallelLinear,
+                    linear_proj=row,
                     q_layernorm=RMSNorm if qk_norm else None,
                     k_layernorm=RMSNorm if qk_norm else None,
                 ),
@@ -148,7 +192,7 @@ def llama_blocks(num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(
                 module=MLP,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+                submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
             ),
             mlp_bda=get_bias_dropout_add,
         ),

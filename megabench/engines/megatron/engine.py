@@ -61,7 +61,7 @@ class MegatronEngine:
         for number in range(layout.vp):
             is_first = number == 0 and stage == 0
             is_last = number == layout.vp - 1 and stage == layout.pp - 1
-            layers = layout.chunk_layers(run.shape.num_layers)[stage][number]
+            layers = run.chunk_layers[stage][number]
             chunk = ParallelLlama(self.transformer_config, run, self.groups, layers, is_first, is_last, number)
             load_weights(chunk, weights, run, self.groups.tp.rank())
             chunk.to(self.device)
@@ -216,6 +216,5 @@ class MegatronEngine:
     def kernels(self) -> dict[str, str]:
         adam = "apex FusedAdam" if self.run.device == "cuda" and apex_adam() else "torch fused AdamW"
         return kernels.names_for_megatron(self.run) | {
-            "weight_gradient": "apex" if self.transformer_config.gradient_accumulation_fusion else "torch",
             "optimizer": adam if self.run.optimizer == "adamw" else "torch SGD",
         }

@@ -22,7 +22,7 @@ def full_tensors(
     """
     shape, layout = run.shape, run.layout
     shapes = hugging_face_shapes(shape)
-    stages = layout.chunk_layers(shape.num_layers)
+    stages = run.chunk_layers
     for number in range(layout.pp * layout.vp):
         chunk, stage = divmod(number, layout.pp)
         names = parallel_parameters(

@@ -16,11 +16,9 @@ from megabench.config import ResolvedConfig
 from megabench.engines.cross_entropy import linear_cross_entropy
 from megabench.engines.kernels import fuses_activation, fuses_cross_entropy
 from megabench.engines.megatron.blocks import llama_blocks
-from megabench.engines.optim import has_apex_weight_gradients
 from megabench.models.mapping import padded_vocab_size, shard
 from megabench.models.rotary import rotary_frequencies
 from megabench.models.weights import Weights, read_shard
-from megabench.parallel.layout import Layout
 from megabench.runtime.device import DTYPES
 
 
@@ -64,7 +62,7 @@ class ParallelLlama(GPTModel):
         self.layers = layers
         super().__init__(
             config=config,
-            transformer_layer_spec=llama_blocks(len(layers), shape.table.qk_norm),
+            transformer_layer_spec=llama_blocks(len(layers), run),
             vocab_size=padded_vocab_size(shape, layout.tp),
             max_sequence_length=run.seq_length,
             pre_process=has_embedding,
@@ -126,7 +124,7 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             bias_activation_fusion=fuses_activation(run),
             masked_softmax_fusion=False,
             apply_rope_fusion=False,
-            gradient_accumulation_fusion=run.device == "cuda" and has_apex_weight_gradients(),
+            gradient_accumulation_fusion=False,  # apex's; see linear.py
             # initialization also marks parameters as split over tp, without which the gradient norm leaves them out;
             # the values come from load_initial_weights
             perform_initialization=True,
@@ -140,7 +138,7 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             context_parallel_size=layout.cp,
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
-            pipeline_model_parallel_layout=_pipeline_layout(layout, shape.num_layers),
+            pipeline_model_parallel_layout=_pipeline_layout(run),
             pipeline_dtype=dtype,
             # the interleaved schedule is silently wrong with batched p2p when pp is 2 …
             overlap_p2p_comm=layout.vp > 1,
@@ -162,11 +160,11 @@ def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
-def _pipeline_layout(layout: Layout, num_layers: int) -> list[list[str]] | None:
+def _pipeline_layout(run: ResolvedConfig) -> list[list[str]] | None:
     """What each pipeline chunk holds, in the order of the model, so that layers need not divide by the stages."""
+    layout, stages = run.layout, run.chunk_layers
     if layout.pp == 1:
         return None
-    stages = layout.chunk_layers(num_layers)
     rows = [["decoder"] * len(stages[stage][chunk]) for chunk in range(layout.vp) for stage in range(layout.pp)]
     rows[0].insert(0, "embedding")
     rows[-1].append("loss")

@@ -48,6 +48,7 @@ _MEGATRON_2021 = Stack(
     overlaps_gradients=False,
     overlaps_parameters=False,
     fuses_weight_gradient=True,
+    stages="even",
 )
 _MEGATRON_2022 = Stack(
     flash_attention=False,
@@ -57,6 +58,7 @@ _MEGATRON_2022 = Stack(
     overlaps_gradients=False,
     overlaps_parameters=False,
     fuses_weight_gradient=True,
+    stages="even",
 )
 # nanotron 0.5: flash attention, sequence parallelism, full logits, fp32 accumulation; ZeRO-1 gathers behind the step
 # in buckets of 25 MB of bf16 on every stage, as torch's DDP
@@ -67,9 +69,9 @@ _NANOTRON = Stack(
     overlaps_parameters=False,
     bucket_parameters=12.5e6,
     buckets_on_all_stages=True,
-    balances_stages=True,
+    stages="filled",
 )
-_NEMO = Stack(fused_loss=False, fuses_weight_gradient=True, blocking_p2p=False)
+_NEMO = Stack(fused_loss=False, fuses_weight_gradient=True, blocking_p2p=False, stages="even")
 _FSDP = Stack(flash_version_2=True, fused=False, fused_loss=False)
 _TITAN = Stack(flash_version_2=True, fused=False, fused_loss=False)
 _TITAN_COMPILED = Stack(flash_version_2=True, fused_loss=False)

@@ -1,0 +1,17 @@
+"""Chains of element-wise operations as one kernel."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def fused(function: Callable[..., Tensor], like: Tensor) -> Callable[..., Tensor]:
+    """`function`, on a GPU compiled: read once, computed in fp32, written once."""
+    return _compiled(function) if like.device.type == "cuda" else function
+
+
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=False)
