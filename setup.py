@@ -15,7 +15,10 @@ setup(
     description="Which parallel layout trains fastest on this cluster, proven against ZeRO-3, and training with it",
     license="Apache-2.0",
     packages=find_packages(include=["megabench", "megabench.*"]),
-    package_data={"megabench.study.report": ["page.html.jinja", "page.css", "page.js"]},
+    package_data={
+        "megabench.planner": ["profiles/*.json"],
+        "megabench.study.report": ["page.html.jinja", "page.css", "page.js"],
+    },
     python_requires=">=3.11,<3.14",
     install_requires=[
         "deepspeed>=0.19",

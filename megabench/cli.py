@@ -40,17 +40,34 @@ def compare(
     emulate_hosts: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Split this machine's ranks into N hosts, linked by sockets.")
     ] = None,
+    plan: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Also run the N layouts that are predicted to be best.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="What --plan plans for [default: this machine].")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What megabench calibrate measured, for --plan.")
+    ] = None,
 ) -> None:
     """Run the trials of a study, each in fresh processes, and rank them against ZeRO-3.
+
+    With --plan N the N layouts that megabench plan predicts to be the best run beside them.
 
     On one machine: megabench compare STUDY.yaml --out DIR. On several, the same on every node:
     torchrun --nnodes N --nproc-per-node G … launch/compare.py STUDY.yaml --out DIR.
     Exit status: 0 when every trial is ok, 1 when one is not, 2 when the study cannot be run.
     """
+    from megabench.study.planned import Planning
     from megabench.study.request import Request
 
-    request = Request(study, out, resume, tuple(only or ()), emulate_hosts)
+    if plan is None and (cluster or profile):
+        raise UserError(f"{'--cluster' if cluster else '--profile'} belongs to --plan N; add it, or leave this out")
+    planning = Planning(plan, cluster, profile) if plan else None
+    request = Request(study, out, resume, tuple(only or ()), emulate_hosts, planning)
     if _launcher_rank() is not None:
+        if planning and not cluster:
+            raise UserError("--plan under torchrun needs --cluster, e.g. --cluster p5.48xlarge:4 for four such nodes")
         if nproc:
             raise UserError("--nproc is for one machine without torchrun; here use torchrun's --nproc-per-node")
         from megabench.study.runner import run_launched
@@ -149,6 +166,70 @@ def topo(
     placed = place(topology, layout, policy, strict_placement)
     if _launcher_rank() in (None, 0):
         room.write(placed, layout, as_json)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The profile to write, for megabench plan --profile.")],
+    model: Annotated[str, typer.Option(help="Whose matrix products to time.")] = "llama3-8b",
+    seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence [default: the model's].")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine [default: one a GPU, or 2].")] = None,
+    emulate_hosts: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Split this machine's ranks into N hosts, linked by sockets.")
+    ] = None,
+) -> None:
+    """Measure this machine in about a minute: products, attention, memory, launches, collectives, host copies.
+
+    Starts a process for each GPU; on several nodes: torchrun … -m megabench.cli calibrate --out FILE.
+    """
+    from megabench.calibrate.command import run
+
+    run(out, model, seq_length, nproc, emulate_hosts)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A name of the catalogue, or a Hugging Face or checkpoint directory.")] = (
+        "llama3-8b"
+    ),
+    cluster: Annotated[
+        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="A cluster to plan for [default: this machine].")
+    ] = None,
+    seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence [default: the model's].")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of one optimizer step [default: the model's].")
+    ] = None,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="Cut or grow the model to this many layers.")] = None,
+    grad_dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="Dtype in which gradients are summed.")] = "fp32",
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What megabench calibrate measured [default: a shipped one].")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 12,
+    emulate_hosts: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Split one machine into N hosts, linked by sockets.")
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="TRIAL", help="Show where the step of one trial goes, as bars.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
+) -> None:
+    """Predict every layout, ZeRO, FSDP2 and DDP on a cluster, and name the sweet spot before anything runs.
+
+    Exit status: 0 when a layout fits, 1 when none does, 2 when there is nothing to predict.
+    """
+    from rich.console import Console
+
+    from megabench import plan as room
+    from megabench.planner.request import make_plan
+
+    found = make_plan(model, cluster, seq_length, global_batch, num_layers, grad_dtype, profile, top, emulate_hosts)
+    if explain:
+        room.explain(Console(), found, explain)
+    elif as_json:
+        print(room.as_json(found))
+    else:
+        room.write(Console(), found)
+    sys.exit(0 if found.ranked else 1)
 
 
 def _launcher_rank() -> int | None:

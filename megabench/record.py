@@ -194,6 +194,20 @@ class StepProfile(_Part):
     communication: dict[str, Communication]
 
 
+class Prediction(_Part):
+    """What the planner said of a run: seconds of a step, and GiB of its fullest device.
+
+    `relative_error` is the profile's own; `planned_rank` the place among the best predicted, where the plan added it.
+    """
+
+    step_seconds: float
+    tokens_per_second_per_device: float
+    peak_memory_gib: float
+    profile: str
+    relative_error: float
+    planned_rank: int | None = None
+
+
 class Machine(_Part):
     """What a host was like beside the run: the worst of its GPUs. None where it does not show.
 
@@ -286,6 +300,7 @@ class RunRecord(_Part):
     load: LoadTimes | None = None
     warnings: list[str] = []
     profile: StepProfile | None = None
+    prediction: Prediction | None = None
     probes: list[Probe] | None = Field(default=None, description="what was tried for micro_batch or recompute: auto")
     machines: list[Machine] = []
     environment: Environment | None = None

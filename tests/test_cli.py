@@ -13,7 +13,17 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("module", ["megabench", "megabench.cli", "megabench.study.request"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "megabench",
+        "megabench.cli",
+        "megabench.study.request",
+        "megabench.plan",
+        "megabench.planner.request",
+        "megabench.planner.validation.__main__",
+    ],
+)
 def test_planning_loads_no_torch(module):
     assert python("-c", f"import sys, {module}; sys.exit('torch' in sys.modules)").returncode == 0
 

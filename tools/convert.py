@@ -47,12 +47,12 @@ def import_command(
     verify: Verify = True,
 ) -> None:
     """Make a checkpoint of a Hugging Face model. Any layout can load it, whatever --tp and --pp."""
-    from megabench.convert import ranks
     from megabench.convert.compare import comparison_run, num_parts
     from megabench.convert.importing import check_new, import_model, owned_blocks
     from megabench.convert.memory import PeakMemory, largest_of_all
     from megabench.convert.samples import sample_tokens
     from megabench.models.folder import HuggingFaceWeights
+    from megabench.runtime import ranks
 
     source = HuggingFaceWeights(hf)
     check_new(out)
@@ -76,12 +76,12 @@ def export_command(
 ) -> None:
     """Make a Hugging Face directory of a checkpoint, in the dtype that was trained in."""
     from megabench.checkpoint.weights import open_weights
-    from megabench.convert import ranks
     from megabench.convert.compare import comparison_run, num_parts
     from megabench.convert.exporting import export_dtype, export_model
     from megabench.convert.importing import check_new
     from megabench.convert.samples import sample_tokens
     from megabench.models.find import ASSETS, find_model
+    from megabench.runtime import ranks
 
     check_new(out)
     weights = open_weights(ckpt)
@@ -103,12 +103,12 @@ def verify_command(
 ) -> None:
     """Compare transformers on DIR with the parallel blocks of a layout on CKPT, or on DIR, too."""
     from megabench.checkpoint.weights import open_weights
-    from megabench.convert import ranks
     from megabench.convert.compare import compare, comparison_run, num_parts
     from megabench.convert.exporting import Rounded, export_dtype
     from megabench.convert.importing import check_equal, check_same_model
     from megabench.convert.samples import sample_tokens
     from megabench.models.folder import HuggingFaceWeights
+    from megabench.runtime import ranks
 
     source = HuggingFaceWeights(hf)
     weights: Weights = source

@@ -105,3 +105,23 @@ INSTANCE_NAMES = tuple(_INSTANCES)
 def find_instance(name: str) -> Instance | None:
     """The catalogue entry for an instance type such as "p5.48xlarge"; None when it is not known."""
     return _INSTANCES.get(name)
+
+
+# of GPUs that no instance above has: their data sheets
+_MEMORY_MIB = {
+    "NVIDIA H200 NVL": 144384,
+    "NVIDIA H100 PCIe": 81920,
+    "NVIDIA H100 NVL": 96256,
+    "NVIDIA GH200 480GB": 98304,
+    "NVIDIA A100 80GB PCIe": 81920,
+    "NVIDIA A100-PCIE-40GB": 40960,
+    "Tesla V100-SXM2-16GB": 16384,
+    "Tesla V100-PCIE-32GB": 32768,
+    "Tesla V100-PCIE-16GB": 16384,
+}
+
+
+def gpu_memory_mib(device_name: str) -> int | None:
+    """Memory of a GPU by CUDA's name for it; None when it is not known."""
+    found = (instance.gpu_memory_mib for instance in _INSTANCES.values() if instance.gpu == device_name)
+    return next(found, _MEMORY_MIB.get(device_name))

@@ -21,13 +21,11 @@ AXES: tuple[Axis, ...] = ("tp", "cp", "pp", "dp")
 def rank_groups(layout: Layout) -> dict[Axis, list[list[int]]]:
     """Every group of each axis, e.g. {"tp": [[0, 1], [2, 3]], …}: the ranks that differ in that coordinate alone."""
     groups: dict[Axis, list[list[int]]] = {}
+    strides = {"tp": 1, "cp": layout.tp, "dp": layout.tp * layout.cp, "pp": layout.world_size // layout.pp}
     for axis in AXES:
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(layout.world_size):
-            at = layout.coordinates(rank)
-            others = tuple(getattr(at, other) for other in AXES if other != axis)
-            members.setdefault(others, []).append(rank)
-        groups[axis] = list(members.values())
+        size, stride = getattr(layout, axis), strides[axis]
+        firsts = (rank for rank in range(layout.world_size) if rank // stride % size == 0)
+        groups[axis] = [list(range(first, first + size * stride, stride)) for first in firsts]
     return groups
 
 

@@ -1,9 +1,13 @@
 """What a person asked for, checked as far as that needs no torch and starts nothing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
+
+import yaml
 
 from megabench.study.machine import gpu_names
+from megabench.study.planned import Planning
 from megabench.study.study import Study, StudyError, StudyFile, plan_study
 
 
@@ -16,6 +20,7 @@ class Request:
     resume: bool = False
     only: tuple[str, ...] = ()
     emulate_hosts: int | None = None
+    planning: Planning | None = None
 
     def read_study(self) -> StudyFile:
         """The study file, with what the command line sets in its place."""
@@ -25,7 +30,7 @@ class Request:
 
     def plan_launched(self, num_processes: int) -> Study:
         """The checked study for a launch of `num_processes` on one host or several; raises StudyError."""
-        return plan_study(self.read_study(), self.source, num_processes, "cuda" if gpu_names() else "cpu")
+        return self._planned(self.read_study(), num_processes)
 
     def plan_here(self, num_processes: int | None) -> tuple[Study, int]:
         """The checked study for this machine alone, and its number of processes, which None leaves to be found out.
@@ -38,7 +43,7 @@ class Request:
         if not (size := num_processes or default):
             missing = "no NVIDIA GPU was found" if not num_gpus else "it runs on CPU alone"
             raise StudyError(f"{self.source} names no world_size and {missing}; add --nproc N, or world_size to base")
-        study = plan_study(file, self.source, size, "cuda" if num_gpus else "cpu")
+        study = self._planned(file, size)
         for trial in study.trials:
             if trial.resolved.device == "cuda" and trial.world_size > num_gpus:
                 raise StudyError(
@@ -46,3 +51,13 @@ class Request:
                     f"use --nproc {num_gpus}, or device: cpu to try it without GPUs"
                 )
         return study, size
+
+    def _planned(self, file: StudyFile, num_processes: int) -> Study:
+        """The checked study, with the best predicted layouts where they were asked for."""
+        device: Literal["cpu", "cuda"] = "cuda" if gpu_names() else "cpu"
+        if self.planning is None:
+            return plan_study(file, self.source, num_processes, device)
+        extended, predictor = self.planning.extend(file, self.source, num_processes)
+        study = plan_study(extended, self.source, num_processes, device)
+        as_run = yaml.safe_dump(extended.model_dump(exclude_defaults=True), sort_keys=False)
+        return replace(study, predictor=predictor, as_run=as_run)

@@ -90,7 +90,9 @@ class Results:
         """Writes what is known before the first run: the study as run, and the environment."""
         self.out.mkdir(parents=True, exist_ok=True)
         copy = self.out / "study.yaml"
-        if copy.absolute() != self.study.source.absolute():
+        if self.study.as_run is not None:
+            copy.write_text(self.study.as_run)
+        elif copy.absolute() != self.study.source.absolute():
             copy.write_bytes(self.study.source.read_bytes())
         (self.out / "environment.json").write_text(json.dumps(describe(), indent=2) + "\n")
 
@@ -122,7 +124,10 @@ class Results:
             "trial_id": trial.id,
             "repeat": attempt.repeat,
         }
-        self._by_key[attempt.key] = record.model_copy(update=update)
+        record = record.model_copy(update=update)
+        if self.study.predictor:
+            record.prediction = self.study.predictor.predict(record)
+        self._by_key[attempt.key] = record
         records = self.records
         write_records(self._jsonl, records)
         write_csv(self.out / "summary.csv", summarize(records, self.study.reference))

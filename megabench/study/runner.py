@@ -13,6 +13,7 @@ from megabench.study.crew import Crew, StudyStopped, note_signals
 from megabench.study.doctor.command import write_head
 from megabench.study.hparams import write_hparams
 from megabench.study.launch import join_launcher, open_here
+from megabench.study.planned import regret_sentence
 from megabench.study.progress import RunDisplay
 from megabench.study.request import Request
 from megabench.study.results import Results, failed_record
@@ -122,6 +123,8 @@ def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Att
     records, reference = results.records, results.study.reference
     show(console, records, reference)
     write_head(console, records, reference, results.out)
+    if sentence := regret_sentence(records):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     write_hparams(results.out / "tensorboard", summarize(records, reference))
     console.print(f"records: {results.out / 'results.jsonl'}", markup=False, highlight=False, soft_wrap=True)
     if records:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 from megabench import UserError
 from megabench.config import ConfigError, ResolvedConfig, RunConfig, explain, near_matches, read_yaml_mapping
 from megabench.config.to_find import resolve_first
+from megabench.planner.predict import Predictor
 from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_fields, numbered, with_fields
 
 # where a trial writes is the study's to say, and trials leave no checkpoints
@@ -114,7 +115,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Study:
-    """A study file, expanded and checked. `digest` is the hash of the file's text."""
+    """A study file, expanded and checked. `digest` is the hash of the file's text.
+
+    Where there is a plan, `as_run` is the text of the file with its trials, and `predictor` predicts all.
+    """
 
     name: str
     question: str
@@ -123,6 +127,8 @@ class Study:
     trials: tuple[Trial, ...]
     reference: str
     repeats: int
+    as_run: str | None = None
+    predictor: Predictor | None = None
 
     @property
     def attempts(self) -> list[Attempt]:

@@ -20,12 +20,12 @@ def place_ranks(run: ResolvedConfig, rendezvous: Rendezvous) -> Placement:
     topology = discover(rendezvous.store, facts, rendezvous.rank, rendezvous.world_size)
     if run.emulate_hosts:
         topology = split(topology, run.emulate_hosts)
-        _split_nccl(emulated_host(rendezvous.rank, rendezvous.world_size, run.emulate_hosts))
+        split_nccl(emulated_host(rendezvous.rank, rendezvous.world_size, run.emulate_hosts))
     # overlapped, TP's ranks read each other's memory: one NVLink domain, and never across emulated hosts
     return place(topology, run.layout, run.placement, run.strict_placement or run.tp_overlap)
 
 
-def _split_nccl(number: int) -> None:
+def split_nccl(number: int) -> None:
     """Makes NCCL take this process for one of host `number`, which others reach by sockets over the loopback device."""
     os.environ["NCCL_HOSTID"] = f"emulated-{number}"
     os.environ |= {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}

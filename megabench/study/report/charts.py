@@ -6,6 +6,7 @@ from megabench.metrics import quantile
 from megabench.study.report import strips
 from megabench.study.report.chart import Chart, Figures, strip_class, strip_name
 from megabench.study.report.losses import differences_chart, losses_chart
+from megabench.study.report.predictions import predictions_chart
 from megabench.study.report.profiles import profiles_chart
 from megabench.study.report.scaling import scaling_charts
 from megabench.study.report.strips import Strip
@@ -21,6 +22,7 @@ def charts_of(group: WorkClassOfTrials, slug: str, device: str) -> list[Chart]:
         _steps(group, f"{slug}-steps"),
         _memory(group, f"{slug}-memory", device),
         profiles_chart(group, f"{slug}-profile"),
+        predictions_chart(group, f"{slug}-prediction"),
         *scaling_charts(group, f"{slug}-scaling", device),
     ]
     return [chart for chart in made if chart]

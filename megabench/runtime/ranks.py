@@ -1,4 +1,4 @@
-"""The processes of a conversion: those of a launcher, or this one and others that it starts. gloo, on CPU."""
+"""The processes of a command that needs several: those of a launcher, or this one and others that it starts."""
 
 import os
 import sys
@@ -12,17 +12,20 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from megabench import UserError
-from megabench.convert import ConvertError
 from megabench.runtime import rendezvous
 from megabench.runtime.child import Child, end_all, without_launcher
-from megabench.runtime.device import initialize
+from megabench.runtime.device import DeviceKind, initialize
 
 _PATIENCE = timedelta(hours=12)  # rank 0 works alone for a while, and files may be large
 
 
+class RanksError(UserError):
+    """Processes that are too many, too few, or gone."""
+
+
 @contextmanager
-def joined(world_size: int) -> Iterator[int]:
-    """This process's rank in a process group of `world_size`; ConvertError where a launcher started another number.
+def joined(world_size: int, device: DeviceKind = "cpu") -> Iterator[int]:
+    """This process's rank in a process group of `world_size`; RanksError where a launcher started another number.
 
     Without a launcher this process is rank 0, and starts its own command again for each of the others. They end with
     it; if one of them fails, its last line says why.
@@ -30,24 +33,24 @@ def joined(world_size: int) -> Iterator[int]:
     launched = rendezvous.world_size_from_environment()
     if "RANK" in os.environ:
         if launched != world_size:
-            raise ConvertError(
-                f"tp·pp = {world_size} takes {world_size} processes, and {launched} were started; "
+            raise RanksError(
+                f"this takes {world_size} processes, and {launched} were started; "
                 f"use torchrun --nproc-per-node {world_size}, or no launcher"
             )
         place = rendezvous.join()
-        initialize(place, place.rank, "cpu", _PATIENCE)
+        initialize(place, place.rank, device, _PATIENCE)
         try:
             yield place.rank
         finally:
             dist.destroy_process_group()
         return
-    with tempfile.TemporaryDirectory(prefix="megabench-convert-") as logs:
+    with tempfile.TemporaryDirectory(prefix="megabench-") as logs:
         store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
         children = [_start(rank, world_size, store.port, Path(logs)) for rank in range(1, world_size)]
         try:
             os.environ |= _place(0, world_size, store.port)
             place = rendezvous.join()
-            initialize(place, place.rank, "cpu", _PATIENCE)
+            initialize(place, place.rank, device, _PATIENCE)
             yield 0
             dist.destroy_process_group()
         except UserError:
@@ -56,7 +59,7 @@ def joined(world_size: int) -> Iterator[int]:
             lost = next((child for child in children if child.exit_status()), None)
             if lost is None:
                 raise
-            raise ConvertError(f"a process of this conversion ended: {lost.last_line()}") from error
+            raise RanksError(f"one of the processes ended: {lost.last_line()}") from error
         finally:
             end_all(children)
             for name in _place(0, world_size, store.port):

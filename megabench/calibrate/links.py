@@ -1,0 +1,152 @@
+"""What ranks do together: collectives and sends by link and size, and what they cost compute beside them."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megabench.calibrate.timing import Bench
+from megabench.hardware.topology import Link, Topology
+from megabench.models.shape import ModelShape
+from megabench.planner import network
+from megabench.planner.profile import LinkCost, Measurement, Profile
+from megabench.runtime.device import synchronize
+
+_SIZES = {"cuda": [2**16, 2**20, 2**24, 2**27, 2**29], "cpu": [2**12, 2**16, 2**20, 2**22]}  # bytes of a collective
+
+
+def collective_launch(bench: Bench) -> float:
+    """Seconds of the host to start a collective that moves nothing to speak of."""
+    size = dist.get_world_size()
+    part, whole = bench.random(8), bench.random(8 * size)
+
+    def many() -> None:
+        for _ in range(20):
+            dist.all_gather_into_tensor(whole, part, async_op=True)
+
+    dist.barrier()
+    synchronize(bench.device)
+    many()
+    synchronize(bench.device)
+    started = time.perf_counter()
+    many()
+    seconds = bench.agreed((time.perf_counter() - started) / 20)
+    synchronize(bench.device)
+    bench.measurements.append(Measurement(kind="collective launch", sizes={}, seconds=seconds))
+    return seconds
+
+
+def interference(bench: Bench, tokens: int, shape: ModelShape) -> float:
+    """The part of hidden communication that compute pays for: products and a gather at once, against each alone."""
+    size = dist.get_world_size()
+    a, b = bench.random(tokens, shape.hidden_size), bench.random(shape.hidden_size, shape.hidden_size)
+    part = bench.random(_SIZES[bench.device.type][-2] // 4)
+    whole = bench.random(part.numel() * size)
+
+    def gather() -> None:
+        dist.all_gather_into_tensor(whole, part)
+
+    communicate = bench.seconds("gather beside nothing", gather)
+    one = bench.seconds("product beside nothing", lambda: a @ b)
+    times = max(1, round(communicate / one))
+
+    def products() -> None:
+        for _ in range(times):
+            a @ b
+
+    def both() -> None:
+        work = dist.all_gather_into_tensor(whole, part, async_op=True)
+        products()
+        work.wait()
+
+    alone, together = bench.seconds("products", products), bench.seconds("products beside a gather", both)
+    lost = together - max(alone, communicate)
+    return min(1.0, max(0.0, lost / min(alone, communicate)))
+
+
+def links(bench: Bench, topology: Topology, base: Profile) -> dict[Link, LinkCost]:
+    """What each kind of link achieves: all-gathers by size, over two ranks and over all, inside hosts and across."""
+    found: dict[Link, LinkCost] = {}
+    by_host = [sorted(ranks) for ranks in topology.ranks_by_host]
+    kinds = [[ranks[: len(ranks) // 2 * 2] for ranks in by_host if len(ranks) > 1]]
+    if len(by_host) > 1:
+        kinds.append([[ranks[0] for ranks in by_host]])
+    for groups in kinds:
+        if not groups:
+            continue
+        pairs = [ranks[:2] for ranks in groups]
+        times = {len(some[0]): _gather_times(bench, some) for some in (pairs, groups)}
+        where = network.span(topology, groups)
+        link = where.across or where.inside
+        assert link
+        found[link] = _link_cost(topology, where, link, times, base.links[link])
+        _send_times(bench, pairs)
+    return found
+
+
+def _gather_times(bench: Bench, groups: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
+    """(bytes gathered in all, seconds) by size, all groups at once; ranks of none only keep time."""
+    mine = _new_group(groups)
+    found = []
+    for num_bytes in _SIZES[bench.device.type]:
+        size = len(groups[0])
+        part = torch.zeros(num_bytes // 4 // size, device=bench.device)
+        whole = torch.zeros(part.numel() * size, device=bench.device)
+
+        def gather(part: Tensor = part, whole: Tensor = whole) -> None:
+            if mine is not None:
+                dist.all_gather_into_tensor(whole, part, group=mine)
+
+        found.append((float(whole.nbytes), bench.seconds("all-gather", gather, bytes=whole.nbytes, ranks=size)))
+    return found
+
+
+def _send_times(bench: Bench, pairs: Sequence[Sequence[int]]) -> None:
+    """From the first to the second of each pair, by size."""
+    rank = dist.get_rank()
+    peer = next((pair[1 - list(pair).index(rank)] for pair in pairs if rank in pair), None)
+    is_sender = any(pair[0] == rank for pair in pairs)
+    for num_bytes in _SIZES[bench.device.type]:
+        tensor = torch.zeros(num_bytes // 4, device=bench.device)
+
+        def send(tensor: Tensor = tensor) -> None:
+            if peer is not None:
+                operation = dist.P2POp(dist.isend if is_sender else dist.irecv, tensor, peer)
+                for work in dist.batch_isend_irecv([operation]):
+                    work.wait()
+
+        bench.seconds("send", send, bytes=tensor.nbytes)
+
+
+def _new_group(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
+    """This rank's group of several that are made at once; None where it is in none."""
+    made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+    return next((group for ranks, group in made if dist.get_rank() in ranks), None)
+
+
+def _link_cost(
+    topology: Topology,
+    where: network.Span,
+    link: Link,
+    times: dict[int, list[tuple[float, float]]],
+    before: LinkCost,
+) -> LinkCost:
+    """Bandwidth from the largest gather; base and hop from the smallest of two ranks and of all."""
+    most = max(times)
+    num_bytes, seconds = times[most][-1]
+    rate = num_bytes * (most - 1) / most / (seconds - min(times[most][0][1], 0.5 * seconds)) / 1e9
+    shortest = {ranks: found[0][1] for ranks, found in times.items()}
+    hop = max(0.0, (shortest[most] - shortest[min(times)]) / (most - min(times))) if most > min(times) else 0.0
+    hop = hop or before.hop_seconds
+    stated = where.host.nvlink_gb_per_s if link == "nvlink" else None
+    if where.across and where.host.network_gbits:
+        stated = where.host.network_gbits / 8
+    return LinkCost(
+        efficiency=min(1.2, rate / stated) if stated else before.efficiency,
+        base_seconds=max(0.0, shortest[min(times)] - hop * (min(times) - 1)),
+        hop_seconds=hop,
+        gb_per_s=rate,
+    )

@@ -1,0 +1,109 @@
+"""What one device does: products, attention, element-wise work, launches, copies to the host."""
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabench.calibrate.timing import Bench
+from megabench.hardware.catalog import find_gpu
+from megabench.hardware.topology import Topology
+from megabench.models.shape import ModelShape
+from megabench.planner import compute
+from megabench.planner.compute import Machine
+from megabench.planner.profile import Measurement, Profile
+from megabench.planner.validation.fit import descend
+from megabench.runtime.device import device_name
+
+_COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
+_TINY_OPERATIONS = 200
+
+
+def memory_rate(bench: Bench) -> float:
+    """GB/s of a sum of two tensors: two read, one written."""
+    count = _COPY_BYTES[bench.device.type] // 2 // (4 if bench.precision == "fp32" else 2)
+    a, b = bench.random(count), bench.random(count)
+    out = torch.empty_like(a)
+    seconds = bench.seconds("element-wise", lambda: torch.add(a, b, out=out), bytes=3 * a.nbytes)
+    return 3 * a.nbytes / seconds / 1e9
+
+
+def products(bench: Bench, shape: ModelShape, tokens: int) -> list[Measurement]:
+    """The matrix products of a layer and of the output layer at every tp that divides the heads, up to 8."""
+    h, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    begun = len(bench.measurements)
+    for tp in (tp for tp in (1, 2, 4, 8) if shape.num_kv_heads % tp == 0 and shape.ffn_size % tp == 0):
+        sizes = [((q + 2 * kv) // tp, h), (h, q // tp), (2 * shape.ffn_size // tp, h), (h, shape.ffn_size // tp)]
+        for n, k in [*sizes, (shape.vocab_size // tp, h)]:
+            a, b = bench.random(tokens, k), bench.random(n, k)
+            bench.seconds("product", lambda a=a, b=b: a @ b.t(), m=tokens, n=n, k=k, tp=tp)  # type: ignore[misc]
+    return bench.measurements[begun:]
+
+
+def peak(base: Profile, device: torch.device, bench: Bench, products: Sequence[Measurement]) -> float:
+    """Dense FLOP/s: the catalogue's, or that of the best product where the catalogue has none."""
+    gpu = find_gpu(device_name(device))
+    if gpu and (tflops := gpu.peak_tflops(bench.precision)):
+        return tflops * 1e12
+    return max(2 * one.sizes["m"] * one.sizes["n"] * one.sizes["k"] / one.seconds for one in products)
+
+
+def fit_products(profile: Profile, peak: float, products: Sequence[Measurement]) -> Profile:
+    """The efficiency and the half-way inner size that are nearest to what the products took."""
+
+    def loss(candidate: Profile) -> float:
+        machine = Machine(candidate, peak)
+        ratios = [
+            compute.gemm_seconds(machine, one.sizes["m"], one.sizes["n"], one.sizes["k"]) / one.seconds
+            for one in products
+        ]
+        return statistics.mean(max(ratio, 1 / ratio) - 1 for ratio in ratios)
+
+    return descend(profile, ("gemm_efficiency", "gemm_half_k"), loss)
+
+
+def attention(bench: Bench, shape: ModelShape, tokens: int) -> tuple[float, float]:
+    """FLOP/s of causal attention, forward and backward, by half the square and 2.5 times that."""
+    query = bench.random(1, shape.num_heads, tokens, shape.head_dim).requires_grad_()
+    key, value = (bench.random(1, shape.num_kv_heads, tokens, shape.head_dim).requires_grad_() for _ in range(2))
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    with torch.no_grad():
+        alone = bench.seconds("attention forward", forward, tokens=tokens)
+    gradient = torch.ones_like(query)
+    both = bench.seconds("attention", lambda: forward().backward(gradient), tokens=tokens)
+    flops = 2.0 * tokens * tokens * shape.num_heads * shape.head_dim
+    return flops / alone, 2.5 * flops / max(both - alone, alone)
+
+
+def launch(bench: Bench) -> float:
+    """Seconds of the host for a kernel, forward and backward, when kernels take none."""
+    start = bench.random(8).requires_grad_()
+
+    def chain() -> None:
+        value = start
+        for _ in range(_TINY_OPERATIONS):
+            value = value * 1.0001
+        value.sum().backward()
+
+    return bench.seconds("kernel launches", chain, kernels=2 * _TINY_OPERATIONS) / (2 * _TINY_OPERATIONS)
+
+
+def host_copy(bench: Bench) -> float:
+    """GB/s from device to pinned host memory; on CPU of a copy."""
+    count = _COPY_BYTES[bench.device.type] // 8
+    here = torch.zeros(count, device=bench.device)
+    there = torch.zeros(count, pin_memory=bench.device.type == "cuda")
+    seconds = bench.seconds("host copy", lambda: there.copy_(here, non_blocking=True), bytes=here.nbytes)
+    return here.nbytes / seconds / 1e9
+
+
+def dram_rate(bench: Bench, topology: Topology) -> float:
+    """GB/s of host memory that all ranks of a host reach together, read and written."""
+    a = torch.zeros(_COPY_BYTES[bench.device.type] // 4)
+    seconds = bench.seconds("host memory", lambda: a.mul_(1.0), bytes=2 * a.nbytes)
+    return 2 * a.nbytes * max(map(len, topology.ranks_by_host)) / seconds / 1e9

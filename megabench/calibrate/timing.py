@@ -1,0 +1,49 @@
+"""Timing of operations on all ranks at once."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabench.planner.profile import Measurement
+from megabench.runtime.device import DTYPES, synchronize
+
+_TARGET_SECONDS = {"cuda": 0.03, "cpu": 0.01}  # that a thing is repeated for
+
+
+class Bench:
+    """Times operations on this rank and all others; what was timed is collected in `measurements`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.precision = "bf16" if device.type == "cuda" else "fp32"
+        self.measurements: list[Measurement] = []
+
+    def seconds(self, kind: str, operation: Callable[[], object], **sizes: float) -> float:
+        """Median seconds of an operation on the slowest rank, the host's launch hidden by repetition."""
+        operation()
+        once = self.agreed(self._timed(operation, 1))
+        repeats = max(1, min(100, int(_TARGET_SECONDS[self.device.type] / max(once, 1e-7))))
+        found = self.agreed(statistics.median(self._timed(operation, repeats) for _ in range(3)))
+        self.measurements.append(Measurement(kind=kind, sizes=sizes, seconds=found))
+        return found
+
+    def _timed(self, operation: Callable[[], object], repeats: int) -> float:
+        dist.barrier()
+        synchronize(self.device)
+        started = time.perf_counter()
+        for _ in range(repeats):
+            operation()
+        synchronize(self.device)
+        return (time.perf_counter() - started) / repeats
+
+    def agreed(self, seconds: float) -> float:
+        slowest = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return slowest.item()
+
+    def random(self, *sizes: int) -> Tensor:
+        return torch.randn(*sizes, dtype=DTYPES[self.precision], device=self.device)

@@ -1,0 +1,227 @@
+"""`megabench plan`: what every layout will cost on a cluster, as a ranked table or as JSON. Loads no torch."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megabench.config import ConfigError, near_matches
+from megabench.planner.engines import Costs, Estimate
+from megabench.planner.job import Candidate
+from megabench.planner.search import Plan, candidates
+
+_GIB = 2**30
+_BAR = 48  # characters of the longest part
+_KINDS = {
+    "measured": "measured on this kind of GPU",
+    "fitted": "fitted to measurements",
+    "assumed": "assumed, not tried",
+}
+# what a part of the step is, where a sentence names it
+_WORDS = {
+    "compute": "computing",
+    "recompute": "computing activations again",
+    "launch": "waiting for the host to start kernels",
+    "tp": "tensor-parallel communication",
+    "cp": "context-parallel communication",
+    "pp": "sending between stages",
+    "dp": "data-parallel communication",
+    "bubble": "the pipeline's bubble",
+    "optimizer": "the optimizer",
+    "offload": "host memory",
+}
+
+
+def write(console: Console, plan: Plan) -> None:
+    """Prints the table, the sweet spot and its reason, how sure it is, and what does not fit."""
+    job, topology = plan.job, plan.topology
+    head = f"{job.shape.name} on {topology.world_size} × {topology.hosts[0].device}, {len(topology.hosts)} host"
+    head += f"{'s' * (len(topology.hosts) > 1)} · sequence {job.seq_length}, global batch {job.global_batch}"
+    console.print(Text(head, style="bold"), soft_wrap=True)
+    told = f"{plan.num_candidates:,} candidates, {plan.num_fitting:,} fit in {plan.usable_bytes / _GIB:.1f} GiB"
+    console.print(
+        Text(f"{told} · profile {plan.profile.name}: {_KINDS[plan.profile.kind]}", style="dim"), soft_wrap=True
+    )
+    if plan.ranked:
+        shown = plan.ranked + [one for one in plan.baselines if one not in plan.ranked]
+        console.print(_table(shown, plan.equals))
+        console.print(Text(sweet_spot(plan)), soft_wrap=True)
+        console.print(Text(certainty(plan)), soft_wrap=True)
+    for line in what_is_missing(plan):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _table(estimates: Sequence[Estimate], equals: int) -> Table:
+    heads = ("", "trial", "step s", "tok/s per GPU", "MFU", "GiB", "state", "activations", "rest", "bubble", "exposed")
+    table = Table(*heads, box=box.MARKDOWN)
+    for column in table.columns[2:10]:
+        column.justify = "right"
+    for number, estimate in enumerate(estimates, 1):
+        memory = estimate.memory
+        state = memory.weights + memory.gradients + memory.optimizer
+        table.add_row(
+            f"{number}{'=' * (number <= equals and equals > 1)}",
+            estimate.candidate.name,
+            f"{estimate.step_seconds:.3f}",
+            f"{estimate.tokens_per_second_per_device:,.0f}",
+            f"{100 * estimate.mfu:.1f}%",
+            f"{memory.total / _GIB:.1f}",
+            f"{state / _GIB:.1f}",
+            f"{memory.activations / _GIB:.1f}",
+            f"{(memory.total - state - memory.activations) / _GIB:.1f}",
+            f"{100 * estimate.parts.get('bubble', 0.0) / estimate.step_seconds:.1f}%",
+            _exposed(estimate),
+        )
+    return table
+
+
+def _exposed(estimate: Estimate) -> str:
+    """Communication that nothing hides, as shares of the step, by group."""
+    shares = {axis: seconds / estimate.step_seconds for axis, seconds in estimate.exposed.items()}
+    return " ".join(f"{axis} {100 * share:.1f}%" for axis, share in shares.items() if share >= 0.0005) or "–"
+
+
+def chosen(plan: Plan) -> Estimate:
+    """The sweet spot: of those that cannot be told apart the fastest, one without host memory where there is one."""
+    equal = plan.ranked[: plan.equals]
+    return next((estimate for estimate in equal if estimate.candidate.offload == "none"), equal[0])
+
+
+def sweet_spot(plan: Plan) -> str:
+    """What to take and why, in a sentence: against the best of the other kind, and what that one loses."""
+    best = chosen(plan)
+    said = f"Sweet spot: {best.candidate.name}, {best.tokens_per_second_per_device:,.0f} tok/s per GPU"
+    is_parallel = best.candidate.engine == "megatron"
+    others = plan.baselines if is_parallel else [one for one in plan.ranked if one.candidate.engine == "megatron"]
+    if not others:
+        kind = "ZeRO, FSDP2 or DDP" if is_parallel else "tensor- or pipeline-parallel layout"
+        return f"{said}; no {kind} fits."
+    other = others[0]
+    ratio = other.step_seconds / best.step_seconds
+    loses = {part: other.parts.get(part, 0.0) - best.parts.get(part, 0.0) for part in (*other.parts, *best.parts)}
+    worst = max(loses, key=lambda part: loses[part])
+    why = f"{other.candidate.name} spends {loses[worst]:.2f} s more of a step on {_WORDS[worst]}"
+    saved = min(loses, key=lambda part: loses[part])
+    if -loses[saved] > 0.01 * best.step_seconds:
+        why += f" and {-loses[saved]:.2f} s less on {_WORDS[saved]}"
+    return f"{said}, {ratio:.2f} × the best {'data-parallel' if is_parallel else 'parallel'} alternative: {why}."
+
+
+def certainty(plan: Plan) -> str:
+    """How sure the ranking is, in a sentence."""
+    error = f"{100 * plan.profile.relative_error:.0f}%"
+    if plan.equals > 1:
+        count = f"The first {plan.equals} are equal"
+        return f"{count}: they lie within the model's own error of {error}. Measuring tells them apart."
+    return f"The first is ahead by more than the model's own error of {error}."
+
+
+def what_is_missing(plan: Plan) -> list[str]:
+    """What does not fit, and by how much; with what is missing where nothing does."""
+    lines = []
+    if not plan.ranked:
+        nearest = plan.misfits[0]
+        lines.append(
+            f"{plan.job.shape.name} fits on this cluster under no layout: the nearest, {nearest.candidate.name}, needs "
+            f"{nearest.memory.total / _GIB:.1f} GiB of a GPU's {plan.usable_bytes / _GIB:.1f} usable GiB, so "
+            f"{nearest.missing_bytes / _GIB:.1f} GiB are missing on each; use more GPUs, larger ones, or fewer layers."
+        )
+    else:
+        lines += [
+            f"Host memory: {one.candidate.name} takes {one.host_bytes / _GIB:,.0f} GiB of each host."
+            for one in plan.ranked[:3]
+            if one.host_bytes
+        ]
+    if plan.misfits:
+        short = ", ".join(f"{one.candidate.name} (by {one.missing_bytes / _GIB:.1f} GiB)" for one in plan.misfits)
+        lines.append(f"Nearest of what does not fit: {short}.")
+    return lines
+
+
+def explain(console: Console, plan: Plan, trial: str) -> None:
+    """Prints where the step of one trial goes, as bars; ConfigError where there is no such trial."""
+    estimate = Costs(plan.job, plan.topology, plan.profile).estimate(find_trial(plan, trial))
+    lacks = f", and lacks {estimate.missing_bytes / _GIB:.1f} GiB a GPU" if not estimate.fits else ""
+    title = f"{estimate.candidate.name}: {estimate.step_seconds:.3f} s a step{lacks}"
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    _bars(console, estimate.parts, "s")
+    console.print(Text(f"memory of the fullest GPU: {estimate.memory.total / _GIB:.1f} GiB", style="bold"))
+    memory = {field.name: getattr(estimate.memory, field.name) / _GIB for field in fields(estimate.memory)}
+    _bars(console, memory, "GiB")
+
+
+def _bars(console: Console, parts: dict[str, float], unit: str) -> None:
+    total, longest = sum(parts.values()), max(parts.values())
+    for name, value in parts.items():
+        if value > total / 1e4:
+            bar = "█" * max(1, round(_BAR * value / longest))
+            console.print(Text(f"{name:>11} {value:9.3f} {unit} {100 * value / total:5.1f}%  {bar}"), soft_wrap=True)
+
+
+def find_trial(plan: Plan, trial: str) -> Candidate:
+    """The candidate that a name means, whatever stands between its words; ConfigError with near matches."""
+    by_key = {_key(candidate.name): candidate for candidate in candidates(plan.job, plan.topology)}
+    if _key(trial) in by_key:
+        return by_key[_key(trial)]
+    names = [candidate.name for candidate in by_key.values()]
+    shown = [estimate.candidate.name for estimate in plan.ranked + plan.baselines]
+    near = near_matches(trial, names)
+    raise ConfigError(
+        f"trial {trial!r} is no candidate; {near if near.startswith('did') else 'e.g. ' + ', '.join(shown[:3])}"
+    )
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[\W_]+", " ", name.lower()).strip()
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """All that the table shows, for programs."""
+    return {
+        "model": plan.job.shape.name,
+        "world_size": plan.topology.world_size,
+        "device": plan.topology.hosts[0].device,
+        "seq_length": plan.job.seq_length,
+        "global_batch": plan.job.global_batch,
+        "profile": {
+            "name": plan.profile.name,
+            "kind": plan.profile.kind,
+            "relative_error": plan.profile.relative_error,
+        },
+        "num_candidates": plan.num_candidates,
+        "num_fitting": plan.num_fitting,
+        "usable_gib": plan.usable_bytes / _GIB,
+        "sweet_spot": chosen(plan).candidate.name if plan.ranked else None,
+        "reason": sweet_spot(plan) if plan.ranked else None,
+        "num_equal": plan.equals,
+        "ranked": [describe_estimate(estimate) for estimate in plan.ranked],
+        "baselines": [describe_estimate(estimate) for estimate in plan.baselines],
+        "misfits": [describe_estimate(estimate) for estimate in plan.misfits],
+    }
+
+
+def describe_estimate(estimate: Estimate) -> dict[str, Any]:
+    """One prediction, for programs."""
+    memory = {field.name: getattr(estimate.memory, field.name) / _GIB for field in fields(estimate.memory)}
+    return {
+        "trial": estimate.candidate.name,
+        "settings": estimate.candidate.settings(),
+        "step_seconds": estimate.step_seconds,
+        "tokens_per_second_per_device": estimate.tokens_per_second_per_device,
+        "mfu": estimate.mfu,
+        "seconds": estimate.parts,
+        "exposed": estimate.exposed,
+        "memory_gib": memory | {"total": estimate.memory.total / _GIB},
+        "missing_gib": estimate.missing_bytes / _GIB,
+        "host_gib": estimate.host_bytes / _GIB,
+    }
+
+
+def as_json(plan: Plan) -> str:
+    return json.dumps(describe(plan), indent=2)

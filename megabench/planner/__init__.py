@@ -1,0 +1,8 @@
+"""What a layout will cost, before it is run: seconds of a step and bytes of a GPU, from formulas. Loads no torch.
+
+A step is put together from the bottom up: operations (compute), collectives (network), the schedule's timeline
+(schedule), and what an engine does with them (engines); search takes every candidate through it.
+
+Symbols: B micro-batch, S sequence, H hidden, F FFN, L layers, N heads, K KV heads, D head dim, V vocabulary;
+T, P, C = tp, pp, cp sizes.
+"""

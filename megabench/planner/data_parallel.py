@@ -1,0 +1,117 @@
+"""What a step costs under data parallelism alone: ZeRO 0 to 3 with and without offload, FSDP2, DDP. Loads no torch."""
+
+from megabench.planner import compute, network, schedule
+from megabench.planner.base import Base
+from megabench.planner.geometry import Geometry
+from megabench.planner.job import Candidate
+
+_DDP_BUCKET = 25e6 / 4  # parameters that torch's DDP reduces at once: 25 MB of fp32 gradients
+_ZERO_BUCKET = 5e8  # that DeepSpeed does (its reduce_bucket_size and allgather_bucket_size)
+_HOOKS = 40  # kernels and hooks of a layer that gathers and frees its weights, forward
+_ADAM_HOST_BYTES = 28  # that AdamW on the host reads and writes a parameter, in fp32
+
+
+class DataParallel:
+    """The parts of a step, in seconds, of data-parallel candidates."""
+
+    def __init__(self, base: Base) -> None:
+        self.base = base
+        self.job, self.profile, self.machine = base.job, base.profile, base.machine
+
+    def parts(self, candidate: Candidate) -> dict[str, float]:
+        job, geometry = self.job, self.base.geometry_of(candidate)
+        layers, micro_batches = job.shape.num_layers, candidate.num_micro_batches(job)
+        layer = self.base.layer(1, 1, candidate.micro_batch)
+        first, last = self.base.embedding(1, 1, candidate.micro_batch), self.base.output(1, 1, candidate.micro_batch)
+        again = layer.forward if candidate.recompute == "full" else 0.0
+        gather, gather_back, reduce, ends = self._sharded_seconds(candidate, geometry)
+        hooks = _HOOKS * self.profile.launch_seconds if gather else 0.0
+        host = self.base.host(candidate, layer, 0.0)
+        forward = max(layer.forward, host[0] + hooks)
+        backward = max(layer.backward + again, host[1] + 2 * hooks)
+        interference = self.profile.interference
+        with_communication = (
+            schedule.two_streams(forward, gather, layers, interference)
+            + schedule.two_streams(backward, gather_back + reduce, layers, interference)
+            + ends
+        )
+        plain = layers * (layer.forward + layer.backward)
+        launch = layers * ((forward - layer.forward) + (backward - (layer.backward + again)))
+        exposed = with_communication - layers * (forward + backward)
+        once, update = self._once_a_step(candidate, geometry, layers * backward)
+        return {
+            "compute": micro_batches * (plain + sum(first) + sum(last)),
+            "recompute": micro_batches * layers * again,
+            "launch": micro_batches * launch,
+            "dp": max(0.0, micro_batches * exposed) + once,
+            "optimizer": update + self.profile.step_seconds,
+            "offload": self._offload_seconds(candidate, geometry, micro_batches),
+        }
+
+    def _sharded_seconds(self, candidate: Candidate, geometry: Geometry) -> tuple[float, float, float, float]:
+        """What a layer communicates in every micro-batch: gathers forward and backward, its gradient's reduction; and
+        what no layer hides: the embedding's gather at the start and its gradient at the end.
+
+        ZeRO-3 and FSDP2 gather 2 bytes a parameter twice and reduce-scatter g; ZeRO-2 reduces alone (arXiv 1910.02054,
+        section 7). hpZ gathers for backward among neighbours (arXiv 2306.10209); HSDP shards among them and all-reduces
+        the shards over the others.
+        """
+        job, profile = self.job, self.profile
+        layer, ends = job.layer_parameters, job.embedding_parameters
+        value, g = job.bytes_of_value, job.bytes_of_gradient
+        if candidate.engine == "fsdp" or (candidate.zero_stage == 3 and candidate.engine == "deepspeed"):
+            shards = candidate.shard_size or candidate.layout.world_size
+            where = geometry.neighbours(shards) if candidate.shard_size else geometry.world
+            inner = geometry.neighbours(candidate.hpz_size) if candidate.hpz_size else where
+
+            def gather(parameters: float) -> float:
+                return network.gather_seconds(profile, where, value * parameters)
+
+            def reduce(parameters: float) -> float:
+                seconds = network.gather_seconds(profile, where, g * parameters)
+                if candidate.shard_size:
+                    across = geometry.apart(candidate.shard_size)
+                    seconds += network.all_reduce_seconds(profile, across, g * parameters / shards)
+                return seconds
+
+            back = network.gather_seconds(profile, inner, value * layer)
+            return gather(layer), back, reduce(layer), gather(ends) + reduce(ends)
+        if candidate.engine == "deepspeed" and candidate.zero_stage == 2:
+            reduce_layer = network.gather_seconds(profile, geometry.world, g * layer)
+            return 0.0, 0.0, reduce_layer, network.gather_seconds(profile, geometry.world, g * ends)
+        return 0.0, 0.0, 0.0, 0.0
+
+    def _once_a_step(self, candidate: Candidate, geometry: Geometry, backward: float) -> tuple[float, float]:
+        """Communication that comes once a step, exposed, and the optimizer."""
+        job, parameters = self.job, self.job.num_parameters
+        ranks, once = candidate.layout.world_size, 0.0
+        gradients, weights = job.bytes_of_gradient * parameters, job.bytes_of_value * parameters
+        sharded = parameters / (candidate.shard_size or ranks)
+        if candidate.engine == "ddp" or (candidate.zero_stage == 0 and candidate.engine == "deepspeed"):
+            pieces = max(1, round(parameters / (_DDP_BUCKET if candidate.engine == "ddp" else _ZERO_BUCKET)))
+            reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
+            once = self.base.tail(backward, reduce, pieces, overlaps=candidate.engine == "ddp")
+            sharded = parameters
+        elif candidate.engine == "deepspeed" and candidate.zero_stage < 3:
+            once = network.gather_seconds(self.profile, geometry.world, weights)
+            if candidate.zero_stage == 1:
+                pieces = max(1, round(parameters / _ZERO_BUCKET))
+                reduce = network.gather_seconds(self.profile, geometry.world, gradients, pieces)
+                once += self.base.tail(backward, reduce, pieces, overlaps=True)
+        if candidate.offload != "none":
+            return once, 0.0
+        return once, compute.optimizer_seconds(self.machine, job, sharded, sharded)
+
+    def _offload_seconds(self, candidate: Candidate, geometry: Geometry, micro_batches: int) -> float:
+        """Host copies and the host's AdamW: gradients out every micro-batch, weights in once, 28 bytes a parameter over
+        memory that all GPUs of a host share; offloaded weights come in again for every gather (arXiv 2101.06840).
+        """
+        if candidate.offload == "none":
+            return 0.0
+        shard = self.job.num_parameters / candidate.layout.world_size
+        copy = self.profile.host_copy_gb_per_s * 1e9
+        gradients = self.job.bytes_of_gradient * shard * micro_batches / copy
+        each = 4 if candidate.engine == "fsdp" else self.job.bytes_of_value  # its shards are fp32
+        weights = each * shard / copy * (2 * micro_batches if candidate.offload == "all" else 1)
+        host = _ADAM_HOST_BYTES * shard * geometry.ranks_per_host / (self.profile.dram_gb_per_s * 1e9)
+        return gradients + weights + host

@@ -1,0 +1,79 @@
+"""A candidate's whole prediction: time by part and memory by part, for every engine. Loads no torch."""
+
+from dataclasses import dataclass
+
+from megabench.hardware.topology import Topology
+from megabench.planner.base import Base
+from megabench.planner.data_parallel import DataParallel
+from megabench.planner.job import Candidate, Job
+from megabench.planner.memory import Memory, host_bytes, memory_of
+from megabench.planner.pipeline import Pipeline
+from megabench.planner.profile import Profile
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A prediction. `parts` are seconds and add up to the step; `exposed` of them communication, by group.
+
+    `parts`: compute, recompute, launch (waiting for the host), tp, cp, pp, dp, bubble, optimizer (and what else comes
+    once a step), offload.
+    `missing_bytes` is what a GPU lacks, its headroom included; negative for what is left.
+    """
+
+    candidate: Candidate
+    step_seconds: float
+    parts: dict[str, float]
+    memory: Memory
+    missing_bytes: float
+    host_bytes: float
+    tokens_per_second_per_device: float
+    mfu: float
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes <= 0
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        return {axis: self.parts[axis] for axis in ("tp", "cp", "pp", "dp") if self.parts.get(axis)}
+
+
+class Costs:
+    """Predicts candidates for one job on one topology; what candidates share is computed once."""
+
+    def __init__(self, job: Job, topology: Topology, profile: Profile) -> None:
+        self.job, self.profile = job, profile
+        self.base = Base(job, topology, profile)
+        self.pipeline, self.data_parallel = Pipeline(self.base), DataParallel(self.base)
+        self.usable_bytes = profile.usable_bytes(topology.hosts[0].device)
+
+    def memory(self, candidate: Candidate) -> Memory:
+        return memory_of(self.job, candidate, self.profile)
+
+    def missing_bytes(self, candidate: Candidate) -> float:
+        """What the fullest GPU lacks, its headroom included; negative for what is left."""
+        return self.memory(candidate).total - self.usable_bytes
+
+    def shortest(self, candidate: Candidate) -> float:
+        """Seconds that a step will take at least."""
+        if candidate.engine == "megatron":
+            return self.pipeline.shortest(candidate)
+        return sum(self.data_parallel.parts(candidate).values())
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """The whole prediction."""
+        engine = self.pipeline if candidate.engine == "megatron" else self.data_parallel
+        parts = engine.parts(candidate)
+        step = sum(parts.values())
+        memory = self.memory(candidate)
+        per_device = self.job.tokens / step / candidate.layout.world_size
+        return Estimate(
+            candidate=candidate,
+            step_seconds=step,
+            parts=parts,
+            memory=memory,
+            missing_bytes=memory.total - self.usable_bytes,
+            host_bytes=host_bytes(self.job, candidate, self.base.geometry_of(candidate).ranks_per_host),
+            tokens_per_second_per_device=per_device,
+            mfu=per_device * self.job.flops_per_token / self.base.machine.peak,
+        )

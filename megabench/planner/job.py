@@ -1,0 +1,146 @@
+"""What is to be predicted: the work, how a program does it, and one way to lay it out. Loads no torch."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from megabench.config import EngineName, RunConfig
+from megabench.metrics import flops_per_token, output_layer_cost
+from megabench.models.shape import ModelShape
+from megabench.parallel.layout import Layout
+from megabench.parallel.placement import Policy
+
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer", "all"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a training program does, as far as it shapes cost. The defaults are megabench's own engines on GPUs.
+
+    `flash_attention` holds no S×S scores (`flash_version_2`: by FlashAttention-2, slow on Hopper, not cuDNN's or 3);
+    without it they are written and read in 16 bits, the full square of them. `fused` element-wise kernels read and
+    write once what unfused ones do several times. `fused_loss` makes the output layer and cross-entropy in chunks.
+    `blocking_p2p` stages wait for what they send, but with interleaving. Gradients are summed by `bucket_parameters`.
+    `stages` hold as many layers each, or fewer beside the output layer (as megabench's engine, or nanotron, cuts them).
+    """
+
+    flash_attention: bool = True
+    flash_version_2: bool = False
+    sequence_parallel: bool = True
+    fused: bool = True
+    fused_loss: bool = True
+    dropout: bool = False
+    overlaps_gradients: bool = True
+    overlaps_parameters: bool = True
+    overlaps_tp_backward: bool = True
+    fuses_weight_gradient: bool = False
+    blocking_p2p: bool = True
+    bucket_parameters: float = 40e6
+    buckets_on_all_stages: bool = False
+    stages: Literal["balanced", "even", "filled"] = "balanced"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of one optimizer step. `bytes_of_gradient` is of one element: 4 for fp32, 2 for bf16."""
+
+    shape: ModelShape
+    seq_length: int
+    global_batch: int
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    bytes_of_gradient: int = 4
+    stack: Stack = field(default_factory=Stack)
+
+    @cached_property
+    def ffn_matrices(self) -> int:
+        """Matrices of H × F in a layer: three with a gate, two without."""
+        shape = self.shape
+        attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
+        return round((self.layer_parameters - attention) / (shape.hidden_size * shape.ffn_size))
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Of one layer's matrices."""
+        return self.shape.layer_matrix_parameters
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return self.shape.num_parameters
+
+    @cached_property
+    def embedding_parameters(self) -> int:
+        return self.shape.vocab_size * self.shape.hidden_size
+
+    @cached_property
+    def output_cost(self) -> float:
+        """What the output layer counts as, in layers, where stages are cut."""
+        if self.stack.stages == "filled":
+            return self.embedding_parameters / self.layer_parameters
+        return output_layer_cost(self.shape, self.seq_length) if self.stack.stages == "balanced" else 0.0
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Useful FLOPs of a token's training, attention causal."""
+        return flops_per_token(self.shape, self.seq_length).causal
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.global_batch * self.seq_length
+
+    @property
+    def bytes_of_state(self) -> int:
+        """Bytes a parameter of the optimizer: fp32 master and two moments; in fp32 the weight is its own master."""
+        return 8 if self.precision == "fp32" else 12
+
+    @property
+    def bytes_of_value(self) -> int:
+        """Bytes of a weight or an activation."""
+        return 4 if self.precision == "fp32" else 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a job. `zero_stage` of megatron says whether its optimizer is sharded over replicas (1) or not."""
+
+    engine: EngineName
+    layout: Layout
+    micro_batch: int
+    recompute: Recompute = "none"
+    placement: Policy = "topology"
+    zero_stage: int = 1
+    offload: Offload = "none"
+    shard_size: int | None = None
+    hpz_size: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As people would call the trial, e.g. "tp8·pp2·dp2 mb1" or "zero3·dp32 mb2 full"."""
+        kind = {"deepspeed": f"zero{self.zero_stage}·", "megatron": ""}.get(self.engine, f"{self.engine}·")
+        words = [f"{kind}{self.layout}", f"mb{self.micro_batch}"]
+        words += [self.recompute] * (self.recompute != "none")
+        words += [self.placement] * (self.placement != "topology")
+        words += [f"offload-{self.offload}"] * (self.offload != "none")
+        words += [f"shard{self.shard_size}"] * bool(self.shard_size) + [f"hpz{self.hpz_size}"] * bool(self.hpz_size)
+        return " ".join(words)
+
+    def settings(self) -> dict[str, Any]:
+        """The fields of a RunConfig that make this candidate, those at their defaults left out."""
+        layout = self.layout
+        fields: dict[str, Any] = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vp": layout.vp}
+        fields = {"engine": self.engine, **fields, "micro_batch": self.micro_batch, "recompute": self.recompute}
+        fields |= {"placement": self.placement, "offload": self.offload}
+        fields |= {"shard_size": self.shard_size, "hpz_size": self.hpz_size}
+        if self.engine == "deepspeed":
+            fields["zero_stage"] = self.zero_stage
+        kept = ("engine", "micro_batch", "zero_stage")
+        defaults = RunConfig.model_fields
+        return {name: value for name, value in fields.items() if name in kept or value != defaults[name].default}
+
+    def num_micro_batches(self, job: Job) -> int:
+        """Micro-batches of one replica and step."""
+        return job.global_batch // (self.micro_batch * self.layout.data_parallel)
+
+    def with_micro_batch(self, micro_batch: int) -> "Candidate":
+        return replace(self, micro_batch=micro_batch)

@@ -1,0 +1,93 @@
+"""Predictions beside measurements: a record as a job and a candidate, and what its run would take. Loads no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from megabench import UserError
+from megabench.config import EngineName
+from megabench.hardware.topology import Topology
+from megabench.models.find import find_model
+from megabench.parallel.layout import Layout
+from megabench.parallel.placement import Policy
+from megabench.planner.engines import Costs
+from megabench.planner.job import Candidate, Job, Offload, Recompute, Stack
+from megabench.planner.profile import Profile
+from megabench.record import Prediction, RunRecord
+
+_DATA_PARALLEL_STAGES = {"deepspeed": 3, "fsdp": 3, "ddp": 0, "megatron": 1}
+
+
+def job_of(record: RunRecord) -> Job:
+    """The work of a record's run, by its own kernels; UserError for a model that is not found here."""
+    shape = find_model(record.model)
+    if record.work_class and record.work_class.num_layers != shape.num_layers:
+        shape = shape.with_layers(record.work_class.num_layers)
+    return Job(
+        shape,
+        record.seq_length,
+        record.global_batch,
+        precision=record.precision,  # type: ignore[arg-type]
+        bytes_of_gradient=4 if record.grad_dtype == "fp32" else 2,
+        stack=_stack_of(record),
+    )
+
+
+def _stack_of(record: RunRecord) -> Stack:
+    """What the record's kernels were; those of a run that ended before it named them, the usual ones."""
+    # records from before there was a choice have even stages
+    stages: Literal["balanced", "even"] = record.options.get("stages") or "even"
+    if record.kernels is None:
+        return Stack(stages=stages)
+    activation, loss = record.kernels.get("activation", ""), record.kernels.get("cross_entropy", "")
+    return Stack(
+        fused="unfused" not in activation,
+        fused_loss="linear_cross_entropy" in loss,
+        fuses_weight_gradient=record.kernels.get("weight_gradient") in ("apex", "summed up by its product"),
+        stages=stages,
+    )
+
+
+def candidate_of(record: RunRecord) -> Candidate:
+    """How the record's run was laid out."""
+    layout, options = record.layout, record.options
+    placement = record.placement.policy if record.placement else options.get("placement") or "topology"
+    stage = options.get("zero_stage")
+    return Candidate(
+        cast(EngineName, record.engine),
+        Layout(tp=layout.tp, cp=layout.cp, pp=layout.pp, vp=layout.vp, dp=layout.dp),
+        record.micro_batch,
+        recompute=cast(Recompute, options.get("recompute", "none")),
+        placement=cast(Policy, placement),
+        zero_stage=_DATA_PARALLEL_STAGES[record.engine] if stage is None else stage,
+        offload=cast(Offload, options.get("offload") or "none"),
+        shard_size=options.get("shard_size"),
+        hpz_size=options.get("hpz_size"),
+    )
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts the records of a study on a topology. `planned` are the trials that the plan added, best first."""
+
+    topology: Topology
+    profile: Profile
+    planned: Sequence[str]
+
+    def predict(self, record: RunRecord) -> Prediction | None:
+        """What the run would take; None for one on other ranks than planned for, or of a model that is not known."""
+        if record.world_size != self.topology.world_size:
+            return None
+        try:
+            estimate = Costs(job_of(record), self.topology, self.profile).estimate(candidate_of(record))
+        except UserError:
+            return None
+        rank = self.planned.index(record.trial) + 1 if record.trial in self.planned else None
+        return Prediction(
+            step_seconds=estimate.step_seconds,
+            tokens_per_second_per_device=estimate.tokens_per_second_per_device,
+            peak_memory_gib=estimate.memory.total / 2**30,
+            profile=self.profile.name,
+            relative_error=self.profile.relative_error,
+            planned_rank=rank,
+        )

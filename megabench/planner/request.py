@@ -1,0 +1,56 @@
+"""What a user asks the planner, checked: a job, a topology and a profile. Loads no torch."""
+
+from pathlib import Path
+
+from megabench.config import ConfigError
+from megabench.models.find import find_model
+from megabench.parallel.layout import Layout
+from megabench.planner.job import Job
+from megabench.planner.profile import profile_for, read_profile
+from megabench.planner.search import Plan, plan
+
+
+def make_plan(
+    model: str,
+    cluster: str | None,
+    seq_length: int | None,
+    global_batch: int | None,
+    num_layers: int | None,
+    grad_dtype: str,
+    profile: Path | None,
+    top: int,
+    emulate_hosts: int | None,
+    num_processes: int | None = None,
+) -> Plan:
+    """The plan for a model on a cluster, or on `num_processes` of this machine; a UserError where one of them is none.
+
+    A machine without GPUs is planned for by a profile of its own alone.
+    """
+    from megabench.topo import find_topology
+
+    if grad_dtype not in ("fp32", "bf16"):
+        raise ConfigError(f"grad_dtype={grad_dtype!r} is not known; use one of fp32, bf16")
+    shape = find_model(model)
+    if num_layers:
+        shape = shape.with_layers(num_layers)
+    topology = find_topology(cluster, num_processes, Layout(), False, emulate_hosts)
+    device = topology.hosts[0].device
+    if device == "cpu" and not profile:
+        raise ConfigError(
+            "this machine has no GPU to plan for; name a cluster, e.g. --cluster p5.48xlarge:4, or give the --profile "
+            "that megabench calibrate makes of it"
+        )
+    length = seq_length or shape.seq_length
+    if shape.num_positions and length > shape.num_positions:
+        raise ConfigError(
+            f"seq_length={length} is more than the {shape.num_positions} positions that {model} has learned; use a "
+            f"seq_length up to that"
+        )
+    job = Job(
+        shape=shape,
+        seq_length=length,
+        global_batch=global_batch or shape.global_batch,
+        precision="fp32" if device == "cpu" else "bf16",
+        bytes_of_gradient=4 if grad_dtype == "fp32" else 2,
+    )
+    return plan(job, topology, read_profile(profile) if profile else profile_for(device), keep=top)

@@ -1,0 +1,186 @@
+"""A pipeline's step as a timeline of events: who computes when, and who waits. Loads no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Seconds of one model chunk and micro-batch on a stage."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each stage has done its last backward, and how long it computed and stood sending, in seconds."""
+
+    ends: tuple[float, ...]
+    busy: tuple[float, ...]
+    sending: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.ends)
+
+
+# one operation of a stage: forward or backward, of which chunk and micro-batch
+Operation = tuple[bool, int, int]
+
+
+def order(stage: int, num_stages: int, chunks: int, num_micro_batches: int) -> list[Operation]:
+    """What a stage does, in its order: warm-up forwards, one forward and one backward in turn, the rest.
+
+    1F1B and its interleaved form: arXiv 2104.04473, section 2.2, with Megatron-LM's number of warm-up forwards.
+    """
+    total = num_micro_batches * chunks
+    if chunks == 1:
+        warm_up = min(num_stages - stage - 1, total)
+    elif num_micro_batches == num_stages:
+        warm_up = total
+    else:
+        warm_up = min(2 * (num_stages - stage - 1) + (chunks - 1) * num_stages, total)
+    forwards = [(True, *_chunk(number, num_stages, chunks)) for number in range(total)]
+    backwards = []
+    for number in range(total):
+        chunk, micro_batch = _chunk(number, num_stages, chunks)
+        backwards.append((False, chunks - 1 - chunk, micro_batch))
+    turns = [operation for pair in zip(forwards[warm_up:], backwards, strict=False) for operation in pair]
+    return forwards[:warm_up] + turns + backwards[total - warm_up :]
+
+
+def _chunk(number: int, num_stages: int, chunks: int) -> tuple[int, int]:
+    """The chunk and the micro-batch of the `number`-th forward: P micro-batches through a chunk, then the next."""
+    if chunks == 1:
+        return 0, number
+    group, within = divmod(number, num_stages * chunks)
+    chunk, place = divmod(within, num_stages)
+    return chunk, group * num_stages + place
+
+
+def simulate(
+    stages: Sequence[Stage], chunks: int, num_micro_batches: int, send: float, blocking: bool = True
+) -> Timeline:
+    """The timeline of a step. `send` is how long a stage's output takes to the next one, either way.
+
+    A blocking sender does nothing else meanwhile. The steady state repeats itself every P micro-batches, so a long
+    step is the timeline of a short one, drawn out: exactly for equal stages, to a few percent for very different ones.
+    """
+    num_stages = len(stages)
+    short = max(3, ceil(8 / num_stages)) * num_stages + num_micro_batches % num_stages
+    longer = short + num_stages
+    if num_micro_batches <= longer:
+        return _simulate(stages, chunks, num_micro_batches, send, blocking)
+    first = _simulate(stages, chunks, short, send, blocking)
+    second = _simulate(stages, chunks, longer, send, blocking)
+    times = (num_micro_batches - longer) // num_stages
+
+    def drawn_out(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(y + times * (y - x) for x, y in zip(a, b, strict=True))
+
+    return Timeline(
+        ends=drawn_out(first.ends, second.ends),
+        busy=drawn_out(first.busy, second.busy),
+        sending=drawn_out(first.sending, second.sending),
+    )
+
+
+def _simulate(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send: float, blocking: bool) -> Timeline:
+    num_stages = len(stages)
+    size = chunks * num_micro_batches
+    # when an output is there for the next stage; negative until then
+    done = {kind: [[-1.0] * size for _ in stages] for kind in (True, False)}
+    orders = [order(stage, num_stages, chunks, num_micro_batches) for stage in range(num_stages)]
+    position, clock, busy = [0] * num_stages, [0.0] * num_stages, [0.0] * num_stages
+    sending = [0.0] * num_stages
+    left = sum(map(len, orders))
+    sends = num_stages > 1
+    while left:
+        before = left
+        for stage, operations in enumerate(orders):
+            seconds = stages[stage]
+            while position[stage] < len(operations):
+                is_forward, chunk, micro_batch = operations[position[stage]]
+                ready = _ready(done, is_forward, stage, chunk, micro_batch, num_stages, chunks, num_micro_batches)
+                if ready < 0:
+                    break
+                start = max(clock[stage], ready)
+                duration = seconds.forward if is_forward else seconds.backward
+                leaves = sends and not _is_end(is_forward, stage, chunk, num_stages, chunks)
+                held = send if leaves and blocking else 0.0
+                clock[stage] = start + duration + held
+                busy[stage] += duration
+                sending[stage] += held
+                done[is_forward][stage][chunk * num_micro_batches + micro_batch] = (
+                    start + duration + (send if leaves else 0.0)
+                )
+                position[stage] += 1
+                left -= 1
+        assert left < before, "the schedule waits for itself"
+    return Timeline(tuple(clock), tuple(busy), tuple(sending))
+
+
+def _is_end(is_forward: bool, stage: int, chunk: int, num_stages: int, chunks: int) -> bool:
+    """Whether nothing follows: the last chunk's forward on the last stage, the first one's backward on the first."""
+    if is_forward:
+        return stage == num_stages - 1 and chunk == chunks - 1
+    return stage == 0 and chunk == 0
+
+
+def _ready(
+    done: dict[bool, list[list[float]]],
+    is_forward: bool,
+    stage: int,
+    chunk: int,
+    micro_batch: int,
+    num_stages: int,
+    chunks: int,
+    num_micro_batches: int,
+) -> float:
+    """When an operation's input is there; negative while it is not."""
+    if is_forward:
+        if stage > 0:
+            return done[True][stage - 1][chunk * num_micro_batches + micro_batch]
+        return done[True][-1][(chunk - 1) * num_micro_batches + micro_batch] if chunk else 0.0
+    if stage < num_stages - 1:
+        return done[False][stage + 1][chunk * num_micro_batches + micro_batch]
+    if chunk < chunks - 1:
+        return done[False][0][(chunk + 1) * num_micro_batches + micro_batch]
+    return done[True][stage][chunk * num_micro_batches + micro_batch]
+
+
+def shortest(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send: float, blocking: bool) -> float:
+    """A step cannot be shorter: a stage waits for the first micro-batch, works through all, and the first one ends it.
+
+    (P − 1)·(forward + backward)/v + m·(forward + backward) for equal stages: arXiv 2104.04473, section 2.2.
+    """
+    num_stages = len(stages)
+    held = send if blocking and num_stages > 1 else 0.0
+    best, before = 0.0, 0.0
+    for stage, seconds in enumerate(stages):
+        # its own outputs leave, all but those of one chunk at an end
+        leaving = 2 * chunks - (stage == num_stages - 1) - (stage == 0)
+        work = num_micro_batches * (chunks * (seconds.forward + seconds.backward) + leaving * held)
+        # the last thing that it sends is counted on the way back
+        best = max(best, before + work - held * (stage > 0))
+        before += seconds.forward + seconds.backward + 2 * send
+    return best
+
+
+def two_streams(compute: float, communicate: float, times: int, interference: float) -> float:
+    """Layers that compute while the next one's communication runs: the first is waited for, then the slower of both.
+
+    g + (L − 1)·max(c, g) + c, and a share of what is hidden that compute pays for (communication takes processors
+    and memory bandwidth away).
+    """
+    hidden = min(compute, communicate)
+    return communicate + (times - 1) * (max(compute, communicate) + interference * hidden) + compute
+
+
+def hidden_tail(work: float, communicate: float, pieces: int) -> float:
+    """Seconds that communication in `pieces`, each sent when its part of `work` is done, outlasts that work."""
+    if communicate == 0:
+        return 0.0
+    return max(communicate / pieces, communicate - work * (pieces - 1) / pieces)

@@ -1,0 +1,181 @@
+"""Every candidate for a job on a cluster, ranked. Loads no torch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from megabench.config import ConfigError, EngineName
+from megabench.hardware.topology import Topology
+from megabench.parallel.layout import Layout, LayoutError, divisors
+from megabench.parallel.placement import Policy
+from megabench.planner.engines import Costs, Estimate
+from megabench.planner.job import Candidate, Job, Offload, Recompute
+from megabench.planner.profile import Profile
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_MOST_CP = 16
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found: the best candidates, timed exactly, the best of each other engine, and what does not fit.
+
+    `ranked` goes from fast to slow; `baselines` are the fastest of each data-parallel kind that fits; `misfits` those
+    that do not, the nearest first. `equals` counts the first of `ranked` that the model cannot tell apart.
+    """
+
+    job: Job
+    topology: Topology
+    profile: Profile
+    num_candidates: int
+    num_fitting: int
+    ranked: list[Estimate]
+    baselines: list[Estimate]
+    misfits: list[Estimate]
+    usable_bytes: float
+
+    @property
+    def equals(self) -> int:
+        limit = self.ranked[0].step_seconds * (1 + self.profile.relative_error) if self.ranked else 0.0
+        return sum(estimate.step_seconds <= limit for estimate in self.ranked)
+
+
+def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan:
+    """Predicts every candidate and keeps the `keep` fastest that fit.
+
+    Timelines are simulated from the candidate with the smallest lower bound on, until that bound passes the `keep`-th
+    best found: no other can be among them.
+    """
+    devices = sorted({host.device for host in topology.hosts})
+    if len(devices) > 1:
+        raise ConfigError(f"the cluster mixes {' and '.join(devices)}; plan for one kind of GPU at a time")
+    costs = Costs(job, topology, profile)
+    everything = list(candidates(job, topology))
+    if not everything:
+        raise ConfigError(
+            f"no layout of {topology.world_size} GPUs divides {job.shape.name} at seq_length={job.seq_length} and "
+            f"global_batch={job.global_batch}; use a global batch that is a multiple of the GPUs, e.g. "
+            f"{math.ceil(job.global_batch / topology.world_size) * topology.world_size}"
+        )
+    # what a GPU holds does not depend on where it is
+    lacks = cache(costs.missing_bytes)
+    missing = [(lacks(replace(candidate, placement="topology")), candidate) for candidate in everything]
+    fitting = [candidate for bytes_, candidate in missing if bytes_ <= 0]
+    ranked = _fastest(costs, fitting, keep)
+    kinds: dict[tuple[object, ...], list[Candidate]] = {}
+    for candidate in fitting:
+        if candidate.engine != "megatron":
+            kinds.setdefault((candidate.engine, candidate.zero_stage, candidate.offload), []).append(candidate)
+    baselines = [estimate for members in kinds.values() for estimate in _fastest(costs, members, 1)]
+    nearest = sorted((pair for pair in missing if pair[0] > 0), key=lambda pair: pair[0])
+    return Plan(
+        job=job,
+        topology=topology,
+        profile=profile,
+        num_candidates=len(everything),
+        num_fitting=len(fitting),
+        ranked=ranked,
+        baselines=sorted(baselines, key=lambda estimate: estimate.step_seconds),
+        misfits=[costs.estimate(candidate) for _, candidate in _one_of_each(nearest)],
+        usable_bytes=costs.usable_bytes,
+    )
+
+
+def _fastest(costs: Costs, members: list[Candidate], keep: int) -> list[Estimate]:
+    """The fastest of each family, the first `keep` of them."""
+    bounds = sorted(((costs.shortest(candidate), candidate) for candidate in members), key=lambda pair: pair[0])
+    best: dict[object, Estimate] = {}
+    for bound, candidate in bounds:
+        if len(best) >= keep and bound > sorted(estimate.step_seconds for estimate in best.values())[keep - 1]:
+            break
+        family, estimate = _family(candidate), costs.estimate(candidate)
+        if family not in best or estimate.step_seconds < best[family].step_seconds:
+            best[family] = estimate
+    return sorted(best.values(), key=lambda estimate: estimate.step_seconds)[:keep]
+
+
+def _family(candidate: Candidate) -> object:
+    """What people would call one layout: it differs in micro-batch, chunks of a stage and recomputation at most."""
+    layout = candidate.layout
+    sizes = (layout.tp, layout.cp, layout.pp, candidate.placement)
+    kind = (candidate.engine, candidate.zero_stage, candidate.offload, candidate.shard_size, candidate.hpz_size)
+    return sizes, kind
+
+
+def _one_of_each(nearest: list[tuple[float, Candidate]], most: int = 6) -> list[tuple[float, Candidate]]:
+    """The nearest misfit of each family, the first few."""
+    found: dict[object, tuple[float, Candidate]] = {}
+    for missing, candidate in nearest:
+        if candidate.placement != "topology":
+            continue  # it needs as much as it does at its best place
+        found.setdefault(_family(candidate), (missing, candidate))
+        if len(found) == most:
+            break
+    return list(found.values())
+
+
+def candidates(job: Job, topology: Topology) -> Iterator[Candidate]:
+    """Every legal way to run a job on all GPUs of a topology: parallel layouts first, then ZeRO, FSDP2 and DDP."""
+    if job.shape.table.has_parallel_blocks:
+        yield from _parallel(job, topology)
+    yield from _data_parallel(job, topology)
+
+
+def _parallel(job: Job, topology: Topology) -> Iterator[Candidate]:
+    world, shape = topology.world_size, job.shape
+    policies: tuple[Policy, ...] = ("topology", "spread-tp")
+    several = len(topology.ranks_by_domain) > 1
+    for tp in divisors(world):
+        for cp in divisors(world // tp, _MOST_CP):
+            for pp in divisors(world // (tp * cp)):
+                for vp in divisors(max(1, math.ceil(shape.num_layers / pp))) if pp > 1 else [1]:
+                    layout = _checked(Layout(tp=tp, cp=cp, pp=pp, vp=vp), job, world)
+                    if layout is None:
+                        continue
+                    for micro_batch in _micro_batches(job, layout):
+                        for recompute in _RECOMPUTES:
+                            for policy in policies if tp > 1 and several else policies[:1]:
+                                yield Candidate("megatron", layout, micro_batch, recompute, placement=policy)
+
+
+def _checked(layout: Layout, job: Job, world_size: int) -> Layout | None:
+    """The layout with its dp; None where it cannot cut the model."""
+    # interleaved chunks of unequal size would wait for each other
+    if layout.vp > 1 and job.shape.num_layers % (layout.pp * layout.vp):
+        return None
+    try:
+        layout.check_model(job.shape, job.seq_length)
+        return layout.with_world_size(world_size)
+    except LayoutError:
+        return None
+
+
+def _micro_batches(job: Job, layout: Layout) -> Iterator[int]:
+    for micro_batch in _MICRO_BATCHES:
+        try:
+            layout.check_batch(job.global_batch, micro_batch)
+        except LayoutError:
+            continue
+        yield micro_batch
+
+
+def _data_parallel(job: Job, topology: Topology) -> Iterator[Candidate]:
+    world = topology.world_size
+    layout = Layout(dp=world)
+    per_host = max(len(ranks) for ranks in topology.ranks_by_host)
+    inside = per_host if per_host < world and world % per_host == 0 and per_host > 1 else None
+    kinds: list[tuple[EngineName, int, Offload, int | None, int | None]] = [("ddp", 0, "none", None, None)]
+    kinds += [("deepspeed", stage, "none", None, None) for stage in (1, 2, 3)]
+    kinds += [("deepspeed", stage, "optimizer", None, None) for stage in (1, 2, 3)]
+    kinds += [("deepspeed", 3, "all", None, None), ("fsdp", 3, "none", None, None), ("fsdp", 3, "all", None, None)]
+    if inside:
+        kinds += [("fsdp", 3, "none", inside, None), ("deepspeed", 3, "none", None, inside)]
+    recomputes: tuple[Recompute, ...] = ("none", "full")  # selective is the megatron engine's
+    for micro_batch in _micro_batches(job, layout):
+        for recompute in recomputes:
+            for engine, stage, offload, shard, hpz in kinds:
+                yield Candidate(
+                    engine, layout, micro_batch, recompute, "topology", stage, offload, shard_size=shard, hpz_size=hpz
+                )

@@ -1,0 +1,91 @@
+"""`make validate-planner DATA=published-runs.csv`: fits, tries on what was not fitted, prints and keeps the table."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megabench import UserError
+from megabench.planner.validation.collectives import read_collectives
+from megabench.planner.validation.own import read_own
+from megabench.planner.validation.profiles import Measurements, fitted_profiles, is_own_fitted, write_profiles
+from megabench.planner.validation.published import Row, read_rows
+from megabench.planner.validation.report import lines, null_model, table
+
+_BENCHMARKS = Path("benchmarks")
+_KEPT = _BENCHMARKS / "planner" / "validation.md"
+_INTRODUCTION = """# How good the planner is
+
+Written by `make validate-planner DATA=…` (megabench/planner/validation/). Constants were fitted to the rows called
+"fitted" and to no others; "constant MFU" is a null model that gives every row of a GPU the median MFU of its fitted
+rows. Spearman is over all rows of a line, "within a sweep" the mean over groups of one model, batch and number of GPUs;
+regret is how much longer the predicted best of such a group (of what is predicted to fit) takes than the measured best;
+where the null model cannot tell, it draws. OOM: published ends that are not told apart from crashes.
+
+"""
+
+
+def validate(
+    data: Annotated[Path, typer.Argument(help="The table of published runs; that of collectives lies beside it.")],
+    write: Annotated[bool, typer.Option("--write", help="Make the fitted profiles the shipped ones.")] = False,
+) -> None:
+    """Fits the profiles, and says how well they predict what they were not fitted to."""
+    measured = Measurements(
+        published=read_rows(data),
+        collectives=read_collectives(data.with_name("published-collectives.csv")),
+        own=read_own(_BENCHMARKS),
+    )
+    profiles = fitted_profiles(measured)
+    null = null_model(
+        [*(row for row in measured.published if row.is_fit), *(row for row in measured.own if is_own_fitted(row))],
+        profiles,
+    )
+    found = []
+    for name, rows in _parts(measured):
+        found += lines(name, rows, profiles, null)
+    text = _INTRODUCTION + table(found) + "\n"
+    print(text)
+    _KEPT.parent.mkdir(exist_ok=True)
+    _KEPT.write_text(text)
+    if write:
+        write_profiles(profiles)
+
+
+def _parts(measured: Measurements) -> list[tuple[str, Sequence[Row]]]:
+    """What gets a line of its own: each source's fitted rows, and its others; a large sweep by its number of GPUs."""
+    found: list[tuple[str, Sequence[Row]]] = []
+    for source in dict.fromkeys(row.source.name for row in measured.published):
+        rows = [row for row in measured.published if row.source.name == source]
+        for is_fit in (True, False):
+            part = [row for row in rows if row.is_fit == is_fit]
+            sizes = sorted({row.topology.world_size for row in part})
+            if source == "playbook sweep":
+                parts = [(f", {size} GPUs", [row for row in part if row.topology.world_size == size]) for size in sizes]
+            else:
+                parts = [("", part)]
+            found += [(f"{source}{what}{' (fitted)' * is_fit}", members) for what, members in parts if members]
+            if source == "playbook sweep" and not is_fit:
+                found.append((f"{source}, all of these", part))
+                found += [(f"{source}, {what}", members) for what, members in _by_pipeline(part)]
+    fitted = [row for row in measured.own if is_own_fitted(row)]
+    found.append(("own H200 records, 4 layers (fitted)", fitted))
+    others = [row for row in measured.own if not is_own_fitted(row)]
+    studies = dict.fromkeys(row.source.name for row in others)
+    found += [(f"own H200 records, {name}", [row for row in others if row.source.name == name]) for name in studies]
+    return found
+
+
+def _by_pipeline(rows: Sequence[Row]) -> list[tuple[str, Sequence[Row]]]:
+    """Multi-node rows with tensor-parallel groups in a pipeline, and all others: the former ran in another way."""
+    both = [row for row in rows if row.candidate.layout.pp > 1 and row.candidate.layout.tp > 1]
+    return [("of these TP × PP", both), ("of these not TP × PP", [row for row in rows if row not in both])]
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(validate)
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(2)

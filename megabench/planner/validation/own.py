@@ -1,0 +1,48 @@
+"""This project's own records as jobs and candidates. Loads no torch."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from megabench.hardware.topology import Host, Topology, build
+from megabench.planner.job import Stack
+from megabench.planner.predict import candidate_of, job_of
+from megabench.planner.validation.published import Row, Source
+from megabench.record import RunRecord, read_records
+
+_SOURCE = Source("own records", "", Stack(), "socket")
+
+
+def read_own(folder: Path) -> list[Row]:
+    """What was measured on GPUs in the studies below a folder."""
+    rows = []
+    for path in sorted(folder.glob("*/results.jsonl")):
+        found = (row_of(record) for record in read_records(path))
+        rows += [replace(row, source=replace(_SOURCE, name=path.parent.name)) for row in found if row]
+    return rows
+
+
+def row_of(record: RunRecord) -> Row | None:
+    """A trial that ran on GPUs; None for any other."""
+    if record.status != "ok" or record.step_seconds is None or record.device in (None, "cpu"):
+        return None
+    row = Row(_SOURCE, job_of(record), _topology(record), candidate_of(record), is_fit=False)
+    row.measured["seconds"] = record.step_seconds.median
+    if record.peak_memory_gib:
+        row.measured["memory_gib"] = record.peak_memory_gib.max
+    return row
+
+
+def _topology(record: RunRecord) -> Topology:
+    """Equal hosts, emulated or not, with NVLink inside; between them what the run itself measured."""
+    hosts = record.num_hosts or 1
+    measured = record.link_bandwidth
+    host = Host(
+        name="host",
+        device=record.device or "",
+        inside="pcie",
+        network="socket",
+        network_gbits=measured.all_gather_gb_per_s * 8 if measured else None,
+        nvlink_gb_per_s=450.0,
+    )
+    size = record.world_size // hosts
+    return build([(host, size, size)] * hosts)

@@ -1,0 +1,95 @@
+"""How the shipped profiles come about: what is fitted, to which measurements, from which start. Loads no torch."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from megabench.planner.profile import Profile, shipped_profiles
+from megabench.planner.validation import fit
+from megabench.planner.validation.collectives import Collective
+from megabench.planner.validation.published import Row
+
+# where every fit begins, whatever was fitted before
+_START = {
+    "gemm_half_k": 150.0,
+    "attention_forward": 0.6,
+    "attention_backward": 0.48,
+    "launch_seconds": 1e-5,
+    "collective_launch_seconds": 1e-4,
+    "step_seconds": 0.01,
+    "interference": 0.5,
+    "unfused_traffic": 3.0,
+    "allocator_share": 0.2,
+}
+# the project's own records that are fitted: four layers each, too small for the studies that they predict
+OWN_FITTED = ("engines-bf16", "nccl-parity-bf16")
+# too few to tell all constants: those of the same processor elsewhere stay
+_FEW = ("unfused_traffic", "interference", "step_seconds")
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """All there is to fit and to try."""
+
+    published: Sequence[Row]
+    collectives: Sequence[Collective]
+    own: Sequence[Row]
+
+
+def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
+    """The profiles of the GPUs that somebody measured, fitted anew."""
+    shipped = shipped_profiles()
+    h100 = _fit_published(shipped["h100"], "H100", measured)
+    a100 = _fit_published(shipped["a100"], "A100", measured)
+    h200 = _reset(shipped["h200"])
+    own = [row for row in measured.own if is_own_fitted(row)]
+    processor = {name: getattr(h100, name) for name in ("gemm_half_k", "collective_launch_seconds")}
+    h200 = fit.fit_speed(h200.model_copy(update=processor), own, _FEW)
+    h200 = fit.fit_memory(h200, own)
+    said = "published one-node runs and collectives"
+    return {
+        "h100": _with_origin(h100, said, [*fit.SPEED, *fit.MEMORY, *fit.LINKS]),
+        "a100": _with_origin(a100, said, [*fit.SPEED, *fit.LINKS]),
+        "h200": _with_origin(h200, f"own records ({', '.join(OWN_FITTED)})", [*_FEW, *fit.MEMORY]),
+    }
+
+
+def _with_origin(profile: Profile, what: str, names: Sequence[str]) -> Profile:
+    """The profile that says which of its constants were fitted to what."""
+    fitted = dict.fromkeys(names, f"fitted to {what}, make validate-planner")
+    return profile.model_copy(update={"origin": profile.origin | fitted})
+
+
+def is_own_fitted(row: Row) -> bool:
+    return row.source.name in OWN_FITTED
+
+
+def _fit_published(profile: Profile, chip: str, measured: Measurements) -> Profile:
+    """Links to collectives, speed to step times, memory to peaks; of one-node rows alone."""
+    rows = [row for row in measured.published if row.is_fit and chip in row.topology.hosts[0].device]
+    profile = _reset(profile)
+    profile = fit.fit_links(profile, [one for one in measured.collectives if one.gpu == chip])
+    profile = fit.fit_speed(profile, [row for row in rows if "seconds" in row.measured])
+    with_peaks = [row for row in rows if "memory_gib" in row.measured]
+    return fit.fit_memory(profile, with_peaks) if with_peaks else profile
+
+
+def _reset(profile: Profile) -> Profile:
+    return profile.model_copy(update=_START)
+
+
+def write_profiles(profiles: dict[str, Profile]) -> None:
+    """Makes them the shipped ones, rounded to four digits."""
+    for name, profile in profiles.items():
+        path = Path(str(files("megabench.planner") / "profiles" / f"{name}.json"))
+        path.write_text(json.dumps(_rounded(profile.model_dump(exclude_defaults=True)), indent=2) + "\n")
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return value

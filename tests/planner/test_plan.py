@@ -1,0 +1,149 @@
+"""`megabench plan` as people type it, and the ranking behind it."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megabench.config import ConfigError
+from megabench.models.find import find_model
+from megabench.plan import certainty, chosen, find_trial, sweet_spot
+from megabench.planner.job import Job
+from megabench.planner.profile import profile_for, shipped_profiles
+from megabench.planner.search import candidates, plan
+from tests.planner.jobs import cluster, costs, hosts, job
+from tests.study.compare_process import REPOSITORY
+
+
+def megabench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megabench.cli", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def made(model: str, where: str, seq_length: int = 8192, global_batch: int = 256):
+    topology = cluster(where)
+    return plan(Job(find_model(model), seq_length, global_batch), topology, profile_for(topology.hosts[0].device))
+
+
+@pytest.mark.e2e
+def test_the_documented_command():
+    arguments = ("--model", "llama3-70b", "--cluster", "p5.48xlarge:4", "--seq-length", "8192", "--global-batch", "256")
+    shown = megabench("plan", *arguments)
+    assert shown.returncode == 0 and not shown.stderr
+    assert "Sweet spot: " in shown.stdout and "Nearest of what does not fit" in shown.stdout
+    found = json.loads(megabench("plan", *arguments, "--json").stdout)
+    assert found["sweet_spot"] in shown.stdout
+    explained = megabench("plan", *arguments, "--explain", found["sweet_spot"].replace("·", " "))
+    assert explained.returncode == 0 and "compute" in explained.stdout and "█" in explained.stdout
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cluster", "p9.48xlarge:2"], "instance type 'p9.48xlarge' is not known"),
+        (["--cluster", "p5.48xlarge:2", "--model", "llama4"], "unknown model 'llama4'"),
+        (["--cluster", "p5.48xlarge:2", "--explain", "tp3"], "trial 'tp3' is no candidate"),
+        (["--cluster", "p5.48xlarge:2", "--grad-dtype", "fp8"], "grad_dtype='fp8' is not known"),
+        (["--cluster", "p5.48xlarge:2", "--profile", "none.json"], "cannot read none.json"),
+        (["--cluster", "p5.48xlarge:2", "--model", "gpt2", "--seq-length", "2048"], "more than the 1024 positions"),
+        (["--cluster", "p5.48xlarge:2", "--model", "gpt2", "--global-batch", "3"], "use a global batch"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_sentence(arguments, words):
+    ended = megabench("plan", *arguments)
+    assert ended.returncode == 2 and not ended.stdout
+    assert words in ended.stderr and len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_405b_on_sixteen_p5_fits_somewhere_and_is_planned_at_once():
+    started = time.process_time()
+    found = made("llama3-405b", "p5.48xlarge:16", global_batch=512)
+    assert time.process_time() - started < 2.0
+    assert found.ranked and found.ranked[0].fits
+
+
+def test_ten_thousand_candidates_take_less_than_two_seconds():
+    work, topology = Job(find_model("llama3-8b"), 8192, 2048), cluster("p5.48xlarge:16")
+    everything = list(candidates(work, topology))
+
+    def seconds() -> float:
+        """CPU time, the least of a few: what else runs beside the tests takes caches away."""
+        started = time.process_time()
+        plan(work, topology, profile_for(topology.hosts[0].device))
+        return time.process_time() - started
+
+    assert min(seconds() for _ in range(3)) * 10_000 / len(everything) < 2.0
+
+
+@pytest.mark.e2e
+def test_a_model_that_fits_nowhere_says_what_is_missing():
+    ended = megabench("plan", "--model", "llama3-405b", "--cluster", "p4d.24xlarge:2", "--global-batch", "16")
+    assert ended.returncode == 1
+    assert re.search(r"fits on this cluster under no layout: .* \d+\.\d GiB are missing on each", ended.stdout)
+
+
+def test_the_ranking_is_that_of_all_candidates():
+    """The lower bounds leave nothing out: every candidate estimated in full gives the same best."""
+    work, topology = job(global_batch=32), hosts(2, 4)
+    found = plan(work, topology, profile_for(topology.hosts[0].device))
+    judge = costs(work, topology)
+    estimates = [judge.estimate(candidate) for candidate in candidates(work, topology)]
+    best = min((estimate for estimate in estimates if estimate.fits), key=lambda estimate: estimate.step_seconds)
+    assert found.ranked[0].step_seconds == pytest.approx(best.step_seconds)
+    assert found.num_candidates == len(estimates)
+    assert found.num_fitting == sum(estimate.fits for estimate in estimates)
+
+
+def test_the_parts_of_a_step_add_up_and_none_is_negative():
+    work, topology = job(global_batch=32), hosts(2, 4)
+    judge = costs(work, topology)
+    for candidate in list(candidates(work, topology))[::7]:
+        estimate = judge.estimate(candidate)
+        assert sum(estimate.parts.values()) == pytest.approx(estimate.step_seconds)
+        assert min(estimate.parts.values()) >= 0
+
+
+def test_what_is_shown_can_be_run():
+    """Every candidate is a legal configuration of the engine that it names."""
+    from megabench.config import RunConfig
+
+    work, topology = job(seq_length=4096, global_batch=32), hosts(2, 4)
+    for candidate in list(candidates(work, topology))[::5]:
+        fields = {"model": "llama3-8b", "seq_length": 4096, "global_batch": 32} | candidate.settings()
+        run = RunConfig.parse(fields).resolve(topology.world_size, "cuda")
+        assert run.layout == candidate.layout and run.num_micro_batches == candidate.num_micro_batches(work)
+
+
+def test_layouts_within_the_models_error_are_called_equal():
+    found = made("llama3-70b", "p5.48xlarge:4")
+    limit = found.ranked[0].step_seconds * (1 + found.profile.relative_error)
+    assert [estimate.step_seconds <= limit for estimate in found.ranked].count(True) == found.equals
+    assert "equal" in certainty(found) and chosen(found).candidate.name in sweet_spot(found)
+
+
+def test_a_trial_is_found_whatever_stands_between_its_words():
+    found = made("llama3-70b", "p5.48xlarge:4")
+    assert find_trial(found, "TP8 pp4, vp5 mb1") == find_trial(found, "tp8·pp4·vp5 mb1")
+    with pytest.raises(ConfigError, match="is no candidate; did you mean"):
+        find_trial(found, "tp8·pp4·vp6 mb1")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "configs" / "clusters").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_cluster_file_can_be_planned_for(path):
+    topology = cluster(str(path))
+    work = job(global_batch=12 * topology.world_size)
+    assert plan(work, topology, profile_for(topology.hosts[0].device), keep=3).ranked
+
+
+def test_shipped_profiles_say_what_they_are():
+    profiles = shipped_profiles()
+    assert {"h200", "h100", "a100", "l40s", "generic"} == set(profiles)
+    for profile in profiles.values():
+        assert profile.origin.get("*") and profile.kind in ("measured", "fitted", "assumed")
+    assert profile_for("some other GPU").name == "generic"
