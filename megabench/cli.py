@@ -95,11 +95,10 @@ def doctor(
     Reads the records that compare or pretrain left, or a study before it is run. The worst comes first.
     Exit status: 0 with findings or without, 2 when there is nothing to read.
     """
-    from rich.console import Console
-
     from megabench.study.doctor.command import findings_at, write
+    from megabench.terminal import standard_output
 
-    write(Console(), findings_at(path, nproc, cluster), as_json)
+    write(standard_output(), findings_at(path, nproc, cluster), as_json)
 
 
 @app.command()
@@ -217,18 +216,17 @@ def plan(
 
     Exit status: 0 when a layout fits, 1 when none does, 2 when there is nothing to predict.
     """
-    from rich.console import Console
-
     from megabench import plan as room
     from megabench.planner.request import make_plan
+    from megabench.terminal import standard_output
 
     found = make_plan(model, cluster, seq_length, global_batch, num_layers, grad_dtype, profile, top, emulate_hosts)
     if explain:
-        room.explain(Console(), found, explain)
+        room.explain(standard_output(), found, explain)
     elif as_json:
         print(room.as_json(found))
     else:
-        room.write(Console(), found)
+        room.write(standard_output(), found)
     sys.exit(0 if found.ranked else 1)
 
 

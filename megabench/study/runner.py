@@ -5,8 +5,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console
-
 from megabench import UserError
 from megabench.config.to_find import settle
 from megabench.study.crew import Crew, StudyStopped, note_signals
@@ -22,9 +20,7 @@ from megabench.study.summary import summarize
 from megabench.study.table import show
 from megabench.study.tasks import TRAINER, Tasks, task_of
 from megabench.study.tune import NothingFitsError, tune
-
-# wide enough for every column: a file or a pipe has no width of its own
-PLAIN_WIDTH = 250
+from megabench.terminal import standard_output
 
 
 def run_here(request: Request, study: Study, num_processes: int, trainer: Sequence[str] = TRAINER) -> int:
@@ -111,7 +107,7 @@ def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
 
 def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Attempt], trainer: Sequence[str]) -> int:
     """Runs all attempts, keeps their records, prints the table and tells the others the verdict."""
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console = standard_output()
     tasks = Tasks(crew, trainer)
     results.start()
     for number, attempt in enumerate(attempts):
