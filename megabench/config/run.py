@@ -43,6 +43,8 @@ _ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
     "reshard_after_forward": ("fsdp",),
     "compile": ("fsdp", "ddp"),
     "powersgd_rank": ("ddp",),
+    "stages": ("megatron",),
+    "tp_overlap": ("megatron",),
 }
 
 # where a run writes and how it is watched shape no result
@@ -344,10 +346,11 @@ class RunConfig(BaseModel):
     def _check_engine(self) -> None:
         for setting, engines in _ENGINES_OF.items():
             if self.engine not in engines and getattr(self, setting) != type(self).model_fields[setting].default:
+                sizes = "" if "megatron" in engines else " with tp=1 and pp=1"
                 raise ConfigError(
                     f"{setting} is a setting of the {' and '.join(engines)} engine{'s' * (len(engines) > 1)}, and the "
-                    f"engine is {self.engine} (tp={self.tp}, pp={self.pp}); add --engine {engines[0]} with tp=1 and "
-                    f"pp=1, or leave it out"
+                    f"engine is {self.engine} (tp={self.tp}, pp={self.pp}); add --engine {engines[0]}{sizes}, or "
+                    f"leave it out"
                 )
         if self.engine == "megatron":
             return

@@ -134,7 +134,7 @@ def _write(source: HuggingFaceWeights, partial: Path, layout: Layout, advance: A
 
 
 def owned_blocks(shape: ModelShape, layout: Layout, rank: int) -> list[Piece]:
-    """The blocks of Hugging Face tensors that a rank of a layout holds and no rank before it does."""
+    """The blocks of Hugging Face tensors that a rank writes: those of an even share of the layers, each once."""
     at = layout.coordinates(rank)
     layers = layout.chunk_layers(shape.num_layers)[at.pp][0]
     names = parallel_parameters(shape, layers, has_embedding=at.pp == 0, has_output=at.pp == layout.pp - 1)

@@ -119,17 +119,30 @@ class Layout:
         return lcm(self.tp * self.cp if self.tp > 1 else 1, 2 * self.cp if self.cp > 1 else 1)
 
     def chunk_layers(self, num_layers: int, output_cost: float = 0.0) -> list[list[range]]:
-        """Layer numbers of every model chunk, as [stage][chunk], so that the slowest is as fast as can be.
+        """Layer numbers of every model chunk, as [stage][chunk], so that a step takes the least time.
 
-        The last chunk also holds the output layer, which takes as long as `output_cost` layers. Where layers are left
-        over, earlier chunks get one more. Interleaved chunks go round the stages: chunk c of stage p is the
-        (c·pp + p)-th slice of the model.
+        The last chunk also holds the output layer, which takes as long as `output_cost` layers. Interleaved chunks go
+        round the stages: chunk c of stage p is the (c·pp + p)-th slice of the model, and the stages work on chunk c of
+        a micro-batch at about the same time, the slowest of them keeping the others waiting. Where layers are left
+        over, earlier chunks get one more.
         """
         num_chunks = self.pp * self.vp
         sizes = [1] * num_chunks  # a chunk without a layer would only pass on what it receives
+        costs = [1.0] * (num_chunks - 1) + [1.0 + output_cost]
+        slowest = [max(costs[chunk * self.pp : (chunk + 1) * self.pp]) for chunk in range(self.vp)]
+        stages = [sum(costs[stage :: self.pp]) for stage in range(self.pp)]
+
+        def burden(number: int) -> tuple[float, ...]:
+            """Of one more layer: nothing where others wait anyway, else what its round takes; then its stage's load."""
+            longest = slowest[number // self.pp]
+            return longest if costs[number] + 1 > longest else 0.0, stages[number % self.pp], costs[number]
+
         for _ in range(num_layers - num_chunks):
-            costs = [*sizes[:-1], sizes[-1] + output_cost]
-            sizes[costs.index(min(costs))] += 1
+            number = min(range(num_chunks), key=burden)
+            sizes[number] += 1
+            costs[number] += 1
+            stages[number % self.pp] += 1
+            slowest[number // self.pp] = max(slowest[number // self.pp], costs[number])
         starts = [sum(sizes[:number]) for number in range(num_chunks)]
         slices = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         return [[slices[chunk * self.pp + stage] for chunk in range(self.vp)] for stage in range(self.pp)]

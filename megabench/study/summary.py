@@ -108,6 +108,8 @@ def engine_name(record: RunRecord) -> str:
     for option, word in (("hpz_size", "hpz"), ("shard_size", "shards of"), ("powersgd_rank", "PowerSGD rank")):
         if value := options.get(option):
             words.append(f"{word} {value}")
+    if options.get("stages", "balanced") == "even":
+        words.append("even stages")
     if options.get("tp_overlap"):
         words.append("TP overlapped")
     if options.get("compile"):

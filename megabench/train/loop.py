@@ -92,6 +92,7 @@ def train(
     uuid = devices.gpu_uuid(rendezvous.local_rank) if device.type == "cuda" else None
     checkup = Checkup(_hosts(placement)[rank], uuid, own={int(pid) for pid in gather(os.getpid(), device)})
     sampler = Sampler(device, uuid, reads_nics=rendezvous.local_rank == 0)
+    wire: dict[str, float] | None = None
     results: list[StepResult] = []
     seconds: list[float] = []
     stop, stopped_by = StopSignal(), None
@@ -105,7 +106,13 @@ def train(
             sampler.reset()
         batches = micro_batches(source, run, run.layout.coordinates(rank).dp, step)
         learning_rate = learning_rate_at(run, step)
-        results.append(engine.train_step(batches, learning_rate))
+        # counting takes time: the last step that is not timed, unless it is the first
+        if run.warmup_steps >= 2 and step == resume.num_done + run.warmup_steps - 1:
+            with WireBytes(run.layout) as counted:
+                results.append(engine.train_step(batches, learning_rate))
+            wire = counted.mean_of_all()
+        else:
+            results.append(engine.train_step(batches, learning_rate))
         devices.synchronize(device)
         # from border to border: data, logging and reports are part of a step
         previous, border = border, time.perf_counter()
@@ -136,19 +143,12 @@ def train(
     watch.at("saving", resume.num_done + len(results))
     not_saved = checkpoints.close() if checkpoints else None
     peak_memory = gather(devices.peak_memory_gib(device), device)
-    profile = wire = None
-    # steps that leave no mark: everything is measured and saved
-    batches = micro_batches(source, run, run.layout.coordinates(rank).dp, run.steps - 1)
-    learning_rate = learning_rate_at(run, run.steps - 1)
+    profile = None
     if run.profile and not stopped_by:
         watch.at("profiling", resume.num_done + len(results))
+        batches = micro_batches(source, run, run.layout.coordinates(rank).dp, run.steps - 1)
         traces = run.out / "trace" if run.out else None
-        profile = profile_step(engine, batches, learning_rate, run.layout, device, traces)
-    if len(results) > run.warmup_steps and not stopped_by:
-        watch.at("counting bytes", resume.num_done + len(results))
-        with WireBytes(run.layout) as counted:  # last of all: torch.compile gives up what runs inside it, for good
-            engine.train_step(batches, learning_rate)
-        wire = counted.mean_of_all()
+        profile = profile_step(engine, batches, learning_rate_at(run, run.steps - 1), run.layout, device, traces)
 
     measured = Measured(
         results=results,

@@ -35,6 +35,9 @@ _SENT: dict[str, tuple[int, _Share]] = {
     "send": (0, _ONCE),
 }
 
+# collectives inside matrix products, over symmetric memory
+_OVERLAPPED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+
 
 class WireBytes(TorchDispatchMode):
     """While active, counts what this rank sends, by the axes along which the ranks of a group differ: "tp", "dp·cp"."""
@@ -44,13 +47,30 @@ class WireBytes(TorchDispatchMode):
         self._layout = layout
         self.sent: Counter[str] = Counter()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions run as they are: by default torch.compile gives up, for good, what is called under a mode.
+
+        What they send inside is not seen; the engines compile no communication.
+        """
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and (rule := _SENT.get(func.__name__.partition(".")[0])):
+        name = func.__name__.partition(".")[0]
+        if func.namespace == "c10d" and (rule := _SENT.get(name)):
             position, share = rule
             ranks = _ranks_of(args)
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[position]))
-            self.sent[differing_axes(self._layout, ranks)] += round(num_bytes * share(len(ranks)))
-        return func(*args, **(kwargs or {}))
+            self._add(ranks, _num_bytes(args[position]) * share(len(ranks)))
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "symm_mem" and name in _OVERLAPPED:
+            group: Any = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, str)][-1]
+            ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))
+            part = args[0] if name == _OVERLAPPED[0] else result  # what a rank gathers from, or is left with
+            self._add(ranks, _num_bytes(part) * _TO_OTHERS(len(ranks)))
+        return result
+
+    def _add(self, ranks: list[int], num_bytes: float) -> None:
+        self.sent[differing_axes(self._layout, ranks)] += round(num_bytes)
 
     def mean_of_all(self) -> dict[str, float]:
         """Bytes that a rank sent, by axes, the mean over all ranks; the same on every rank, and collective."""
@@ -66,6 +86,10 @@ def _ranks_of(args: Iterable[Any]) -> list[int]:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
     raise AssertionError("a collective without a group")
+
+
+def _num_bytes(argument: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(argument))
 
 
 def _tensors(argument: Any) -> Iterable[Tensor]:

@@ -1,5 +1,6 @@
 """Layouts: what fits, what is refused and with which advice, and which layers each chunk holds."""
 
+import math
 from collections.abc import Sequence
 from itertools import product
 
@@ -85,11 +86,14 @@ def test_no_other_split_is_faster(pp: int, vp: int, num_layers: int, output_cost
     sizes = [len(stages[stage][chunk]) for chunk in range(vp) for stage in range(pp)]
     assert sum(sizes) == num_layers and min(sizes) >= 1
 
-    def slowest(sizes: Sequence[int]) -> float:
-        return max(*sizes[:-1], sizes[-1] + output_cost)
+    def waiting(sizes: Sequence[int]) -> float:
+        costs = [*sizes[:-1], sizes[-1] + output_cost]
+        return sum(max(costs[chunk * pp : (chunk + 1) * pp]) for chunk in range(vp))
 
     others = (split for split in product(range(1, num_layers + 1), repeat=pp * vp) if sum(split) == num_layers)
-    assert slowest(sizes) == min(slowest(split) for split in others)
+    # with several rounds they are to be of one size as well, which may cost a part of a layer
+    assert waiting(sizes) < min(waiting(split) for split in others) + (1.0 if vp > 1 else 1e-9)
+    assert max(sizes) - min(sizes) <= math.ceil(output_cost) + 1
 
 
 def test_stages_of_llama3_8b() -> None:

@@ -53,7 +53,7 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, overlap: bool) -> Tensor:
         ctx.save_for_backward(part)
         ctx.weight, ctx.group = weight, group
-        return _gathered_product(part, weight.t(), group, overlap)[1]
+        return _gathered_product(part, weight.t(), group, overlap, keep=False)[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -81,11 +81,14 @@ class _Row(torch.autograd.Function):
         return grad_input, _add_weight_gradient(weight, grad, input_), None, None
 
 
-def _gathered_product(part: Tensor, matrix: Tensor, group: ProcessGroup | None, overlap: bool) -> tuple[Tensor, Tensor]:
-    """The parts of all ranks, [S/T, B, H] -> [S, B, H], and their product with `matrix`."""
+def _gathered_product(
+    part: Tensor, matrix: Tensor, group: ProcessGroup | None, overlap: bool, keep: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The parts of all ranks, [S/T, B, H] -> [S, B, H], to keep or not, and their product with `matrix`."""
     if group and overlap:
+        name = _symmetric(group)  # imports the operation, too
         whole, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            part.contiguous(), [matrix], gather_dim=0, group_name=_symmetric(group)
+            part.contiguous(), [matrix], gather_dim=0, group_name=name, return_A=keep
         )
         return whole, product
     whole, gathering = _gather(part, group)
@@ -96,8 +99,9 @@ def _gathered_product(part: Tensor, matrix: Tensor, group: ProcessGroup | None, 
 def _scattered_product(whole: Tensor, matrix: Tensor, group: ProcessGroup | None, overlap: bool) -> Tensor:
     """This rank's part of the sum of all ranks' products, [S, B, F] -> [S/T, B, H]."""
     if group and overlap:
+        name = _symmetric(group)
         summed: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            whole.contiguous(), matrix, "sum", scatter_dim=0, group_name=_symmetric(group)
+            whole.contiguous(), matrix, "sum", scatter_dim=0, group_name=name
         )
         return summed
     part, scattering = _scatter(whole @ matrix, group)
