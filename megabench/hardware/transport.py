@@ -131,7 +131,7 @@ def disagreement(kind: str, link: str | None, transports: Sequence[str]) -> str 
     if link == "infiniband" and "NET/Socket" in on_network:
         return "InfiniBand was expected and NCCL uses NET/Socket; look at NCCL_IB_DISABLE and NCCL_IB_HCA"
     if on_network and kind == "tp":
-        return f"tensor parallelism rides on {on_network[0]}"
+        return f"tensor parallelism rides on {on_network[0]}, a slow link that every layer waits for"
     return None
 
 

@@ -146,7 +146,8 @@ def _by_size(good: Sequence[Row], device: str) -> list[str]:
         rows = [row for row in good if row.world_size == size]
         zero3 = next((row for row in rows if _is_zero3(row) and row is not rows[0]), None)
         times = f", {_speed_of(rows[0]) / _speed_of(zero3):.2f} × ZeRO-3 on as many ({zero3.trial})" if zero3 else ""
-        said.append(f"On {size}, {rows[0].trial} is fastest{times}.")
+        part = "is fastest" if len(rows) > 1 else "is the only one"
+        said.append(f"On {size}, {rows[0].trial} {part}{times}.")
     return said
 
 

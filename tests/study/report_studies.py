@@ -169,6 +169,20 @@ def profiled() -> StudyRecords:
     ])  # fmt: skip
 
 
+def many_waits() -> StudyRecords:
+    """A step of eight kinds of waiting, and parts too short to be seen."""
+    waits = ("a group", "cp", "dp", "dp·cp", "pp", "tp", "tp·cp", "tp·pp")
+    seconds = {"matrix products": 1.0, "copies": 0.001, "exposed tp·dp": 0.0} | {f"exposed {w}": 0.1 for w in waits}
+    profile = StepProfile(step_seconds=sum(seconds.values()), seconds=seconds, communication={})
+    return study([zero3(), gpu_record("tp8-pp2", 9000, on(8, 2), profile=profile)])
+
+
+def cut() -> StudyRecords:
+    """Four of the model's 32 layers."""
+    few = {"work_class": GPU_CLASS.model_copy(update={"num_layers": 4})}
+    return study([zero3(**few), gpu_record("tp8", 8000, on(8), **few)])
+
+
 def long_names() -> StudyRecords:
     name = "tp4-pp2-vp2-recompute_selective-global_batch256-placement_spread-tp-and-more-of-it"
     records = [zero3(), gpu_record(name, 7000, on(4, 2, 2), warnings=["tp group of ranks 0–3: " + "x" * 120])]
@@ -195,7 +209,8 @@ def on_cpu() -> StudyRecords:
 
 
 def emulated() -> StudyRecords:
-    return study([zero3(emulated_hosts=2), gpu_record("tp8", 8000, on(8), emulated_hosts=2)])
+    command = "torchrun --nproc-per-node 16 launch/pretrain.py --tp 8 --emulate-hosts 2 --steps 8"
+    return study([zero3(emulated_hosts=2), gpu_record("tp8", 8000, on(8), emulated_hosts=2, command=command)])
 
 
 def yesterday() -> StudyRecords:
@@ -207,5 +222,5 @@ def yesterday() -> StudyRecords:
     return study([*records, gpu_record("pp8", 3900, on(1, 8), **device)], "a100")
 
 
-STUDIES = {f.__name__: f for f in (normal, zero3_wins, tie, faults, two_classes, sizes, profiled, long_names, alone,
-                                   all_failed, on_cpu, emulated)}  # fmt: skip
+STUDIES = {f.__name__: f for f in (normal, zero3_wins, tie, faults, two_classes, sizes, profiled, many_waits, cut,
+                                   long_names, alone, all_failed, on_cpu, emulated)}  # fmt: skip

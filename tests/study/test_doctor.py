@@ -245,7 +245,7 @@ FAULTS = {
             "peak_memory_gib": PeakMemory(max=40.0, per_rank=[40.0]),
             "micro_batch": 8,
         },
-        ("slow", "forward twice", "recompute: full, 40.0 of 140 GiB (29%)", "recompute: auto"),
+        ("slow", "forward twice", "recompute: full, 40.0 of 140 GiB (29%): 71% is free", "recompute: auto"),
     ),
     "offloaded for nothing": (
         {"options": {"offload": "all"}},
@@ -278,7 +278,7 @@ FAULTS = {
     ),
     "too close": (
         {"speeds": (8010.0, 8030.0, 8060.0)},
-        ("note", "too close", "tp4-pp2 8,030 tok/s per device, zero3", "repeats"),
+        ("note", "too close", "tp4-pp2 8,030 tok/s per device, zero3: spread overlaps its own", "repeats"),
     ),
 }
 
@@ -485,7 +485,7 @@ def test_the_same_fault_of_several_trials_is_one_finding():
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("engines-bf16", ["untrustworthy", "note", "note"]),
+        ("engines-bf16", ["untrustworthy", "note", "note", "note"]),
         ("llama3-8b-first-look", ["untrustworthy", "note"]),
         ("nccl-parity-bf16", ["untrustworthy", "note"]),
         ("placement-two-hosts", ["note", "note"]),
@@ -497,9 +497,10 @@ def test_measured_studies(name, kinds):
 
 
 def test_measured_studies_in_words():
-    failed, kernels, once = findings_at(REPOSITORY / "benchmarks/engines-bf16")
+    failed, kernels, close, once = findings_at(REPOSITORY / "benchmarks/engines-bf16")
     assert failed.trials == ("dp2",) and "AssertionError" in failed.evidence
     assert kernels.trials == ("zero3-reference", "tp2-reference") and "one run each" in once.evidence
+    assert close.trials == ("ddp", "fsdp") and "spread overlaps its own" in close.evidence
 
 
 BASE = "base: {model: llama3-8b, steps: 20, warmup_steps: 5, seq_length: 4096, micro_batch: auto}\nrepeats: 3\n"

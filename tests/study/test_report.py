@@ -16,6 +16,7 @@ from megabench.study.doctor import examine
 from megabench.study.folder import read_folder
 from megabench.study.parity import judge_parity
 from megabench.study.report import render, write_report
+from megabench.study.report.trials import StudyView
 from megabench.study.summary import summarize, write_csv
 from tests.study import report_studies
 from tests.study.compare_process import REPOSITORY
@@ -103,6 +104,53 @@ def test_cpu_and_emulated_hosts_are_said():
     assert "The hosts are emulated" in page(STUDIES["emulated"]()) and "2 emulated hosts" in page(STUDIES["emulated"]())
 
 
+def test_a_command_of_emulated_hosts_is_given_for_real_ones_as_well():
+    text = page(STUDIES["emulated"]())
+    assert (
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 launch/pretrain.py "
+        "--tp 8 --steps 8</code>" in text
+    )
+    assert "--tp 8 --emulate-hosts 2 --steps 8</code>" in text, "as it ran"
+    assert "On this one machine without <code>--emulate-hosts</code> the ranking may differ" in text
+    assert "--emulate-hosts" not in page(STUDIES["normal"]())
+
+
+def test_a_command_of_a_cut_model_says_so():
+    words = "It trains only 4 of the model's 32 layers; for the whole model leave <code>--num-layers</code> out"
+    assert words in page(STUDIES["cut"]())
+    assert "It trains only" not in page(STUDIES["normal"]())
+
+
+def test_only_what_is_compared_can_be_fastest():
+    assert "A · tp8-pp2 · fastest" in page(STUDIES["normal"]())
+    assert "· fastest" not in page(STUDIES["alone"]())
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_doctor_and_the_headline_call_the_same_trials_equal(name):
+    study = STUDIES[name]()
+    close = [finding for finding in examine(study.records, study.reference) if "too close" in finding.what]
+    assert [finding.trials for finding in close] == [
+        tuple(row.trial for row in (group.decision.best, *group.decision.equals))
+        for group in StudyView(study).classes
+        if group.decision.equals
+    ]
+
+
+def test_trials_and_groups_have_names_that_differ():
+    text = page(STUDIES["normal"]())
+    assert "rank 0: tp 0, stage 0" in text and "rank 15: tp 1, stage 1" in text and "tp A" not in text
+
+
+def test_the_words_are_open_and_linked_from_the_head():
+    text = page(STUDIES["normal"]())
+    assert '<a href="#words">Words</a>' in text.split("</header>")[0]
+    words = text.split('<h2 id="words">')[1]
+    assert "<details" not in words
+    for term in ("hpZ", "HSDP", "vp", "kernels as shipped", "parity", "placement topology", "P2P/CUMEM", "NET/Socket"):
+        assert f"<dt>{term}</dt>" in words
+
+
 def test_a_layperson_reads_what_the_layout_does_and_what_to_type():
     text = page(STUDIES["normal"]())
     assert "every layer is cut over 8 GPUs" in text and "the layers are dealt out to 2 stages" in text
@@ -118,7 +166,20 @@ def test_what_was_measured_decides_which_charts_there_are():
     assert ["Where a step went" in text for text in pages.values()] == [False, True, False]
     assert ["Days for 100 billion tokens" in text for text in pages.values()] == [False, False, True]
     assert "spends 15% waiting for communication or idle, zero3 38%" in pages["profiled"]
+    assert "Where the time of tp8-pp2 and of zero3 goes was not looked into" in pages["normal"]
+    assert "was not looked into" not in pages["profiled"]
+    assert "Where the time of zero3 goes was not looked into" in page(STUDIES["many_waits"]())
     assert "Settings that were tried" in pages["profiled"] and "waiting for pp" in pages["profiled"]
+
+
+def test_a_profile_has_a_legend_of_what_can_be_seen_and_a_hatching_for_each():
+    text = page(STUDIES["many_waits"]())
+    chart = next(part for part in text.split("<figure") if "Where a step went" in part)
+    legend = re.findall(r'class="segment ([^"]+)" width="26" height="12"/></svg>([^<]+)<', chart)
+    assert [words for _, words in legend][:2] == ["matrix products", "waiting for a group"]
+    assert len(legend) == len({class_ for class_, _ in legend}) == 9
+    assert all(f'id="hatch{number}"' in text and f"url(#hatch{number})" in text for number in range(8))
+    assert "copies, s" in chart and "waiting for tp·dp, s" in chart, "the figures have them"
 
 
 def test_two_studies_are_compared_where_they_did_the_same_work():

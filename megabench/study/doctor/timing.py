@@ -2,11 +2,13 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from megabench.metrics import quantile
 from megabench.record import RunRecord
 from megabench.study.doctor.finding import Case, Finding, is_on_gpu, names
-from megabench.study.summary import speeds_of
+from megabench.study.summary import speeds_of, summarize
+from megabench.study.verdict import decide, spreads_of
 
 # below that p10 and p90 are the two ends, and say nothing of a spread
 FEWEST_STEPS = 5
@@ -17,8 +19,6 @@ SLOW_START = {"gpu": 1.2, "cpu": 2.0}
 _MOST_UNCERTAIN = {"gpu": 0.02, "cpu": 0.1}
 # a second run of the same processes and GPUs, other placement of memory and clocks included
 _MOST_APART = {"gpu": 0.05, "cpu": 0.25}
-# trials that ran once and are closer than this may change places in the next run
-_TOO_CLOSE = {"gpu": 0.02, "cpu": 0.1}
 
 _SIGMAS_BETWEEN_P10_AND_P90 = 2.56
 _MEDIAN_TO_MEAN = 1.25  # the standard error of a median over that of a mean, for a normal distribution
@@ -139,31 +139,20 @@ def repeats(case: Case) -> Iterator[Finding]:
 
 
 def too_close(case: Case) -> Iterator[Finding]:
-    """A best trial that the next run may not confirm."""
-    classes: dict[str, list[tuple[float, str]]] = {}
-    for trial, runs in case.good_by_trial.items():
-        if (speeds := speeds_of(runs)) and (work := runs[0].work_class):
-            classes.setdefault(work.id, []).append((statistics.median(speeds), trial))
-    for ranked in classes.values():
-        (best, first), *others = sorted(ranked, reverse=True)
-        runs = case.good_by_trial[first]
-        near = [trial for speed, trial in others if _may_change_places(case, best, first, speed, trial)]
-        if near:
+    """Trials that the verdict calls equal to the best: the next run may not confirm it."""
+    rows, spreads = summarize(case.records, case.reference), spreads_of(case.records)
+    for _, group in groupby(rows, key=lambda row: row.work_class):
+        decision = decide(list(group), spreads, case.reference)
+        if decision.best and decision.equals:
+            first, near = decision.best, [row.trial for row in decision.equals]
+            spread = "spreads overlap its own" if len(near) > 1 else "spread overlaps its own"
             yield Finding(
                 "note",
-                (first, *near),
+                (first.trial, *near),
                 "are too close to say which is fastest",
-                f"{first} {best:,.0f} tok/s per device, {names(near)} at most {_TOO_CLOSE[_where(runs[0])]:.0%} slower "
-                "or inside its spread",
+                f"{first.trial} {first.tokens_per_second_per_device:,.0f} tok/s per device, {names(near)}: {spread}",
                 "repeats: 3 or more, or take whichever is simpler",
             )
-
-
-def _may_change_places(case: Case, best: float, first: str, speed: float, trial: str) -> bool:
-    mine, theirs = (speeds_of(case.good_by_trial[name]) for name in (first, trial))
-    if len(mine) > 1 and len(theirs) > 1:
-        return max(theirs) >= min(mine)
-    return speed > best * (1 - _TOO_CLOSE[_where(case.good_by_trial[first][0])])
 
 
 def one_run(case: Case) -> Iterator[Finding]:

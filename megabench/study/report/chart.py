@@ -40,7 +40,13 @@ def strip_class(trial: Shown, group: WorkClassOfTrials) -> str:
 
 def strip_name(trial: Shown, group: WorkClassOfTrials) -> str:
     """The trial's letter and name, and its part in the verdict."""
-    part = {"best": " · fastest", "reference": " · reference", "bad": f" · {trial.row.status.upper()}", "plain": ""}
+    compared = len(group.decision.good) > 1
+    part = {
+        "best": " · fastest" * compared,
+        "reference": " · reference",
+        "bad": f" · {trial.row.status.upper()}",
+        "plain": "",
+    }
     if trial.row is group.decision.best and group.decision.equals:
         part["best"] = ""
     return f"{trial.letter} · {trial.name}{part[strip_class(trial, group)]}"

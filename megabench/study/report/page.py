@@ -15,7 +15,14 @@ from megabench.study.report.charts import charts_of
 from megabench.study.report.placement_drawing import draw_hosts, group_lines, hosts_left_out
 from megabench.study.report.table import heads_of, row_of
 from megabench.study.report.trials import Shown, StudyView, WorkClassOfTrials
-from megabench.study.report.words import explain_engine, explain_layout, train_command, why
+from megabench.study.report.words import (
+    command_on_real_hosts,
+    explain_engine,
+    explain_layout,
+    layers_left_out,
+    train_command,
+    why,
+)
 from megabench.study.verdict import STATUS_WORDS, count_ends, ends, headline, particulars
 
 
@@ -30,6 +37,8 @@ class Answer:
     layout: Sequence[tuple[str, str]]
     engine: str
     command: str
+    command_on_real_hosts: str
+    layers_left_out: tuple[int, int] | None
 
 
 def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords | None = None) -> str:
@@ -93,6 +102,8 @@ def _answer(group: WorkClassOfTrials, view: StudyView) -> Answer:
         layout=explain_layout(best.record, view.device) if best else [],
         engine=explain_engine(best.record) if best else "",
         command=train_command(best.record) if best else "",
+        command_on_real_hosts=command_on_real_hosts(best.record) if best else "",
+        layers_left_out=layers_left_out(best.record) if best else None,
     )
 
 

@@ -9,7 +9,6 @@ from megabench.parallel.layout import Coordinates, Layout
 from megabench.parallel.placement import LINK_NAMES, number_ranges
 from megabench.record import Group, HostRanks, RunRecord
 from megabench.study.report.svg import clip, picture, tag, text
-from megabench.study.report.trials import letters
 
 _CELL, _GAP, _LINE = 68, 6, 15
 _PER_ROW = 4
@@ -115,7 +114,7 @@ def _cell(rank: int, layout: Layout, axes: Sequence[str], x: float, y: float, he
 
 
 def _words(at: Coordinates, layout: Layout, axes: Sequence[str]) -> list[str]:
-    said = {"tp": f"tp {letters(_tp_group(layout, at))}", "pp": f"stage {at.pp}", "cp": f"part {at.cp}"}
+    said = {"tp": f"tp {_tp_group(layout, at)}", "pp": f"stage {at.pp}", "cp": f"part {at.cp}"}
     said["dp"] = f"data {at.dp}"
     return [said[axis] for axis in axes]
 

@@ -1,7 +1,9 @@
 """What a layout and an engine are, and why one is faster, in words for people who know neither."""
 
+import re
 from collections.abc import Sequence
 
+from megabench.models.catalog import CATALOG
 from megabench.record import RunRecord
 
 _ENGINES = {
@@ -79,8 +81,9 @@ def why(best: RunRecord, other: RunRecord, device: str) -> list[str]:
         mine, its = best.peak_memory_gib.max, other.peak_memory_gib.max
         beside = "as much" if f"{mine:.1f}" == f"{its:.1f}" else f"{its:.1f} GiB"
         said.append(f"At its peak {best.trial} holds {mine:.1f} GiB on one {device}, {other.trial} {beside}.")
-    if not (best.profile and other.profile):
-        said.append("Where the time goes was not looked into; “profile: true” in the study would show it.")
+    if unknown := [record.trial for record in (best, other) if not record.profile]:
+        whose = " and of ".join(unknown)
+        said.append(f"Where the time of {whose} goes was not looked into; “profile: true” in the study would show it.")
     return said
 
 
@@ -109,10 +112,30 @@ def device_word(records: Sequence[RunRecord]) -> str:
 def train_command(record: RunRecord) -> str:
     """The recorded command, as it is typed on each host where the run had several."""
     num_hosts = record.num_hosts or 1
-    if num_hosts == 1 or record.emulated_hosts or record.world_size % num_hosts:
-        return record.command
+    return record.command if record.emulated_hosts else _launched_on(num_hosts, record, record.command)
+
+
+def command_on_real_hosts(record: RunRecord) -> str:
+    """The command of a run on emulated hosts as it is typed on each of as many real ones; "" for any other run."""
+    if not record.emulated_hosts:
+        return ""
+    command = re.sub(r" --emulate-hosts[ =]\d+", "", record.command)
+    return _launched_on(record.emulated_hosts, record, command)
+
+
+def _launched_on(num_hosts: int, record: RunRecord, command: str) -> str:
+    if num_hosts == 1 or record.world_size % num_hosts:
+        return command
     launch = (
         f"torchrun --nnodes {num_hosts} --nproc-per-node {record.world_size // num_hosts} --rdzv-backend c10d "
         "--rdzv-endpoint HOST:29500"
     )
-    return record.command.replace(f"torchrun --nproc-per-node {record.world_size}", launch, 1)
+    return command.replace(f"torchrun --nproc-per-node {record.world_size}", launch, 1)
+
+
+def layers_left_out(record: RunRecord) -> tuple[int, int] | None:
+    """How many layers trained and how many the catalogue's model has, where they are fewer; else None."""
+    shape = CATALOG.get(record.model)
+    if not shape or not record.work_class or record.work_class.num_layers >= shape.num_layers:
+        return None
+    return record.work_class.num_layers, shape.num_layers
