@@ -1,6 +1,6 @@
 """What is to be predicted: the work, how a program does it, and one way to lay it out. Loads no torch."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -141,6 +141,3 @@ class Candidate:
     def num_micro_batches(self, job: Job) -> int:
         """Micro-batches of one replica and step."""
         return job.global_batch // (self.micro_batch * self.layout.data_parallel)
-
-    def with_micro_batch(self, micro_batch: int) -> "Candidate":
-        return replace(self, micro_batch=micro_batch)

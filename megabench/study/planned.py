@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megabench.config import ConfigError, RunConfig
+from megabench.config import RunConfig
 from megabench.planner.predict import Predictor
 from megabench.planner.request import make_plan
 from megabench.record import RunRecord
@@ -85,6 +85,5 @@ def regret_sentence(records: list[RunRecord]) -> str | None:
 
 
 def _median(record: RunRecord) -> float:
-    if record.step_seconds is None:
-        raise ConfigError(f"{record.trial} has no timed steps")
+    assert record.step_seconds
     return record.step_seconds.median

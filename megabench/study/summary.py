@@ -1,6 +1,7 @@
 """The table of a study, from its records alone: best first, each trial beside the reference of its work class."""
 
 import csv
+import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -9,6 +10,7 @@ from pathlib import Path
 from megabench.parallel.layout import Layout
 from megabench.record import RunRecord
 from megabench.study.parity import is_zero3
+from megabench.whole_file import write_whole
 
 _SEVERITY = ("ok", "diverged", "timeout", "oom", "failed")
 
@@ -82,15 +84,14 @@ def summarize(records: Sequence[RunRecord], reference: str) -> list[Row]:
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """The rows as CSV, atomically."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="") as file:
-        writer = csv.writer(file)
-        names = [field.name for field in fields(Row)]
-        writer.writerow(names)
-        for row in rows:
-            values = {name: getattr(row, name) for name in names} | {"warnings": "; ".join(row.warnings)}
-            writer.writerow(values.values())
-    partial.replace(path)
+    table = io.StringIO(newline="")
+    writer = csv.writer(table)
+    names = [field.name for field in fields(Row)]
+    writer.writerow(names)
+    for row in rows:
+        values = {name: getattr(row, name) for name in names} | {"warnings": "; ".join(row.warnings)}
+        writer.writerow(values.values())
+    write_whole(path, table.getvalue())
 
 
 def layout_name(record: RunRecord) -> str:

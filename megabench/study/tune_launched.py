@@ -24,6 +24,7 @@ from megabench.study.study import Trial
 from megabench.study.tasks import TRAINER, Tasks
 from megabench.study.tune import NothingFitsError, tune
 from megabench.train.stopped import StoppedError
+from megabench.whole_file import write_whole
 
 FOUND_NAME = "found.json"
 
@@ -131,10 +132,8 @@ def _read(path: Path) -> Found | None:
 
 
 def _write(path: Path, found: Found) -> None:
-    partial = path.with_suffix(".partial")
     try:
-        partial.write_text(found.model_dump_json(indent=2) + "\n")
-        partial.replace(path)
+        write_whole(path, found.model_dump_json(indent=2) + "\n")
     except OSError as error:
         _say(f"{path} could not be written ({error.strerror}): a run that goes on will search again")
 

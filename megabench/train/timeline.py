@@ -21,8 +21,8 @@ MATMUL, ATTENTION, OPTIMIZER, OTHER, COPIES = "matrix products", "attention", "o
 _COMPUTE = (ATTENTION, MATMUL, OPTIMIZER, OTHER, COPIES)
 IDLE = "idle"
 UNKNOWN_GROUP = "a group"  # gloo does not say which
-# annotations of torch's collectives inside matrix products, which tensor parallelism alone uses
-_OVERLAPPED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+# torch's collectives inside matrix products, operations and annotations; tensor parallelism alone uses them
+OVERLAPPED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 _GROUP = "Process Group Name"  # an argument of NCCL's kernels and calls
 
 
@@ -86,7 +86,7 @@ def _parts(
     overlapped = sorted(
         (event["ts"], event["ts"] + event["dur"])
         for event in events
-        if event["name"] in _OVERLAPPED and event["cat"] == "user_annotation"
+        if event["name"] in OVERLAPPED and event["cat"] == "user_annotation"
     )
     for event in on_gpu:
         arguments = event.get("args", {})

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabench.parallel.groups import differing_axes
 from megabench.parallel.layout import Layout
+from megabench.train.timeline import OVERLAPPED
 
 # What each of n ranks sends, as a multiple of one argument's bytes, by ring algorithms (NCCL tests' bus bandwidth:
 # https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): operation -> (the argument, the multiple)
@@ -34,9 +35,6 @@ _SENT: dict[str, tuple[int, _Share]] = {
     "alltoall_": (1, _PART),
     "send": (0, _ONCE),
 }
-
-# collectives inside matrix products, over symmetric memory
-_OVERLAPPED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 
 
 class WireBytes(TorchDispatchMode):
@@ -62,10 +60,10 @@ class WireBytes(TorchDispatchMode):
             ranks = _ranks_of(args)
             self._add(ranks, _num_bytes(args[position]) * share(len(ranks)))
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "symm_mem" and name in _OVERLAPPED:
+        if func.namespace == "symm_mem" and name in OVERLAPPED:
             group: Any = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, str)][-1]
             ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))
-            part = args[0] if name == _OVERLAPPED[0] else result  # what a rank gathers from, or is left with
+            part = args[0] if name == OVERLAPPED[0] else result  # what a rank gathers from, or is left with
             self._add(ranks, _num_bytes(part) * _TO_OTHERS(len(ranks)))
         return result
 

@@ -228,7 +228,7 @@ def test_a_study_that_cannot_run_is_refused_once_by_all_ranks(tmp_path):
     study = write(tmp_path, BASE + "trials: [{tp: 3}]")
     status, _, stderr = compare(command=torchrun(1, 2, study, "--out", tmp_path / "out"))
     assert status == 1  # torchrun's own, for workers that ended with 2
-    assert stderr.count("\nError: ") == 1 and stderr.count("trial 1 (tp=3): tp=3") == 1
+    assert f"\n{stderr}".count("\nError: ") == 1 and stderr.count("trial 1 (tp=3): tp=3") == 1
     assert "exitcode  : 2" in stderr and "exitcode  : -" not in stderr
     assert not (tmp_path / "out").exists()
 

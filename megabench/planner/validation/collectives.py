@@ -1,6 +1,5 @@
 """Published collectives, to which the constants of the links are fitted. Loads no torch."""
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -8,7 +7,7 @@ from typing import Literal
 from megabench.hardware.topology import Host, Topology, build
 from megabench.planner import network
 from megabench.planner.profile import Profile
-from megabench.planner.validation.published import DataError
+from megabench.planner.validation.published import read_table
 
 _PLOTTED_BYTES = 256e6  # of the rows without bytes: "size=256MB" in the figure's title
 _BUS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}  # bus ÷ algorithm bandwidth, times (n − 1)/n
@@ -33,13 +32,8 @@ class Collective:
 
 def read_collectives(path: Path) -> list[Collective]:
     """The measurements of a file, those of untuned libraries left out; DataError where it cannot be read."""
-    try:
-        with path.open(newline="", encoding="utf-8") as lines:
-            table = list(csv.DictReader(lines))
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; it lies beside the published runs") from None
     found = []
-    for line in table:
+    for line in read_table(path, "it lies beside the published runs"):
         if "untuned" in line["note"]:
             continue
         gpus, nodes = int(line["gpus"]), int(line["nodes"])

@@ -4,8 +4,8 @@ What a source's software did is a fact of that software, in `SOURCES`; nothing h
 """
 
 import csv
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -50,16 +50,7 @@ _MEGATRON_2021 = Stack(
     fuses_weight_gradient=True,
     stages="even",
 )
-_MEGATRON_2022 = Stack(
-    flash_attention=False,
-    sequence_parallel=True,
-    fused_loss=False,
-    dropout=True,
-    overlaps_gradients=False,
-    overlaps_parameters=False,
-    fuses_weight_gradient=True,
-    stages="even",
-)
+_MEGATRON_2022 = replace(_MEGATRON_2021, sequence_parallel=True)
 # nanotron 0.5: flash attention, sequence parallelism, full logits, fp32 accumulation; ZeRO-1 gathers behind the step
 # in buckets of 25 MB of bf16 on every stage, as torch's DDP
 _NANOTRON = Stack(
@@ -120,11 +111,7 @@ class Row:
 
 def read_rows(path: Path) -> list[Row]:
     """The configurations that the planner can predict; DataError for a file that holds none."""
-    try:
-        with path.open(newline="", encoding="utf-8") as lines:
-            table = list(csv.DictReader(lines))
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; give DATA=PATH of the published runs") from None
+    table = read_table(path, "give DATA=PATH of the published runs")
     found: dict[tuple[object, ...], Row] = {}
     for line in table:
         if "source" not in line or "metric" not in line:
@@ -136,6 +123,15 @@ def read_rows(path: Path) -> list[Row]:
             key = (row.group, row.job.seq_length, row.job.global_batch, row.candidate, row.job.stack, row.topology)
             found.setdefault(key, row).measured.update([measured])
     return list(found.values())
+
+
+def read_table(path: Path, advice: str) -> list[dict[str, str]]:
+    """The lines of a CSV file by its heads; DataError, with `advice`, where it cannot be read."""
+    try:
+        with path.open(newline="", encoding="utf-8") as lines:
+            return list(csv.DictReader(lines))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; {advice}") from None
 
 
 def _row(source: Source, line: Mapping[str, str]) -> Row | None:
@@ -231,7 +227,3 @@ def _sc21_flops(job: Job) -> float:
     h, layers = shape.hidden_size, shape.num_layers
     scale = 1 + seq / (6 * h) + shape.vocab_size / (16 * layers * h)
     return 96 * job.global_batch * seq * layers * h * h * scale
-
-
-def with_speed(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if "seconds" in row.measured]

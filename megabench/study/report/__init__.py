@@ -7,6 +7,7 @@ from megabench import UserError
 from megabench.study.doctor import Finding
 from megabench.study.folder import StudyRecords
 from megabench.study.report.page import render
+from megabench.whole_file import write_whole
 
 __all__ = ["ReportError", "render", "write_report"]
 
@@ -22,10 +23,8 @@ def write_report(
 
     Raises ReportError where the file cannot be written.
     """
-    partial = path.with_suffix(".partial")
     page = render(study, findings, other)
     try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, page)
     except OSError as error:
         raise ReportError(f"{path} cannot be written ({error.strerror}); give another path with --out") from None
