@@ -64,7 +64,7 @@ class RunConfig(BaseModel):
     tp: PositiveInt = Field(1, description="Tensor-parallel size; sequence parallelism comes with it.")
     tp_overlap: bool = Field(
         False,
-        description="Run TP's collectives inside the matrix products beside them, over NVLink's shared memory.",
+        description="Hide TP's collectives: the two halves of a micro-batch compute and communicate in turns.",
     )
     pp: PositiveInt = Field(1, description="Pipeline stages.")
     vp: PositiveInt = Field(1, description="Model chunks per pipeline stage (interleaved schedule).")
@@ -222,7 +222,7 @@ class RunConfig(BaseModel):
         shape = self.shape
         self._check_model_fits(shape)
         self._check_placement(world_size)
-        self._check_overlap(device)
+        self._check_overlap()
         if max(self.betas) >= 1:
             raise ConfigError(f"betas={self.betas} must lie below 1, e.g. 0.9 0.95")
         precision = self.precision or ("bf16" if device == "cuda" else "fp32")
@@ -285,23 +285,25 @@ class RunConfig(BaseModel):
                 f"use a seq_length up to that"
             )
 
-    def _check_overlap(self, device: Literal["cpu", "cuda"]) -> None:
+    def _check_overlap(self) -> None:
         if not self.tp_overlap:
             return
+        micro_batch = self.micro_batch or self.shape.micro_batch
         for is_wrong, what in (
             (self.tp == 1, "tp=1 has none; use tp=2 or more"),
-            (device == "cpu", "there is no GPU; use --device cuda"),
-            (self.kernels == "reference", "kernels=reference keeps them apart; use kernels=auto"),
+            (self.kernels == "reference", "kernels=reference cannot; use kernels=auto"),
+            (self.recompute == "full", "recompute=full goes layer by layer; use recompute=selective"),
+            (micro_batch % 2, f"micro_batch={micro_batch} has no halves; use an even one"),
         ):
             if is_wrong:
                 raise ConfigError(
-                    f"tp_overlap runs TP's collectives inside matrix products on GPUs, and {what}, or leave it out"
+                    f"tp_overlap hides TP's collectives behind the other half of a micro-batch, and {what}, or leave "
+                    f"it out"
                 )
 
     def _check_placement(self, world_size: int) -> None:
-        if (self.strict_placement or self.tp_overlap) and self.placement == "spread-tp":
-            setting = "strict_placement" if self.strict_placement else "tp_overlap"
-            raise ConfigError(f"{setting} keeps TP inside NVLink domains, and placement=spread-tp puts it across")
+        if self.strict_placement and self.placement == "spread-tp":
+            raise ConfigError("strict_placement keeps TP inside NVLink domains, and placement=spread-tp puts it across")
         if self.emulate_hosts and world_size % self.emulate_hosts:
             raise ConfigError(
                 f"emulate_hosts={self.emulate_hosts} does not divide the {world_size} ranks; "

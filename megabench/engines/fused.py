@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def fused(function: Callable[..., Tensor], like: Tensor) -> Callable[..., Tensor]:
+def fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
     """`function`, on a GPU compiled: read once, computed in fp32, written once."""
     return _compiled(function) if like.device.type == "cuda" else function
 
 
 @cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)

@@ -79,7 +79,7 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
             else "megatron-core vocab-parallel, fp32 logits",
             "weight_gradient": "summed up by its product" if fuses_blocks(run) else "megatron-core, then added",
         }
-        | ({"tp_collectives": "torch symmetric memory, inside matrix products"} if run.tp_overlap else {})
+        | ({"tp_collectives": "hidden behind the other half of the micro-batch"} if run.tp_overlap else {})
     )
 
 

@@ -13,7 +13,7 @@ from megabench.runtime.rendezvous import Rendezvous
 def place_ranks(run: ResolvedConfig, rendezvous: Rendezvous) -> Placement:
     """The placement of `run`, the same on every rank; each must call it.
 
-    Raises PlacementError where strict placement, which tp_overlap implies, cannot be had, TopologyError where hosts
+    Raises PlacementError where strict placement cannot be had, TopologyError where hosts
     cannot be emulated.
     """
     facts = read_facts(rendezvous.local_rank, gpu_uuid(rendezvous.local_rank) if run.device == "cuda" else None)
@@ -21,8 +21,7 @@ def place_ranks(run: ResolvedConfig, rendezvous: Rendezvous) -> Placement:
     if run.emulate_hosts:
         topology = split(topology, run.emulate_hosts)
         split_nccl(emulated_host(rendezvous.rank, rendezvous.world_size, run.emulate_hosts))
-    # overlapped, TP's ranks read each other's memory: one NVLink domain, and never across emulated hosts
-    return place(topology, run.layout, run.placement, run.strict_placement or run.tp_overlap)
+    return place(topology, run.layout, run.placement, run.strict_placement)
 
 
 def split_nccl(number: int) -> None:

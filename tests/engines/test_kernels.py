@@ -95,15 +95,22 @@ def test_rotary_embedding(heads: int, kv_heads: int, width: int) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), of(SHAPES, "num_heads", "num_kv_heads", "head_dim"))
 def test_rotary_embedding_of_parallel_blocks(heads: int, kv_heads: int, width: int) -> None:
     from megabench.engines.fused import fused
-    from megabench.engines.megatron.blocks import rotate as ours
+    from megabench.engines.megatron.blocks import rotate_heads
 
     torch.compiler.reset()
     frequencies = 500_000.0 ** (-torch.arange(0, width, 2, device="cuda") / width)
     angles = torch.arange(SEQUENCE, device="cuda")[:, None] * frequencies
-    cos, sin = (function(torch.cat([angles, angles], dim=-1))[:, None, None] for function in (torch.cos, torch.sin))
-    for count in {heads, kv_heads}:
-        inputs = (random(SEQUENCE, BATCH, count, width),)
-        assert_as_fp32(lambda states: fused(ours, states)(states, cos, sin), lambda s: rotate(s, cos, sin), inputs)
+    cos, sin = (
+        function(torch.cat([angles, angles], dim=-1))[:, None, None, None] for function in (torch.cos, torch.sin)
+    )
+
+    def ours(states: Tensor) -> Tensor:
+        return torch.cat(fused(rotate_heads, states)(states, cos, sin), dim=3)
+
+    def reference(states: Tensor) -> Tensor:
+        return torch.cat([rotate(states[..., :-1, :], cos, sin), states[..., -1:, :]], dim=3)
+
+    assert_as_fp32(ours, reference, (random(SEQUENCE, BATCH, kv_heads, heads // kv_heads + 2, width),))
 
 
 @pytest.mark.parametrize(("width", "wide"), of(SHAPES, "hidden_size", "ffn_size"))

@@ -27,6 +27,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from megabench.config import ResolvedConfig
 from megabench.engines.fused import fused
 from megabench.engines.kernels import fuses_blocks
+from megabench.engines.megatron.halves import HalvedLayer
 from megabench.engines.megatron.linear import ColumnLinear, RowLinear
 
 
@@ -56,18 +57,27 @@ class RotaryAttention(SelfAttention):
         mixed, _ = self.linear_qkv(hidden_states)
         groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         heads = rearrange(mixed, "s b (k n d) -> s b k n d", k=groups, d=width)  # each KV head behind its queries
-        query, key, value = heads.split([heads.shape[3] - 2, 1, 1], dim=3)
         if self.q_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
+            query, key, value = _split_heads(heads)
+            heads = torch.cat([self.q_layernorm(query), self.k_layernorm(key), value], dim=3)
         cos, sin = rotary_pos_emb.cos().unsqueeze(3), rotary_pos_emb.sin().unsqueeze(3)
-        query, key = (fused(rotate, states)(states, cos, sin).flatten(2, 3) for states in (query, key))
-        value = value.flatten(2, 3)
+        query, key, value = (states.flatten(2, 3) for states in fused(rotate_heads, heads)(heads, cos, sin))
         if self.checkpoint_core_attention:
             context = self._checkpointed_attention_forward(query, key, value, attention_mask)
         else:
             context = self.core_attention(query, key, value, attention_mask)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(context)
         return output
+
+
+def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[S, B, K, N/K + 2, D], each KV head behind its queries -> rotated queries and keys, and values, by themselves."""
+    query, key, value = _split_heads(heads)
+    return rotate(query, cos, sin), rotate(key, cos, sin), value.contiguous()
+
+
+def _split_heads(heads: Tensor) -> tuple[Tensor, ...]:
+    return heads.split([heads.shape[3] - 2, 1, 1], dim=3)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -168,33 +178,37 @@ def llama_blocks(num_layers: int, run: ResolvedConfig) -> TransformerBlockSubmod
     Where the family has them, norms over D stand before the rotary embedding of queries and keys.
     """
     if fuses_blocks(run):
-        attention, params = RotaryAttention, {"overlap": run.tp_overlap}
+        attention, params = RotaryAttention, {"in_halves": run.tp_overlap}
         column, row = ModuleSpec(module=ColumnLinear, params=params), ModuleSpec(module=RowLinear, params=params)
     else:
         attention, column, row = SelfAttention, ColumnParallelLinear, RowParallelLinear
     qk_norm = run.shape.table.qk_norm
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=attention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=column,
-                    core_attention=CausalAttention,
-                    linear_proj=row,
-                    q_layernorm=RMSNorm if qk_norm else None,
-                    k_layernorm=RMSNorm if qk_norm else None,
-                ),
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=ModuleSpec(
+            module=attention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=column,
+                core_attention=CausalAttention,
+                linear_proj=row,
+                q_layernorm=RMSNorm if qk_norm else None,
+                k_layernorm=RMSNorm if qk_norm else None,
             ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
-            ),
-            mlp_bda=get_bias_dropout_add,
         ),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=RMSNorm,
+        mlp=ModuleSpec(
+            module=MLP,
+            submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
+        ),
+        mlp_bda=get_bias_dropout_add,
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    if run.tp_overlap:
+        layers = [
+            ModuleSpec(module=HalvedLayer, params={"is_last": number == num_layers - 1}, submodules=submodules)
+            for number in range(num_layers)
+        ]
+    else:
+        layers = [ModuleSpec(module=TransformerLayer, submodules=submodules)] * num_layers
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -1,12 +1,11 @@
 """Linear layers cut over a tensor-parallel group, with sequence parallelism (arXiv 2205.05198).
 
 They hold megatron-core's weights under its names. What differs is how a step goes: weight gradients are summed up by
-the product that makes them, and collectives can run inside the matrix products that they feed or follow.
+the product that makes them, and two halves of a micro-batch may take turns (halves.py).
 
 Sizes: S sequence, B micro-batch, H and F sizes of input and output, T ranks of the group.
 """
 
-import os
 from typing import Any
 
 import torch
@@ -15,45 +14,50 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megabench.engines.megatron.halves import end_turn, take_turn
 from megabench.engines.weight_gradient import accumulate
 
 
 class ColumnLinear(ColumnParallelLinear):
     """[S/T, B, H] -> [S, B, F/T]: gathers the sequence, then multiplies with its columns of the weight."""
 
-    def __init__(self, *args: Any, overlap: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, in_halves: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.overlap = overlap
+        self.in_halves = in_halves
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         assert weight is None and not runtime_gather_output
         group = self.tp_group if self.sequence_parallel else None
-        output: Tensor = _Column.apply(input_, self.weight, group, self.overlap)
+        output: Tensor = _Column.apply(input_, self.weight, group, self.in_halves)
         return output if self.bias is None else output + self.bias, None
 
 
 class RowLinear(RowParallelLinear):
     """[S, B, F/T] -> [S/T, B, H]: multiplies with its rows of the weight, then sums over the group and scatters."""
 
-    def __init__(self, *args: Any, overlap: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, in_halves: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.bias is None
-        self.overlap = overlap
+        self.in_halves = in_halves
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         group = self.tp_group if self.sequence_parallel else None
-        output: Tensor = _Row.apply(input_, self.weight, group, self.overlap)
+        output: Tensor = _Row.apply(input_, self.weight, group, self.in_halves)
         return output, None
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, overlap: bool) -> Tensor:
+    def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, in_halves: bool) -> Tensor:
         ctx.save_for_backward(part)
-        ctx.weight, ctx.group = weight, group
-        return _gathered_product(part, weight.t(), group, overlap, keep=False)[1]
+        ctx.weight, ctx.group, ctx.in_halves = weight, group, in_halves
+        whole, gathering = _gather(part, group)
+        _wait(gathering)
+        if in_halves:
+            take_turn()
+        return whole @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -62,51 +66,34 @@ class _Column(torch.autograd.Function):
         grad_whole = grad @ weight
         _wait(gathering)
         grad_part, scattering = _scatter(grad_whole, group)
-        unused = _add_weight_gradient(weight, grad, whole)
+        unused = _add_weight_gradient(weight, grad, whole, ctx.in_halves)
+        if ctx.in_halves:
+            end_turn()
         _wait(scattering)
         return grad_part, unused, None, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None, overlap: bool) -> Tensor:
+    def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None, in_halves: bool) -> Tensor:
         ctx.save_for_backward(input_)
-        ctx.weight, ctx.group, ctx.overlap = weight, group, overlap
-        return _scattered_product(input_, weight.t(), group, overlap)
+        ctx.weight, ctx.group, ctx.in_halves = weight, group, in_halves
+        product = input_ @ weight.t()
+        if in_halves:
+            end_turn()
+        part, scattering = _scatter(product, group)
+        _wait(scattering)
+        return part
 
     @staticmethod
     def backward(ctx: Any, grad_part: Tensor) -> tuple[Tensor | None, ...]:
         (input_,), weight = ctx.saved_tensors, ctx.weight
-        grad, grad_input = _gathered_product(grad_part, weight, ctx.group, ctx.overlap)
-        return grad_input, _add_weight_gradient(weight, grad, input_), None, None
-
-
-def _gathered_product(
-    part: Tensor, matrix: Tensor, group: ProcessGroup | None, overlap: bool, keep: bool = True
-) -> tuple[Tensor, Tensor]:
-    """The parts of all ranks, [S/T, B, H] -> [S, B, H], to keep or not, and their product with `matrix`."""
-    if group and overlap:
-        name = _symmetric(group)  # imports the operation, too
-        whole, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            part.contiguous(), [matrix], gather_dim=0, group_name=name, return_A=keep
-        )
-        return whole, product
-    whole, gathering = _gather(part, group)
-    _wait(gathering)
-    return whole, whole @ matrix
-
-
-def _scattered_product(whole: Tensor, matrix: Tensor, group: ProcessGroup | None, overlap: bool) -> Tensor:
-    """This rank's part of the sum of all ranks' products, [S, B, F] -> [S/T, B, H]."""
-    if group and overlap:
-        name = _symmetric(group)
-        summed: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            whole.contiguous(), matrix, "sum", scatter_dim=0, group_name=name
-        )
-        return summed
-    part, scattering = _scatter(whole @ matrix, group)
-    _wait(scattering)
-    return part
+        grad, gathering = _gather(grad_part, ctx.group)
+        _wait(gathering)
+        if ctx.in_halves:
+            take_turn()
+        grad_input = grad @ weight
+        return grad_input, _add_weight_gradient(weight, grad, input_, ctx.in_halves), None, None
 
 
 def _gather(part: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
@@ -128,19 +115,14 @@ def _wait(work: dist.Work | None) -> None:
         work.wait()
 
 
-def _add_weight_gradient(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor:
-    """Adds to the sum that megatron-core keeps, and returns what it then ignores as the weight's gradient."""
-    accumulate(weight.main_grad, grad.flatten(0, 1), inputs.flatten(0, 1))  # type: ignore[attr-defined]
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+def _add_weight_gradient(weight: Any, grad: Tensor, inputs: Tensor, in_halves: bool) -> Tensor | None:
+    """Adds to the sum that megatron-core keeps, and returns what it then ignores as the weight's gradient.
+
+    Of two halves the second, whose turn comes when the first has added its share, answers for both.
+    """
+    accumulate(weight.main_grad, grad.flatten(0, 1), inputs.flatten(0, 1))
+    weight.is_half_added = in_halves and not getattr(weight, "is_half_added", False)
+    if weight.is_half_added:
+        return None
+    weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)
-
-
-def _symmetric(group: ProcessGroup) -> Any:
-    """The group's name, its ranks ready to read each other's memory; never by NVLink's multicast."""
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    from torch.distributed import _symmetric_memory
-
-    name: Any = group.group_name
-    if not _symmetric_memory.is_symm_mem_enabled_for_group(name):
-        _symmetric_memory.enable_symm_mem_for_group(name)
-    return name
