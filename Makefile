@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test lint validate-planner venv clean
+.PHONY: quickstart test lint readme-tables validate-planner venv clean
 
 quickstart: $(INSTALLED)
 	rm -rf runs/quickstart
@@ -16,6 +16,10 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# the tables of README.md, from the records in benchmarks/
+readme-tables: $(INSTALLED)
+	$(VENV)/bin/python tools/readme_tables.py
 
 # DATA: a table of published runs, which is no part of the repository; WRITE=--write ships what was fitted
 validate-planner: $(INSTALLED)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from itertools import groupby
 from typing import Any
 
@@ -47,6 +48,22 @@ def show(console: Console, records: Sequence[RunRecord], reference: str) -> None
                 console.print(Text(f"WARNING {row.trial}: {warning}", style="bold red"), soft_wrap=True)
     if any(record.device == "cpu" for record in records):
         _say(console, "These are CPU timings: no evidence about GPUs.")
+
+
+def markdown(records: Sequence[RunRecord], reference: str) -> str:
+    """The tables of the trials that have a result, for a page: all columns, each table below what was trained."""
+    rows = [row for row in summarize(records, reference) if row.is_ok]
+    head, titles, spreads = reference_name(records, reference), class_titles(records), spreads_of(records)
+    parts = []
+    for work_class, group in groupby(rows, key=lambda row: row.work_class):
+        these = list(group)
+        columns = [column for column in _columns(these, head) if column.head != "status"]
+        console = Console(file=StringIO(), width=10_000)
+        console.print(_table(columns, these))
+        table = console.file.getvalue()  # type: ignore[attr-defined]
+        lines = [line.rstrip() for line in table.splitlines() if line.strip()]
+        parts += [titles[work_class] + ":", "\n".join(lines), best_line(decide(these, spreads, head)) + "."]
+    return "\n\n".join(parts)
 
 
 def _say(console: Console, text: str) -> None:

@@ -1,0 +1,34 @@
+"""README's tables say what the records say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def readme_tables(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/readme_tables.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_readme_is_up_to_date() -> None:
+    done = readme_tables("--check")
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_figure_is_seen_and_mended(tmp_path: Path) -> None:
+    right = (ROOT / "README.md").read_text()
+    page = tmp_path / "page.md"
+    page.write_text(right.replace("9,829", "9,999"))
+    assert readme_tables("--check", page).returncode == 1
+    assert "9,999" in page.read_text()
+    assert readme_tables(page).returncode == 0
+    assert page.read_text() == right
+
+
+def test_a_study_that_is_not_there(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- records: benchmarks/none -->\n<!-- end of records -->\n")
+    done = readme_tables(page)
+    assert done.returncode == 2 and done.stderr.startswith("Error: ") and "holds no results.jsonl" in done.stderr

@@ -1,0 +1,53 @@
+"""README's tables of results, from the records they tell of: `make readme-tables`.
+
+What stands between `<!-- records: FOLDER -->` and `<!-- end of records -->` is replaced by the table of the study in
+FOLDER. A second run changes nothing.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megabench import UserError
+from megabench.study.folder import read_folder
+from megabench.study.table import markdown
+from megabench.whole_file import write_whole
+
+ROOT = Path(__file__).resolve().parents[1]
+_PLACE = re.compile(r"(<!-- records: (\S+) -->\n).*?(<!-- end of records -->)", re.DOTALL)
+
+
+def main(
+    file: Annotated[Path, typer.Argument(help="Markdown file, written in place.")] = ROOT / "README.md",
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 where something would change.")] = False,
+) -> None:
+    """Put the tables of the measured studies into a Markdown file."""
+    try:
+        old = file.read_text()
+        new = with_tables(old)
+    except (UserError, OSError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if check and new != old:
+        print(f"{file} does not tell what the records say; make readme-tables mends it", file=sys.stderr)
+        raise typer.Exit(1)
+    if not check:
+        write_whole(file, new)
+
+
+def with_tables(text: str) -> str:
+    """`text` with the tables that it marks made anew from the repository's records."""
+
+    def table(place: re.Match[str]) -> str:
+        start, folder, end = place.groups()
+        study = read_folder(ROOT / folder)
+        return f"{start}\n{markdown(study.records, study.reference)}\n\n{end}"
+
+    return _PLACE.sub(table, text)
+
+
+if __name__ == "__main__":
+    typer.run(main)
