@@ -40,6 +40,10 @@ def compare(
     emulate_hosts: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Split this machine's ranks into N hosts, linked by sockets.")
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Set a field of the study's base; repeatable."),
+    ] = None,
     plan: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Also run the N layouts that are predicted to be best.")
     ] = None,
@@ -64,7 +68,7 @@ def compare(
     if plan is None and (cluster or profile):
         raise UserError(f"{'--cluster' if cluster else '--profile'} belongs to --plan N; add it, or leave this out")
     planning = Planning(plan, cluster, profile) if plan else None
-    request = Request(study, out, resume, tuple(only or ()), emulate_hosts, planning)
+    request = Request(study, out, resume, tuple(only or ()), emulate_hosts, planning, tuple(settings or ()))
     if _launcher_rank() is not None:
         if planning and not cluster:
             raise UserError("--plan under torchrun needs --cluster, e.g. --cluster p5.48xlarge:4 for four such nodes")

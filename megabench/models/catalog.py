@@ -19,6 +19,13 @@ _SHAPES = (
         source="megabench: small enough for 8 processes on 2 cores; every layout up to tp 4 and pp·vp 8 divides it",
     ),
     ModelShape(
+        name="llama-tiny-tp8", family="llama",
+        num_layers=8, hidden_size=128, num_heads=16, num_kv_heads=8, head_dim=16, ffn_size=384, vocab_size=512,
+        norm_eps=1e-5, rope_theta=500_000.0,
+        seq_length=256, micro_batch=4, global_batch=16, learning_rate=3e-3, lr_warmup=10,
+        source="megabench: llama-tiny with heads enough for tp 8",
+    ),
+    ModelShape(
         name="qwen3-tiny", family="qwen3",
         num_layers=8, hidden_size=128, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=384, vocab_size=512,
         norm_eps=1e-6, rope_theta=1_000_000.0,

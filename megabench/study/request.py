@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -21,12 +21,13 @@ class Request:
     only: tuple[str, ...] = ()
     emulate_hosts: int | None = None
     planning: Planning | None = None
+    settings: tuple[str, ...] = ()
 
     def read_study(self) -> StudyFile:
-        """The study file, with what the command line sets in its place."""
+        """The study file, with what the command line sets in its base."""
         file = StudyFile.read(self.source)
         given = {"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}
-        return file.model_copy(update={"base": file.base | given})
+        return file.model_copy(update={"base": file.base | given | dict(map(_setting, self.settings))})
 
     def plan_launched(self, num_processes: int) -> Study:
         """The checked study for a launch of `num_processes` on one host or several; raises StudyError."""
@@ -55,9 +56,25 @@ class Request:
     def _planned(self, file: StudyFile, num_processes: int) -> Study:
         """The checked study, with the best predicted layouts where they were asked for."""
         device: Literal["cpu", "cuda"] = "cuda" if gpu_names() else "cpu"
-        if self.planning is None:
-            return plan_study(file, self.source, num_processes, device)
-        extended, predictor = self.planning.extend(file, self.source, num_processes)
-        study = plan_study(extended, self.source, num_processes, device)
-        as_run = yaml.safe_dump(extended.model_dump(exclude_defaults=True), sort_keys=False)
+        predictor = None
+        if self.planning:
+            file, predictor = self.planning.extend(file, self.source, num_processes)
+        study = plan_study(file, self.source, num_processes, device)
+        if not self.planning and not self.settings:
+            return study
+        named = file.model_copy(update={"name": study.name})
+        as_run = yaml.safe_dump(named.model_dump(exclude_defaults=True), sort_keys=False)
         return replace(study, predictor=predictor, as_run=as_run)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """The field and the value of "FIELD=VALUE", the value as it would stand in a study file."""
+    field, separator, value = text.partition("=")
+    if not separator or not field:
+        raise StudyError(f"--set {text} names no value; give a field of the study's base and its value, e.g. steps=20")
+    if field in ("name", "env"):
+        raise StudyError(f"--set {text}: {field} is no setting of a run; set it in the study file")
+    try:
+        return field, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise StudyError(f"--set {text}: {value!r} is not valid YAML; quote it as a study file would") from None

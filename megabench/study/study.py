@@ -115,9 +115,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Study:
-    """A study file, expanded and checked. `digest` is the hash of the file's text.
+    """A study file, expanded and checked. `digest` is the hash of what it says.
 
-    Where there is a plan, `as_run` is the text of the file with its trials, and `predictor` predicts all.
+    Where the command line sets something or adds a plan's trials, `as_run` is the text of the file with that; a plan's
+    `predictor` predicts all trials.
     """
 
     name: str
@@ -159,7 +160,7 @@ def plan_study(file: StudyFile, source: Path, num_processes: int, device: Litera
         name=file.name or source.stem,
         question=file.question,
         source=source,
-        digest=hashlib.sha256(source.read_bytes()).hexdigest(),
+        digest=hashlib.sha256(file.model_dump_json().encode()).hexdigest(),
         trials=trials,
         reference=_reference(file.reference, trials, source),
         repeats=file.repeats,

@@ -78,6 +78,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
         watch = Watch(rendezvous, given.stall_seconds, given.steps)
     watch.at("starting", resume.num_done)
     _set_connections(run)
+    _set_threads(run, rendezvous.local_world_size)
     try:
         from megabench.train.loop import train
         from megabench.train.network import write_nccl_log
@@ -135,6 +136,15 @@ def _set_connections(run: ResolvedConfig) -> None:
     """One hardware queue keeps TP and CP collectives in step with the GEMMs they overlap; others want many."""
     if run.device == "cuda" and run.engine == "megatron" and (run.tp > 1 or run.cp > 1) and not run.tp_overlap:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def _set_threads(run: ResolvedConfig, local_world_size: int) -> None:
+    """Shares the cores between this host's processes where they hold an optimizer: torchrun leaves each one thread, and
+    without it each takes as many as there are cores."""
+    if run.device == "cuda" and run.offload != "none" and os.environ.get("OMP_NUM_THREADS") in (None, "1"):
+        from megabench.runtime.device import set_num_threads
+
+        set_num_threads(local_world_size)
 
 
 def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:

@@ -1,5 +1,6 @@
 """Study files: expansion, names, identities, and one sentence for each mistake. Nothing here starts a process."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,38 @@ def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
     path.write_text("base: {model: llama-tiny}\ntrials: [{tp: 4}]")
     with pytest.raises(StudyError, match="trial tp4 needs 4 GPUs and this machine has 2; use --nproc 2"):
         Request(path, tmp_path).plan_here(4)
+
+
+def test_the_command_line_sets_fields_of_the_base(tmp_path):
+    path = tmp_path / "study.yaml"
+    path.write_text("base: {model: llama3-8b, tp: 2}\ntrials: [{name: one}, {name: two, tp: 2}]")
+    settings = ("model=llama-tiny", "micro_batch=auto", "global_batch=8", "betas=[0.5, 0.6]", "world_size=2", "tp=1")
+    study, size = Request(path, tmp_path, settings=settings).plan_here(None)
+    assert size == 2
+    for trial in study.trials:
+        assert (trial.config.model, trial.config.micro_batch, trial.config.global_batch) == ("llama-tiny", "auto", 8)
+        assert trial.config.betas == (0.5, 0.6)
+    assert [trial.config.tp for trial in study.trials] == [1, 2], "what a trial says of itself stays"
+    path.write_text(study.as_run)
+    assert study.name == "study" and StudyFile.read(path).base["model"] == "llama-tiny"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("tp", "--set tp names no value"),
+        ("=2", "--set =2 names no value"),
+        ("env={A: 1}", "env is no setting of a run"),
+        ("tp={2", "is not valid YAML"),
+        ("micro_batches=2", "unknown setting 'micro_batches'; did you mean micro_batch"),
+        ("tp=[1, 2]", "base.tp is a list"),
+    ],
+)
+def test_what_the_command_line_cannot_set(tmp_path, setting, words):
+    path = tmp_path / "study.yaml"
+    path.write_text("base: {model: llama-tiny}\ntrials: [{}]")
+    with pytest.raises(StudyError, match=re.escape(words)):
+        Request(path, tmp_path, settings=(setting,)).plan_here(1)
 
 
 def test_the_quickstart_is_a_study():

@@ -1,0 +1,35 @@
+"""Threads of a process that keeps an optimizer in host memory."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megabench.train.command import _set_threads
+
+NUM_CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("given", "offload", "expected"),
+    [
+        ("1", "optimizer", NUM_CORES // 2),  # torchrun's
+        (None, "all", NUM_CORES // 2),
+        ("7", "all", None),  # somebody's own
+        ("1", "none", None),
+    ],
+)
+def test_offloaded_optimizers_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, offload: str, expected: int | None
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    run: Any = SimpleNamespace(device="cuda", offload=offload)
+    _set_threads(run, 2)
+    assert asked == ([] if expected is None else [max(1, expected)])
+    assert os.environ.get("OMP_NUM_THREADS") == (given if expected is None else str(max(1, expected)))
