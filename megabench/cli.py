@@ -42,7 +42,11 @@ def compare(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="FIELD=VALUE", help="Set a field of the study's base; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Set a field of the study's base; repeatable. What a trial says of itself stays.",
+        ),
     ] = None,
     plan: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Also run the N layouts that are predicted to be best.")

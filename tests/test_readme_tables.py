@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -25,6 +27,21 @@ def test_another_figure_is_seen_and_mended(tmp_path: Path) -> None:
     assert "9,999" in page.read_text()
     assert readme_tables(page).returncode == 0
     assert page.read_text() == right
+
+
+def test_a_mark_without_an_end_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    mark, end = "<!-- records: benchmarks/llama3-8b-first-look -->\n", "<!-- end of records -->\n"
+    for text in (mark, f"{mark}words\n{mark}{end}", f"{mark}{end}words\n{end}"):
+        page.write_text(text)
+        done = readme_tables(page)
+        assert done.returncode == 2 and "has no <!-- end of records --> of its own" in done.stderr
+        assert page.read_text() == text
+
+
+def test_colours_asked_for_do_not_reach_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert readme_tables("--check").returncode == 0
 
 
 def test_a_study_that_is_not_there(tmp_path: Path) -> None:

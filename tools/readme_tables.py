@@ -17,7 +17,7 @@ from megabench.study.table import markdown
 from megabench.whole_file import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
-_PLACE = re.compile(r"(<!-- records: (\S+) -->\n).*?(<!-- end of records -->)", re.DOTALL)
+_START, _END = re.compile(r"<!-- records: (\S+) -->\n"), "<!-- end of records -->"
 
 
 def main(
@@ -39,14 +39,18 @@ def main(
 
 
 def with_tables(text: str) -> str:
-    """`text` with the tables that it marks made anew from the repository's records."""
+    """`text` with the tables that it marks made anew from the repository's records.
 
-    def table(place: re.Match[str]) -> str:
-        start, folder, end = place.groups()
-        study = read_folder(ROOT / folder)
-        return f"{start}\n{markdown(study.records, study.reference)}\n\n{end}"
-
-    return _PLACE.sub(table, text)
+    Raises UserError where a mark has no end.
+    """
+    before, *places = _START.split(text)  # text, then in turns a folder and the text behind its mark
+    parts = [before]
+    for folder, behind in zip(places[0::2], places[1::2], strict=True):
+        if behind.count(_END) != 1:
+            raise UserError(f"<!-- records: {folder} --> has no {_END} of its own; add one behind the table")
+        study, rest = read_folder(ROOT / folder), behind.partition(_END)[2]
+        parts.append(f"<!-- records: {folder} -->\n\n{markdown(study.records, study.reference)}\n\n{_END}{rest}")
+    return "".join(parts)
 
 
 if __name__ == "__main__":

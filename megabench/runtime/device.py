@@ -66,7 +66,7 @@ def initialize(
 
 def set_num_threads(local_world_size: int) -> None:
     """This process's share of the cores, for torch and for extensions that are loaded later (DeepSpeed's CPUAdam)."""
-    number = max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    number = max(1, (os.cpu_count() or 1) // local_world_size)
     torch.set_num_threads(number)
     os.environ["OMP_NUM_THREADS"] = str(number)
 

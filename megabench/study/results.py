@@ -63,6 +63,11 @@ class Results:
         if self._jsonl.exists() and not resume and not only:
             raise StudyError(f"{self._jsonl} holds results; add --resume to go on with them, or give another --out")
         attempts = self.select(only)
+        if self._jsonl.exists() and not self.records and self._jsonl.stat().st_size:
+            raise StudyError(
+                f"{self._jsonl} holds results of other trials only, which would be lost; give another --out, or the "
+                f"study and the --set options that they were measured with"
+            )
         if not resume:
             return attempts
         good = {(record.trial_id, record.repeat) for record in self.records if record.status == "ok"}

@@ -101,7 +101,8 @@ def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
     for report in reports:
         if report["digest"] != first["digest"]:
             raise UserError(
-                f"the study file differs between {first['host']} and {report['host']}; give every host the same file"
+                f"the study differs between {first['host']} and {report['host']}; give every host the same file and "
+                f"the same --set options"
             )
 
 

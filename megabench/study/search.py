@@ -14,7 +14,7 @@ from megabench.study.step_model import StepModel, line
 MOST_PROBES = 4  # that fit, and of one level of recomputation in all
 MOST_PROBES_BESIDE = 3  # of a level that computes more again than one that fits
 
-_LEAST_GAIN = 0.003  # a smaller gain is noise
+_LEAST_GAIN = 0.003  # a smaller gain is noise even on one GPU
 _HOPED_GAIN = 0.1  # worth a try, though it comes only if the probes' steps are mostly what comes but once
 
 # so many times larger may a micro-batch be for the memory of one that computes nothing again, to be tried at all …

@@ -17,6 +17,8 @@ from megabench.study.parity import is_zero3
 from megabench.study.summary import Row, summarize
 from megabench.study.verdict import best_line, decide, spreads_of
 
+_CPU_TIMINGS = "These are CPU timings: no evidence about GPUs."
+
 
 @dataclass(frozen=True)
 class _Column:
@@ -33,11 +35,7 @@ def show(console: Console, records: Sequence[RunRecord], reference: str) -> None
     rows = summarize(records, reference)
     head = reference_name(records, reference)
     titles, spreads = class_titles(records), spreads_of(records)
-    groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: row.work_class)]
-    if len(groups) > 1 and groups[-1][0] is None:  # trials without a result stand at the end of the last table
-        (_, unplaced), (_, last) = groups.pop(), groups[-1]
-        last += unplaced
-    for work_class, group in groups:
+    for work_class, group in _by_class(rows):
         _say(console, titles.get(work_class, "no trial has a result"))
         _print_table(console, group, head)
         _say(console, best_line(decide(group, spreads, head)))
@@ -47,23 +45,39 @@ def show(console: Console, records: Sequence[RunRecord], reference: str) -> None
             for warning in row.warnings:
                 console.print(Text(f"WARNING {row.trial}: {warning}", style="bold red"), soft_wrap=True)
     if any(record.device == "cpu" for record in records):
-        _say(console, "These are CPU timings: no evidence about GPUs.")
+        _say(console, _CPU_TIMINGS)
 
 
 def markdown(records: Sequence[RunRecord], reference: str) -> str:
-    """The tables of the trials that have a result, for a page: all columns, each table below what was trained."""
-    rows = [row for row in summarize(records, reference) if row.is_ok]
+    """The same for a page, in Markdown: all columns, but the status of trials that are all ok."""
+    rows = summarize(records, reference)
     head, titles, spreads = reference_name(records, reference), class_titles(records), spreads_of(records)
     parts = []
-    for work_class, group in groupby(rows, key=lambda row: row.work_class):
-        these = list(group)
-        columns = [column for column in _columns(these, head) if column.head != "status"]
-        console = Console(file=StringIO(), width=10_000)
-        console.print(_table(columns, these))
-        table = console.file.getvalue()  # type: ignore[attr-defined]
-        lines = [line.rstrip() for line in table.splitlines() if line.strip()]
-        parts += [titles[work_class] + ":", "\n".join(lines), best_line(decide(these, spreads, head)) + "."]
+    for work_class, group in _by_class(rows):
+        columns = _columns(group, head)
+        if all(_status(row) == "ok" for row in group):
+            columns = [column for column in columns if column.head != "status"]
+        output = StringIO()
+        Console(file=output, width=10_000, color_system=None).print(_table(columns, group))
+        lines = [line.rstrip() for line in output.getvalue().splitlines() if line.strip()]
+        parts += [
+            f"{titles.get(work_class, 'no trial has a result')}:",
+            "\n".join(lines),
+            f"{best_line(decide(group, spreads, head))}.",
+        ]
+        parts += [f"{row.trial}: {warning}." for row in group for warning in row.warnings]
+    if any(record.device == "cpu" for record in records):
+        parts.append(_CPU_TIMINGS)
     return "\n\n".join(parts)
+
+
+def _by_class(rows: Sequence[Row]) -> list[tuple[str | None, list[Row]]]:
+    """The rows of each work class; trials without a result, which have none, behind the last."""
+    groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: row.work_class)]
+    if len(groups) > 1 and groups[-1][0] is None:
+        (_, unplaced), (_, last) = groups.pop(), groups[-1]
+        last += unplaced
+    return groups
 
 
 def _say(console: Console, text: str) -> None:

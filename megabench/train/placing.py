@@ -13,8 +13,7 @@ from megabench.runtime.rendezvous import Rendezvous
 def place_ranks(run: ResolvedConfig, rendezvous: Rendezvous) -> Placement:
     """The placement of `run`, the same on every rank; each must call it.
 
-    Raises PlacementError where strict placement cannot be had, TopologyError where hosts
-    cannot be emulated.
+    Raises PlacementError where strict placement cannot be had, TopologyError where hosts cannot be emulated.
     """
     facts = read_facts(rendezvous.local_rank, gpu_uuid(rendezvous.local_rank) if run.device == "cuda" else None)
     topology = discover(rendezvous.store, facts, rendezvous.rank, rendezvous.world_size)

@@ -21,8 +21,6 @@ MATMUL, ATTENTION, OPTIMIZER, OTHER, COPIES = "matrix products", "attention", "o
 _COMPUTE = (ATTENTION, MATMUL, OPTIMIZER, OTHER, COPIES)
 IDLE = "idle"
 UNKNOWN_GROUP = "a group"  # gloo does not say which
-# torch's collectives inside matrix products, operations and annotations; tensor parallelism alone uses them
-OVERLAPPED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 _GROUP = "Process Group Name"  # an argument of NCCL's kernels and calls
 
 
@@ -83,18 +81,10 @@ def _parts(
         if event["cat"] in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
     calls = _Calls(events)
-    overlapped = sorted(
-        (event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event["name"] in OVERLAPPED and event["cat"] == "user_annotation"
-    )
     for event in on_gpu:
         arguments = event.get("args", {})
         launch = launches.get(arguments.get("correlation"), event)
-        is_product = event["cat"] == "kernel" and _compute(event["name"]) == MATMUL
-        if not is_product and _is_inside(overlapped, launch["ts"]):
-            yield event, "tp"  # copies between GPUs, and barriers
-        elif event["name"].startswith("nccl"):
+        if event["name"].startswith("nccl"):
             yield event, _axes(arguments if _GROUP in arguments else calls.before(launch), names, axes_of)
         elif begin <= launch["ts"] < end:
             yield event, OPTIMIZER
@@ -105,12 +95,6 @@ def _parts(
             yield event, UNKNOWN_GROUP
         elif event["name"].startswith("aten::"):
             yield event, OPTIMIZER if begin <= event["ts"] < end else _compute(event["name"])
-
-
-def _is_inside(spans: Sequence[tuple[float, float]], at: float) -> bool:
-    """Whether `at` lies in one of the spans, which are in order and apart."""
-    position = bisect(spans, at, key=lambda span: span[0])
-    return position > 0 and at < spans[position - 1][1]
 
 
 class _Calls:

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabench.parallel.groups import differing_axes
 from megabench.parallel.layout import Layout
-from megabench.train.timeline import OVERLAPPED
 
 # What each of n ranks sends, as a multiple of one argument's bytes, by ring algorithms (NCCL tests' bus bandwidth:
 # https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): operation -> (the argument, the multiple)
@@ -58,17 +57,8 @@ class WireBytes(TorchDispatchMode):
         if func.namespace == "c10d" and (rule := _SENT.get(name)):
             position, share = rule
             ranks = _ranks_of(args)
-            self._add(ranks, _num_bytes(args[position]) * share(len(ranks)))
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "symm_mem" and name in OVERLAPPED:
-            group: Any = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, str)][-1]
-            ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))
-            part = args[0] if name == OVERLAPPED[0] else result  # what a rank gathers from, or is left with
-            self._add(ranks, _num_bytes(part) * _TO_OTHERS(len(ranks)))
-        return result
-
-    def _add(self, ranks: list[int], num_bytes: float) -> None:
-        self.sent[differing_axes(self._layout, ranks)] += round(num_bytes)
+            self.sent[differing_axes(self._layout, ranks)] += round(_num_bytes(args[position]) * share(len(ranks)))
+        return func(*args, **(kwargs or {}))
 
     def mean_of_all(self) -> dict[str, float]:
         """Bytes that a rank sent, by axes, the mean over all ranks; the same on every rank, and collective."""

@@ -43,6 +43,8 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"engine": "ddp"}),
     "tp4": (4, {"tp": 4}),
     "tp4-overlap": (4, {"tp": 4, "tp_overlap": True, "micro_batch": 2}),
+    "tp2-overlap-selective": (2, {"tp": 2, "tp_overlap": True, "micro_batch": 2, "recompute": "selective"}),
+    "tp2-pp2-overlap": (4, {"tp": 2, "pp": 2, "tp_overlap": True, "micro_batch": 2}),
     "tp2-dp2-overlap": (4, {"tp": 2, "tp_overlap": True, "micro_batch": 2}),
     "pp4": (4, {"pp": 4}),
     "tp2-pp2": (4, {"tp": 2, "pp": 2}),

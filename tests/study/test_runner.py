@@ -240,7 +240,7 @@ def test_hosts_with_different_study_files_are_told(tmp_path):
     ranks = launched(studies, tmp_path / "out")
     ends = [finish(rank) for rank in ranks]
     assert [status for status, _, _ in ends] == [2, 2]
-    assert "the study file differs between" in ends[0][2] and ends[1][2] == ""
+    assert "the study differs between" in ends[0][2] and ends[1][2] == ""
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -267,3 +267,14 @@ def launched(studies: list[Path], out: Path) -> list:
         start(FAKE, study, "--out", out, **place, **local, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank, study in enumerate(studies)
     ]
+
+
+def test_results_of_other_trials_are_not_lost(tmp_path):
+    study = write(tmp_path, BASE + "trials: [{world_size: 2}]")
+    out = tmp_path / "out"
+    assert compare(study, "--out", out)[0] == 0
+    before = (out / "results.jsonl").read_bytes()
+    for again in ("--resume", "--only=*"):
+        status, _, stderr = compare(study, "--out", out, again, "--set", "seq_length=16")
+        assert status == 2 and "holds results of other trials only, which would be lost" in stderr
+    assert (out / "results.jsonl").read_bytes() == before

@@ -92,20 +92,6 @@ def test_coalesced_sends_go_by_the_call_before_their_launch():
     assert communication == {"pp": 10}
 
 
-def test_what_runs_inside_an_overlapped_product_is_tensor_parallel():
-    parts, communication, _ = split_events(
-        event("fused_all_gather_matmul", 5, 8, "user_annotation"),
-        event("cudaLaunchKernel", 6, 6.1, "cuda_runtime", correlation=1),
-        event("cudaMemcpyAsync", 7, 7.1, "cuda_runtime", correlation=2),
-        event("cudaMemcpyAsync", 8.5, 8.6, "cuda_runtime", correlation=3),
-        event("nvjet_tst_128x256", 10, 40, correlation=1),
-        event("Memcpy PtoP", 20, 50, "gpu_memcpy", correlation=2),
-        event("Memcpy DtoH", 60, 65, "gpu_memcpy", correlation=3),
-    )
-    assert parts == {"matrix products": 30, "exposed tp": 10, "copies": 5, "idle": 55}
-    assert communication == {"tp": 30}
-
-
 def test_on_cpu_operations_and_gloo_are_what_counts():
     parts, communication, exposed = split_events(
         event("aten::linear", 0, 20, "cpu_op"),

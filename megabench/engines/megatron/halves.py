@@ -1,9 +1,10 @@
 """The two halves of a micro-batch in turns: one computes while the other waits for tensor parallelism's collectives.
 
 As in DeepSpeed-Domino (arXiv 2409.15241). Each half has a stream of its own, in which autograd runs its backward pass,
-too, and a communicator of its own, for the collectives of one communicator run one after the other. What lies between
-two collectives is a turn: the halves take them one after the other, or they would end up computing, and then
-communicating, at the same time. It also keeps their weight gradients, which go to the same place, in order.
+too, and a communicator of its own, for the collectives of one communicator run one after the other. From a
+column-parallel product to the row-parallel one that follows, and back again, is a turn. The halves take turns, or they
+would end up computing, and then communicating, at the same time; their weight gradients, which go to the same place,
+are kept in order by it.
 """
 
 from dataclasses import dataclass
@@ -107,5 +108,5 @@ def _streams() -> list[torch.cuda.Stream | None]:
 
 @cache
 def _twin(group: ProcessGroup) -> ProcessGroup:
-    """Another communicator of the same ranks."""
+    """Another communicator of the same ranks; all ranks of the world must call this, for NCCL splits the world's."""
     return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
