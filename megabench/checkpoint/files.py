@@ -21,6 +21,7 @@ from megabench.checkpoint.blocks import key, overlap, parse_key, within
 from megabench.checkpoint.manifest import DamagedError, FileEntry
 from megabench.models.find import ASSETS
 from megabench.models.mapping import Piece
+from megabench.runtime.rendezvous import share_of_cores
 
 PART_BYTES = 2 << 30  # a file's size, about: files are written and checked side by side
 _CHUNK_BYTES = 16 << 20
@@ -33,8 +34,7 @@ Named = tuple[str, Tensor]
 
 def num_threads() -> int:
     """How many files this process handles at a time: its share of the machine, 8 at most."""
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(8, (os.cpu_count() or 1) // local_world_size))
+    return min(8, share_of_cores())
 
 
 def num_bytes(tensor: Tensor) -> int:

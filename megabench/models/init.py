@@ -7,7 +7,6 @@ and no process ever holds the whole model.
 
 import hashlib
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from megabench.models.mapping import Piece, hugging_face_shapes
 from megabench.models.shape import ModelShape
+from megabench.runtime.rendezvous import share_of_cores
 
 TILE = 1024  # rows and columns of a tile
 _STD = 0.02  # initializer_range of transformers' Llama, GPT-2 and BLOOM
@@ -68,11 +68,6 @@ def initial_piece(piece: Piece, full_shape: tuple[int, ...], std: float, seed: i
         for row in range(top // TILE, -(-bottom // TILE))
         for column in range(left // TILE, -(-right // TILE))
     ]
-    with ThreadPoolExecutor(_num_threads()) as pool:  # drawing releases the interpreter lock
+    with ThreadPoolExecutor(share_of_cores()) as pool:  # drawing releases the interpreter lock
         list(pool.map(draw, tiles))
     return block
-
-
-def _num_threads() -> int:
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, (os.cpu_count() or 1) // local_world_size)

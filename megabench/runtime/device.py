@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megabench import UserError
-from megabench.runtime.rendezvous import Rendezvous
+from megabench.runtime.rendezvous import Rendezvous, share_of_cores
 
 # torch 2.13 renames collectives, and the older torch that is supported has only the older names
 warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
@@ -52,7 +52,7 @@ def initialize(
     else:
         where = torch.device("cpu")
         if rendezvous.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-            set_num_threads(rendezvous.local_world_size)
+            torch.set_num_threads(share_of_cores())
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=rendezvous.store,
@@ -62,13 +62,6 @@ def initialize(
         device_id=where if device == "cuda" else None,
     )
     return where
-
-
-def set_num_threads(local_world_size: int) -> None:
-    """This process's share of the cores, for torch and for extensions that are loaded later (DeepSpeed's CPUAdam)."""
-    number = max(1, (os.cpu_count() or 1) // local_world_size)
-    torch.set_num_threads(number)
-    os.environ["OMP_NUM_THREADS"] = str(number)
 
 
 def device_name(device: torch.device) -> str:

@@ -34,6 +34,16 @@ def world_size_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_world_size_from_environment() -> int:
+    """The launcher's processes on this host; all of them where it does not say, 1 without a launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size_from_environment()))
+
+
+def share_of_cores() -> int:
+    """How many of this host's cores are for this process."""
+    return max(1, (os.cpu_count() or 1) // local_world_size_from_environment())
+
+
 def rank_from_environment() -> int:
     """The launcher's rank; 0 without a launcher. Needs no store."""
     return int(os.environ.get("RANK", "0"))
@@ -72,5 +82,5 @@ def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:
         rank=rank,
         world_size=world_size,
         local_rank=int(environment.get("LOCAL_RANK", rank)),
-        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+        local_world_size=local_world_size_from_environment(),
     )

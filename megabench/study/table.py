@@ -1,6 +1,6 @@
 """The rows of a study as tables for a terminal, in Markdown so that they can be pasted, and what they say in a line."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import groupby
@@ -32,13 +32,11 @@ class _Column:
 
 def show(console: Console, records: Sequence[RunRecord], reference: str) -> None:
     """Prints one table for each work class, the best trial of each, and why the others have no place in it."""
-    rows = summarize(records, reference)
     head = reference_name(records, reference)
-    titles, spreads = class_titles(records), spreads_of(records)
-    for work_class, group in _by_class(rows):
-        _say(console, titles.get(work_class, "no trial has a result"))
+    for title, group, best in _by_class(records, reference):
+        _say(console, title)
         _print_table(console, group, head)
-        _say(console, best_line(decide(group, spreads, head)))
+        _say(console, best)
         for row in group:
             if not row.is_ok:
                 _say(console, f"{row.trial} ({_status(row)}): {row.reason}")
@@ -50,34 +48,33 @@ def show(console: Console, records: Sequence[RunRecord], reference: str) -> None
 
 def markdown(records: Sequence[RunRecord], reference: str) -> str:
     """The same for a page, in Markdown: all columns, but the status of trials that are all ok."""
-    rows = summarize(records, reference)
-    head, titles, spreads = reference_name(records, reference), class_titles(records), spreads_of(records)
     parts = []
-    for work_class, group in _by_class(rows):
-        columns = _columns(group, head)
+    for title, group, best in _by_class(records, reference):
+        columns = _columns(group, reference_name(records, reference))
         if all(_status(row) == "ok" for row in group):
             columns = [column for column in columns if column.head != "status"]
         output = StringIO()
         Console(file=output, width=10_000, color_system=None).print(_table(columns, group))
         lines = [line.rstrip() for line in output.getvalue().splitlines() if line.strip()]
-        parts += [
-            f"{titles.get(work_class, 'no trial has a result')}:",
-            "\n".join(lines),
-            f"{best_line(decide(group, spreads, head))}.",
-        ]
+        parts += [f"{title}:", "\n".join(lines), f"{best}."]
         parts += [f"{row.trial}: {warning}." for row in group for warning in row.warnings]
     if any(record.device == "cpu" for record in records):
         parts.append(_CPU_TIMINGS)
     return "\n\n".join(parts)
 
 
-def _by_class(rows: Sequence[Row]) -> list[tuple[str | None, list[Row]]]:
-    """The rows of each work class; trials without a result, which have none, behind the last."""
+def _by_class(records: Sequence[RunRecord], reference: str) -> Iterator[tuple[str, list[Row], str]]:
+    """What each work class trained, its rows, and which is best; trials without a result, which have no class, stand
+    behind the last."""
+    rows = summarize(records, reference)
+    head, titles, spreads = reference_name(records, reference), class_titles(records), spreads_of(records)
     groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: row.work_class)]
     if len(groups) > 1 and groups[-1][0] is None:
         (_, unplaced), (_, last) = groups.pop(), groups[-1]
         last += unplaced
-    return groups
+    for work_class, group in groups:
+        best = best_line(decide(group, spreads, head))
+        yield titles.get(work_class, "no trial has a result"), group, best
 
 
 def _say(console: Console, text: str) -> None:

@@ -78,7 +78,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
         watch = Watch(rendezvous, given.stall_seconds, given.steps)
     watch.at("starting", resume.num_done)
     _set_connections(run)
-    _set_threads(run, rendezvous.local_world_size)
+    _set_threads(run)
     try:
         from megabench.train.loop import train
         from megabench.train.network import write_nccl_log
@@ -138,13 +138,17 @@ def _set_connections(run: ResolvedConfig) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def _set_threads(run: ResolvedConfig, local_world_size: int) -> None:
+def _set_threads(run: ResolvedConfig) -> None:
     """Shares the cores between this host's processes where they hold an optimizer: torchrun leaves each one thread, and
     without it each takes as many as there are cores."""
     if run.device == "cuda" and run.offload != "none" and os.environ.get("OMP_NUM_THREADS") in (None, "1"):
-        from megabench.runtime.device import set_num_threads
+        import torch
 
-        set_num_threads(local_world_size)
+        from megabench.runtime.rendezvous import share_of_cores
+
+        number = share_of_cores()
+        torch.set_num_threads(number)
+        os.environ["OMP_NUM_THREADS"] = str(number)  # for extensions that are loaded later: DeepSpeed's CPUAdam
 
 
 def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:

@@ -29,7 +29,8 @@ def test_offloaded_optimizers_share_the_cores(
     monkeypatch.setenv("OMP_NUM_THREADS", given or "")
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     run: Any = SimpleNamespace(device="cuda", offload=offload)
-    _set_threads(run, 2)
+    _set_threads(run)
     assert asked == ([] if expected is None else [max(1, expected)])
     assert os.environ.get("OMP_NUM_THREADS") == (given if expected is None else str(max(1, expected)))

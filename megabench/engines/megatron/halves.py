@@ -47,19 +47,18 @@ class HalvedLayer(TransformerLayer):
         super().__init__(*args, **kwargs)
         self.is_last = is_last
         self.groups = [self.tp_group, _twin(self.tp_group)]
+        attention, mlp = self.self_attention, self.mlp
+        self.linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
 
     def forward(self, hidden_states: Tensor | Halves, **kwargs: Any) -> tuple[Tensor | Halves, None]:
         self._await_weights()
         parts = _split(hidden_states) if isinstance(hidden_states, Tensor) else hidden_states.parts
-        attention, mlp = self.self_attention, self.mlp
-        for number, group in enumerate(self.groups):
-            attention.linear_qkv.tp_group = attention.linear_proj.tp_group = group
-            with _on(_streams()[number]):
-                parts[number], _ = self._forward_attention(parts[number], **kwargs)
-        for number, group in enumerate(self.groups):
-            mlp.linear_fc1.tp_group = mlp.linear_fc2.tp_group = group
-            with _on(_streams()[number]):
-                parts[number] = self._forward_mlp(parts[number])
+        for turn in (lambda part: self._forward_attention(part, **kwargs)[0], self._forward_mlp):
+            for number, (stream, group) in enumerate(zip(_streams(), self.groups, strict=True)):
+                for linear in self.linears:
+                    linear.tp_group = group
+                with _on(stream):
+                    parts[number] = turn(parts[number])
         return _join(parts) if self.is_last else Halves(parts), None
 
     def _await_weights(self) -> None:

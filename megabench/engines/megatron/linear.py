@@ -53,11 +53,7 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, in_halves: bool) -> Tensor:
         ctx.save_for_backward(part)
         ctx.weight, ctx.group, ctx.in_halves = weight, group, in_halves
-        whole, gathering = _gather(part, group)
-        _wait(gathering)
-        if in_halves:
-            take_turn()
-        return whole @ weight.t()
+        return _gathered(part, group, in_halves) @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -88,12 +84,18 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_part: Tensor) -> tuple[Tensor | None, ...]:
         (input_,), weight = ctx.saved_tensors, ctx.weight
-        grad, gathering = _gather(grad_part, ctx.group)
-        _wait(gathering)
-        if ctx.in_halves:
-            take_turn()
+        grad = _gathered(grad_part, ctx.group, ctx.in_halves)
         grad_input = grad @ weight
         return grad_input, _add_weight_gradient(weight, grad, input_, ctx.in_halves), None, None
+
+
+def _gathered(part: Tensor, group: ProcessGroup | None, in_halves: bool) -> Tensor:
+    """The parts of all ranks, [S/T, B, H] -> [S, B, H]; with them a half's turn begins."""
+    whole, gathering = _gather(part, group)
+    _wait(gathering)
+    if in_halves:
+        take_turn()
+    return whole
 
 
 def _gather(part: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
