@@ -59,7 +59,8 @@ def initial_piece(piece: Piece, full_shape: tuple[int, ...], std: float, seed: i
         tile = torch.empty(height, width).normal_(0.0, std, generator=generator)
         first_row, last_row = max(top, row * TILE), min(bottom, row * TILE + height)
         first_column, last_column = max(left, column * TILE), min(right, column * TILE + width)
-        block[first_row - top : last_row - top, first_column - left : last_column - left] = tile[
+        # by numpy, which copies in this thread: torch would start as many threads of its own in each of these
+        block.numpy()[first_row - top : last_row - top, first_column - left : last_column - left] = tile.numpy()[
             first_row - row * TILE : last_row - row * TILE, first_column - column * TILE : last_column - column * TILE
         ]
 

@@ -46,13 +46,13 @@ def initialize(
     """Binds this process to its device and creates the default process group, in which it is `rank`: NCCL on GPUs, gloo
     on CPU."""
     torch.set_float32_matmul_precision("highest")  # no TF32: an fp32 run means fp32
+    if rendezvous.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(share_of_cores())
     if device == "cuda":
         where = torch.device("cuda", rendezvous.local_rank)
         torch.cuda.set_device(where)
     else:
         where = torch.device("cpu")
-        if rendezvous.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(share_of_cores())
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=rendezvous.store,

@@ -18,7 +18,7 @@ from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_field
 # where a trial writes is the study's to say, and trials leave no checkpoints
 _NOT_A_TRIALS = ("out", "tensorboard", "save", "save_every", "keep", "save_mode")
 _TRIAL_FIELDS = [field for field in RunConfig.model_fields if field not in _NOT_A_TRIALS]
-_EXTRAS = ["name", "env", "world_size", "timeout_seconds"]
+_EXTRAS = ["name", "env", "world_size", "timeout_seconds", "repeats"]
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -35,10 +35,10 @@ class StudyFile(BaseModel):
     question: str = Field("", description="What the study answers, in one sentence.")
     base: dict[str, Any] = Field({}, description="RunConfig fields for all trials, env, world_size.")
     trials: list[dict[str, Any]] = Field(
-        min_length=1, description="RunConfig fields of each, name, env, world_size, timeout_seconds."
+        min_length=1, description="RunConfig fields of each, name, env, world_size, timeout_seconds, repeats."
     )
     reference: str | None = Field(None, description="Trial to compare with [default: the first ZeRO-3 trial].")
-    repeats: PositiveInt = Field(1, description="How often each trial runs.")
+    repeats: PositiveInt = Field(1, description="How often each trial runs, unless it says.")
     timeout_seconds: PositiveFloat = Field(1800.0, description="Longest time that a trial may take, unless it says.")
     emulate_hosts: PositiveInt | None = Field(None, description="Split the machine into this many hosts.")
 
@@ -72,7 +72,7 @@ class StudyFile(BaseModel):
     def defaults(self) -> dict[str, Any]:
         """What every trial has unless it says otherwise."""
         hosts = {"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}
-        return {"timeout_seconds": self.timeout_seconds} | hosts | self.base
+        return {"timeout_seconds": self.timeout_seconds, "repeats": self.repeats} | hosts | self.base
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Trial:
     resolved: ResolvedConfig
     env: dict[str, str]
     timeout_seconds: float
+    repeats: int = 1
 
     @property
     def world_size(self) -> int:
@@ -127,7 +128,6 @@ class Study:
     digest: str
     trials: tuple[Trial, ...]
     reference: str
-    repeats: int
     as_run: str | None = None
     predictor: Predictor | None = None
 
@@ -135,9 +135,9 @@ class Study:
     def attempts(self) -> list[Attempt]:
         """All runs in order, the repeats of a trial one after the other."""
         return [
-            Attempt(trial, repeat, Path(trial.name, f"repeat-{repeat}") if self.repeats > 1 else Path(trial.name))
+            Attempt(trial, repeat, Path(trial.name, f"repeat-{repeat}") if trial.repeats > 1 else Path(trial.name))
             for trial in self.trials
-            for repeat in range(self.repeats)
+            for repeat in range(trial.repeats)
         ]
 
 
@@ -163,7 +163,6 @@ def plan_study(file: StudyFile, source: Path, num_processes: int, device: Litera
         digest=hashlib.sha256(file.model_dump_json().encode()).hexdigest(),
         trials=trials,
         reference=_reference(file.reference, trials, source),
-        repeats=file.repeats,
     )
 
 
@@ -178,6 +177,7 @@ class _Draft:
     resolved: ResolvedConfig
     env: dict[str, str]
     timeout_seconds: float
+    repeats: int
 
 
 def _label(values: dict[str, Any]) -> str:
@@ -203,6 +203,9 @@ def _draft(
     timeout = both["timeout_seconds"]
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
         raise StudyError(f"{where}: timeout_seconds={timeout!r} must be a positive number of seconds, e.g. 600")
+    repeats = both["repeats"]
+    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+        raise StudyError(f"{where}: repeats={repeats!r} must be a whole number of runs, e.g. 3")
     try:
         config = RunConfig.parse({field: both[field] for field in both if field not in _EXTRAS})
         if config.device == "cuda" and device == "cpu":
@@ -219,6 +222,7 @@ def _draft(
         resolved=resolved,
         env=_variables(base.get("env"), where) | _variables(values.get("env"), where),
         timeout_seconds=timeout,
+        repeats=repeats,
     )
 
 
@@ -265,7 +269,7 @@ def _named(drafts: Sequence[_Draft], source: Path) -> tuple[Trial, ...]:
     for name, proposal, draft in zip(numbered(proposals), proposals, drafts, strict=True):
         if name in trials or (draft.name and name != proposal):
             raise StudyError(f"{draft.where}: a trial before it is called {proposal!r} too; give it another name")
-        trial = Trial(name, draft.config, draft.resolved, draft.env, draft.timeout_seconds)
+        trial = Trial(name, draft.config, draft.resolved, draft.env, draft.timeout_seconds, draft.repeats)
         if twin := by_id.get(trial.id):
             raise StudyError(f"{draft.where} is the same run as trial {twin!r}; to run one several times use repeats")
         trials[name] = trial

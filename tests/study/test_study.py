@@ -105,6 +105,12 @@ def test_attempts_have_folders_of_their_own(plan):
     assert folders == ["tp2-dp2/repeat-0", "tp2-dp2/repeat-1", "tp4/repeat-0", "tp4/repeat-1"]
 
 
+def test_a_trial_may_be_repeated_by_itself(plan):
+    study = plan(BASE + "trials: [{tp: 2}, {tp: 4, repeats: 2}]")
+    folders = [attempt.folder.as_posix() for attempt in study.attempts]
+    assert folders == ["tp2-dp2", "tp4/repeat-0", "tp4/repeat-1"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -119,6 +125,7 @@ def test_attempts_have_folders_of_their_own(plan):
         ("trials: [3]", "trials=3 is not valid"),
         ("trials: [{tp: 2}]\nrepeat: 2", "unknown setting 'repeat'; did you mean repeats?"),
         ("trials: [{tp: 2}]\nrepeats: 0", "repeats=0 is not valid"),
+        ("trials: [{tp: 2, repeats: 0}]", "trial 1 (tp=2, repeats=0): repeats=0 must be a whole number of runs"),
         ("trials: [{tp: 2}]\nreference: tp2", "reference 'tp2' is no trial of the study; did you mean tp2-dp2?"),
         ("trials: [{name: a/b}]", "name 'a/b' cannot name a folder"),
         ("trials: [{name: a}, {name: a, tp: 2}]", "a trial before it is called 'a' too"),

@@ -32,8 +32,9 @@ def planned_records(study: Study, topology: Topology) -> list[RunRecord]:
     """A record for each run of `study`, placed on `topology`, whose first ranks a smaller trial takes."""
     return [
         record.model_copy(update={"repeat": repeat})
-        for record in (_record(trial, topology) for trial in study.trials)
-        for repeat in range(study.repeats)
+        for trial in study.trials
+        for record in [_record(trial, topology)]
+        for repeat in range(trial.repeats)
     ]
 
 
