@@ -51,7 +51,7 @@ def test_tp_over_hosts_is_a_warning_and_strictly_an_error(monkeypatch, capsys):
     assert topo(monkeypatch, *asked) == 0 and "WARNING: the TP group" in capsys.readouterr().out
     assert topo(monkeypatch, *asked, "--strict-placement") == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("Error: strict placement: ") and said.err.count("\n") == 1
+    assert said.out == "" and said.err.startswith("Error: strict_placement: ") and said.err.count("\n") == 1
 
 
 def test_without_nvlink_tp_rides_on_pcie(monkeypatch, capsys):

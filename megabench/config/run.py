@@ -44,7 +44,6 @@ _ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
     "compile": ("fsdp", "ddp"),
     "powersgd_rank": ("ddp",),
     "stages": ("megatron",),
-    "tp_overlap": ("megatron",),
 }
 
 # where a run writes and how it is watched shape no result
@@ -62,10 +61,6 @@ class RunConfig(BaseModel):
     num_layers: PositiveInt | None = Field(None, description="Cut or grow the model to this many layers.")
     engine: EngineName = Field("megatron", description="How a step runs.")
     tp: PositiveInt = Field(1, description="Tensor-parallel size; sequence parallelism comes with it.")
-    tp_overlap: bool = Field(
-        False,
-        description="Hide TP's collectives: the two halves of a micro-batch compute and communicate in turns.",
-    )
     pp: PositiveInt = Field(1, description="Pipeline stages.")
     vp: PositiveInt = Field(1, description="Model chunks per pipeline stage (interleaved schedule).")
     stages: Literal["balanced", "even"] = Field(
@@ -222,7 +217,6 @@ class RunConfig(BaseModel):
         shape = self.shape
         self._check_model_fits(shape)
         self._check_placement(world_size)
-        self._check_overlap()
         if max(self.betas) >= 1:
             raise ConfigError(f"betas={self.betas} must lie below 1, e.g. 0.9 0.95")
         precision = self.precision or ("bf16" if device == "cuda" else "fp32")
@@ -284,22 +278,6 @@ class RunConfig(BaseModel):
                 f"seq_length={length} is more than the {shape.num_positions} positions that {self.model} has learned; "
                 f"use a seq_length up to that"
             )
-
-    def _check_overlap(self) -> None:
-        if not self.tp_overlap:
-            return
-        micro_batch = self.micro_batch or self.shape.micro_batch
-        for is_wrong, what in (
-            (self.tp == 1, "tp=1 has none; use tp=2 or more"),
-            (self.kernels == "reference", "kernels=reference cannot; use kernels=auto"),
-            (self.recompute == "full", "recompute=full goes layer by layer; use recompute=selective"),
-            (micro_batch % 2, f"micro_batch={micro_batch} has no halves; use an even one"),
-        ):
-            if is_wrong:
-                raise ConfigError(
-                    f"tp_overlap hides TP's collectives behind the other half of a micro-batch, and {what}, or leave "
-                    f"it out"
-                )
 
     def _check_placement(self, world_size: int) -> None:
         if self.strict_placement and self.placement == "spread-tp":

@@ -68,19 +68,15 @@ def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
 
 def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
     """What serves each operation of the parallel blocks, for the record."""
-    return (
-        PLAIN
-        | {
-            "norm": "torch rms_norm",
-            "rope": _rope(run),
-            "activation": "megatron-core fused SwiGLU" if fuses_activation(run) else "megatron-core unfused SwiGLU",
-            "cross_entropy": FUSED_CROSS_ENTROPY
-            if fuses_cross_entropy(run)
-            else "megatron-core vocab-parallel, fp32 logits",
-            "weight_gradient": "summed up by its product" if fuses_blocks(run) else "megatron-core, then added",
-        }
-        | ({"tp_collectives": "hidden behind the other half of the micro-batch"} if run.tp_overlap else {})
-    )
+    return PLAIN | {
+        "norm": "torch rms_norm",
+        "rope": _rope(run),
+        "activation": "megatron-core fused SwiGLU" if fuses_activation(run) else "megatron-core unfused SwiGLU",
+        "cross_entropy": FUSED_CROSS_ENTROPY
+        if fuses_cross_entropy(run)
+        else "megatron-core vocab-parallel, fp32 logits",
+        "weight_gradient": "summed up by its product" if fuses_blocks(run) else "megatron-core, then added",
+    }
 
 
 def _rope(run: ResolvedConfig) -> str:

@@ -56,7 +56,7 @@ def place(topology: Topology, layout: Layout, policy: Policy = "topology", stric
     if policy != "spread-tp" and (stray := _stray(placed, layout, "tp")):
         warnings.append(f"{_describe(placed, stray, 'TP')}; {_way_out(topology, layout, policy)}")
         if strict:
-            raise PlacementError(f"strict placement: {warnings[0]}")
+            raise PlacementError(f"strict_placement: {warnings[0]}")
     if policy != "spread-tp" and (stray := _stray(placed, layout, "cp")):
         warnings.append(_describe(placed, stray, "CP"))
     return Placement(policy, tuple(order), placed, tuple(warnings))

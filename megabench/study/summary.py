@@ -111,8 +111,6 @@ def engine_name(record: RunRecord) -> str:
             words.append(f"{word} {value}")
     if options.get("stages", "balanced") == "even":
         words.append("even stages")
-    if options.get("tp_overlap"):
-        words.append("TP overlapped")
     if options.get("compile"):
         words.append("compiled")
     if options.get("deepspeed_config"):

@@ -134,7 +134,7 @@ def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous")
 
 def _set_connections(run: ResolvedConfig) -> None:
     """One hardware queue keeps TP and CP collectives in step with the GEMMs they overlap; others want many."""
-    if run.device == "cuda" and run.engine == "megatron" and (run.tp > 1 or run.cp > 1) and not run.tp_overlap:
+    if run.device == "cuda" and run.engine == "megatron" and (run.tp > 1 or run.cp > 1):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 

@@ -73,23 +73,6 @@ def test_megatron_recompute(recompute: str) -> None:
     assert_equal_to_reference(2, tp=2, micro_batch=2, recompute=recompute)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "fields"),
-    [
-        (2, {"tp": 2}),
-        (2, {"tp": 2, "recompute": "selective"}),
-        (4, {"tp": 2, "pp": 2, "vp": 2}),
-        (4, {"tp": 2}),
-        (4, {"tp": 2, "cp": 2}),
-    ],
-    ids=["tp2", "tp2-selective", "tp2-pp2-vp2", "tp2-dp2", "tp2-cp2"],
-)
-def test_megatron_in_halves(world_size: int, fields: dict[str, Any]) -> None:
-    """The halves of a micro-batch, of different sequences, give the gradients of the whole."""
-    fields = {**fields, "tp_overlap": True, "micro_batch": 2, **OPTIMIZERS["adamw"]}
-    assert_equal_to_reference(world_size, job=train_in_many_buckets, **fields)
-
-
 def count_attentions(run: ResolvedConfig) -> int:
     """How often attention is computed in one step."""
     from megabench.engines.megatron.blocks import CausalAttention

@@ -45,8 +45,6 @@ def test_parallel_blocks(folders: dict[str, str], family: str) -> None:
         ("llama32-tiny", 4, {"pp": 2, "vp": 2}),  # tied ends in two chunks of one pipeline, and replicas
         ("qwen2-tiny", 4, {"tp": 2, "cp": 2, "micro_batch": 2}),
         ("qwen3-tiny", 4, {"tp": 2, "pp": 2, "recompute": "full"}),
-        ("qwen2-tiny", 2, {"tp": 2, "micro_batch": 2, "tp_overlap": True}),
-        ("qwen3-tiny", 2, {"tp": 2, "micro_batch": 2, "tp_overlap": True}),
         ("qwen2-tiny", 4, {"tp": 2, "pp": 2, "kernels": "reference"}),
     ],
 )

@@ -138,10 +138,6 @@ def test_an_overflow_skips_a_step() -> None:
         ({"engine": "deepspeed", "optimizer": "adafactor"}, "zero_stage=3 cuts them"),
         ({"engine": "fsdp", "powersgd_rank": 2}, "powersgd_rank is a setting of the ddp engine"),
         ({"engine": "ddp", "precision": "bf16", "grad_dtype": "bf16", "powersgd_rank": 2}, "PowerSGD sends fp32"),
-        ({"tp_overlap": True}, "tp=1 has none; use tp=2 or more"),
-        ({"tp": 2, "tp_overlap": True, "micro_batch": 1}, "micro_batch=1 has no halves; use an even one"),
-        ({"tp": 2, "tp_overlap": True, "micro_batch": 2, "recompute": "full"}, "use recompute=selective"),
-        ({"tp": 2, "tp_overlap": True, "micro_batch": 2, "kernels": "reference"}, "use kernels=auto"),
         ({"compile": True}, "compile is a setting of the fsdp and ddp engines, and the engine is megatron"),
     ],
 )

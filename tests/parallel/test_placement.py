@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_said(name, layout, words):
     layout = layout.with_world_size(topology.world_size)
     (warning,) = place(topology, layout).warnings
     assert all(word in warning for word in words), warning
-    with pytest.raises(PlacementError, match="strict placement: the TP group"):
+    with pytest.raises(PlacementError, match="strict_placement: the TP group"):
         place(topology, layout, strict=True)
 
 

@@ -27,7 +27,6 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from megabench.config import ResolvedConfig
 from megabench.engines.fused import fused
 from megabench.engines.kernels import fuses_blocks
-from megabench.engines.megatron.halves import HalvedLayer
 from megabench.engines.megatron.linear import ColumnLinear, RowLinear
 
 
@@ -178,37 +177,32 @@ def llama_blocks(num_layers: int, run: ResolvedConfig) -> TransformerBlockSubmod
     Where the family has them, norms over D stand before the rotary embedding of queries and keys.
     """
     if fuses_blocks(run):
-        attention, params = RotaryAttention, {"in_halves": run.tp_overlap}
-        column, row = ModuleSpec(module=ColumnLinear, params=params), ModuleSpec(module=RowLinear, params=params)
+        attention, column, row = RotaryAttention, ColumnLinear, RowLinear
     else:
         attention, column, row = SelfAttention, ColumnParallelLinear, RowParallelLinear
     qk_norm = run.shape.table.qk_norm
-    submodules = TransformerLayerSubmodules(
-        input_layernorm=RMSNorm,
-        self_attention=ModuleSpec(
-            module=attention,
-            params={"attn_mask_type": AttnMaskType.causal},
-            submodules=SelfAttentionSubmodules(
-                linear_qkv=column,
-                core_attention=CausalAttention,
-                linear_proj=row,
-                q_layernorm=RMSNorm if qk_norm else None,
-                k_layernorm=RMSNorm if qk_norm else None,
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=attention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=column,
+                    core_attention=CausalAttention,
+                    linear_proj=row,
+                    q_layernorm=RMSNorm if qk_norm else None,
+                    k_layernorm=RMSNorm if qk_norm else None,
+                ),
             ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
+            ),
+            mlp_bda=get_bias_dropout_add,
         ),
-        self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=RMSNorm,
-        mlp=ModuleSpec(
-            module=MLP,
-            submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
-        ),
-        mlp_bda=get_bias_dropout_add,
     )
-    if run.tp_overlap:
-        layers = [
-            ModuleSpec(module=HalvedLayer, params={"is_last": number == num_layers - 1}, submodules=submodules)
-            for number in range(num_layers)
-        ]
-    else:
-        layers = [ModuleSpec(module=TransformerLayer, submodules=submodules)] * num_layers
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -1,7 +1,7 @@
 """Linear layers cut over a tensor-parallel group, with sequence parallelism (arXiv 2205.05198).
 
-They hold megatron-core's weights under its names. What differs is how a step goes: weight gradients are summed up by
-the product that makes them, and two halves of a micro-batch may take turns (halves.py).
+They hold megatron-core's weights under its names. What differs is that weight gradients are summed up by the product
+that makes them.
 
 Sizes: S sequence, B micro-batch, H and F sizes of input and output, T ranks of the group.
 """
@@ -14,46 +14,37 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megabench.engines.megatron.halves import end_turn, take_turn
 from megabench.engines.weight_gradient import accumulate
 
 
 class ColumnLinear(ColumnParallelLinear):
     """[S/T, B, H] -> [S, B, F/T]: gathers the sequence, then multiplies with its columns of the weight."""
 
-    def __init__(self, *args: Any, in_halves: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.in_halves = in_halves
-
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         assert weight is None and not runtime_gather_output
         group = self.tp_group if self.sequence_parallel else None
-        output: Tensor = _Column.apply(input_, self.weight, group, self.in_halves)
+        output: Tensor = _Column.apply(input_, self.weight, group)
         return output if self.bias is None else output + self.bias, None
 
 
 class RowLinear(RowParallelLinear):
     """[S, B, F/T] -> [S/T, B, H]: multiplies with its rows of the weight, then sums over the group and scatters."""
 
-    def __init__(self, *args: Any, in_halves: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        assert self.bias is None
-        self.in_halves = in_halves
-
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        assert self.bias is None
         group = self.tp_group if self.sequence_parallel else None
-        output: Tensor = _Row.apply(input_, self.weight, group, self.in_halves)
+        output: Tensor = _Row.apply(input_, self.weight, group)
         return output, None
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, in_halves: bool) -> Tensor:
+    def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
         ctx.save_for_backward(part)
-        ctx.weight, ctx.group, ctx.in_halves = weight, group, in_halves
-        return _gathered(part, group, in_halves) @ weight.t()
+        ctx.weight, ctx.group = weight, group
+        return _gathered(part, group) @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -62,39 +53,32 @@ class _Column(torch.autograd.Function):
         grad_whole = grad @ weight
         _wait(gathering)
         grad_part, scattering = _scatter(grad_whole, group)
-        unused = _add_weight_gradient(weight, grad, whole, ctx.in_halves)
-        if ctx.in_halves:
-            end_turn()
+        unused = _add_weight_gradient(weight, grad, whole)
         _wait(scattering)
-        return grad_part, unused, None, None
+        return grad_part, unused, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None, in_halves: bool) -> Tensor:
+    def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
         ctx.save_for_backward(input_)
-        ctx.weight, ctx.group, ctx.in_halves = weight, group, in_halves
-        product = input_ @ weight.t()
-        if in_halves:
-            end_turn()
-        part, scattering = _scatter(product, group)
+        ctx.weight, ctx.group = weight, group
+        part, scattering = _scatter(input_ @ weight.t(), group)
         _wait(scattering)
         return part
 
     @staticmethod
     def backward(ctx: Any, grad_part: Tensor) -> tuple[Tensor | None, ...]:
         (input_,), weight = ctx.saved_tensors, ctx.weight
-        grad = _gathered(grad_part, ctx.group, ctx.in_halves)
+        grad = _gathered(grad_part, ctx.group)
         grad_input = grad @ weight
-        return grad_input, _add_weight_gradient(weight, grad, input_, ctx.in_halves), None, None
+        return grad_input, _add_weight_gradient(weight, grad, input_), None
 
 
-def _gathered(part: Tensor, group: ProcessGroup | None, in_halves: bool) -> Tensor:
-    """The parts of all ranks, [S/T, B, H] -> [S, B, H]; with them a half's turn begins."""
+def _gathered(part: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The parts of all ranks, [S/T, B, H] -> [S, B, H]."""
     whole, gathering = _gather(part, group)
     _wait(gathering)
-    if in_halves:
-        take_turn()
     return whole
 
 
@@ -117,14 +101,8 @@ def _wait(work: dist.Work | None) -> None:
         work.wait()
 
 
-def _add_weight_gradient(weight: Any, grad: Tensor, inputs: Tensor, in_halves: bool) -> Tensor | None:
-    """Adds to the sum that megatron-core keeps, and returns what it then ignores as the weight's gradient.
-
-    Of two halves the second, whose turn comes when the first has added its share, answers for both.
-    """
+def _add_weight_gradient(weight: Any, grad: Tensor, inputs: Tensor) -> Tensor:
+    """Adds to the sum that megatron-core keeps, and returns what it then ignores as the weight's gradient."""
     accumulate(weight.main_grad, grad.flatten(0, 1), inputs.flatten(0, 1))
-    weight.is_half_added = in_halves and not getattr(weight, "is_half_added", False)
-    if weight.is_half_added:
-        return None
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)
