@@ -44,6 +44,7 @@ _ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
     "compile": ("fsdp", "ddp"),
     "powersgd_rank": ("ddp",),
     "stages": ("megatron",),
+    "keep_gathered": ("megatron",),
 }
 
 # where a run writes and how it is watched shape no result
@@ -68,6 +69,9 @@ class RunConfig(BaseModel):
         description="Layers of pipeline stages: so that all take as long, output layer included, or as many to each.",
     )
     cp: PositiveInt = Field(1, description="Context-parallel size.")
+    keep_gathered: bool = Field(
+        False, description="Keep what TP gathered for the backward pass: a fifth less to send, more memory."
+    )
     placement: Policy = Field(
         "topology",
         description="Which rank sits where: TP inside NVLink domains, as the launcher counts, or TP across on purpose.",
@@ -230,6 +234,11 @@ class RunConfig(BaseModel):
                     f"{name}={size} does not divide the {world_size} ranks; use one of {divisors(world_size)}"
                 )
         self._check_engine_options()
+        if self.keep_gathered and (self.tp == 1 or self.kernels == "reference"):
+            raise ConfigError(
+                "keep_gathered keeps what megabench's tensor-parallel layers gather: it needs tp=2 or more and "
+                "kernels=auto; leave it out otherwise"
+            )
         if self.grad_dtype == "bf16" and precision != "bf16":
             raise ConfigError(f"grad_dtype=bf16 goes with precision=bf16 only, not {precision}; use grad_dtype=fp32")
         if self.zero_stage == 0 and precision != self.grad_dtype:

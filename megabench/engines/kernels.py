@@ -68,10 +68,12 @@ def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
 
 def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
     """What serves each operation of the parallel blocks, for the record."""
+    whose = "megatron-core" if not fuses_blocks(run) else "megabench"
+    elementwise = f"{whose} {'fused' if fuses_blocks(run) and run.device == 'cuda' else 'unfused'}"
     return PLAIN | {
         "norm": "torch rms_norm",
-        "rope": _rope(run),
-        "activation": "megatron-core fused SwiGLU" if fuses_activation(run) else "megatron-core unfused SwiGLU",
+        "rope": elementwise,
+        "activation": f"{elementwise} SwiGLU",
         "cross_entropy": FUSED_CROSS_ENTROPY
         if fuses_cross_entropy(run)
         else "megatron-core vocab-parallel, fp32 logits",
@@ -79,17 +81,6 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
     }
 
 
-def _rope(run: ResolvedConfig) -> str:
-    if not fuses_blocks(run):
-        return "megatron-core unfused"
-    return "megabench fused" if run.device == "cuda" else "megabench unfused"
-
-
 def fuses_blocks(run: ResolvedConfig) -> bool:
-    """Whether the parallel blocks hold this package's linear layers and attention instead of megatron-core's."""
+    """Whether the parallel blocks hold this package's linear layers, attention and MLP instead of megatron-core's."""
     return run.kernels == "auto"
-
-
-def fuses_activation(run: ResolvedConfig) -> bool:
-    """Whether megatron-core compiles its SwiGLU into one kernel, which on CPU would take longer than it saves."""
-    return run.kernels == "auto" and run.device == "cuda"

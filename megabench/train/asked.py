@@ -11,7 +11,7 @@ from megabench.record import LayoutSizes
 # settings that shape how a step runs, beside the layout
 _OPTIONS = (
     "zero_stage", "offload", "hpz_size", "zero_prefetch", "zero_persistence", "shard_size", "reshard_after_forward",
-    "powersgd_rank", "compile", "recompute", "stages",
+    "powersgd_rank", "compile", "recompute", "keep_gathered", "stages",
 )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ COMBINATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-heavy-output": (2, {"pp": 2, "model": "llama-vocabulary"}),
     "pp2-vp2-heavy-output": (2, {"pp": 2, "vp": 2, "num_layers": 6, "model": "llama-vocabulary"}),
     "pp2-vp2-dp2": (4, {"pp": 2, "vp": 2}),
+    "tp2-pp2-vp2": (4, {"tp": 2, "pp": 2, "vp": 2}),
     "tp2-cp2": (4, {"tp": 2, "cp": 2, "micro_batch": 2}),
     "pp2-cp2": (4, {"pp": 2, "cp": 2}),
     "cp2-dp2": (4, {"cp": 2}),
@@ -66,6 +67,12 @@ def train_in_many_buckets(run: ResolvedConfig) -> Trace:
 def test_megatron_many_buckets(fields: dict[str, Any]) -> None:
     fields = {**fields, **OPTIMIZERS["adamw"]}
     assert_equal_to_reference(4 if "pp" in fields else 2, job=train_in_many_buckets, **fields)
+
+
+@pytest.mark.parametrize("fields", [{"pp": 2, "vp": 2}, {"cp": 2}, {"recompute": "full"}], ids=str)
+def test_megatron_keeps_what_it_gathered(fields: dict[str, Any]) -> None:
+    size = 2 * fields.get("pp", 1) * fields.get("cp", 1)
+    assert_equal_to_reference(size, tp=2, keep_gathered=True, **fields, **OPTIMIZERS["adamw"])
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -130,16 +130,17 @@ def test_weight_gradients_are_summed_up(width: int, wide: int) -> None:
 @pytest.mark.parametrize("width", [width for (width,) in of(SHAPES, "ffn_size")])
 def test_swiglu(width: int) -> None:
     from liger_kernel.ops import LigerSiLUMulFunction
-    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
-    def megatron(gate: Tensor, up: Tensor) -> Tensor:
-        return bias_swiglu_impl(torch.cat([gate, up], dim=-1), None)
+    from megabench.engines.megatron.swiglu import swiglu
+
+    def parallel(gate: Tensor, up: Tensor) -> Tensor:
+        return swiglu(torch.cat([gate, up], dim=-1))
 
     def liger(gate: Tensor, up: Tensor) -> Tensor:
         return LigerSiLUMulFunction.apply(gate, up, 1.0, 1.0)
 
     inputs = (random(BATCH, SEQUENCE, width), random(BATCH, SEQUENCE, width, seed=1))
-    for kernel in (liger, megatron):
+    for kernel in (liger, parallel):
         assert_as_fp32(kernel, lambda gate, up: F.silu(gate) * up, inputs)
 
 

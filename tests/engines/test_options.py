@@ -138,6 +138,8 @@ def test_an_overflow_skips_a_step() -> None:
         ({"engine": "deepspeed", "optimizer": "adafactor"}, "zero_stage=3 cuts them"),
         ({"engine": "fsdp", "powersgd_rank": 2}, "powersgd_rank is a setting of the ddp engine"),
         ({"engine": "ddp", "precision": "bf16", "grad_dtype": "bf16", "powersgd_rank": 2}, "PowerSGD sends fp32"),
+        ({"keep_gathered": True}, "it needs tp=2 or more and kernels=auto"),
+        ({"tp": 2, "keep_gathered": True, "kernels": "reference"}, "it needs tp=2 or more and kernels=auto"),
         ({"compile": True}, "compile is a setting of the fsdp and ddp engines, and the engine is megatron"),
     ],
 )

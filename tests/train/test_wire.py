@@ -63,6 +63,16 @@ def test_zero3_sends_more_with_more_micro_batches_and_tp_does_not() -> None:
     assert tensor[0] == pytest.approx(tensor[1], rel=0.05)
 
 
+def test_kept_gathers_are_a_fifth_of_tp() -> None:
+    run = resolve(2, **SMALL, tp=2)
+    hidden = run.global_batch * run.seq_length * run.shape.hidden_size * 4
+    again = run.shape.num_layers * 2 * hidden / 2  # what attention and MLP gather; half of it lies on the other rank
+    all_ten = 5 * again
+    sent, kept = (counted(2, tp=2, keep_gathered=keeps)["tp"] for keeps in (False, True))
+    assert sent - kept == pytest.approx(again, rel=EXACT)
+    assert all_ten < sent < 1.5 * all_ten  # embedding and output layer besides
+
+
 def test_a_pipeline_sends_hidden_states() -> None:
     sent = counted(2, pp=2)
     run = resolve(2, **SMALL, pp=2)

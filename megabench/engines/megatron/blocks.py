@@ -28,6 +28,7 @@ from megabench.config import ResolvedConfig
 from megabench.engines.fused import fused
 from megabench.engines.kernels import fuses_blocks
 from megabench.engines.megatron.linear import ColumnLinear, RowLinear
+from megabench.engines.megatron.swiglu import GatedMLP
 
 
 class RMSNorm(nn.Module):
@@ -177,9 +178,11 @@ def llama_blocks(num_layers: int, run: ResolvedConfig) -> TransformerBlockSubmod
     Where the family has them, norms over D stand before the rotary embedding of queries and keys.
     """
     if fuses_blocks(run):
-        attention, column, row = RotaryAttention, ColumnLinear, RowLinear
+        attention, mlp, row = RotaryAttention, GatedMLP, RowLinear
+        column = ModuleSpec(module=ColumnLinear, params={"keeps_gathered": run.keep_gathered})
     else:
-        attention, column, row = SelfAttention, ColumnParallelLinear, RowParallelLinear
+        attention, mlp, row = SelfAttention, MLP, RowParallelLinear
+        column = ModuleSpec(module=ColumnParallelLinear)
     qk_norm = run.shape.table.qk_norm
     layer = ModuleSpec(
         module=TransformerLayer,
@@ -199,7 +202,7 @@ def llama_blocks(num_layers: int, run: ResolvedConfig) -> TransformerBlockSubmod
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(
-                module=MLP,
+                module=mlp,
                 submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
             ),
             mlp_bda=get_bias_dropout_add,

@@ -18,14 +18,21 @@ from megabench.engines.weight_gradient import accumulate
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """[S/T, B, H] -> [S, B, F/T]: gathers the sequence, then multiplies with its columns of the weight."""
+    """[S/T, B, H] -> [S, B, F/T]: gathers the sequence, then multiplies with its columns of the weight.
+
+    What was gathered is gathered again for the backward pass, unless the layer `keeps_gathered`.
+    """
+
+    def __init__(self, *args: Any, keeps_gathered: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.keeps_gathered = keeps_gathered
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         assert weight is None and not runtime_gather_output
         group = self.tp_group if self.sequence_parallel else None
-        output: Tensor = _Column.apply(input_, self.weight, group)
+        output: Tensor = _Column.apply(input_, self.weight, group, self.keeps_gathered)
         return output if self.bias is None else output + self.bias, None
 
 
@@ -41,21 +48,22 @@ class RowLinear(RowParallelLinear):
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.save_for_backward(part)
-        ctx.weight, ctx.group = weight, group
-        return _gathered(part, group) @ weight.t()
+    def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, keeps_gathered: bool) -> Tensor:
+        whole = _gathered(part, group)
+        ctx.save_for_backward(whole if keeps_gathered else part)
+        ctx.weight, ctx.group, ctx.keeps_gathered = weight, group, keeps_gathered
+        return whole @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (part,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
-        whole, gathering = _gather(part, group)  # beside the product that does not need it
+        (saved,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
+        whole, gathering = _gather(saved, None if ctx.keeps_gathered else group)  # beside the product without it
         grad_whole = grad @ weight
         _wait(gathering)
         grad_part, scattering = _scatter(grad_whole, group)
         unused = _add_weight_gradient(weight, grad, whole)
         _wait(scattering)
-        return grad_part, unused, None
+        return grad_part, unused, None, None
 
 
 class _Row(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megabench.config import ResolvedConfig
 from megabench.engines.cross_entropy import linear_cross_entropy
-from megabench.engines.kernels import fuses_activation, fuses_cross_entropy
+from megabench.engines.kernels import fuses_cross_entropy
 from megabench.engines.megatron.blocks import llama_blocks
 from megabench.models.mapping import padded_vocab_size, shard
 from megabench.models.rotary import rotary_frequencies
@@ -121,7 +121,7 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             qk_layernorm=shape.table.qk_norm,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            bias_activation_fusion=fuses_activation(run),
+            bias_activation_fusion=False,  # see swiglu.py
             masked_softmax_fusion=False,
             apply_rope_fusion=False,
             gradient_accumulation_fusion=False,  # apex's; see linear.py

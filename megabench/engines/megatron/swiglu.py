@@ -1,0 +1,57 @@
+"""SwiGLU (arXiv 2002.05202) of a product that holds gate and up side by side, and the MLP around it.
+
+torch.compile makes the forward pass one kernel that reads once. Of the backward pass, which writes both halves of its
+result from the same inputs, it makes one that reads everything twice; that one is written out.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+
+from megabench.engines.fused import fused
+
+_BLOCK = 1024  # elements of a program: 16 bytes of bf16 to each of 128 threads
+
+
+class GatedMLP(MLP):
+    """megatron-core's MLP of a Llama: a column-parallel layer, SwiGLU, a row-parallel layer, no biases."""
+
+    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """[S/tp, B, H] -> [S/tp, B, H]."""
+        both, _ = self.linear_fc1(hidden_states)
+        output, _ = self.linear_fc2(swiglu(both))
+        return output, None
+
+
+def swiglu(both: Tensor) -> Tensor:
+    """silu(gate) · up: [..., 2F], the gate first -> [..., F]."""
+    if both.device.type == "cuda":
+        output: Tensor = _SwiGLU.apply(both)
+        return output
+    return _swiglu(both)
+
+
+def _swiglu(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        output: Tensor = fused(_swiglu, both)(both)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        from megabench.engines.megatron.swiglu_kernel import backward  # Triton comes with torch on GPUs alone
+
+        (both,) = ctx.saved_tensors
+        grad, result, width = grad.contiguous(), torch.empty_like(both), grad.shape[-1]
+        programs = (grad.numel() // width, -(-width // _BLOCK))
+        backward[programs](both, grad, result, width, BLOCK=_BLOCK)
+        return result
