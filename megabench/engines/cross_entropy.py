@@ -89,7 +89,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad_loss / ctx.num_tokens
-        grads = (grad_hidden * scale).to(grad_hidden.dtype), grad_weight.mul_(scale).to(ctx.dtype)
+        scaled = fused(_scaled, grad_hidden)
+        grads = scaled(grad_hidden, scale, grad_hidden.dtype), scaled(grad_weight, scale, ctx.dtype)
         return *grads, None, None, None, None, None
 
 
@@ -101,3 +102,7 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
 def _softmax(logits: Tensor, log_sum: Tensor) -> Tensor:
     """[C, V] and the log of the whole sum [C] -> probabilities [C, V] in the dtype of the logits."""
     return torch.exp(logits.float() - log_sum[:, None]).to(logits.dtype)
+
+
+def _scaled(grads: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (grads * scale).to(dtype)

@@ -120,16 +120,16 @@ class MegatronEngine:
         return output, self._loss
 
     def _loss(self, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, S] losses -> (their mean, to be differentiated; how much it counts; what is reported of both).
+        """[B, S] losses -> (this mean's share of the step's, to be differentiated; a count; what is reported).
 
         All micro-batches, replicas and context-parallel parts have as many tokens, so each mean counts once; sums of
-        token losses would overflow under fp16's loss scale.
+        token losses would overflow under fp16's loss scale. A count of anything would have megatron-core go through
+        all gradients once more, to divide them by it.
         """
         loss = token_losses.mean()
-        count = torch.ones((), dtype=torch.int, device=self.device)
-        # a copy: the schedule may scale the loss in place
-        report = torch.stack([loss.detach().double(), count.double()])
-        return loss, count, report
+        num_means = self.run.num_micro_batches * self.groups.dp_cp.size()
+        report = torch.stack([loss.detach().double(), torch.ones_like(loss, dtype=torch.float64)])
+        return loss / num_means, torch.zeros((), dtype=torch.int, device=self.device), report
 
     @torch.no_grad()
     def update(self, learning_rate: float) -> StepResult:

@@ -145,7 +145,7 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             batch_p2p_comm=layout.vp == 1,
             # … and with overlapped p2p it would free an output that is still being sent
             deallocate_pipeline_outputs=layout.vp == 1,
-            # gradients are divided by what the losses of the global batch count; the other way multiplies them by cp
+            # losses come divided already, see the engine's _loss; the other way multiplies them by cp
             calculate_per_token_loss=True,
             cross_entropy_loss_fusion=False,
             recompute_granularity=None if run.recompute == "none" else run.recompute,
