@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from megabench.planner.profile import profile_for
+from megabench.planner.profile import profile_for, shipped_profiles
 from megabench.planner.validation.fit import predicted_gib
 from megabench.planner.validation.own import read_own
+from megabench.planner.validation.profiles import for_own_engines
 from megabench.planner.validation.published import DataError, read_rows
 from megabench.planner.validation.score import accuracy, alarm, regret, spearman
 from tests.planner.jobs import costs
@@ -83,6 +84,13 @@ def test_the_sweeps_memory_is_the_first_rank_s(tmp_path):
     (row,) = rows_of(tmp_path, sweep(64, 1, 2, 32, 8, "peak_mem_gb,44.9"))
     profile = profile_for("NVIDIA H100 80GB HBM3")
     assert predicted_gib(row, profile) < costs(row.job, row.topology).memory(row.candidate).total / 2**30
+
+
+def test_shipped_profiles_have_the_allocator_of_megabenchs_engines():
+    profiles = shipped_profiles()
+    shares = {name: profile.allocator_share for name, profile in for_own_engines(profiles).items()}
+    assert set(shares.values()) == {profiles["h200"].allocator_share}
+    assert profiles["h100"].allocator_share == profiles["a100"].allocator_share == profiles["h200"].allocator_share
 
 
 def test_sc21_counts_its_own_flops(table):

@@ -23,8 +23,9 @@ Written by `make validate-planner DATA=…` (megabench/planner/validation/). Con
 rows. Spearman is over all rows of a line, "within a sweep" the mean over groups of one model, batch and number of GPUs;
 regret is how much longer the predicted best of such a group (of what is predicted to fit) takes than the measured best;
 where the null model cannot tell, it draws. OOM: published ends that are not told apart from crashes; layouts that the
-sweep's program refuses count as foretold. Its memory is that of the first rank. playbook-sweep.md, beside this file,
-says what is known of the sweep's rows that no layout explains; they are in every figure here.
+sweep's program refuses count as foretold. Its memory is that of the first rank, with its program's own share for the
+allocator (shipped profiles: that of megabench's engines). playbook-sweep.md, beside this file, says what is known of
+the sweep's rows that no layout explains; they are in every figure here.
 
 """
 
