@@ -103,6 +103,11 @@ def elementwise_bytes(job: Job, tp: int, cp: int, micro_batch: int) -> float:
     return tokens * (residual + rotary + activation) * job.bytes_of_value / 2
 
 
+def kernels_forward(job: Job) -> int:
+    """Kernels of a layer, forward; backward has twice as many."""
+    return _KERNELS_FORWARD + (0 if job.stack.fused else _KERNELS_UNFUSED)
+
+
 def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> LayerSeconds:
     """One layer: QKV, projection and FFN products, attention, and what lies in between."""
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
@@ -118,8 +123,7 @@ def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int
         traffic *= machine.profile.unfused_traffic
     between = memory_seconds(machine, traffic)
     accumulate = memory_seconds(machine, _accumulated_bytes(job) * job.layer_parameters / tp)
-    kernels = _KERNELS_FORWARD + (0 if job.stack.fused else _KERNELS_UNFUSED)
-    host = kernels * machine.profile.launch_seconds
+    host = kernels_forward(job) * machine.profile.launch_seconds
     return LayerSeconds(
         forward=forward + attention + between,
         backward=inputs + weights + attention_backward + 1.5 * between + accumulate,
@@ -135,8 +139,8 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
     """Output layer and cross-entropy, forward and backward: 2·H·V FLOPs a token and product; logits [B·S, V/T].
 
     The fused loss makes its gradients in forward (megabench/engines/cross_entropy.py): of a logit it writes and reads
-    16 bits 6 times, and of a weight's gradient in fp32 zeroes, sums, scales and casts 20 bytes. In fp32, logits are
-    copied, exponentiated, summed and written as a gradient: about 28 bytes.
+    16 bits 6 times, and of a weight's gradient in fp32 zeroes, sums, scales and casts 20 bytes. Any other moves
+    `loss_bytes` a logit, three quarters of them forward.
     """
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
     rows = shape.vocab_size / tp
@@ -147,8 +151,8 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
     accumulate = memory_seconds(machine, _accumulated_bytes(job) * weights)
     if job.stack.fused_loss:
         return forward + backward + memory_seconds(machine, 12 * elements + 20 * weights), accumulate
-    backward += memory_seconds(machine, 12 * elements) + accumulate
-    return forward + memory_seconds(machine, 16 * elements), backward
+    loss = memory_seconds(machine, job.stack.loss_bytes * elements)
+    return forward + 0.75 * loss, backward + 0.25 * loss + accumulate
 
 
 def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
@@ -157,6 +161,15 @@ def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
     rows = tokens * job.shape.hidden_size * job.bytes_of_value
     added = _accumulated_bytes(job) * job.embedding_parameters / tp
     return memory_seconds(machine, 2 * rows), memory_seconds(machine, 3 * rows + added)
+
+
+def flattening_seconds(machine: Machine, job: Job, parameters: float) -> float:
+    """What a program does that keeps whole gradients beside a sharded optimizer, and sums them in one flat piece.
+
+    It reads them for the norm, reads and writes them to clip them, and copies them twice to reduce them (itself, and
+    torch for collectives of lists); what is gathered is copied three times (nanotron's optim/zero.py, distributed.py).
+    """
+    return memory_seconds(machine, (7 * job.bytes_of_gradient + 6 * job.bytes_of_value) * parameters)
 
 
 def _accumulated_bytes(job: Job) -> int:

@@ -6,11 +6,13 @@ from itertools import pairwise
 from math import ceil
 
 from megabench.parallel.layout import Layout
+from megabench.planner.compute import kernels_forward
 from megabench.planner.job import Candidate, Job
 from megabench.planner.profile import Profile
 
 _FUSED_LOSS_CHUNK = 2**29  # logits of a chunk, in elements: megabench/engines/cross_entropy.py
 _GATHERED_LAYERS = 3  # that ZeRO-3 and FSDP hold whole: in use, prefetched, being reduced
+_QUEUED_KERNELS = 1024  # launches that a CUDA stream takes before the host waits
 _REDUCE_BUCKET = 5e8  # elements that DeepSpeed puts together before it reduces (its reduce_bucket_size)
 
 
@@ -37,7 +39,8 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
     Llama with flash attention and sequence parallelism, a token: (8·H + 4·N·D + 4·K·D + 2·M·F)/T bytes, M FFN
     matrices, and 4·N/T for the softmax statistics. Without sequence parallelism the 8·H (16 bits in and out of two
     norms) are on every rank; GPT with dropout has its masks, 2·H, and scores without flash attention 5·N·S (dropout)
-    or 2·N·S. Recomputed layers keep their input alone, 2·H (arXiv 2205.05198, sections 4 and 5).
+    or 2·N·S. Recomputed layers keep their input alone, 2·H (arXiv 2205.05198, sections 4 and 5). Copies that eager code
+    keeps: keys and values made contiguous (4·K·D), the attention's output turned round (2·N·D), the gate's SiLU (2·F).
     """
     shape, layout, stack = job.shape, candidate.layout, job.stack
     tokens = candidate.micro_batch * job.seq_length / layout.cp
@@ -48,7 +51,10 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
     per_head = shape.head_dim * (4 * shape.num_heads + 4 * shape.num_kv_heads)
     values = (8 + 2 * stack.dropout) * shape.hidden_size / cut
     values += (per_head + 2 * job.ffn_matrices * shape.ffn_size) / layout.tp
-    if not stack.fused:
+    if stack.copies_kept:
+        copies = shape.head_dim * (2 * shape.num_heads + 4 * shape.num_kv_heads) + 2 * shape.ffn_size
+        values += copies / layout.tp
+    elif not stack.fused:
         values += 8 * shape.hidden_size / cut  # norms in fp32
     scores = 0.0
     if stack.flash_attention:
@@ -73,15 +79,29 @@ def in_flight(stage: int, num_stages: int, chunks: int, num_micro_batches: int) 
 def logit_bytes(job: Job, candidate: Candidate) -> float:
     """The output layer's logits [B·S, V/T] and what cross-entropy makes of them, on the last stage.
 
-    In fp32: 16 bits, fp32 twice (values, and softmax, which becomes the gradient), gradient in 16 bits: 12 bytes.
-    The fused loss holds chunks of bf16, and its fp32 gradient of the weights beside its 16-bit one.
+    In fp32 twice: values, and softmax, which becomes the gradient; those in 16 bits are gone by then. The fused loss
+    holds chunks of bf16, and its fp32 gradient of the weights beside its 16-bit one.
     """
     tokens = candidate.micro_batch * job.seq_length / candidate.layout.cp
     rows = job.shape.vocab_size / candidate.layout.tp
     if job.stack.fused_loss:
         chunk = min(tokens * rows, _FUSED_LOSS_CHUNK)
         return 4 * chunk + (4 + 2) * rows * job.shape.hidden_size
-    return 12 * tokens * rows
+    return 8 * tokens * rows
+
+
+def held_bytes(job: Job, candidate: Candidate) -> float:
+    """What torch's allocator may not give out again because NCCL's stream was given it (Tensor.record_stream).
+
+    It waits until the GPU is past the collective, and the host runs ahead by as many kernels as CUDA queues. In a
+    layer's backward four gathered sequences, [B·S, H] in 16 bits, go to or come from tensor-parallel collectives:
+    two input gradients before they are scattered, two output gradients after they are gathered.
+    """
+    if not job.stack.holds_sent or candidate.layout.tp == 1:
+        return 0.0
+    kernels = 2 * kernels_forward(job)
+    tokens = candidate.micro_batch * job.seq_length / candidate.layout.cp
+    return 4 * job.bytes_of_value * tokens * job.shape.hidden_size * _QUEUED_KERNELS / kernels
 
 
 def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
@@ -91,7 +111,7 @@ def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
     """
     last = candidate.layout.pp - 1
     stages = range(last + 1) if job.stack.stages == "filled" else sorted({0, last})
-    return max((_stage_memory(job, candidate, profile, stage) for stage in stages), key=lambda memory: memory.total)
+    return max((stage_memory(job, candidate, profile, stage) for stage in stages), key=lambda memory: memory.total)
 
 
 def stage_parameters(job: Job, candidate: Candidate, stage: int) -> float:
@@ -129,7 +149,8 @@ def _cut(layers: int, is_filled: bool, output_cost: float, num_stages: int, chun
     return tuple(sum(map(len, stage)) for stage in stages)
 
 
-def _stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -> Memory:
+def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -> Memory:
+    """A rank of one stage."""
     layout = candidate.layout
     parameters = stage_parameters(job, candidate, stage)
     shards = layout.data_parallel * layout.cp if candidate.zero_stage else 1
@@ -145,10 +166,12 @@ def _stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) 
         activations += layer_activation_bytes(job, _without_recompute(candidate))  # of the layer being computed again
     # gathered sequence of a layer's products, forward or backward; what is received from the next stages
     buffers = 2 * hidden * (layout.tp > 1) + 2 * hidden / sequence_cut * (layout.pp > 1)
+    buffers += held_bytes(job, candidate)
+    new_gradients = job.bytes_of_value if job.stack.accumulates_at_end else 0
     return _with_allocator(
         profile,
         weights=job.bytes_of_value * parameters,
-        gradients=job.bytes_of_gradient * parameters,
+        gradients=(job.bytes_of_gradient + new_gradients) * parameters,
         optimizer=job.bytes_of_state * parameters / shards,
         activations=activations,
         logits=logit_bytes(job, candidate) if stage == layout.pp - 1 else 0.0,

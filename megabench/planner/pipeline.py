@@ -138,11 +138,14 @@ class Pipeline:
             pieces = self._num_buckets(candidate, stage, parameters)
             reduce, gather = self._replica_seconds(candidate, geometry, parameters, pieces)
             backward, forward = chunk.stage.backward * layout.vp, chunk.stage.forward * layout.vp
-            reduces.append(self.base.tail(backward, reduce, pieces, job.stack.overlaps_gradients))
+            reduces.append(self.base.tail(backward, reduce, pieces, self._overlaps_gradients(candidate)))
             gathers.append(max(0.0, self.base.tail(forward, gather, pieces, job.stack.overlaps_parameters) - fill))
             fill += chunk.stage.forward + send
             shards = geometry.replicas.size if candidate.zero_stage else 1
-            updates.append(compute.optimizer_seconds(self.machine, job, parameters, parameters / shards))
+            update = compute.optimizer_seconds(self.machine, job, parameters, parameters / shards)
+            if job.stack.flattens_shards and shards > 1:
+                update += compute.flattening_seconds(self.machine, job, parameters)
+            updates.append(update)
         ends = [end + tail for end, tail in zip(timeline.ends, reduces, strict=True)]
         last = max(range(layout.pp), key=ends.__getitem__)
         chunk, times = chunks[last], micro_batches * layout.vp
@@ -158,11 +161,15 @@ class Pipeline:
             "optimizer": max(updates) + self.profile.step_seconds,
         }
 
+    def _overlaps_gradients(self, candidate: Candidate) -> bool:
+        stack = self.job.stack
+        return stack.overlaps_gradients and (candidate.zero_stage == 0 or stack.overlaps_sharded_gradients)
+
     def _num_buckets(self, candidate: Candidate, stage: int, parameters: float) -> int:
         """Collectives in which a stage's gradients are summed: megatron-core cuts the first stage's alone, into 40 M
         parameters or 1 M a replica (distributed_data_parallel.py).
         """
-        if not self.job.stack.overlaps_gradients or (stage and not self.job.stack.buckets_on_all_stages):
+        if not self._overlaps_gradients(candidate) or (stage and not self.job.stack.buckets_on_all_stages):
             return 1
         size = max(self.job.stack.bucket_parameters, 1e6 * candidate.layout.data_parallel * candidate.layout.cp)
         return max(1, round(parameters / size))

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
+
+_MOST_EXACT = 2000  # forwards of all stages, up to which a timeline is not drawn out
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,12 @@ def simulate(
 ) -> Timeline:
     """The timeline of a step. `send` is how long a stage's output takes to the next one, either way.
 
-    A blocking sender does nothing else meanwhile. The steady state repeats itself every P micro-batches, so a long
-    step is the timeline of a short one, drawn out: exactly for equal stages, to a few percent for very different ones.
+    A blocking sender does nothing else meanwhile. The steady state repeats itself every P micro-batches, so a very long
+    step is the timeline of a shorter one, drawn out: exact for equal stages, to a few percent for very different ones.
     """
     num_stages = len(stages)
-    short = max(3, ceil(8 / num_stages)) * num_stages + num_micro_batches % num_stages
+    rounds = max(3, ceil(8 / num_stages), _MOST_EXACT // (num_stages * num_stages * chunks))
+    short = rounds * num_stages + num_micro_batches % num_stages
     longer = short + num_stages
     if num_micro_batches <= longer:
         return _simulate(stages, chunks, num_micro_batches, send, blocking)
@@ -88,67 +92,55 @@ def simulate(
 
 
 def _simulate(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send: float, blocking: bool) -> Timeline:
-    num_stages = len(stages)
-    size = chunks * num_micro_batches
-    # when an output is there for the next stage; negative until then
-    done = {kind: [[-1.0] * size for _ in stages] for kind in (True, False)}
-    orders = [order(stage, num_stages, chunks, num_micro_batches) for stage in range(num_stages)]
-    position, clock, busy = [0] * num_stages, [0.0] * num_stages, [0.0] * num_stages
-    sending = [0.0] * num_stages
-    left = sum(map(len, orders))
-    sends = num_stages > 1
+    last, size = len(stages) - 1, chunks * num_micro_batches
+    # when an output is there for the next stage, by chunk and micro-batch; negative until then
+    forwards, backwards = ([[-1.0] * size for _ in stages] for _ in range(2))
+    orders = [_places(stage, len(stages), chunks, num_micro_batches) for stage in range(len(stages))]
+    clock, sending, position = [0.0] * len(stages), [0.0] * len(stages), [0] * len(stages)
+    left = 2 * size * len(stages)
     while left:
         before = left
         for stage, operations in enumerate(orders):
-            seconds = stages[stage]
-            while position[stage] < len(operations):
-                is_forward, chunk, micro_batch = operations[position[stage]]
-                ready = _ready(done, is_forward, stage, chunk, micro_batch, num_stages, chunks, num_micro_batches)
+            now, next_one = clock[stage], position[stage]
+            while next_one < len(operations):
+                is_forward, at = operations[next_one]
+                leaves = last > 0
+                if is_forward:
+                    duration = stages[stage].forward
+                    if stage:
+                        ready = forwards[stage - 1][at]
+                    else:
+                        ready = forwards[last][at - num_micro_batches] if at >= num_micro_batches else 0.0
+                    leaves = leaves and (stage < last or at < size - num_micro_batches)
+                else:
+                    duration = stages[stage].backward
+                    if stage < last:
+                        ready = backwards[stage + 1][at]
+                    elif at < size - num_micro_batches:
+                        ready = backwards[0][at + num_micro_batches]
+                    else:
+                        ready = forwards[last][at]
+                    leaves = leaves and (stage > 0 or at >= num_micro_batches)
                 if ready < 0:
                     break
-                start = max(clock[stage], ready)
-                duration = seconds.forward if is_forward else seconds.backward
-                leaves = sends and not _is_end(is_forward, stage, chunk, num_stages, chunks)
-                held = send if leaves and blocking else 0.0
-                clock[stage] = start + duration + held
-                busy[stage] += duration
-                sending[stage] += held
-                done[is_forward][stage][chunk * num_micro_batches + micro_batch] = (
-                    start + duration + (send if leaves else 0.0)
-                )
-                position[stage] += 1
-                left -= 1
+                now = max(now, ready) + duration
+                (forwards if is_forward else backwards)[stage][at] = now + send if leaves else now
+                if leaves and blocking:
+                    now += send
+                    sending[stage] += send
+                next_one += 1
+            left -= next_one - position[stage]
+            clock[stage], position[stage] = now, next_one
         assert left < before, "the schedule waits for itself"
-    return Timeline(tuple(clock), tuple(busy), tuple(sending))
+    busy = tuple(size * (stage.forward + stage.backward) for stage in stages)
+    return Timeline(tuple(clock), busy, tuple(sending))
 
 
-def _is_end(is_forward: bool, stage: int, chunk: int, num_stages: int, chunks: int) -> bool:
-    """Whether nothing follows: the last chunk's forward on the last stage, the first one's backward on the first."""
-    if is_forward:
-        return stage == num_stages - 1 and chunk == chunks - 1
-    return stage == 0 and chunk == 0
-
-
-def _ready(
-    done: dict[bool, list[list[float]]],
-    is_forward: bool,
-    stage: int,
-    chunk: int,
-    micro_batch: int,
-    num_stages: int,
-    chunks: int,
-    num_micro_batches: int,
-) -> float:
-    """When an operation's input is there; negative while it is not."""
-    if is_forward:
-        if stage > 0:
-            return done[True][stage - 1][chunk * num_micro_batches + micro_batch]
-        return done[True][-1][(chunk - 1) * num_micro_batches + micro_batch] if chunk else 0.0
-    if stage < num_stages - 1:
-        return done[False][stage + 1][chunk * num_micro_batches + micro_batch]
-    if chunk < chunks - 1:
-        return done[False][0][(chunk + 1) * num_micro_batches + micro_batch]
-    return done[True][stage][chunk * num_micro_batches + micro_batch]
+@cache
+def _places(stage: int, num_stages: int, chunks: int, num_micro_batches: int) -> list[tuple[bool, int]]:
+    """`order`, an operation by whether it is a forward, and by its place among those: the first chunk's come first."""
+    operations = order(stage, num_stages, chunks, num_micro_batches)
+    return [(is_forward, chunk * num_micro_batches + micro_batch) for is_forward, chunk, micro_batch in operations]
 
 
 def shortest(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send: float, blocking: bool) -> float:

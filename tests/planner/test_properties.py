@@ -1,6 +1,7 @@
 """What any cost model must obey, whatever its constants are."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from megabench.planner import network
 from megabench.planner.geometry import Geometry
 from megabench.planner.job import Stack
+from megabench.planner.memory import held_bytes
 from megabench.planner.search import candidates
 from tests.planner.jobs import cluster, costs, hosts, job, megatron, zero
 
@@ -128,3 +130,22 @@ def test_a_tensor_parallel_group_across_hosts_is_slower_than_inside():
     profile = costs(job(), topology).profile
     assert (inside.hosts, across.hosts) == (1, 2)
     assert network.gather_seconds(profile, across, 1e8) > network.gather_seconds(profile, inside, 1e8)
+
+
+def test_what_a_program_does_costs_memory_and_time():
+    topology = hosts(2, 8)
+    plain = Stack(fused_loss=False)
+    candidate = megatron(topology, tp=2)
+    lean = costs(job(stack=plain), topology).memory(candidate)
+    for name, part in (("accumulates_at_end", "gradients"), ("copies_kept", "activations"), ("holds_sent", "buffers")):
+        other = costs(job(stack=replace(plain, **{name: True})), topology).memory(candidate)
+        assert getattr(other, part) > getattr(lean, part) and other.total > lean.total
+    step = costs(job(stack=plain), topology).estimate(candidate).step_seconds
+    for changes in ({"flattens_shards": True}, {"loss_bytes": 104}):
+        assert costs(job(stack=replace(plain, **changes)), topology).estimate(candidate).step_seconds > step
+
+
+def test_nothing_is_held_for_collectives_that_are_not_made():
+    topology, work = hosts(1, 8), job(stack=Stack(holds_sent=True))
+    assert held_bytes(work, megatron(topology)) == 0.0
+    assert held_bytes(work, megatron(topology, tp=2)) == held_bytes(work, megatron(topology, tp=8)) > 0.0

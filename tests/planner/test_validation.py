@@ -4,9 +4,13 @@ import math
 
 import pytest
 
+from megabench.planner.profile import profile_for, shipped_profiles
+from megabench.planner.validation.fit import predicted_gib
 from megabench.planner.validation.own import read_own
+from megabench.planner.validation.profiles import for_own_engines
 from megabench.planner.validation.published import DataError, read_rows
 from megabench.planner.validation.score import accuracy, alarm, regret, spearman
+from tests.planner.jobs import costs
 from tests.study.compare_process import REPOSITORY
 
 HEAD = (
@@ -15,6 +19,16 @@ HEAD = (
 )
 SWEEP = "HF Ultra-Scale,llama-1B-mha,1.34,16,2048,32,32,8192,131072,4096,H100-80GB-SXM"
 SC21 = "arXiv:2104.04473 Table 1 (image),gpt-1.7B,1.7,24,2304,24,24,9216,51200,2048,A100-80GB-SXM"
+
+
+def sweep(gpus: int, tp: int, pp: int, dp: int, micro_batch: int, outcome: str, zero_stage: int = 1) -> str:
+    return f"{SWEEP},{gpus},8,,{tp},{pp},1,1,{dp},{zero_stage},{micro_batch},256,bf16,,{outcome},"
+
+
+def rows_of(folder, *lines: str):
+    path = folder / "runs.csv"
+    path.write_text("\n".join([HEAD, *lines]) + "\n")
+    return read_rows(path)
 
 
 @pytest.fixture
@@ -39,6 +53,44 @@ def test_rows_of_one_configuration_are_one(table):
     assert one_node.measured["seconds"] == pytest.approx(256 * 4096 / 27877 / 8)
     assert one_node.measured["memory_gib"] == 12.5
     assert many_nodes.measured == {"oom": 1.0} and len(many_nodes.topology.hosts) == 8
+
+
+def test_of_repeated_runs_the_fastest_counts(tmp_path):
+    found = rows_of(
+        tmp_path,
+        sweep(16, 8, 1, 2, 1, "tokens_per_s_per_gpu,3449"),
+        sweep(16, 8, 1, 2, 1, "tokens_per_s_per_gpu,737"),
+        sweep(16, 8, 1, 2, 1, "peak_mem_gb,17.8"),
+        sweep(16, 8, 1, 2, 1, "peak_mem_gb,19.2"),
+    )
+    assert len(found) == 1
+    assert found[0].measured == {"seconds": pytest.approx(256 * 4096 / 3449 / 16), "memory_gib": 19.2}
+
+
+def test_embeddings_are_tied_where_the_stated_parameters_say_so(tmp_path):
+    (small,) = rows_of(tmp_path, sweep(8, 1, 1, 8, 1, "peak_mem_gb,24.2"))
+    assert small.job.shape.tied_embeddings
+    assert small.job.num_parameters == pytest.approx(1.34e9, rel=0.01)
+
+
+def test_layouts_that_leave_the_loss_before_the_last_stage_are_refused(tmp_path):
+    sizes = (1, 2, 4, 8, 16, 32)
+    found = rows_of(tmp_path, *(sweep(64, 1, size, 64 // size, 1, "oom_or_crash,1") for size in sizes))
+    assert {row.candidate.layout.pp: row.is_refused for row in found} == {size: size >= 16 for size in sizes}
+
+
+def test_the_sweeps_memory_is_the_first_rank_s(tmp_path):
+    # one micro-batch: no stage holds more than one, and the last has the logits
+    (row,) = rows_of(tmp_path, sweep(64, 1, 2, 32, 8, "peak_mem_gb,44.9"))
+    profile = profile_for("NVIDIA H100 80GB HBM3")
+    assert predicted_gib(row, profile) < costs(row.job, row.topology).memory(row.candidate).total / 2**30
+
+
+def test_shipped_profiles_have_the_allocator_of_megabenchs_engines():
+    profiles = shipped_profiles()
+    shares = {name: profile.allocator_share for name, profile in for_own_engines(profiles).items()}
+    assert set(shares.values()) == {profiles["h200"].allocator_share}
+    assert profiles["h100"].allocator_share == profiles["a100"].allocator_share == profiles["h200"].allocator_share
 
 
 def test_sc21_counts_its_own_flops(table):

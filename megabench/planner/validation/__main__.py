@@ -22,7 +22,10 @@ Written by `make validate-planner DATA=…` (megabench/planner/validation/). Con
 "fitted" and to no others; "constant MFU" is a null model that gives every row of a GPU the median MFU of its fitted
 rows. Spearman is over all rows of a line, "within a sweep" the mean over groups of one model, batch and number of GPUs;
 regret is how much longer the predicted best of such a group (of what is predicted to fit) takes than the measured best;
-where the null model cannot tell, it draws. OOM: published ends that are not told apart from crashes.
+where the null model cannot tell, it draws. OOM: published ends that are not told apart from crashes; layouts that the
+sweep's program refuses count as foretold. Its memory is that of the first rank, with its program's own share for the
+allocator (shipped profiles: that of megabench's engines). playbook-sweep.md, beside this file, says what is known of
+the sweep's rows that no layout explains; they are in every figure here.
 
 """
 

@@ -7,6 +7,7 @@ from typing import cast
 
 from megabench.hardware.topology import Link
 from megabench.planner.engines import Costs
+from megabench.planner.memory import stage_memory
 from megabench.planner.profile import Profile
 from megabench.planner.validation.collectives import Collective
 from megabench.planner.validation.published import Row
@@ -24,6 +25,7 @@ SPEED = (
 MEMORY = ("allocator_share",)
 LINKS = ("nvlink.efficiency", "efa.efficiency", "efa.hop_seconds", "efa.base_seconds")
 _WORTH = 1e-3  # part of the loss that a move must save
+_NOISE = 0.02  # by which repeated runs differ
 _LARGE = 1e6  # bytes, from which on a collective tells about training
 _BACKWARD_SHARE = 0.8  # of its forward's rate that flash attention's backward reaches (arXiv 2307.08691, figures 5, 6)
 _STEPS = (2.0, 1.3, 1.1, 1.03)  # by which a constant is moved, coarse to fine
@@ -50,16 +52,22 @@ def predicted_seconds(row: Row, profile: Profile) -> float:
 
 
 def predicted_gib(row: Row, profile: Profile) -> float:
-    """GiB of the fullest GPU of a published configuration."""
+    """GiB of the GPU of a published configuration whose peak its source states: the fullest, or the first."""
+    if row.source.first_rank_memory and row.candidate.engine == "megatron":
+        return stage_memory(row.job, row.candidate, profile, stage=0).total / 2**30
     return Costs(row.job, row.topology, profile).memory(row.candidate).total / 2**30
 
 
 def fit_speed(profile: Profile, rows: Sequence[Row], names: Sequence[str] = SPEED) -> Profile:
-    """The profile whose step times are nearest to those of `rows`, by the mean of |ln predicted ÷ measured|."""
+    """The profile whose step times are nearest to those of `rows`, by the mean of |ln predicted ÷ measured|.
+
+    Rounded off near nothing: moving one constant at a time gets stuck in the corners of a sum of absolute values, and
+    what it found hung on where it began.
+    """
 
     def loss(candidate: Profile) -> float:
         return statistics.mean(
-            abs(math.log(predicted_seconds(row, candidate) / row.measured["seconds"])) for row in rows
+            math.hypot(math.log(predicted_seconds(row, candidate) / row.measured["seconds"]), _NOISE) for row in rows
         )
 
     return descend(profile, names, loss)

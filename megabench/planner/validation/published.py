@@ -27,7 +27,8 @@ class DataError(UserError):
 class Source:
     """A publication, found by a part of its name, and what its software did. `fits` allows one-node rows to be fitted.
 
-    `gradient` is bytes of one; `unstated_recompute` stands in where rows do not say (None leaves such rows out).
+    `gradient` is bytes of one; `unstated_recompute` stands in where rows do not say (None leaves such rows out);
+    `first_rank_memory` is what its peaks are of, else of the fullest.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Source:
     zero_stage: int = 0
     gradient: int = 4
     unstated_recompute: Recompute | None = None
+    first_rank_memory: bool = False
 
 
 _MEGATRON_2021 = Stack(
@@ -51,26 +53,44 @@ _MEGATRON_2021 = Stack(
     stages="even",
 )
 _MEGATRON_2022 = replace(_MEGATRON_2021, sequence_parallel=True)
-# nanotron 0.5: flash attention, sequence parallelism, full logits, fp32 accumulation; ZeRO-1 gathers behind the step
-# in buckets of 25 MB of bf16 on every stage, as torch's DDP
+# nanotron 0.5: flash attention, sequence parallelism, full logits, fp32 accumulation behind each backward. Gradients go
+# in buckets of 25 MB of bf16 on every stage, as torch's DDP's, but under ZeRO-1, which makes no DDP (trainer.py): there
+# they are summed, and weights gathered, behind the step
 _NANOTRON = Stack(
     flash_version_2=True,
     fused=False,
     fused_loss=False,
     overlaps_parameters=False,
+    overlaps_sharded_gradients=False,
     bucket_parameters=12.5e6,
     buckets_on_all_stages=True,
     stages="filled",
+    accumulates_at_end=True,
+    copies_kept=True,
+    holds_sent=True,
+    flattens_shards=True,
 )
 _NEMO = Stack(fused_loss=False, fuses_weight_gradient=True, blocking_p2p=False, stages="even")
-_FSDP = Stack(flash_version_2=True, fused=False, fused_loss=False)
+# llm-foundry's loss is flash-attn's, in 16 bits: 2 read, and 2 + 2 backward. torch's casts 2 + 4, takes maximum, sum,
+# logarithm 4 + 4 + 4 + 4; backward zeroes, sums, writes and casts 4 + 4 + 4 + 4 + 4 + 2
+_FOUNDRY = Stack(flash_version_2=True, fused=False, fused_loss=False, loss_bytes=6)
+_FSDP = replace(_FOUNDRY, loss_bytes=44)
 _TITAN = Stack(flash_version_2=True, fused=False, fused_loss=False)
 _TITAN_COMPILED = Stack(flash_version_2=True, fused_loss=False)
 
 SOURCES = (
-    Source("playbook sweep", "Ultra-Scale", _NANOTRON, "efa", fits=True, unstated_recompute="none"),
+    # its table is written by the first rank (nanotron's log_throughput), in the third or fourth step of a run
+    Source(
+        "playbook sweep",
+        "Ultra-Scale",
+        _NANOTRON,
+        "efa",
+        fits=True,
+        unstated_recompute="none",
+        first_rank_memory=True,
+    ),
     Source("vTrain", "vTrain", _MEGATRON_2021, "infiniband", fits=True),
-    Source("llm-foundry", "llm-foundry", _FSDP, "infiniband", fits=True, zero_stage=3, gradient=2),
+    Source("llm-foundry", "llm-foundry", _FOUNDRY, "infiniband", fits=True, zero_stage=3, gradient=2),
     Source("SC21 table 1", "2104.04473 Table 1", _MEGATRON_2021, "infiniband"),
     Source("Korthikanti", "2205.05198 Table 5", _MEGATRON_2021, "infiniband"),
     Source("torchtitan", "llama3_h100_202412_torchtitan", _TITAN, "infiniband", zero_stage=3),
@@ -108,6 +128,26 @@ class Row:
         """Rows that compete: one source, model, kind and number of GPUs."""
         return self.source.name, self.job.shape.name, self.topology.hosts[0].device, self.topology.world_size
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the program itself ends such a run, however much memory there is.
+
+        nanotron fills a stage with blocks until they pass its part of the whole, then goes on to the next, and needs
+        the last block, the loss, on the last stage (models/base.py); with many stages it does not get there. (A stage
+        that has its part exactly is full: so say the sweep's own counts of a stage's parameters.)
+        """
+        if self.job.stack.stages != "filled":
+            return False
+        num_stages, output = self.candidate.layout.pp, self.job.output_cost
+        part = (self.job.shape.num_layers + output) / num_stages
+        stage, passed, found = 0, 0.0, 0
+        # layers; norm, output layer, cast, loss
+        for cost in (*[1.0] * self.job.shape.num_layers, 0.0, output, 0.0, 0.0):
+            passed, found = passed + cost, stage
+            if passed >= part * (stage + 1) * (1 - 1e-9) and stage < num_stages - 1:
+                stage += 1
+        return found < num_stages - 1
+
 
 def read_rows(path: Path) -> list[Row]:
     """The configurations that the planner can predict; DataError for a file that holds none."""
@@ -121,8 +161,14 @@ def read_rows(path: Path) -> list[Row]:
         measured = _measured(line, row) if row else None
         if row and measured:
             key = (row.group, row.job.seq_length, row.job.global_batch, row.candidate, row.job.stack, row.topology)
-            found.setdefault(key, row).measured.update([measured])
+            _add(found.setdefault(key, row), *measured)
     return list(found.values())
+
+
+def _add(row: Row, kind: Kind, value: float) -> None:
+    """Of runs that were repeated the fastest counts, and the fullest: what disturbs a run only adds."""
+    known = row.measured.get(kind, value)
+    row.measured[kind] = min(known, value) if kind == "seconds" else max(known, value)
 
 
 def read_table(path: Path, advice: str) -> list[dict[str, str]]:
@@ -168,7 +214,7 @@ def _row(source: Source, line: Mapping[str, str]) -> Row | None:
 def _shape(line: Mapping[str, str]) -> ModelShape:
     hidden, heads = int(line["hidden"]), int(line["heads"])
     is_llama = line["model"].startswith("llama")
-    return ModelShape(
+    shape = ModelShape(
         name=line["model"],
         family="llama" if is_llama else "gpt2",
         num_layers=int(line["layers"]),
@@ -187,6 +233,15 @@ def _shape(line: Mapping[str, str]) -> ModelShape:
         source=line["source"],
         tied_embeddings=not is_llama,
     )
+    return replace(shape, tied_embeddings=True) if _is_tied(shape, line["params_b"]) else shape
+
+
+def _is_tied(shape: ModelShape, stated_billions: str) -> bool:
+    """Whether the embedding is the output layer, too, by the number of parameters that a row states."""
+    if not stated_billions:
+        return shape.tied_embeddings
+    stated, tied = float(stated_billions) * 1e9, replace(shape, tied_embeddings=True)
+    return abs(tied.num_parameters - stated) < abs(shape.num_parameters - stated)
 
 
 def _topology(source: Source, line: Mapping[str, str], gpu: str, gpus: int, per_node: int) -> Topology:

@@ -120,7 +120,7 @@ def _with_memory(line: Line, rows: Sequence[Row], profiles: Mapping[str, Profile
     # what both ran and failed says nothing
     ended = [row for row in rows if ("oom" in row.measured) != ("seconds" in row.measured)]
     happened = ["oom" in row.measured for row in ended]
-    said = [_misses(row, profiles) for row in ended]
+    said = [row.is_refused or _misses(row, profiles) for row in ended]
     return Line(
         line.name,
         line.accuracy,
