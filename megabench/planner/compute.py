@@ -139,7 +139,7 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
     """Output layer and cross-entropy, forward and backward: 2·H·V FLOPs a token and product; logits [B·S, V/T].
 
     The fused loss makes its gradients in forward (megabench/engines/cross_entropy.py): of a logit it writes and reads
-    16 bits 6 times, and of a weight's gradient in fp32 zeroes, sums, scales and casts 20 bytes. Any other moves
+    16 bits 6 times, and of a weight's gradient in fp32 zeroes, sums, scales and casts 18 bytes. Any other moves
     `loss_bytes` a logit, three quarters of them forward.
     """
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
@@ -150,7 +150,7 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
     elements, weights = tokens * rows, rows * shape.hidden_size
     accumulate = memory_seconds(machine, _accumulated_bytes(job) * weights)
     if job.stack.fused_loss:
-        return forward + backward + memory_seconds(machine, 12 * elements + 20 * weights), accumulate
+        return forward + backward + memory_seconds(machine, 12 * elements + 18 * weights), accumulate
     loss = memory_seconds(machine, job.stack.loss_bytes * elements)
     return forward + 0.75 * loss, backward + 0.25 * loss + accumulate
 

@@ -22,7 +22,8 @@ class Stack:
     without it they are written and read in 16 bits, the full square of them. `fused` element-wise kernels read and
     write once what unfused ones do several times. `fused_loss` makes the output layer and cross-entropy in chunks; any
     other reads and writes `loss_bytes` a logit (Megatron-LM's in fp32, cross_entropy.py: cast 2 + 4, maximum 4, sum 4,
-    subtraction, exponential and division 4 + 4 each; backward scales 4 + 4 and casts 4 + 2).
+    subtraction, exponential and division 4 + 4 each; backward scales 4 + 4 and casts 4 + 2). Where it `keeps_gathered`
+    inputs of tensor-parallel layers, they are not gathered again.
     `blocking_p2p` stages wait for what they send, but with interleaving. Gradients are summed by `bucket_parameters`,
     beside backward or not; with a sharded optimizer as `overlaps_sharded_gradients` says.
     `stages` hold as many layers each, or fewer beside the output layer (as megabench's engine, or nanotron, cuts them).
@@ -42,6 +43,7 @@ class Stack:
     overlaps_sharded_gradients: bool = True
     overlaps_parameters: bool = True
     overlaps_tp_backward: bool = True
+    keeps_gathered: bool = False
     fuses_weight_gradient: bool = False
     blocking_p2p: bool = True
     bucket_parameters: float = 40e6

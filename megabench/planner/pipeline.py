@@ -41,9 +41,9 @@ class Pipeline:
         """Exposed seconds of a layer: tp forward, tp backward, cp forward, cp backward; and collectives forward.
 
         With sequence parallelism a layer gathers 2·B·S·H/C bytes twice and reduce-scatters them twice, forward;
-        backward gathers twice, gathers the inputs again beside the input gradients and scatters beside the weight's
-        (arXiv 2205.05198, figure 5; megatron-core's layers). Without it, two all-reduces each way, of which those of
-        backward run beside the weight gradients. Context parallelism gathers keys and values, 4·B·S·K·D/T bytes.
+        backward gathers twice, gathers inputs that were not kept again beside their gradients, and scatters beside the
+        weights' (arXiv 2205.05198, figure 5; megatron-core's layers). Without it, two all-reduces each way, of which
+        those of backward run beside the weight gradients. Context parallelism gathers keys and values, 4·B·S·K·D/T.
         """
         job, geometry, (tp, cp_size, *_) = self.job, self.base.geometry(*sizes), sizes
         layer = self.base.layer(tp, cp_size, micro_batch)
@@ -55,7 +55,8 @@ class Pipeline:
             if job.stack.sequence_parallel:
                 tp_forward = 4 * gather
                 waits = 2 * gather
-                hidden = [(2 * gather, layer.input_gradients), (2 * gather, layer.weight_gradients)]
+                again = 0.0 if job.stack.keeps_gathered else 2 * gather
+                hidden = [(again, layer.input_gradients), (2 * gather, layer.weight_gradients)]
             else:
                 tp_forward = 2 * network.all_reduce_seconds(self.profile, geometry.tp, sequence)
                 waits, hidden = 0.0, [(tp_forward, layer.weight_gradients)]

@@ -37,14 +37,16 @@ def _stack_of(record: RunRecord) -> Stack:
     """What the record's kernels were; those of a run that ended before it named them, the usual ones."""
     # records from before there was a choice have even stages
     stages: Literal["balanced", "even"] = record.options.get("stages") or "even"
+    keeps_gathered = bool(record.options.get("keep_gathered"))
     if record.kernels is None:
-        return Stack(stages=stages)
+        return Stack(stages=stages, keeps_gathered=keeps_gathered)
     activation, loss = record.kernels.get("activation", ""), record.kernels.get("cross_entropy", "")
     return Stack(
         fused="unfused" not in activation,
         fused_loss="linear_cross_entropy" in loss,
         fuses_weight_gradient=record.kernels.get("weight_gradient") in ("apex", "summed up by its product"),
         stages=stages,
+        keeps_gathered=keeps_gathered,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from megabench import UserError
+from megabench.planner.profile import read_profile
 from megabench.planner.validation.collectives import read_collectives
 from megabench.planner.validation.own import read_own
 from megabench.planner.validation.profiles import Measurements, fitted_profiles, is_own_fitted, write_profiles
@@ -39,6 +40,7 @@ def validate(
         published=read_rows(data),
         collectives=read_collectives(data.with_name("published-collectives.csv")),
         own=read_own(_BENCHMARKS),
+        calibrated=read_profile(_BENCHMARKS / "calibrate-h200" / "profile.json"),
     )
     profiles = fitted_profiles(measured)
     null = null_model(

@@ -9,6 +9,8 @@ from megabench.planner.predict import candidate_of, job_of
 from megabench.planner.validation.published import Row, Source
 from megabench.record import RunRecord, read_records
 
+# what was wrong in a study, of which benchmarks/NOTES.md tells
+_FAULTS = dict.fromkeys(("engines-bf16", "engines-4-gpus"), " (torch.compile off by a fault)")
 _SOURCE = Source("own records", "", Stack(), "socket")
 
 
@@ -17,7 +19,8 @@ def read_own(folder: Path) -> list[Row]:
     rows = []
     for path in sorted(folder.glob("*/results.jsonl")):
         found = (row_of(record) for record in read_records(path))
-        rows += [replace(row, source=replace(_SOURCE, name=path.parent.name)) for row in found if row]
+        name = path.parent.name + _FAULTS.get(path.parent.name, "")
+        rows += [replace(row, source=replace(_SOURCE, name=name)) for row in found if row]
     return rows
 
 

@@ -23,19 +23,21 @@ _START = {
     "unfused_traffic": 3.0,
     "allocator_share": 0.2,
 }
-# the project's own records that are fitted: four layers each, too small for the studies that they predict
-OWN_FITTED = ("engines-bf16", "nccl-parity-bf16")
-# too few to tell all constants: those of the same processor elsewhere stay
-_FEW = ("unfused_traffic", "interference", "step_seconds")
+# the project's own records that are fitted: four layers each, too small for the studies that they predict; with fused
+# kernels and without
+OWN_FITTED = ("options-4-gpus", "nccl-parity-bf16")
+# what `megabench calibrate` did not measure
+_FEW = ("unfused_traffic", "step_seconds")
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """All there is to fit and to try."""
+    """All there is to fit and to try; `calibrated` is what `megabench calibrate` found on H200s."""
 
     published: Sequence[Row]
     collectives: Sequence[Collective]
     own: Sequence[Row]
+    calibrated: Profile
 
 
 def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
@@ -43,10 +45,11 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
     shipped = shipped_profiles()
     h100 = _fit_published(shipped["h100"], "H100", measured)
     a100 = _fit_published(shipped["a100"], "A100", measured)
-    h200 = _reset(shipped["h200"])
     own = [row for row in measured.own if is_own_fitted(row)]
-    processor = {name: getattr(h100, name) for name in ("gemm_half_k", "collective_launch_seconds")}
-    h200 = fit.fit_speed(h200.model_copy(update=processor), own, _FEW)
+    start = {name: _START[name] for name in (*_FEW, *fit.MEMORY)}
+    origin = shipped["h200"].origin | measured.calibrated.origin | {"*": shipped["h200"].origin["*"]}
+    named = {"name": "h200", "origin": origin, "measurements": []}
+    h200 = fit.fit_speed(measured.calibrated.model_copy(update=start | named), own, _FEW)
     h200 = fit.fit_memory(h200, own)
     said = "published one-node runs and collectives"
     return {
