@@ -82,5 +82,5 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
 
 
 def fuses_blocks(run: ResolvedConfig) -> bool:
-    """Whether the parallel blocks hold this package's linear layers, attention and MLP instead of megatron-core's."""
+    """Whether the parallel blocks hold this package's linear layers, attention and SwiGLU, not megatron-core's."""
     return run.kernels == "auto"

@@ -140,7 +140,7 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
 
     The fused loss makes its gradients in forward (megabench/engines/cross_entropy.py): of a logit it writes and reads
     16 bits 6 times, and of a weight's gradient in fp32 zeroes, sums, scales and casts 18 bytes. Any other moves
-    `loss_bytes` a logit, three quarters of them forward.
+    `loss_bytes` a logit.
     """
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
     rows = shape.vocab_size / tp
@@ -151,8 +151,8 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
     accumulate = memory_seconds(machine, _accumulated_bytes(job) * weights)
     if job.stack.fused_loss:
         return forward + backward + memory_seconds(machine, 12 * elements + 18 * weights), accumulate
-    loss = memory_seconds(machine, job.stack.loss_bytes * elements)
-    return forward + 0.75 * loss, backward + 0.25 * loss + accumulate
+    loss_forward, loss_backward = (memory_seconds(machine, size * elements) for size in job.stack.loss_bytes)
+    return forward + loss_forward, backward + loss_backward + accumulate
 
 
 def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:

@@ -21,15 +21,15 @@ class Stack:
     `flash_attention` holds no S×S scores (`flash_version_2`: by FlashAttention-2, slow on Hopper, not cuDNN's or 3);
     without it they are written and read in 16 bits, the full square of them. `fused` element-wise kernels read and
     write once what unfused ones do several times. `fused_loss` makes the output layer and cross-entropy in chunks; any
-    other reads and writes `loss_bytes` a logit (Megatron-LM's in fp32, cross_entropy.py: cast 2 + 4, maximum 4, sum 4,
-    subtraction, exponential and division 4 + 4 each; backward scales 4 + 4 and casts 4 + 2). Where it `keeps_gathered`
-    inputs of tensor-parallel layers, they are not gathered again.
+    other reads and writes `loss_bytes` a logit, forward and backward (Megatron-LM's in fp32, cross_entropy.py: cast
+    2 + 4, maximum 4, sum 4, subtraction, exponential and division 4 + 4 each; backward scales 4 + 4 and casts 4 + 2).
+    Where it `keeps_gathered` inputs of tensor-parallel layers, they are not gathered again.
     `blocking_p2p` stages wait for what they send, but with interleaving. Gradients are summed by `bucket_parameters`,
     beside backward or not; with a sharded optimizer as `overlaps_sharded_gradients` says.
     `stages` hold as many layers each, or fewer beside the output layer (as megabench's engine, or nanotron, cuts them).
-    Memory: `accumulates_at_end` of a backward the 16-bit gradients of all weights; `copies_kept` that leaner code has
-    not; `holds_sent` what NCCL's stream was given, until the GPU is past it. `flattens_shards` copies gradients and
-    weights into one piece for a sharded optimizer's collectives.
+    Of published runs alone: `accumulates_at_end` of a backward holds the 16-bit gradients of all weights; `copies_kept`
+    that leaner code has not; `holds_sent` what NCCL's stream was given, until the GPU is past it. `flattens_shards`
+    copies gradients and weights into one piece for a sharded optimizer's collectives.
     """
 
     flash_attention: bool = True
@@ -37,7 +37,7 @@ class Stack:
     sequence_parallel: bool = True
     fused: bool = True
     fused_loss: bool = True
-    loss_bytes: int = 52
+    loss_bytes: tuple[int, int] = (38, 14)
     dropout: bool = False
     overlaps_gradients: bool = True
     overlaps_sharded_gradients: bool = True

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from megabench.config import RunConfig
@@ -73,17 +74,18 @@ def regret_sentence(records: list[RunRecord]) -> str | None:
     timed = [record for record in records if record.prediction and record.step_seconds and record.status == "ok"]
     if not any(record.prediction and record.prediction.planned_rank for record in timed):
         return None
-    chosen = min(timed, key=lambda record: record.prediction.step_seconds if record.prediction else 0.0)
-    best = min(timed, key=_median)
-    errors = [abs(one.prediction.step_seconds / _median(one) - 1) for one in timed if one.prediction]
-    said = f"The plan would have chosen {chosen.trial}"
-    if chosen is best:
+    predicted = {record.trial: record.prediction.step_seconds for record in timed if record.prediction}
+    measured = {trial: _step_seconds([record for record in timed if record.trial == trial]) for trial in predicted}
+    chosen, best = (min(seconds, key=seconds.__getitem__) for seconds in (predicted, measured))
+    error = mean(abs(predicted[trial] / measured[trial] - 1) for trial in predicted)
+    said = f"The plan would have chosen {chosen}"
+    if chosen == best:
         said += ", the best that was measured (regret 1.00)"
     else:
-        said += f", and the best that was measured is {best.trial} (regret {_median(chosen) / _median(best):.2f})"
-    return f"{said}; predicted steps were off by {100 * sum(errors) / len(errors):.0f}% in the mean."
+        said += f", and the best that was measured is {best} (regret {measured[chosen] / measured[best]:.2f})"
+    return f"{said}; predicted steps were off by {100 * error:.0f}% in the mean."
 
 
-def _median(record: RunRecord) -> float:
-    assert record.step_seconds
-    return record.step_seconds.median
+def _step_seconds(runs: list[RunRecord]) -> float:
+    """The mean of a trial's runs, each by the median of its steps."""
+    return mean(run.step_seconds.median for run in runs if run.step_seconds)

@@ -33,7 +33,9 @@ class StudyFile(BaseModel):
 
     name: str | None = Field(None, description="Name of the study [default: the file's].")
     question: str = Field("", description="What the study answers, in one sentence.")
-    base: dict[str, Any] = Field({}, description="RunConfig fields for all trials, env, world_size.")
+    base: dict[str, Any] = Field(
+        {}, description="RunConfig fields for all trials, env, world_size, timeout_seconds, repeats."
+    )
     trials: list[dict[str, Any]] = Field(
         min_length=1, description="RunConfig fields of each, name, env, world_size, timeout_seconds, repeats."
     )

@@ -111,6 +111,8 @@ def engine_name(record: RunRecord) -> str:
             words.append(f"{word} {value}")
     if options.get("stages", "balanced") == "even":
         words.append("even stages")
+    if options.get("tp_overlap"):  # of records alone: the option is gone
+        words.append("TP overlapped")
     if options.get("keep_gathered"):
         words.append("gathered kept")
     if options.get("compile"):

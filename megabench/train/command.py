@@ -139,8 +139,8 @@ def _set_connections(run: ResolvedConfig) -> None:
 
 
 def _set_threads(run: ResolvedConfig) -> None:
-    """Shares the cores between this host's processes where they hold an optimizer: torchrun leaves each one thread, and
-    without it each takes as many as there are cores."""
+    """Shares the cores between this host's processes where they hold an optimizer, for which torchrun leaves each one
+    thread; libraries that are loaded later read the number from the environment."""
     if run.device == "cuda" and run.offload != "none" and os.environ.get("OMP_NUM_THREADS") in (None, "1"):
         import torch
 

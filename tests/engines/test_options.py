@@ -12,7 +12,15 @@ from megabench.data.source import open_source
 from megabench.engines.base import build_engine
 from megabench.engines.loss_scale import HYSTERESIS, INITIAL, WINDOW, LossScale
 from tests import distributed
-from tests.engines.equivalence import OPTIMIZERS, Trace, assert_equal_to_reference, resolve, train
+from tests.engines.equivalence import (
+    OPTIMIZERS,
+    Trace,
+    assert_equal_to_reference,
+    differences,
+    reference_of,
+    resolve,
+    train,
+)
 from tests.engines.reference import Reference
 
 EQUAL: dict[str, tuple[int, dict[str, Any]]] = {
@@ -98,6 +106,17 @@ def train_scaled(run: ResolvedConfig) -> Trace:
 
     with patch.object(transformers_model, "loss_scale_of", lambda run: LossScale()):
         return train(run)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world_size", "fields"), [(2, {}), (4, {"cp": 2, "pp": 2})], ids=["dp2", "pp2-cp2"])
+def test_megatron_in_fp16(world_size: int, fields: dict[str, Any]) -> None:
+    """Its loss is scaled by 2^16 and divided by micro-batches, its gradients are divided by replicas and unscaled."""
+    settings = fields | OPTIMIZERS["adamw"]
+    # which a user may ask for on GPUs alone
+    run = resolve(world_size, **settings).model_copy(update={"precision": "fp16"})
+    found = differences(distributed.run(train, world_size, run)[0], reference_of(**settings))
+    assert max(value for name, value in found.items() if name.startswith("gradients")) < 5e-3
 
 
 @pytest.mark.distributed

@@ -98,6 +98,16 @@ def test_the_end_says_whether_the_plan_was_right():
     assert regret_sentence([make_record([5.0])]) is None
 
 
+def test_a_repeated_trial_is_one():
+    faster, slower = (record for record in [*records(), *records()] if record.trial == "plan-1")
+    other = next(record for record in records() if record.trial == "zero3")
+    slower = slower.model_copy(update={"repeat": 1})
+    assert slower.step_seconds and other.step_seconds
+    slower.step_seconds = slower.step_seconds.model_copy(update={"median": 0.1 * other.step_seconds.median})
+    sentence = regret_sentence([faster, slower, other])
+    assert sentence and "plan-1, the best that was measured (regret 1.00)" in sentence
+
+
 def test_a_record_is_predicted_for_the_ranks_it_ran_on():
     predictor = Predictor(hosts(1, 2), shipped_profiles()["h100"], ["plan-1"])
     said = predictor.predict(make_record([5.0], trial="plan-1", precision="bf16"))

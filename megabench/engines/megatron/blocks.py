@@ -28,7 +28,7 @@ from megabench.config import ResolvedConfig
 from megabench.engines.fused import fused
 from megabench.engines.kernels import fuses_blocks
 from megabench.engines.megatron.linear import ColumnLinear, RowLinear
-from megabench.engines.megatron.swiglu import GatedMLP
+from megabench.engines.megatron.swiglu import SwiGLU
 
 
 class RMSNorm(nn.Module):
@@ -178,10 +178,10 @@ def llama_blocks(num_layers: int, run: ResolvedConfig) -> TransformerBlockSubmod
     Where the family has them, norms over D stand before the rotary embedding of queries and keys.
     """
     if fuses_blocks(run):
-        attention, mlp, row = RotaryAttention, GatedMLP, RowLinear
+        attention, activation, row = RotaryAttention, SwiGLU, RowLinear
         column = ModuleSpec(module=ColumnLinear, params={"keeps_gathered": run.keep_gathered})
     else:
-        attention, mlp, row = SelfAttention, MLP, RowParallelLinear
+        attention, activation, row = SelfAttention, None, RowParallelLinear
         column = ModuleSpec(module=ColumnParallelLinear)
     qk_norm = run.shape.table.qk_norm
     layer = ModuleSpec(
@@ -202,8 +202,8 @@ def llama_blocks(num_layers: int, run: ResolvedConfig) -> TransformerBlockSubmod
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(
-                module=mlp,
-                submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
+                module=MLP,
+                submodules=MLPSubmodules(linear_fc1=column, activation_func=activation, linear_fc2=row),
             ),
             mlp_bda=get_bias_dropout_add,
         ),

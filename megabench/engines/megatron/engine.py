@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,17 +84,26 @@ class MegatronEngine:
         """What the schedule calls back: loss scale, gradient reduction and, between micro-batches, its absence."""
         config = self.transformer_config
         config.grad_scale_func = self.optimizer.scale_loss if self.run.precision == "fp16" else None
-        config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=self.groups)
+        config.finalize_model_grads_func = self._finalize_gradients
         if self.chunks[0].ddp_config.overlap_grad_reduce:
             no_syncs = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         self.forward_backward = get_forward_backward_func()
+
+    def _finalize_gradients(self, chunks: list[DistributedDataParallel], num_tokens: Tensor, **settings: Any) -> None:
+        """Sums them over the ranks that share them. megatron-core would go through all of them once more to divide them
+        by a number of tokens; here the losses are divided already."""
+        finalize_model_grads(chunks, None, **settings)
+        if self.run.precision == "fp16":
+            for chunk in chunks:
+                chunk.scale_gradients(1 / self.groups.dp_cp.size())
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         self.accumulate(batches)
         return self.update(learning_rate)
 
     def accumulate(self, batches: Sequence[Batch]) -> None:
+        assert len(batches) == self.run.num_micro_batches, "each loss is divided by that number"
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -120,16 +128,17 @@ class MegatronEngine:
         return output, self._loss
 
     def _loss(self, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, S] losses -> (this mean's share of the step's, to be differentiated; a count; what is reported).
+        """[B, S] losses -> (this mean's share of the step's, to be differentiated; its count; what is reported).
 
         All micro-batches, replicas and context-parallel parts have as many tokens, so each mean counts once; sums of
-        token losses would overflow under fp16's loss scale. A count of anything would have megatron-core go through
-        all gradients once more, to divide them by it.
+        token losses would overflow under fp16's loss scale. There the gradients are divided by the replicas later, as
+        every engine's are: small ones would be lost.
         """
         loss = token_losses.mean()
-        num_means = self.run.num_micro_batches * self.groups.dp_cp.size()
-        report = torch.stack([loss.detach().double(), torch.ones_like(loss, dtype=torch.float64)])
-        return loss / num_means, torch.zeros((), dtype=torch.int, device=self.device), report
+        replicas = 1 if self.run.precision == "fp16" else self.groups.dp_cp.size()
+        count = torch.ones((), dtype=torch.int, device=self.device)
+        report = torch.stack([loss.detach().double(), count.double()])
+        return loss / (self.run.num_micro_batches * replicas), count, report
 
     @torch.no_grad()
     def update(self, learning_rate: float) -> StepResult:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megabench.config import ResolvedConfig
 from megabench.engines.cross_entropy import linear_cross_entropy
-from megabench.engines.kernels import fuses_cross_entropy
+from megabench.engines.kernels import fuses_blocks, fuses_cross_entropy
 from megabench.engines.megatron.blocks import llama_blocks
 from megabench.models.mapping import padded_vocab_size, shard
 from megabench.models.rotary import rotary_frequencies
@@ -121,7 +121,8 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             qk_layernorm=shape.table.qk_norm,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            bias_activation_fusion=False,  # see swiglu.py
+            bias_activation_fusion=False,
+            use_te_activation_func=fuses_blocks(run),  # which is not Transformer Engine's, but swiglu.py's
             masked_softmax_fusion=False,
             apply_rope_fusion=False,
             gradient_accumulation_fusion=False,  # apex's; see linear.py
@@ -145,7 +146,7 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             batch_p2p_comm=layout.vp == 1,
             # … and with overlapped p2p it would free an output that is still being sent
             deallocate_pipeline_outputs=layout.vp == 1,
-            # losses come divided already, see the engine's _loss; the other way multiplies them by cp
+            # the engine's _loss divides; the other way would multiply by cp
             calculate_per_token_loss=True,
             cross_entropy_loss_fusion=False,
             recompute_granularity=None if run.recompute == "none" else run.recompute,

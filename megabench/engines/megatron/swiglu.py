@@ -1,4 +1,4 @@
-"""SwiGLU (arXiv 2002.05202) of a product that holds gate and up side by side, and the MLP around it.
+"""SwiGLU (arXiv 2002.05202) of a product that holds gate and up side by side.
 
 torch.compile makes the forward pass one kernel that reads once. Of the backward pass, which writes both halves of its
 result from the same inputs, it makes one that reads everything twice; that one is written out.
@@ -8,22 +8,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.mlp import MLP
-from torch import Tensor
+from torch import Tensor, nn
 
 from megabench.engines.fused import fused
 
 _BLOCK = 1024  # elements of a program: 16 bytes of bf16 to each of 128 threads
 
 
-class GatedMLP(MLP):
-    """megatron-core's MLP of a Llama: a column-parallel layer, SwiGLU, a row-parallel layer, no biases."""
+class SwiGLU(nn.Module):
+    """As megatron-core's MLP takes an activation of Transformer Engine's: it is given both halves."""
 
-    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        """[S/tp, B, H] -> [S/tp, B, H]."""
-        both, _ = self.linear_fc1(hidden_states)
-        output, _ = self.linear_fc2(swiglu(both))
-        return output, None
+    def __init__(self, config: object) -> None:
+        super().__init__()
+
+    def forward(self, both: Tensor) -> Tensor:
+        return swiglu(both)
 
 
 def swiglu(both: Tensor) -> Tensor:
@@ -42,6 +41,7 @@ def _swiglu(both: Tensor) -> Tensor:
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
+        both = both.contiguous()
         ctx.save_for_backward(both)
         output: Tensor = fused(_swiglu, both)(both)
         return output

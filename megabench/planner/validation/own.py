@@ -1,7 +1,9 @@
 """This project's own records as jobs and candidates. Loads no torch."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 from megabench.hardware.topology import Host, Topology, build
 from megabench.planner.job import Stack
@@ -10,7 +12,7 @@ from megabench.planner.validation.published import Row, Source
 from megabench.record import RunRecord, read_records
 
 # what was wrong in a study, of which benchmarks/NOTES.md tells
-_FAULTS = dict.fromkeys(("engines-bf16", "engines-4-gpus"), " (torch.compile off by a fault)")
+_FAULTS = {"engines-4-gpus": " (torch.compile off by a fault)"}
 _SOURCE = Source("own records", "", Stack(), "socket")
 
 
@@ -18,10 +20,20 @@ def read_own(folder: Path) -> list[Row]:
     """What was measured on GPUs in the studies below a folder."""
     rows = []
     for path in sorted(folder.glob("*/results.jsonl")):
-        found = (row_of(record) for record in read_records(path))
         name = path.parent.name + _FAULTS.get(path.parent.name, "")
-        rows += [replace(row, source=replace(_SOURCE, name=name)) for row in found if row]
+        trials: dict[str, list[Row]] = {}
+        for record in read_records(path):
+            if row := row_of(record):
+                trials.setdefault(record.trial, []).append(replace(row, source=replace(_SOURCE, name=name)))
+        rows += map(_mean, trials.values())
     return rows
+
+
+def _mean(runs: Sequence[Row]) -> Row:
+    """One row of the runs of a trial."""
+    first = runs[0]
+    measured = {kind: mean(row.measured[kind] for row in runs) for kind in first.measured}
+    return replace(first, measured=measured)
 
 
 def row_of(record: RunRecord) -> Row | None:

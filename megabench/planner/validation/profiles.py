@@ -24,7 +24,7 @@ _START = {
     "allocator_share": 0.2,
 }
 # the project's own records that are fitted: four layers each, too small for the studies that they predict; with fused
-# kernels and without
+# kernels as the engines have them now, and without
 OWN_FITTED = ("options-4-gpus", "nccl-parity-bf16")
 # what `megabench calibrate` did not measure
 _FEW = ("unfused_traffic", "step_seconds")
@@ -47,9 +47,7 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
     a100 = _fit_published(shipped["a100"], "A100", measured)
     own = [row for row in measured.own if is_own_fitted(row)]
     start = {name: _START[name] for name in (*_FEW, *fit.MEMORY)}
-    origin = shipped["h200"].origin | measured.calibrated.origin | {"*": shipped["h200"].origin["*"]}
-    named = {"name": "h200", "origin": origin, "measurements": []}
-    h200 = fit.fit_speed(measured.calibrated.model_copy(update=start | named), own, _FEW)
+    h200 = fit.fit_speed(_calibrated(shipped["h200"], measured.calibrated).model_copy(update=start), own, _FEW)
     h200 = fit.fit_memory(h200, own)
     said = "published one-node runs and collectives"
     return {
@@ -57,6 +55,14 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
         "a100": _with_origin(a100, said, [*fit.SPEED, *fit.LINKS]),
         "h200": _with_origin(h200, f"own records ({', '.join(OWN_FITTED)})", _FEW),
     }
+
+
+def _calibrated(shipped: Profile, here: Profile) -> Profile:
+    """The shipped profile with what `megabench calibrate` measured: all but links other than NVLink."""
+    found = {name: getattr(here, name) for name in here.origin if name not in ("*", "links")}
+    links = shipped.links | {"nvlink": here.links["nvlink"]}
+    said = dict.fromkeys([*found, "links.nvlink"], "megabench calibrate on 4 × H200 (benchmarks/calibrate-h200)")
+    return shipped.model_copy(update=found | {"links": links, "origin": shipped.origin | said, "kind": "measured"})
 
 
 def _with_origin(profile: Profile, what: str, names: Sequence[str]) -> Profile:

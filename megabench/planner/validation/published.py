@@ -73,10 +73,10 @@ _NANOTRON = Stack(
 _NEMO = Stack(fused_loss=False, fuses_weight_gradient=True, blocking_p2p=False, stages="even")
 # llm-foundry's loss is flash-attn's, in 16 bits: 2 read, and 2 + 2 backward. torch's casts 2 + 4, takes maximum, sum,
 # logarithm 4 + 4 + 4 + 4; backward zeroes, sums, writes and casts 4 + 4 + 4 + 4 + 4 + 2
-_FOUNDRY = Stack(flash_version_2=True, fused=False, fused_loss=False, loss_bytes=6)
-_FSDP = replace(_FOUNDRY, loss_bytes=44)
-_TITAN = Stack(flash_version_2=True, fused=False, fused_loss=False)
-_TITAN_COMPILED = Stack(flash_version_2=True, fused_loss=False)
+_FOUNDRY = Stack(flash_version_2=True, fused=False, fused_loss=False, loss_bytes=(2, 4))
+_FSDP = replace(_FOUNDRY, loss_bytes=(22, 22))
+_TITAN = _FSDP
+_TITAN_COMPILED = replace(_TITAN, fused=True)
 
 SOURCES = (
     # its table is written by the first rank (nanotron's log_throughput), in the third or fourth step of a run

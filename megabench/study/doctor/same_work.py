@@ -14,8 +14,7 @@ AS_FAST = 0.02
 # beyond this part of its memory a GPU may not hold a larger micro-batch
 _FULL = 0.9
 
-# operations that every engine has a fused kernel for, and the words by which records name the plain ones; rotary
-# embeddings are left out, for megatron has none that is fused
+# operations that every engine has a fused kernel for, and the words by which records name the plain ones
 _OPERATIONS = ("attention", "norm", "activation", "cross_entropy")
 _PLAIN = ("unfused", "fp32 logits", "eager", "transformers RMSNorm", "transformers LlamaRMSNorm")
 

@@ -163,7 +163,7 @@ def one_run(case: Case) -> Iterator[Finding]:
             (),
             "each trial is run once, so how far a second run would differ is not known",
             f"{len(case.by_trial)} trials, one run each",
-            "repeats: 3 in the study",
+            "repeats: 3 in the study, or in its best trials",
         )
 
 
