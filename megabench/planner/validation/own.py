@@ -18,7 +18,7 @@ _SOURCE = Source("own records", "", Stack(), "socket")
 
 def read_own(folder: Path) -> list[Row]:
     """What was measured on GPUs in the studies below a folder."""
-    rows = []
+    rows: list[Row] = []
     for path in sorted(folder.glob("*/results.jsonl")):
         name = path.parent.name + _FAULTS.get(path.parent.name, "")
         trials: dict[str, list[Row]] = {}
