@@ -1,10 +1,11 @@
 """Matrix products at the shapes of Llama-3-8B on one GPU: at once, and when it has come to its power limit.
 
-Of a layer's four products the forward one, the input's gradient, and the weight's, summed up in fp32 or written in bf16.
+Each of a layer's four, its input's gradient, and its weight's gradient, summed up in fp32 or written in bf16.
 """
 
 import subprocess
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -47,15 +48,14 @@ def main() -> None:
             weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
             grads = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) * 0.01
             total, new = torch.zeros(n, k, device="cuda"), torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
-            flops, what = 2.0 * tokens * n * k, f"{tokens} tp{tp} {name}"
-            measure(f"{what} fwd", lambda: inputs @ weight.t(), flops)
-            measure(f"{what} dgrad", lambda: grads @ weight, flops)
-            measure(
-                f"{what} wgrad fp32",
-                lambda: torch.addmm(total, grads.t(), inputs, out_dtype=torch.float32, out=total),
-                flops,
-            )
-            measure(f"{what} wgrad bf16", lambda: torch.mm(grads.t(), inputs, out=new), flops)
+            products: dict[str, Callable[[], object]] = {
+                "fwd": partial(torch.mm, inputs, weight.t()),
+                "dgrad": partial(torch.mm, grads, weight),
+                "wgrad fp32": partial(torch.addmm, total, grads.t(), inputs, out_dtype=torch.float32, out=total),
+                "wgrad bf16": partial(torch.mm, grads.t(), inputs, out=new),
+            }
+            for kind, product in products.items():
+                measure(f"{tokens} tp{tp} {name} {kind}", product, 2.0 * tokens * n * k)
 
 
 if __name__ == "__main__":
