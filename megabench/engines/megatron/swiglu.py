@@ -8,18 +8,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 from megabench.engines.fused import fused
 
 _BLOCK = 1024  # elements of a program: 16 bytes of bf16 to each of 128 threads
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(MegatronModule):
     """As megatron-core's MLP takes an activation of Transformer Engine's: it is given both halves."""
-
-    def __init__(self, config: object) -> None:
-        super().__init__()
 
     def forward(self, both: Tensor) -> Tensor:
         return swiglu(both)
