@@ -68,8 +68,10 @@ def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
 
 def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
     """What serves each operation of the parallel blocks, for the record."""
-    whose = "megatron-core" if not fuses_blocks(run) else "megabench"
-    elementwise = f"{whose} {'fused' if fuses_blocks(run) and run.device == 'cuda' else 'unfused'}"
+    elementwise, weight_gradient = "megatron-core unfused", "megatron-core, then added"
+    if fuses_blocks(run):
+        elementwise = "megabench fused" if run.device == "cuda" else "megabench unfused"
+        weight_gradient = "summed up by its product"
     return PLAIN | {
         "norm": "torch rms_norm",
         "rope": elementwise,
@@ -77,7 +79,7 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
         "cross_entropy": FUSED_CROSS_ENTROPY
         if fuses_cross_entropy(run)
         else "megatron-core vocab-parallel, fp32 logits",
-        "weight_gradient": "summed up by its product" if fuses_blocks(run) else "megatron-core, then added",
+        "weight_gradient": weight_gradient,
     }
 
 

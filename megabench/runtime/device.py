@@ -43,8 +43,8 @@ def gpu_uuid(local_rank: int) -> str:
 def initialize(
     rendezvous: Rendezvous, rank: int, device: DeviceKind, timeout: timedelta = timedelta(minutes=10)
 ) -> torch.device:
-    """Binds this process to its device and creates the default process group, in which it is `rank`: NCCL on GPUs, gloo
-    on CPU."""
+    """Binds this process to its device and its share of the cores (unless OMP_NUM_THREADS says), and creates the
+    default process group, in which it is `rank`: NCCL on GPUs, gloo on CPU."""
     torch.set_float32_matmul_precision("highest")  # no TF32: an fp32 run means fp32
     if rendezvous.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share_of_cores())

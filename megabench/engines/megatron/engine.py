@@ -91,8 +91,8 @@ class MegatronEngine:
         self.forward_backward = get_forward_backward_func()
 
     def _finalize_gradients(self, chunks: list[DistributedDataParallel], num_tokens: Tensor, **settings: Any) -> None:
-        """Sums them over the ranks that share them. megatron-core would go through all of them once more to divide them
-        by a number of tokens; here the losses are divided already."""
+        """Sums gradients over the ranks that share them. megatron-core would go through all of them once more to divide
+        them by `num_tokens`; here the losses are divided already, in fp16 by all but the replicas (see `_loss`)."""
         finalize_model_grads(chunks, None, **settings)
         if self.run.precision == "fp16":
             for chunk in chunks:
