@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.config.deepspeed_json import merge, read_deepspeed_json
 from megabench.data.batch import Batch
-from megabench.engines import kernels
+from megabench.engines import kernels, loss_scale
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import EngineError, StepResult, TensorKind
 from megabench.engines.zero_state import ZeroState
@@ -143,7 +144,7 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
         "train_batch_size": run.global_batch,
         "gradient_clipping": run.clip_grad,
         "bf16": {"enabled": run.precision == "bf16"},
-        "fp16": {"enabled": run.precision == "fp16", "initial_scale_power": 16, "loss_scale_window": 1000},
+        "fp16": _loss_scaling(run),
         "data_types": {"grad_accum_dtype": run.grad_dtype},
         "communication_data_type": run.grad_dtype,
         "zero_optimization": _zero_settings(run),
@@ -154,6 +155,15 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
     if run.deepspeed_config is None:
         return ours
     return merge(ours, read_deepspeed_json(run.deepspeed_config))
+
+
+def _loss_scaling(run: ResolvedConfig) -> dict[str, Any]:
+    return {
+        "enabled": run.precision == "fp16",
+        "initial_scale_power": int(math.log2(loss_scale.INITIAL)),
+        "loss_scale_window": loss_scale.WINDOW,
+        "hysteresis": loss_scale.HYSTERESIS,
+    }
 
 
 def _zero_settings(run: ResolvedConfig) -> dict[str, Any]:

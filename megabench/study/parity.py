@@ -62,17 +62,26 @@ def _judged(record: RunRecord, standard: RunRecord | None) -> RunRecord:
         tolerance=tolerance,
         verdict=verdict,
     )
-    update = {"parity": parity, "status": "diverged" if verdict == "diverged" else "ok", "error": _error(parity)}
+    update = {
+        "parity": parity,
+        "status": "diverged" if verdict == "diverged" else "ok",
+        "error": _error(parity, record, standard),
+    }
     return record.model_copy(update=update)
 
 
-def _error(parity: Parity) -> str | None:
+def _error(parity: Parity, record: RunRecord, standard: RunRecord | None) -> str | None:
     if parity.verdict != "diverged":
         return None
     if parity.max_relative_difference is None:
         return f"its losses are not finite, or not of as many steps as those of {parity.reference}"
     difference = f"{parity.max_relative_difference:.2g} of their value, more than {parity.tolerance:g}"
-    return f"its losses differ from those of {parity.reference} by up to {difference}"
+    error = f"its losses differ from those of {parity.reference} by up to {difference}"
+    if standard and record.num_skipped_steps != standard.num_skipped_steps:
+        error += (
+            f"; it skipped {record.num_skipped_steps} steps (fp16), {parity.reference} {standard.num_skipped_steps}"
+        )
+    return error
 
 
 def _class_of(record: RunRecord) -> str:

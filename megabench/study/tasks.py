@@ -55,10 +55,15 @@ class Tasks:
         ends = run.ends()
         num_hosts = len({end.host for end in ends})
         status, error = judge(ends, stop == "timeout", task.timeout_seconds)
+        path = task.logs / "record.json"
+        if status == "timeout" and path.exists():  # all was measured; only the processes took too long to end
+            whole = RunRecord.read(path)
+            late = f"its processes were ended after {task.timeout_seconds:g} s (timeout_seconds), with all measured"
+            return Result(whole.model_copy(update={"warnings": [*whole.warnings, late]}), "ok", None, num_hosts)
         record = None
         if status == "ok":
             try:
-                record = RunRecord.read(task.logs / "record.json")
+                record = RunRecord.read(path)
             except FileNotFoundError:
                 status, error = "failed", "rank 0 ended with exit status 0 but wrote no record.json"
             except ValueError as problem:

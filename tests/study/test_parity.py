@@ -41,6 +41,12 @@ def test_losses_that_cannot_be_compared_are_a_divergence(losses):
     assert "not finite, or not of as many steps as those of zero3" in judged.error
 
 
+def test_a_divergence_by_skipped_steps_says_so():
+    skipped = make_record([6.0, 6.0, 5.0], trial="zero1", num_skipped_steps=1)
+    judged, _ = judge_parity([skipped, make_record(LOSSES, trial="zero3")], "zero3")
+    assert judged.error.endswith("; it skipped 1 steps (fp16), zero3 0")
+
+
 def test_without_the_reference_the_first_good_trial_of_the_class_is_the_standard():
     other_class = work_class(seed=2)
     records = [

@@ -37,6 +37,7 @@ trials:
   - {name: hung, timeout_seconds: 20, world_size: 2, seed: 5, env: {FAULT: hang, FAULT_RANK: 1}}
   - {name: unwritten, world_size: 2, seed: 6, env: {FAULT: no_record}}
   - {name: drifted, world_size: 2, seed: 7, env: {LAST_LOSS: 3.5}}
+  - {name: lingered, timeout_seconds: 10, world_size: 2, seed: 9, env: {FAULT: linger}}
   - {name: last, world_size: 2, seed: 8}
 """
 )
@@ -50,6 +51,7 @@ ENDS = {
     "hung": ("timeout", "rank 1 in lost_in_thought (fake_trainer.py"),
     "unwritten": ("failed", "rank 0 ended with exit status 0 but wrote no record.json"),
     "drifted": ("diverged", "its losses differ from those of first by up to 0.17 of their value"),
+    "lingered": ("ok", None),
     "last": ("ok", None),
 }
 
@@ -101,6 +103,11 @@ def test_a_hang_says_how_far_each_rank_was(faults):
     assert "2 of 4 steps done" in faults.records["hung"].error
     assert "rank 0 in waiting_for_peers (fake_trainer.py" in faults.records["hung"].error
     assert faults.records["hung"].error.startswith("no result after 20 s (timeout_seconds): ")
+
+
+def test_what_was_measured_is_kept_when_processes_do_not_end(faults):
+    late = "its processes were ended after 10 s (timeout_seconds), with all measured"
+    assert faults.records["lingered"].warnings == [late] and faults.records["first"].warnings == []
 
 
 def test_the_doctor_names_each(faults):

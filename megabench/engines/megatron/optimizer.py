@@ -10,12 +10,8 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megabench.config import ResolvedConfig
+from megabench.engines import loss_scale
 from megabench.engines.optim import GroupStepAdamW, GroupStepOptimizer, GroupStepSGD, apex_adam
-
-# fp16 loss scaling, as DeepSpeed's defaults
-INITIAL_LOSS_SCALE = 2.0**16
-LOSS_SCALE_WINDOW = 1000
-LOSS_SCALE_HYSTERESIS = 2
 
 
 def build_optimizer(
@@ -86,10 +82,10 @@ def init_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None 
 
 def _grad_scaler() -> DynamicGradScaler:
     return DynamicGradScaler(
-        initial_scale=INITIAL_LOSS_SCALE,
+        initial_scale=loss_scale.INITIAL,
         min_scale=1.0,
         growth_factor=2.0,
         backoff_factor=0.5,
-        growth_interval=LOSS_SCALE_WINDOW,
-        hysteresis=LOSS_SCALE_HYSTERESIS,
+        growth_interval=loss_scale.WINDOW,
+        hysteresis=loss_scale.HYSTERESIS,
     )
