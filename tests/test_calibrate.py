@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megabench.planner.profile import read_profile
+from megabench.calibrate.links import _link_cost
+from megabench.hardware.topology import Host, build
+from megabench.planner import network
+from megabench.planner.profile import LinkCost, read_profile
 from tests.study.compare_process import REPOSITORY
 
 
@@ -29,3 +32,17 @@ def test_a_machine_becomes_a_profile(tmp_path: Path):
     assert "not measured here" in profile.origin["*"]
     planned = megabench("plan", "--cluster", "p5.48xlarge:1", "--profile", str(path))
     assert planned.returncode == 0 and "generic-here" in planned.stdout
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(4, 0.5), (2, 0.8)])
+def test_pairs_are_told_from_larger_groups(ranks: int, share: float):
+    """Two ranks that reach half of what four do; where there are only two, the share is as it was known before."""
+    host = Host("host", "NVIDIA H200", "pcie", "socket", None, 450.0)
+    topology = build([(host, ranks, ranks)])
+    where = network.span(topology, [range(ranks)])
+    # of 4 GB each rank receives half or three quarters, at 100 and 200 GB/s
+    times = {2: [(8.0, 0.0), (4e9, 0.02)], 4: [(8.0, 0.0), (4e9, 0.015)]}
+    before = LinkCost(efficiency=0.6, base_seconds=1e-5, hop_seconds=1e-6, pair_share=0.8)
+    found = _link_cost(where, "nvlink", {size: times[size] for size in {2, ranks}}, before)
+    assert found.pair_share == pytest.approx(share)
+    assert found.efficiency == pytest.approx((200 if ranks == 4 else 125) / 450)

@@ -82,7 +82,7 @@ def links(bench: Bench, topology: Topology, base: Profile) -> dict[Link, LinkCos
         where = network.span(topology, groups)
         link = where.across or where.inside
         assert link
-        found[link] = _link_cost(topology, where, link, times, base.links[link])
+        found[link] = _link_cost(where, link, times, base.links[link])
         _send_times(bench, pairs)
     return found
 
@@ -128,16 +128,17 @@ def _new_group(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
 
 
 def _link_cost(
-    topology: Topology,
     where: network.Span,
     link: Link,
     times: dict[int, list[tuple[float, float]]],
     before: LinkCost,
 ) -> LinkCost:
-    """Bandwidth from the largest gather; base and hop from the smallest of two ranks and of all."""
+    """Bandwidth from the largest gathers; base and hop from the smallest, of two ranks and of all."""
     most = max(times)
-    num_bytes, seconds = times[most][-1]
-    rate = num_bytes * (most - 1) / most / (seconds - min(times[most][0][1], 0.5 * seconds)) / 1e9
+    rates = {ranks: _bus_gb_per_s(ranks, found) for ranks, found in times.items()}
+    is_known = most > 2 and not where.across
+    pair_share = min(1.0, rates[2] / rates[most]) if is_known else before.pair_share
+    rate = rates[most] if most > 2 else rates[most] / pair_share
     shortest = {ranks: found[0][1] for ranks, found in times.items()}
     hop = max(0.0, (shortest[most] - shortest[min(times)]) / (most - min(times))) if most > min(times) else 0.0
     hop = hop or before.hop_seconds
@@ -149,4 +150,11 @@ def _link_cost(
         base_seconds=max(0.0, shortest[min(times)] - hop * (min(times) - 1)),
         hop_seconds=hop,
         gb_per_s=rate,
+        pair_share=pair_share,
     )
+
+
+def _bus_gb_per_s(ranks: int, times: Sequence[tuple[float, float]]) -> float:
+    """What each rank receives a second in the largest gather."""
+    num_bytes, seconds = times[-1]
+    return num_bytes * (ranks - 1) / ranks / (seconds - min(times[0][1], 0.5 * seconds)) / 1e9

@@ -9,6 +9,7 @@ from megabench.planner import compute, schedule
 from megabench.planner.compute import LayerSeconds, Machine
 from megabench.planner.geometry import Geometry
 from megabench.planner.job import Candidate, Job
+from megabench.planner.network import Span
 from megabench.planner.profile import Profile
 
 Sizes = tuple[int, int, int, bool, Policy]
@@ -48,9 +49,15 @@ class Base:
         backward = layer.host_backward + 1.5 * collectives * each
         return forward, backward + (forward if candidate.recompute == "full" else 0.0)
 
-    def tail(self, work: float, communicate: float, pieces: int, overlaps: bool) -> float:
+    def interference(self, where: Span) -> float:
+        """What a second of a group's hidden communication costs the work that hides it, in processors, memory bandwidth
+        and power; nothing over sockets, which move a hundredth of NVLink's bytes in that second.
+        """
+        return 0.0 if where.across == "socket" else self.profile.interference
+
+    def tail(self, work: float, communicate: float, pieces: int, where: Span, overlaps: bool) -> float:
         """What is left of a communication behind the work that hides it, and what the hidden part costs that work."""
         if not overlaps:
             return communicate
         tail = schedule.hidden_tail(work, communicate, pieces)
-        return tail + self.profile.interference * (communicate - tail)
+        return tail + self.interference(where) * (communicate - tail)

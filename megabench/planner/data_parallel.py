@@ -29,7 +29,8 @@ class DataParallel:
         host = self.base.host(candidate, layer, 0.0)
         forward = max(layer.forward, host[0] + hooks)
         backward = max(layer.backward + again, host[1] + 2 * hooks)
-        interference = self.profile.interference
+        shards = candidate.shard_size
+        interference = self.base.interference(geometry.neighbours(shards) if shards else geometry.world)
         with_communication = (
             schedule.two_streams(forward, gather, layers, interference)
             + schedule.two_streams(backward, gather_back + reduce, layers, interference)
@@ -90,14 +91,14 @@ class DataParallel:
         if candidate.engine == "ddp" or (candidate.zero_stage == 0 and candidate.engine == "deepspeed"):
             pieces = max(1, round(parameters / (_DDP_BUCKET if candidate.engine == "ddp" else _ZERO_BUCKET)))
             reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
-            once = self.base.tail(backward, reduce, pieces, overlaps=candidate.engine == "ddp")
+            once = self.base.tail(backward, reduce, pieces, geometry.world, overlaps=candidate.engine == "ddp")
             sharded = parameters
         elif candidate.engine == "deepspeed" and candidate.zero_stage < 3:
             once = network.gather_seconds(self.profile, geometry.world, weights)
             if candidate.zero_stage == 1:
                 pieces = max(1, round(parameters / _ZERO_BUCKET))
                 reduce = network.gather_seconds(self.profile, geometry.world, gradients, pieces)
-                once += self.base.tail(backward, reduce, pieces, overlaps=True)
+                once += self.base.tail(backward, reduce, pieces, geometry.world, overlaps=True)
         if candidate.offload != "none":
             return once, 0.0
         return once, compute.optimizer_seconds(self.machine, job, sharded, sharded)

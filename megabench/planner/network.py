@@ -85,7 +85,8 @@ def ring_bandwidth(profile: Profile, where: Span) -> float:
     """
     rates = []
     if where.inside:
-        rates.append(inner_bandwidth(where.host, where.inside, profile.links[where.inside]))
+        cost = profile.links[where.inside]
+        rates.append(inner_bandwidth(where.host, where.inside, cost) * (cost.pair_share if where.size == 2 else 1.0))
     if where.across:
         rates.append(_nic_bandwidth(profile, where))
     return min(rates)

@@ -61,8 +61,9 @@ class Pipeline:
                 tp_forward = 2 * network.all_reduce_seconds(self.profile, geometry.tp, sequence)
                 waits, hidden = 0.0, [(tp_forward, layer.weight_gradients)]
             if job.stack.overlaps_tp_backward:
+                share = self.base.interference(geometry.tp)
                 for communicate, work in hidden:
-                    waits += max(0.0, communicate - work) + self.profile.interference * min(communicate, work)
+                    waits += max(0.0, communicate - work) + share * min(communicate, work)
                 tp_backward = waits
             else:
                 tp_backward = waits + sum(communicate for communicate, _ in hidden)
@@ -132,15 +133,16 @@ class Pipeline:
         micro_batches = candidate.num_micro_batches(job)
         chunks, send, blocking = self._chunks(candidate), self._send(candidate), self._is_blocking(candidate)
         timeline = schedule.simulate([chunk.stage for chunk in chunks], layout.vp, micro_batches, send, blocking)
-        reduces, gathers, updates = [], [], []
+        reduces, gathers, updates, replicas = [], [], [], geometry.replicas
         fill = 0.0
         for stage, chunk in enumerate(chunks):
             parameters = stage_parameters(job, candidate, stage)
             pieces = self._num_buckets(candidate, stage, parameters)
             reduce, gather = self._replica_seconds(candidate, geometry, parameters, pieces)
             backward, forward = chunk.stage.backward * layout.vp, chunk.stage.forward * layout.vp
-            reduces.append(self.base.tail(backward, reduce, pieces, self._overlaps_gradients(candidate)))
-            gathers.append(max(0.0, self.base.tail(forward, gather, pieces, job.stack.overlaps_parameters) - fill))
+            reduces.append(self.base.tail(backward, reduce, pieces, replicas, self._overlaps_gradients(candidate)))
+            waits = self.base.tail(forward, gather, pieces, replicas, job.stack.overlaps_parameters)
+            gathers.append(max(0.0, waits - fill))
             fill += chunk.stage.forward + send
             shards = geometry.replicas.size if candidate.zero_stage else 1
             update = compute.optimizer_seconds(self.machine, job, parameters, parameters / shards)

@@ -22,13 +22,15 @@ class _Part(BaseModel):
 class LinkCost(_Part):
     """What a link achieves: T = base + steps · hop + bytes / bandwidth (NCCL's own tuner: cost-model of its rings).
 
-    `efficiency` is of the bandwidth that the topology states; `gb_per_s` stands in where it states none.
+    `efficiency` is of the bandwidth that the topology states; `gb_per_s` stands in where it states none. Two ranks
+    alone reach `pair_share` of it in a collective.
     """
 
     efficiency: float = Field(gt=0, le=1.2)
     base_seconds: float = Field(ge=0)
     hop_seconds: float = Field(ge=0)
     gb_per_s: float | None = Field(default=None, gt=0)
+    pair_share: float = Field(default=1.0, gt=0, le=1)
 
 
 class Measurement(_Part):

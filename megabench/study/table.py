@@ -15,7 +15,7 @@ from rich.text import Text
 from megabench.record import RunRecord, WorkClass
 from megabench.study.parity import is_zero3
 from megabench.study.summary import Row, summarize
-from megabench.study.verdict import best_line, decide, spreads_of
+from megabench.study.verdict import best_line, by_place, decide, device_word, spreads_of
 
 _CPU_TIMINGS = "These are CPU timings: no evidence about GPUs."
 
@@ -33,10 +33,11 @@ class _Column:
 def show(console: Console, records: Sequence[RunRecord], reference: str) -> None:
     """Prints one table for each work class, the best trial of each, and why the others have no place in it."""
     head = reference_name(records, reference)
-    for title, group, best in _by_class(records, reference):
+    for title, group, said in _by_class(records, reference):
         _say(console, title)
         _print_table(console, group, head)
-        _say(console, best)
+        for line in said:
+            _say(console, line)
         for row in group:
             if not row.is_ok:
                 _say(console, f"{row.trial} ({_status(row)}): {row.reason}")
@@ -49,32 +50,34 @@ def show(console: Console, records: Sequence[RunRecord], reference: str) -> None
 def markdown(records: Sequence[RunRecord], reference: str) -> str:
     """The same for a page, in Markdown: all columns, but the status of trials that are all ok."""
     parts = []
-    for title, group, best in _by_class(records, reference):
+    for title, group, (best, *places) in _by_class(records, reference):
         columns = _columns(group, reference_name(records, reference))
         if all(_status(row) == "ok" for row in group):
             columns = [column for column in columns if column.head != "status"]
         output = StringIO()
         Console(file=output, width=10_000, color_system=None).print(_table(columns, group))
         lines = [line.rstrip() for line in output.getvalue().splitlines() if line.strip()]
-        parts += [f"{title}:", "\n".join(lines), f"{best}."]
+        parts += [f"{title}:", "\n".join(lines), " ".join([f"{best}.", *places])]
         parts += [f"{row.trial}: {warning}." for row in group for warning in row.warnings]
     if any(record.device == "cpu" for record in records):
         parts.append(_CPU_TIMINGS)
     return "\n\n".join(parts)
 
 
-def _by_class(records: Sequence[RunRecord], reference: str) -> Iterator[tuple[str, list[Row], str]]:
-    """What each work class trained, its rows, and which is best; trials without a result, which have no class, stand
-    behind the last."""
+def _by_class(records: Sequence[RunRecord], reference: str) -> Iterator[tuple[str, list[Row], list[str]]]:
+    """What each work class trained, its rows, and which is best, also of each place; trials without a result, which
+    have no class, stand behind the last."""
     rows = summarize(records, reference)
     head, titles, spreads = reference_name(records, reference), class_titles(records), spreads_of(records)
     groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: row.work_class)]
     if len(groups) > 1 and groups[-1][0] is None:
         (_, unplaced), (_, last) = groups.pop(), groups[-1]
         last += unplaced
+    device = device_word(records)
     for work_class, group in groups:
-        best = best_line(decide(group, spreads, head))
-        yield titles.get(work_class, "no trial has a result"), group, best
+        decision = decide(group, spreads, head)
+        said = [best_line(decision), *by_place(decision.good, device)]
+        yield titles.get(work_class, "no trial has a result"), group, said
 
 
 def _say(console: Console, text: str) -> None:

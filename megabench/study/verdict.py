@@ -19,6 +19,11 @@ STATUS_WORDS = {
 }
 
 
+def device_word(records: Sequence[RunRecord]) -> str:
+    """What the figures are counted by: "GPU", or "process" where the CPU was timed."""
+    return "process" if any(record.device == "cpu" for record in records) else "GPU"
+
+
 @dataclass(frozen=True)
 class Spread:
     """Tokens/s per device, from low to high: of several runs, or of a single run's steps (p90 to p10)."""
@@ -116,7 +121,7 @@ def headline(decision: Decision, device: str) -> str:
 
 def particulars(decision: Decision, device: str) -> list[str]:
     """What a reader must know beside the headline to judge it, a sentence each."""
-    said = _by_size(decision.good, device)
+    said = by_place(decision.good, device)
     best, reference = decision.best, decision.reference
     zero3 = next((row for row in decision.good if _is_zero3(row)), None)
     if best and zero3 and reference and zero3 not in (best, reference) and not _is_zero3(best):
@@ -135,19 +140,27 @@ def particulars(decision: Decision, device: str) -> list[str]:
     return said
 
 
-def _by_size(good: Sequence[Row], device: str) -> list[str]:
-    """The fastest of each number of devices, where trials differ in it: more of them lose more to communication."""
-    sizes = sorted({row.world_size for row in good})
-    if len(sizes) < 2:
+def by_place(good: Sequence[Row], device: str) -> list[str]:
+    """The fastest on each number of devices and hosts, where trials differ in them: a sentence each.
+
+    More devices lose more to communication, and more hosts to the link between them.
+    """
+    places: dict[tuple[int, int, bool], list[Row]] = {}
+    for row in good:
+        places.setdefault((row.world_size, row.num_hosts or 1, row.is_emulated), []).append(row)
+    sizes = {size for size, *_ in places}
+    if len(places) < 2:
         return []
     units = f"{device}s" if device == "GPU" else "processes"
-    said = [f"Trials ran on different numbers of {units}, and the figures are of one {device}."]
-    for size in sizes:
-        rows = [row for row in good if row.world_size == size]
+    said = [f"Trials ran on different numbers of {units}, and the figures are of one {device}."] * (len(sizes) > 1)
+    for (size, count, is_emulated), rows in sorted(places.items()):
+        on_hosts = f" {units} of {count}{' emulated' * is_emulated} host{'s' * (count > 1)}"
+        on_hosts *= len(places) > len(sizes)
         zero3 = next((row for row in rows if _is_zero3(row) and row is not rows[0]), None)
-        times = f", {_speed_of(rows[0]) / _speed_of(zero3):.2f} × ZeRO-3 on as many ({zero3.trial})" if zero3 else ""
+        as_many = "there" if on_hosts else "on as many"
+        times = f", {_speed_of(rows[0]) / _speed_of(zero3):.2f} × ZeRO-3 {as_many} ({zero3.trial})" if zero3 else ""
         part = "is fastest" if len(rows) > 1 else "is the only one"
-        said.append(f"On {size}, {rows[0].trial} {part}{times}.")
+        said.append(f"On {size}{on_hosts}, {rows[0].trial} {part}{times}.")
     return said
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 from megabench.config.clusters import read_cluster
-from megabench.hardware.topology import Host, Topology, build
+from megabench.hardware.topology import Host, Link, Topology, build
 from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
 from megabench.planner.engines import Costs
@@ -33,6 +33,8 @@ def zero(topology: Topology, stage: int = 3, micro_batch: int = 1, **settings) -
     return Candidate("deepspeed", Layout(dp=topology.world_size), micro_batch, zero_stage=stage, **settings)
 
 
-def hosts(count: int, gpus: int, network_gbits: float = 3200.0, nvlink_gb_per_s: float = 450.0) -> Topology:
-    host = Host("host", "NVIDIA H100 80GB HBM3", "pcie", "efa", network_gbits, nvlink_gb_per_s)
+def hosts(
+    count: int, gpus: int, network_gbits: float = 3200.0, nvlink_gb_per_s: float = 450.0, network: Link = "efa"
+) -> Topology:
+    host = Host("host", "NVIDIA H100 80GB HBM3", "pcie", network, network_gbits, nvlink_gb_per_s)
     return build([(replace(host, name=f"host-{number}"), gpus, gpus) for number in range(count)])

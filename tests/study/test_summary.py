@@ -54,6 +54,23 @@ def test_zero3_wins_in_the_same_words():
     assert "best: zero3; no layout beat it\n" in text
 
 
+def test_each_number_of_hosts_has_its_own_fastest():
+    """One layout wins where GPUs share a host, another where a slow link lies between them."""
+    two_hosts = {"num_hosts": 2, "emulated_hosts": 2, "world_size": 2, "device": "NVIDIA H200"}
+    one_host = two_hosts | {"num_hosts": 1, "emulated_hosts": None}
+    records = [
+        make_record([6.0], 1000, **ZERO3, **one_host),
+        make_record([6.0], 1200, trial="dp", **one_host),
+        make_record([6.0], 400, **ZERO3 | {"trial": "zero3-across"}, **two_hosts),
+        make_record([6.0], 1100, trial="pp2-across", **two_hosts),
+    ]
+    text = shown(records)
+    assert "best: dp, 1.20 × ZeRO-3\n" in text
+    assert "On 2 GPUs of 1 host, dp is fastest, 1.20 × ZeRO-3 there (zero3).\n" in text
+    assert "On 2 GPUs of 2 emulated hosts, pp2-across is fastest, 2.75 × ZeRO-3 there (zero3-across).\n" in text
+    assert "On 2" not in shown(records[:2])
+
+
 def test_another_reference_is_named_in_the_head():
     text = shown([make_record([6.0], 1000, trial="tp2"), make_record([6.0], 1500, trial="tp4")], "tp2")
     assert "| × tp2 |" in text and "best: tp4, 1.50 × tp2\n" in text and "ZeRO" not in text

@@ -41,7 +41,8 @@ def validate(
         published=read_rows(data),
         collectives=read_collectives(data.with_name("published-collectives.csv")),
         own=read_own(_BENCHMARKS),
-        calibrated=read_profile(_BENCHMARKS / "calibrate-h200" / "profile.json"),
+        calibrated=read_profile(_BENCHMARKS / "calibrate-h200" / "two-gpus.json"),
+        nvlink=read_profile(_BENCHMARKS / "calibrate-h200" / "four-gpus.json"),
     )
     profiles = fitted_profiles(measured)
     null = null_model(
@@ -78,6 +79,10 @@ def _parts(measured: Measurements) -> list[tuple[str, Sequence[Row]]]:
     fitted = [row for row in measured.own if is_own_fitted(row)]
     found.append(("own H200 records, 4 layers (fitted)", fitted))
     others = [row for row in measured.own if not is_own_fitted(row)]
+    by_hosts: dict[str, list[Row]] = {"one host": [], "emulated hosts": []}
+    for row in others:
+        by_hosts["emulated hosts" if len(row.topology.hosts) > 1 else "one host"].append(row)
+    found += [(f"own H200 records, all others on {where}", rows) for where, rows in by_hosts.items()]
     studies = dict.fromkeys(row.source.name for row in others)
     found += [(f"own H200 records, {name}", [row for row in others if row.source.name == name]) for name in studies]
     return found

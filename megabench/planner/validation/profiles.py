@@ -32,12 +32,13 @@ _FEW = ("unfused_traffic", "step_seconds")
 
 @dataclass(frozen=True)
 class Measurements:
-    """All there is to fit and to try; `calibrated` is what `megabench calibrate` found on H200s."""
+    """All there is to fit and to try; what `megabench calibrate` found on H200s, `nvlink` on four of one host."""
 
     published: Sequence[Row]
     collectives: Sequence[Collective]
     own: Sequence[Row]
     calibrated: Profile
+    nvlink: Profile
 
 
 def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
@@ -47,7 +48,7 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
     a100 = _fit_published(shipped["a100"], "A100", measured)
     own = [row for row in measured.own if is_own_fitted(row)]
     start = {name: _START[name] for name in (*_FEW, *fit.MEMORY)}
-    h200 = fit.fit_speed(_calibrated(shipped["h200"], measured.calibrated).model_copy(update=start), own, _FEW)
+    h200 = fit.fit_speed(_calibrated(shipped["h200"], measured).model_copy(update=start), own, _FEW)
     h200 = fit.fit_memory(h200, own)
     said = "published one-node runs and collectives"
     return {
@@ -57,11 +58,13 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
     }
 
 
-def _calibrated(shipped: Profile, here: Profile) -> Profile:
+def _calibrated(shipped: Profile, measured: Measurements) -> Profile:
     """The shipped profile with what `megabench calibrate` measured: all but links other than NVLink."""
+    here = measured.calibrated
     found = {name: getattr(here, name) for name in here.origin if name not in ("*", "links")}
-    links = shipped.links | {"nvlink": here.links["nvlink"]}
-    said = dict.fromkeys([*found, "links.nvlink"], "megabench calibrate on 4 × H200 (benchmarks/calibrate-h200)")
+    links = shipped.links | {"nvlink": measured.nvlink.links["nvlink"]}
+    said = dict.fromkeys(found, "megabench calibrate on 2 × H200 (benchmarks/calibrate-h200)")
+    said["links.nvlink"] = "megabench calibrate on 4 × H200 (benchmarks/calibrate-h200)"
     return shipped.model_copy(update=found | {"links": links, "origin": shipped.origin | said, "kind": "measured"})
 
 

@@ -7,10 +7,9 @@ from itertools import groupby
 
 from megabench.record import RunRecord
 from megabench.study.folder import StudyRecords
-from megabench.study.report.words import device_word
 from megabench.study.summary import Row, summarize
 from megabench.study.table import class_titles, reference_name
-from megabench.study.verdict import Decision, Spread, decide, spreads_of
+from megabench.study.verdict import Decision, Spread, decide, device_word, spreads_of
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """What a layout and an engine are, and why one is faster, in words for people who know neither."""
 
 import re
-from collections.abc import Sequence
 
 from megabench.models.catalog import CATALOG
 from megabench.record import RunRecord
@@ -102,11 +101,6 @@ def _size(num_bytes: float) -> str:
 
 def _sequences(count: int) -> str:
     return f"{count} sequence{'s' * (count != 1)}"
-
-
-def device_word(records: Sequence[RunRecord]) -> str:
-    """What the figures are counted by: "GPU", or "process" where the CPU was timed."""
-    return "process" if any(record.device == "cpu" for record in records) else "GPU"
 
 
 def train_command(record: RunRecord) -> str:
