@@ -64,7 +64,8 @@ def calibrate(shape: ModelShape, seq_length: int, device: torch.device, emulate_
     note(dram_gb_per_s=dram_rate(bench, topology))
     if dist.get_world_size() > 1:
         note(collective_launch_seconds=collective_launch(bench))
-        note(interference=interference(bench, tokens, shape))
+        if (lost := interference(bench, topology, tokens, shape)) is not None:
+            note(interference=lost)
         measured = links(bench, topology, base)
         note(links=base.links | measured)
         origin["links"] = f"{_ORIGIN}: {', '.join(measured)}; the others: shipped profile {base.name}"

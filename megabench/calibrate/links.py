@@ -39,15 +39,22 @@ def collective_launch(bench: Bench) -> float:
     return seconds
 
 
-def interference(bench: Bench, tokens: int, shape: ModelShape) -> float:
-    """The part of hidden communication that compute pays for: products and a gather at once, against each alone."""
-    size = dist.get_world_size()
+def interference(bench: Bench, topology: Topology, tokens: int, shape: ModelShape) -> float | None:
+    """The part of hidden communication that compute pays for: products and a gather at once, against each alone.
+
+    The gather is among the ranks of a host, on all hosts at once; None where a host has one rank alone.
+    """
+    by_host = topology.ranks_by_host
+    if min(map(len, by_host)) < 2:
+        return None
+    group = _new_group(by_host)
+    size = dist.get_world_size(group)
     a, b = bench.random(tokens, shape.hidden_size), bench.random(shape.hidden_size, shape.hidden_size)
     part = bench.random(_SIZES[bench.device.type][-2] // 4)
     whole = bench.random(part.numel() * size)
 
     def gather() -> None:
-        dist.all_gather_into_tensor(whole, part)
+        dist.all_gather_into_tensor(whole, part, group=group)
 
     communicate = bench.seconds("gather beside nothing", gather)
     one = bench.seconds("product beside nothing", lambda: a @ b)
@@ -58,7 +65,7 @@ def interference(bench: Bench, tokens: int, shape: ModelShape) -> float:
             a @ b
 
     def both() -> None:
-        work = dist.all_gather_into_tensor(whole, part, async_op=True)
+        work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
         products()
         work.wait()
 

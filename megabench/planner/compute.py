@@ -122,7 +122,7 @@ def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int
     if not job.stack.fused:
         traffic *= machine.profile.unfused_traffic
     between = memory_seconds(machine, traffic)
-    accumulate = memory_seconds(machine, _accumulated_bytes(job) * job.layer_parameters / tp)
+    accumulate = memory_seconds(machine, accumulated_bytes(job) * job.layer_parameters / tp)
     host = kernels_forward(job) * machine.profile.launch_seconds
     return LayerSeconds(
         forward=forward + attention + between,
@@ -148,7 +148,7 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
     backward = gemm_seconds(machine, tokens, shape.hidden_size, rows)
     backward += gemm_seconds(machine, rows, shape.hidden_size, tokens)
     elements, weights = tokens * rows, rows * shape.hidden_size
-    accumulate = memory_seconds(machine, _accumulated_bytes(job) * weights)
+    accumulate = memory_seconds(machine, accumulated_bytes(job) * weights)
     if job.stack.fused_loss:
         return forward + backward + memory_seconds(machine, 12 * elements + 18 * weights), accumulate
     loss_forward, loss_backward = (memory_seconds(machine, size * elements) for size in job.stack.loss_bytes)
@@ -159,7 +159,7 @@ def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
     """Looking tokens up, and adding their gradients: rows of H read and written; the gradient buffer zeroed, added."""
     tokens = micro_batch * job.seq_length / cp
     rows = tokens * job.shape.hidden_size * job.bytes_of_value
-    added = _accumulated_bytes(job) * job.embedding_parameters / tp
+    added = accumulated_bytes(job) * job.embedding_parameters / tp
     return memory_seconds(machine, 2 * rows), memory_seconds(machine, 3 * rows + added)
 
 
@@ -172,7 +172,7 @@ def flattening_seconds(machine: Machine, job: Job, parameters: float) -> float:
     return memory_seconds(machine, (7 * job.bytes_of_gradient + 6 * job.bytes_of_value) * parameters)
 
 
-def _accumulated_bytes(job: Job) -> int:
+def accumulated_bytes(job: Job) -> int:
     """Bytes a parameter by which a gradient joins its buffer, which is read and written.
 
     It is written in 16 bits and read before, unless the product itself adds it.

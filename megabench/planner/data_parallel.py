@@ -30,13 +30,14 @@ class DataParallel:
         forward = max(layer.forward, host[0] + hooks)
         backward = max(layer.backward + again, host[1] + 2 * hooks)
         shards = candidate.shard_size
-        interference = self.base.interference(geometry.neighbours(shards) if shards else geometry.world)
+        hidden_forward = self.base.interference(geometry.neighbours(shards) if shards else geometry.world)
+        hidden_backward = self.base.interference(geometry.apart(shards) if shards else geometry.world)
         with_communication = (
-            schedule.two_streams(forward, gather, layers, interference)
-            + schedule.two_streams(backward, gather_back + reduce, layers, interference)
+            schedule.two_streams(forward, gather, layers, hidden_forward)
+            + schedule.two_streams(backward, gather_back + reduce, layers, hidden_backward)
             + ends
         )
-        plain = layers * (layer.forward + layer.backward)
+        plain = layers * (layer.forward + layer.backward) + self._copying_seconds(candidate)
         launch = layers * ((forward - layer.forward) + (backward - (layer.backward + again)))
         exposed = with_communication - layers * (forward + backward)
         once, update = self._once_a_step(candidate, geometry, layers * backward)
@@ -49,13 +50,38 @@ class DataParallel:
             "offload": self._offload_seconds(candidate, geometry, micro_batches),
         }
 
+    def _copying_seconds(self, candidate: Candidate) -> float:
+        """What an engine casts, copies and adds in every micro-batch, beyond the sums of gradients in `compute`.
+
+        Bytes a parameter, v of a value and g of a gradient; what a rank's own part sees alone, by 1/N. DeepSpeed
+        (stage3.py, stage_1_and_2.py, coalesced_collectives.py) casts gradients; stages 2 and 3 copy them into a bucket,
+        divide them and lay them out by rank; own parts are added up. FSDP2 (_fsdp_collectives.py) casts its fp32 shards
+        and copies them in, what it gathered out, and gradients in. DDP casts fp32 weights, and gradients back.
+        """
+        if self.job.stack.flat_parameters:
+            return 0.0
+        job, ranks = self.job, candidate.shard_size or candidate.layout.world_size
+        v, g = job.bytes_of_value, job.bytes_of_gradient
+        if candidate.engine == "ddp":
+            moved: float = _cast(4, v) * (2 if candidate.recompute == "full" else 1) + _cast(v, 4) + 3 * 4
+        elif candidate.engine == "fsdp":
+            moved = 4 * v + (v + g) + (2 * (_cast(4, v) + 2 * v) + 3 * g) / ranks
+        elif candidate.zero_stage == 3:
+            moved = 2 * v + _cast(v, g) + 4 * g + 3 * g / ranks
+        elif candidate.zero_stage == 2:
+            moved = _cast(v, g) + 6 * g + 5 * g / ranks
+        else:
+            moved = _cast(v, g) + 3 * g
+        beyond = max(0.0, moved - compute.accumulated_bytes(job))
+        return compute.memory_seconds(self.machine, beyond * job.num_parameters)
+
     def _sharded_seconds(self, candidate: Candidate, geometry: Geometry) -> tuple[float, float, float, float]:
         """What a layer communicates in every micro-batch: gathers forward and backward, its gradient's reduction; and
         what no layer hides: the embedding's gather at the start and its gradient at the end.
 
         ZeRO-3 and FSDP2 gather 2 bytes a parameter twice and reduce-scatter g; ZeRO-2 reduces alone (arXiv 1910.02054,
-        section 7). hpZ gathers for backward among neighbours (arXiv 2306.10209); HSDP shards among them and all-reduces
-        the shards over the others.
+        section 7), each part to the rank that owns it. hpZ gathers for backward among neighbours (arXiv 2306.10209);
+        HSDP shards among them and all-reduces the shards over the others.
         """
         job, profile = self.job, self.profile
         layer, ends = job.layer_parameters, job.embedding_parameters
@@ -78,8 +104,8 @@ class DataParallel:
             back = network.gather_seconds(profile, inner, value * layer)
             return gather(layer), back, reduce(layer), gather(ends) + reduce(ends)
         if candidate.engine == "deepspeed" and candidate.zero_stage == 2:
-            reduce_layer = network.gather_seconds(profile, geometry.world, g * layer)
-            return 0.0, 0.0, reduce_layer, network.gather_seconds(profile, geometry.world, g * ends)
+            reduce_layer = network.reduce_seconds(profile, geometry.world, g * layer)
+            return 0.0, 0.0, reduce_layer, network.reduce_seconds(profile, geometry.world, g * ends)
         return 0.0, 0.0, 0.0, 0.0
 
     def _once_a_step(self, candidate: Candidate, geometry: Geometry, backward: float) -> tuple[float, float]:
@@ -97,11 +123,14 @@ class DataParallel:
             once = network.gather_seconds(self.profile, geometry.world, weights)
             if candidate.zero_stage == 1:
                 pieces = max(1, round(parameters / _ZERO_BUCKET))
-                reduce = network.gather_seconds(self.profile, geometry.world, gradients, pieces)
+                reduce = network.reduce_seconds(self.profile, geometry.world, gradients, pieces)
                 once += self.base.tail(backward, reduce, pieces, geometry.world, overlaps=True)
         if candidate.offload != "none":
             return once, 0.0
-        return once, compute.optimizer_seconds(self.machine, job, sharded, sharded)
+        update = compute.optimizer_seconds(self.machine, job, sharded, sharded)
+        if candidate.engine == "deepspeed" and candidate.zero_stage == 1:  # copies as stage 2, but once
+            update += compute.memory_seconds(self.machine, (6 + 2 / ranks) * gradients)
+        return once, update
 
     def _offload_seconds(self, candidate: Candidate, geometry: Geometry, micro_batches: int) -> float:
         """Host copies and the host's AdamW: gradients out every micro-batch, weights in once, 28 bytes a parameter over
@@ -116,3 +145,8 @@ class DataParallel:
         weights = each * shard / copy * (2 * micro_batches if candidate.offload == "all" else 1)
         host = _ADAM_HOST_BYTES * shard * geometry.ranks_per_host / (self.profile.dram_gb_per_s * 1e9)
         return gradients + weights + host
+
+
+def _cast(before: int, after: int) -> int:
+    """Bytes that an element moves when it is cast, from one size to another."""
+    return before + after if before != after else 0

@@ -29,7 +29,8 @@ class Stack:
     `stages` hold as many layers each, or fewer beside the output layer (as megabench's engine, or nanotron, cuts them).
     Of published runs alone: `accumulates_at_end` of a backward holds the 16-bit gradients of all weights; `copies_kept`
     that leaner code has not; `holds_sent` what NCCL's stream was given, until the GPU is past it. `flattens_shards`
-    copies gradients and weights into one piece for a sharded optimizer's collectives.
+    copies gradients and weights into one piece for a sharded optimizer's collectives. `flat_parameters` (FSDP1's) are
+    communicated where they lie.
     """
 
     flash_attention: bool = True
@@ -53,6 +54,7 @@ class Stack:
     copies_kept: bool = False
     holds_sent: bool = False
     flattens_shards: bool = False
+    flat_parameters: bool = False
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,14 @@ def gather_seconds(profile: Profile, where: Span, num_bytes: float, calls: int =
     return calls * (base + (where.size - 1) * hop) + share * num_bytes / ring_bandwidth(profile, where)
 
 
+def reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
+    """Reduction to one rank, along a chain that all bytes pass from end to end, in equal calls."""
+    if where.is_alone or num_bytes == 0:
+        return 0.0
+    base, _, hop = _costs(profile, where)
+    return calls * (base + (where.size - 1) * hop) + num_bytes / ring_bandwidth(profile, where)
+
+
 def all_reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
     """All-reduce by a ring (a reduce-scatter and an all-gather), or by trees, whichever is faster, as NCCL does.
 

@@ -65,7 +65,9 @@ class Profile(_Part):
     launch_seconds: float = Field(ge=0, description="of the host, to start a kernel from Python")
     collective_launch_seconds: float = Field(ge=0, description="of the host, to start a collective")
     step_seconds: float = Field(ge=0, description="of the host, once a step: batches, norms, loss")
-    interference: float = Field(ge=0, le=1, description="of hidden communication that compute pays for all the same")
+    interference: float = Field(
+        ge=0, le=1, description="of hidden communication, but over sockets, that compute pays for"
+    )
     unfused_traffic: float = Field(
         ge=1, description="bytes of unfused element-wise kernels, as multiple of fused ones'"
     )

@@ -78,9 +78,7 @@ def _error(parity: Parity, record: RunRecord, standard: RunRecord | None) -> str
     difference = f"{parity.max_relative_difference:.2g} of their value, more than {parity.tolerance:g}"
     error = f"its losses differ from those of {parity.reference} by up to {difference}"
     if standard and record.num_skipped_steps != standard.num_skipped_steps:
-        error += (
-            f"; it skipped {record.num_skipped_steps} steps (fp16), {parity.reference} {standard.num_skipped_steps}"
-        )
+        error += f"; steps skipped (fp16): {record.num_skipped_steps} here, {standard.num_skipped_steps} there"
     return error
 
 

@@ -76,7 +76,7 @@ def _by_class(records: Sequence[RunRecord], reference: str) -> Iterator[tuple[st
     device = device_word(records)
     for work_class, group in groups:
         decision = decide(group, spreads, head)
-        said = [best_line(decision), *by_place(decision.good, device)]
+        said = [best_line(decision), *by_place(decision, device)]
         yield titles.get(work_class, "no trial has a result"), group, said
 
 

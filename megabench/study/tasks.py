@@ -55,19 +55,18 @@ class Tasks:
         ends = run.ends()
         num_hosts = len({end.host for end in ends})
         status, error = judge(ends, stop == "timeout", task.timeout_seconds)
-        path = task.logs / "record.json"
-        if status == "timeout" and path.exists():  # all was measured; only the processes took too long to end
-            whole = RunRecord.read(path)
-            late = f"its processes were ended after {task.timeout_seconds:g} s (timeout_seconds), with all measured"
-            return Result(whole.model_copy(update={"warnings": [*whole.warnings, late]}), "ok", None, num_hosts)
-        record = None
-        if status == "ok":
+        path, record = task.logs / "record.json", None
+        if status == "ok" or (status == "timeout" and path.exists()):  # written last: all was measured
             try:
                 record = RunRecord.read(path)
             except FileNotFoundError:
                 status, error = "failed", "rank 0 ended with exit status 0 but wrote no record.json"
             except ValueError as problem:
                 status, error = "failed", f"rank 0 wrote a record.json that is none: {str(problem).splitlines()[0]}"
+        if record and status == "timeout":
+            late = f"its processes had not ended when all was measured: {error}"
+            record = record.model_copy(update={"warnings": [*record.warnings, late]})
+            status, error = "ok", None
         return Result(record, status, error, num_hosts)
 
     def end(self, verdict: Any) -> None:

@@ -61,6 +61,7 @@ class Decision:
     bad: tuple[Row, ...]
     equals: tuple[Row, ...]
     head: str
+    spreads: Mapping[str, Spread]
 
     @property
     def best(self) -> Row | None:
@@ -77,7 +78,7 @@ def decide(rows: Sequence[Row], spreads: Mapping[str, Spread], head: str) -> Dec
     good = tuple(row for row in rows if row.is_ok and row.tokens_per_second_per_device)
     mine = spreads.get(good[0].trial) if good else None
     equals = [row for row in good[1:] if mine and (its := spreads.get(row.trial)) and mine.overlaps(its)]
-    return Decision(good, tuple(row for row in rows if not row.is_ok), tuple(equals), head)
+    return Decision(good, tuple(row for row in rows if not row.is_ok), tuple(equals), head, spreads)
 
 
 def best_line(decision: Decision) -> str:
@@ -121,7 +122,7 @@ def headline(decision: Decision, device: str) -> str:
 
 def particulars(decision: Decision, device: str) -> list[str]:
     """What a reader must know beside the headline to judge it, a sentence each."""
-    said = by_place(decision.good, device)
+    said = by_place(decision, device)
     best, reference = decision.best, decision.reference
     zero3 = next((row for row in decision.good if _is_zero3(row)), None)
     if best and zero3 and reference and zero3 not in (best, reference) and not _is_zero3(best):
@@ -140,28 +141,38 @@ def particulars(decision: Decision, device: str) -> list[str]:
     return said
 
 
-def by_place(good: Sequence[Row], device: str) -> list[str]:
+def by_place(decision: Decision, device: str) -> list[str]:
     """The fastest on each number of devices and hosts, where trials differ in them: a sentence each.
 
     More devices lose more to communication, and more hosts to the link between them.
     """
     places: dict[tuple[int, int, bool], list[Row]] = {}
-    for row in good:
+    for row in decision.good:
         places.setdefault((row.world_size, row.num_hosts or 1, row.is_emulated), []).append(row)
     sizes = {size for size, *_ in places}
     if len(places) < 2:
         return []
-    units = f"{device}s" if device == "GPU" else "processes"
+    unit, units = ("GPU", "GPUs") if device == "GPU" else ("process", "processes")
     said = [f"Trials ran on different numbers of {units}, and the figures are of one {device}."] * (len(sizes) > 1)
     for (size, count, is_emulated), rows in sorted(places.items()):
-        on_hosts = f" {units} of {count}{' emulated' * is_emulated} host{'s' * (count > 1)}"
+        on_hosts = f" {units if size > 1 else unit} of {count}{' emulated' * is_emulated} host{'s' * (count > 1)}"
         on_hosts *= len(places) > len(sizes)
-        zero3 = next((row for row in rows if _is_zero3(row) and row is not rows[0]), None)
-        as_many = "there" if on_hosts else "on as many"
-        times = f", {_speed_of(rows[0]) / _speed_of(zero3):.2f} × ZeRO-3 {as_many} ({zero3.trial})" if zero3 else ""
-        part = "is fastest" if len(rows) > 1 else "is the only one"
-        said.append(f"On {size}{on_hosts}, {rows[0].trial} {part}{times}.")
+        said.append(f"On {size}{on_hosts}, {_fastest(rows, decision, 'there' if on_hosts else 'on as many')}.")
     return said
+
+
+def _fastest(rows: Sequence[Row], decision: Decision, place: str) -> str:
+    """Which of the rows of a place is fastest, and by how much against the fastest ZeRO-3 of that `place`."""
+    here = decide(rows, decision.spreads, decision.head)
+    best = [rows[0], *here.equals]
+    if len(best) > 1:
+        return f"{_listed([row.trial for row in best])} are equal within their spread"
+    zero3 = next((row for row in rows if _is_zero3(row)), None)
+    has_ratio = zero3 and zero3 is not rows[0]
+    times = (
+        f", {_speed_of(rows[0]) / _speed_of(zero3):.2f} × ZeRO-3 {place} ({zero3.trial})" if zero3 and has_ratio else ""
+    )
+    return f"{rows[0].trial} {'is fastest' if len(rows) > 1 else 'is the only one'}{times}"
 
 
 def ends(rows: Sequence[Row]) -> str:

@@ -30,6 +30,18 @@ def test_settings_follow_the_run() -> None:
     assert settings["data_types"]["grad_accum_dtype"] == settings["communication_data_type"] == "fp32"
 
 
+def test_fp16_begins_as_with_every_engine() -> None:
+    from megabench.engines.deepspeed import deepspeed_settings
+    from megabench.engines.loss_scale import LossScale
+    from megabench.engines.megatron.optimizer import _grad_scaler
+
+    run = resolve(2, engine="deepspeed").model_copy(update={"precision": "fp16"})
+    assert (
+        LossScale().value == _grad_scaler().scale.item() == 2 ** deepspeed_settings(run)["fp16"]["initial_scale_power"]
+    )
+    assert LossScale().value <= 2**13, "at 2^16 ZeRO-1 skips steps of GPT-2 that other engines do not"
+
+
 def test_users_file_wins_where_the_run_is_silent(tmp_path: Path) -> None:
     from megabench.engines.deepspeed import deepspeed_settings
 

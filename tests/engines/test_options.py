@@ -111,7 +111,7 @@ def train_scaled(run: ResolvedConfig) -> Trace:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("world_size", "fields"), [(2, {}), (4, {"cp": 2, "pp": 2})], ids=["dp2", "pp2-cp2"])
 def test_megatron_in_fp16(world_size: int, fields: dict[str, Any]) -> None:
-    """Its loss is scaled by 2^16 and divided by micro-batches, its gradients are divided by replicas and unscaled."""
+    """Its loss is scaled and divided by micro-batches, its gradients are divided by replicas and unscaled."""
     settings = fields | OPTIMIZERS["adamw"]
     # which a user may ask for on GPUs alone
     run = resolve(world_size, **settings).model_copy(update={"precision": "fp16"})

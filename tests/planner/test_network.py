@@ -7,7 +7,9 @@ import pytest
 from megabench.hardware.topology import Link
 from megabench.parallel.layout import Layout
 from megabench.planner import network
+from megabench.planner.engines import Costs
 from megabench.planner.geometry import Geometry
+from megabench.planner.job import Candidate
 from megabench.planner.network import Span
 from megabench.planner.profile import LinkCost, Profile, shipped_profiles
 from tests.planner.jobs import costs, hosts, job, megatron
@@ -31,6 +33,30 @@ def test_two_ranks_alone_have_a_part_of_the_bandwidth():
     assert network.ring_bandwidth(H200, pair) == pytest.approx(nvlink.pair_share * network.ring_bandwidth(H200, four))
     whole = with_links(nvlink=nvlink.model_copy(update={"pair_share": 1.0}))
     assert network.ring_bandwidth(whole, pair) == network.ring_bandwidth(whole, four)
+
+
+def test_what_is_hidden_costs_compute_but_over_sockets():
+    """By as much as the profile says over NVLink and EFA, whose bytes pass the GPU at a pace that it feels."""
+    found = {}
+    for network_name in ("efa", "socket"):
+        topology = hosts(2, 4, network=network_name)
+        base = costs(job(), topology).base
+        group = Geometry.of(topology, Layout().with_world_size(8), "topology").world
+        inside = Geometry.of(topology, Layout(tp=4).with_world_size(8), "topology").tp
+        assert base.interference(inside) == base.profile.interference > 0
+        found[network_name] = base.tail(work=1.0, communicate=0.5, pieces=10, where=group, overlaps=True)
+    assert found["socket"] == pytest.approx(0.05) and found["efa"] > 0.1
+
+
+def test_hybrid_shards_reduce_over_sockets_for_nothing():
+    """HSDP gathers over NVLink and reduces over sockets too: backward is not charged for what sockets carry."""
+    topology = hosts(2, 4, network_gbits=20.0, network="socket")
+    hybrid = Candidate("fsdp", Layout(dp=8), 1, shard_size=4)
+    found = costs(job(global_batch=8), topology)
+    charged = found.profile.model_copy(update={"interference": 1.0})
+    forward = charged.interference * 32 * found.base.layer(1, 1, 1).forward
+    more = Costs(found.job, topology, charged).estimate(hybrid).step_seconds - found.estimate(hybrid).step_seconds
+    assert 0 < more < forward
 
 
 def test_compute_hides_behind_sockets():

@@ -43,8 +43,12 @@ def test_losses_that_cannot_be_compared_are_a_divergence(losses):
 
 def test_a_divergence_by_skipped_steps_says_so():
     skipped = make_record([6.0, 6.0, 5.0], trial="zero1", num_skipped_steps=1)
-    judged, _ = judge_parity([skipped, make_record(LOSSES, trial="zero3")], "zero3")
-    assert judged.error.endswith("; it skipped 1 steps (fp16), zero3 0")
+    drifted = make_record([6.0, 6.0, 5.0], trial="tp2")
+    by_skipping, by_drifting, _ = judge_parity([skipped, drifted, make_record(LOSSES, trial="zero3")], "zero3")
+    assert by_skipping.error.endswith(
+        "up to 0.25 of their value, more than 0.0001; steps skipped (fp16): 1 here, 0 there"
+    )
+    assert "skipped" not in by_drifting.error
 
 
 def test_without_the_reference_the_first_good_trial_of_the_class_is_the_standard():

@@ -37,7 +37,7 @@ trials:
   - {name: hung, timeout_seconds: 20, world_size: 2, seed: 5, env: {FAULT: hang, FAULT_RANK: 1}}
   - {name: unwritten, world_size: 2, seed: 6, env: {FAULT: no_record}}
   - {name: drifted, world_size: 2, seed: 7, env: {LAST_LOSS: 3.5}}
-  - {name: lingered, timeout_seconds: 10, world_size: 2, seed: 9, env: {FAULT: linger}}
+  - {name: lingered, timeout_seconds: 20, world_size: 2, seed: 9, env: {FAULT: linger}}
   - {name: last, world_size: 2, seed: 8}
 """
 )
@@ -106,8 +106,9 @@ def test_a_hang_says_how_far_each_rank_was(faults):
 
 
 def test_what_was_measured_is_kept_when_processes_do_not_end(faults):
-    late = "its processes were ended after 10 s (timeout_seconds), with all measured"
-    assert faults.records["lingered"].warnings == [late] and faults.records["first"].warnings == []
+    (late,) = faults.records["lingered"].warnings
+    assert late.startswith("its processes had not ended when all was measured: no result after 20 s (timeout_seconds)")
+    assert "rank 0 " in late and faults.records["first"].warnings == []
 
 
 def test_the_doctor_names_each(faults):

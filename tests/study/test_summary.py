@@ -54,21 +54,44 @@ def test_zero3_wins_in_the_same_words():
     assert "best: zero3; no layout beat it\n" in text
 
 
+ONE_HOST = {"num_hosts": 1, "world_size": 2, "device": "NVIDIA H200"}
+TWO_HOSTS = ONE_HOST | {"num_hosts": 2, "emulated_hosts": 2}
+
+
 def test_each_number_of_hosts_has_its_own_fastest():
     """One layout wins where GPUs share a host, another where a slow link lies between them."""
-    two_hosts = {"num_hosts": 2, "emulated_hosts": 2, "world_size": 2, "device": "NVIDIA H200"}
-    one_host = two_hosts | {"num_hosts": 1, "emulated_hosts": None}
     records = [
-        make_record([6.0], 1000, **ZERO3, **one_host),
-        make_record([6.0], 1200, trial="dp", **one_host),
-        make_record([6.0], 400, **ZERO3 | {"trial": "zero3-across"}, **two_hosts),
-        make_record([6.0], 1100, trial="pp2-across", **two_hosts),
+        make_record([6.0], 1000, **ZERO3, **ONE_HOST),
+        make_record([6.0], 1200, trial="dp", **ONE_HOST),
+        make_record([6.0], 400, **ZERO3 | {"trial": "zero3-across"}, **TWO_HOSTS),
+        make_record([6.0], 1100, trial="pp2-across", **TWO_HOSTS),
     ]
     text = shown(records)
     assert "best: dp, 1.20 × ZeRO-3\n" in text
     assert "On 2 GPUs of 1 host, dp is fastest, 1.20 × ZeRO-3 there (zero3).\n" in text
     assert "On 2 GPUs of 2 emulated hosts, pp2-across is fastest, 2.75 × ZeRO-3 there (zero3-across).\n" in text
     assert "On 2" not in shown(records[:2])
+
+
+def test_a_place_has_no_winner_within_the_spread_and_zero3_none_over_itself():
+    def of(name: str, *speeds: float, **fields):
+        return [make_record([6.0], speed, **fields | {"trial": name, "repeat": n}) for n, speed in enumerate(speeds)]
+
+    records = [
+        *of("zero3", 1000, 1010, **ZERO3, **ONE_HOST),
+        *of("zero3-slow", 900, 910, **ZERO3, **ONE_HOST),
+        *of("tp2-across", 500, 520, **TWO_HOSTS),
+        *of("dp-across", 490, 510, **TWO_HOSTS),
+    ]
+    text = shown(records)
+    assert "On 2 GPUs of 1 host, zero3 is fastest.\n" in text
+    assert "On 2 GPUs of 2 emulated hosts, tp2-across and dp-across are equal within their spread.\n" in text
+
+
+def test_the_first_of_a_class_is_no_evidence_of_itself():
+    other = work_class(seed=2)
+    text = shown([make_record([6.0], 1000, **ZERO3), make_record([5.0], 900, trial="alone", work_class=other)])
+    assert "| reference |" in text and "equal 0" not in text
 
 
 def test_another_reference_is_named_in_the_head():

@@ -73,9 +73,9 @@ _NANOTRON = Stack(
 _NEMO = Stack(fused_loss=False, fuses_weight_gradient=True, blocking_p2p=False, stages="even")
 # llm-foundry's loss is flash-attn's, in 16 bits: 2 read, and 2 + 2 backward. torch's casts 2 + 4, takes maximum, sum,
 # logarithm 4 + 4 + 4 + 4; backward zeroes, sums, writes and casts 4 + 4 + 4 + 4 + 4 + 2
-_FOUNDRY = Stack(flash_version_2=True, fused=False, fused_loss=False, loss_bytes=(2, 4))
+_FOUNDRY = Stack(flash_version_2=True, fused=False, fused_loss=False, loss_bytes=(2, 4), flat_parameters=True)
 _FSDP = replace(_FOUNDRY, loss_bytes=(22, 22))
-_TITAN = _FSDP
+_TITAN = replace(_FSDP, flat_parameters=False)
 _TITAN_COMPILED = replace(_TITAN, fused=True)
 
 SOURCES = (

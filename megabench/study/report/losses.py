@@ -73,10 +73,10 @@ def differences_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
 def parity_words(trial: Shown) -> str:
     """Whether a trial did the same work, in words."""
     row = trial.row
+    if row.is_ok and trial.record.parity and trial.record.parity.reference == trial.name:
+        return "the one compared with"
     if row.parity == "unknown":
         return "not known"
-    if row.parity == "equal" and trial.record.parity and trial.record.parity.reference == trial.name:
-        return "the one compared with"
     difference = "" if row.max_relative_difference is None else f", {row.max_relative_difference:.1g} at most"
     return f"{'equal' if row.parity == 'equal' else 'DIVERGED'}{difference}"
 

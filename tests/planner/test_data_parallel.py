@@ -1,0 +1,53 @@
+"""What data-parallel engines move beside their communication."""
+
+from dataclasses import replace
+
+import pytest
+
+from megabench.parallel.layout import Layout
+from megabench.planner.data_parallel import DataParallel
+from megabench.planner.job import Candidate, Stack
+from tests.planner.jobs import costs, hosts, job
+
+FOUR = hosts(1, 4)
+
+
+def bytes_a_parameter(engine: str, stage: int = 0, work=None, **settings) -> float:
+    """What one micro-batch copies, beyond the 12 bytes of a gradient's sum in fp32."""
+    work = work or job()
+    candidate = Candidate(engine, Layout(dp=4), 1, zero_stage=stage, **settings)
+    found = DataParallel(costs(work, FOUR).base)
+    rate = found.profile.memory_gb_per_s * 1e9
+    return found._copying_seconds(candidate) * rate / work.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "expected"),
+    [
+        ("deepspeed", 3, 4 + 6 + 8 + 8 + 12 / 4 - 12),  # bucket, cast, by rank, divided; its own part added
+        ("deepspeed", 2, 6 + 8 + 8 + 8 + 20 / 4 - 12),  # cast, bucket, divided, by rank; its own part back and added
+        ("deepspeed", 1, 6 + 12 - 12),  # cast and added
+        ("fsdp", 3, 8 + 6 + (2 * (6 + 4) + 12) / 4 - 12),  # twice cast, in and out; gradients in, and added
+        ("ddp", 0, 6 + 6 + 12 - 12),  # weights cast, gradients cast and added
+    ],
+)
+def test_what_an_engine_copies(engine: str, stage: int, expected: float):
+    assert bytes_a_parameter(engine, stage) == pytest.approx(expected)
+
+
+def test_weights_are_cast_again_where_they_are_recomputed():
+    assert bytes_a_parameter("ddp", recompute="full") == pytest.approx(bytes_a_parameter("ddp") + 6)
+
+
+def test_gradients_in_16_bits_are_not_cast():
+    assert bytes_a_parameter("deepspeed", 3, job(bytes_of_gradient=2)) == pytest.approx(4 + 8 + 6 / 4 - 8)
+
+
+def test_nothing_is_cast_in_fp32():
+    in_fp32 = job(precision="fp32")
+    assert bytes_a_parameter("ddp", work=in_fp32) == pytest.approx(12 - 12)
+    assert bytes_a_parameter("fsdp", 3, in_fp32) == pytest.approx(16 + 8 + (2 * 8 + 12) / 4 - 12)
+
+
+def test_flat_parameters_are_communicated_where_they_lie():
+    assert bytes_a_parameter("fsdp", 3, replace(job(), stack=Stack(flat_parameters=True))) == 0
