@@ -6,6 +6,7 @@ It writes the same files and messages as the trainer, without a model, so that a
 """
 
 import contextlib
+import faulthandler
 import os
 import signal
 import subprocess
@@ -36,6 +37,8 @@ def main() -> int:
     if mine and fault == "exit":
         print("the words before the end")
         return 3
+    if fault == "linger":
+        faulthandler.register(signal.SIGUSR2, file=sys.stderr)
     if fault == "kill":  # a peer waits for the one that was killed
         time.sleep(600)
     if fault == "grandchild":
@@ -51,7 +54,7 @@ def main() -> int:
         micro_batch = int(fields.get("--micro-batch", "4"))
         make_record(losses, speed=500 / took, micro_batch=micro_batch, **measured).write(out / "record.json")
     if fault == "linger":
-        time.sleep(600)
+        lost_in_thought()
     return 0
 
 
@@ -63,8 +66,6 @@ def note_pid(out: Path, name: str, pid: int) -> None:
 
 def with_messages(rank: int, fault: str, mine: bool) -> int:
     """The faults that are told over the store."""
-    import faulthandler
-
     from megabench.runtime import rendezvous
     from megabench.runtime.messages import Progress, report_failure, report_progress
 

@@ -108,7 +108,7 @@ def test_a_hang_says_how_far_each_rank_was(faults):
 def test_what_was_measured_is_kept_when_processes_do_not_end(faults):
     (late,) = faults.records["lingered"].warnings
     assert late.startswith("its processes had not ended when all was measured: no result after 20 s (timeout_seconds)")
-    assert "rank 0 " in late and faults.records["first"].warnings == []
+    assert "ranks 0, 1 in lost_in_thought (fake_trainer.py" in late and faults.records["first"].warnings == []
 
 
 def test_the_doctor_names_each(faults):
