@@ -144,10 +144,9 @@ def _row(runs: Sequence[RunRecord], by_trial: Mapping[str, Sequence[RunRecord]],
     )
     parities = [record.parity for record in runs if record.parity]
     differences = [p.max_relative_difference for p in parities if p.max_relative_difference is not None]
-    if runs[0].trial != reference and {parity.reference for parity in parities} == {runs[0].trial}:
-        verdicts = set()  # the first of its class is no evidence of itself
-    else:
-        verdicts = {parity.verdict for parity in parities}
+    verdicts = {parity.verdict for parity in parities}
+    if len(runs) == 1 and runs[0].trial != reference and verdicts and parities[0].reference == runs[0].trial:
+        verdicts = set()  # a run is no evidence of itself
     return Row(
         trial=runs[0].trial,
         engine=engine_name(runs[0]),

@@ -89,9 +89,12 @@ def test_a_place_has_no_winner_within_the_spread_and_zero3_none_over_itself():
 
 
 def test_the_first_of_a_class_is_no_evidence_of_itself():
-    other = work_class(seed=2)
-    text = shown([make_record([6.0], 1000, **ZERO3), make_record([5.0], 900, trial="alone", work_class=other)])
+    alone = {"trial": "alone", "work_class": work_class(seed=2)}
+    records = [make_record([6.0], 1000, **ZERO3), make_record([5.0], 900, **alone)]
+    text = shown(records)
     assert "| reference |" in text and "equal 0" not in text
+    assert "equal 0 " in shown([*records, make_record([5.0], 900, repeat=1, **alone)]), "but its second run is"
+    assert "DIVERGED 0.2 " in shown([*records, make_record([6.0], 900, repeat=1, **alone)])
 
 
 def test_another_reference_is_named_in_the_head():
