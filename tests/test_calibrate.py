@@ -34,6 +34,15 @@ def test_a_machine_becomes_a_profile(tmp_path: Path):
     assert planned.returncode == 0 and "generic-here" in planned.stdout
 
 
+@pytest.mark.e2e
+def test_hosts_of_one_rank_say_nothing_of_what_compute_pays_inside_them(tmp_path: Path):
+    path = tmp_path / "here.json"
+    ended = megabench("calibrate", "--out", str(path), "--model", "llama-tiny", "--nproc", "2", "--emulate-hosts", "2")
+    assert ended.returncode == 0, ended.stderr
+    origin = read_profile(path).origin
+    assert "interference" not in origin and "socket" in origin["links"]
+
+
 @pytest.mark.parametrize(("ranks", "share"), [(4, 0.5), (2, 0.8)])
 def test_pairs_are_told_from_larger_groups(ranks: int, share: float):
     """Two ranks that reach half of what four do; where there are only two, the share is as it was known before."""

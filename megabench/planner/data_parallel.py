@@ -111,7 +111,7 @@ class DataParallel:
     def _once_a_step(self, candidate: Candidate, geometry: Geometry, backward: float) -> tuple[float, float]:
         """Communication that comes once a step, exposed, and the optimizer."""
         job, parameters = self.job, self.job.num_parameters
-        ranks, once = candidate.layout.world_size, 0.0
+        ranks, once, copied = candidate.layout.world_size, 0.0, 0.0
         gradients, weights = job.bytes_of_gradient * parameters, job.bytes_of_value * parameters
         sharded = parameters / (candidate.shard_size or ranks)
         if candidate.engine == "ddp" or (candidate.zero_stage == 0 and candidate.engine == "deepspeed"):
@@ -125,12 +125,11 @@ class DataParallel:
                 pieces = max(1, round(parameters / _ZERO_BUCKET))
                 reduce = network.reduce_seconds(self.profile, geometry.world, gradients, pieces)
                 once += self.base.tail(backward, reduce, pieces, geometry.world, overlaps=True)
+                copied = (6 + 2 / ranks) * gradients  # as stage 2 does, but once
         if candidate.offload != "none":
             return once, 0.0
         update = compute.optimizer_seconds(self.machine, job, sharded, sharded)
-        if candidate.engine == "deepspeed" and candidate.zero_stage == 1:  # copies as stage 2, but once
-            update += compute.memory_seconds(self.machine, (6 + 2 / ranks) * gradients)
-        return once, update
+        return once, update + compute.memory_seconds(self.machine, copied)
 
     def _offload_seconds(self, candidate: Candidate, geometry: Geometry, micro_batches: int) -> float:
         """Host copies and the host's AdamW: gradients out every micro-batch, weights in once, 28 bytes a parameter over

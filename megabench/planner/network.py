@@ -114,15 +114,16 @@ def gather_seconds(profile: Profile, where: Span, num_bytes: float, calls: int =
     published all-gathers over 2 to 64 hosts agree to 20% with one hop of 40 µs, and not with NCCL's tuner, which counts
     hosts − 1 slow hops alone.
     """
-    if where.is_alone or num_bytes == 0:
-        return 0.0
-    base, _, hop = _costs(profile, where)
-    share = (where.size - 1) / where.size
-    return calls * (base + (where.size - 1) * hop) + share * num_bytes / ring_bandwidth(profile, where)
+    return _along_ring(profile, where, (where.size - 1) / where.size * num_bytes, calls)
 
 
 def reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
     """Reduction to one rank, along a chain that all bytes pass from end to end, in equal calls."""
+    return _along_ring(profile, where, num_bytes, calls)
+
+
+def _along_ring(profile: Profile, where: Span, num_bytes: float, calls: int) -> float:
+    """So many bytes over each link of a ring, in equal calls of n − 1 hops."""
     if where.is_alone or num_bytes == 0:
         return 0.0
     base, _, hop = _costs(profile, where)

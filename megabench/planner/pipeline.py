@@ -133,8 +133,8 @@ class Pipeline:
         micro_batches = candidate.num_micro_batches(job)
         chunks, send, blocking = self._chunks(candidate), self._send(candidate), self._is_blocking(candidate)
         timeline = schedule.simulate([chunk.stage for chunk in chunks], layout.vp, micro_batches, send, blocking)
-        reduces, gathers, updates, replicas = [], [], [], geometry.replicas
-        fill = 0.0
+        reduces, gathers, updates = [], [], []
+        fill, replicas = 0.0, geometry.replicas
         for stage, chunk in enumerate(chunks):
             parameters = stage_parameters(job, candidate, stage)
             pieces = self._num_buckets(candidate, stage, parameters)
@@ -144,7 +144,7 @@ class Pipeline:
             waits = self.base.tail(forward, gather, pieces, replicas, job.stack.overlaps_parameters)
             gathers.append(max(0.0, waits - fill))
             fill += chunk.stage.forward + send
-            shards = geometry.replicas.size if candidate.zero_stage else 1
+            shards = replicas.size if candidate.zero_stage else 1
             update = compute.optimizer_seconds(self.machine, job, parameters, parameters / shards)
             if job.stack.flattens_shards and shards > 1:
                 update += compute.flattening_seconds(self.machine, job, parameters)

@@ -168,11 +168,10 @@ def _fastest(rows: Sequence[Row], decision: Decision, place: str) -> str:
     if len(best) > 1:
         return f"{_listed([row.trial for row in best])} are equal within their spread"
     zero3 = next((row for row in rows if _is_zero3(row)), None)
-    has_ratio = zero3 and zero3 is not rows[0]
-    times = (
-        f", {_speed_of(rows[0]) / _speed_of(zero3):.2f} × ZeRO-3 {place} ({zero3.trial})" if zero3 and has_ratio else ""
-    )
-    return f"{rows[0].trial} {'is fastest' if len(rows) > 1 else 'is the only one'}{times}"
+    said = f"{rows[0].trial} {'is fastest' if len(rows) > 1 else 'is the only one'}"
+    if zero3 is None or zero3 is rows[0]:
+        return said
+    return f"{said}, {_speed_of(rows[0]) / _speed_of(zero3):.2f} × ZeRO-3 {place} ({zero3.trial})"
 
 
 def ends(rows: Sequence[Row]) -> str:

@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from megabench.hardware.topology import Link
 from megabench.parallel.layout import Layout
 from megabench.planner import network
 from megabench.planner.engines import Costs
 from megabench.planner.geometry import Geometry
 from megabench.planner.job import Candidate
 from megabench.planner.network import Span
-from megabench.planner.profile import LinkCost, Profile, shipped_profiles
+from megabench.planner.profile import shipped_profiles
 from tests.planner.jobs import costs, hosts, job, megatron
 
 H200 = shipped_profiles()["h200"]
@@ -21,17 +20,13 @@ def world(gpus: int) -> Span:
     return Geometry.of(hosts(1, gpus), Layout().with_world_size(gpus), "topology").world
 
 
-def with_links(**costs: LinkCost) -> Profile:
-    links: dict[Link, LinkCost] = {**H200.links, **costs}  # type: ignore[dict-item]
-    return H200.model_copy(update={"links": links})
-
-
 def test_two_ranks_alone_have_a_part_of_the_bandwidth():
     pair, four = world(2), world(4)
     nvlink = H200.links["nvlink"]
     assert nvlink.pair_share == pytest.approx(0.80, abs=0.01), "as benchmarks/calibrate-h200 measured"
     assert network.ring_bandwidth(H200, pair) == pytest.approx(nvlink.pair_share * network.ring_bandwidth(H200, four))
-    whole = with_links(nvlink=nvlink.model_copy(update={"pair_share": 1.0}))
+    links = H200.links | {"nvlink": nvlink.model_copy(update={"pair_share": 1.0})}
+    whole = H200.model_copy(update={"links": links})
     assert network.ring_bandwidth(whole, pair) == network.ring_bandwidth(whole, four)
 
 

@@ -37,8 +37,6 @@ def main() -> int:
     if mine and fault == "exit":
         print("the words before the end")
         return 3
-    if fault == "linger":
-        faulthandler.register(signal.SIGUSR2, file=sys.stderr)
     if fault == "kill":  # a peer waits for the one that was killed
         time.sleep(600)
     if fault == "grandchild":
@@ -54,6 +52,7 @@ def main() -> int:
         micro_batch = int(fields.get("--micro-batch", "4"))
         make_record(losses, speed=500 / took, micro_batch=micro_batch, **measured).write(out / "record.json")
     if fault == "linger":
+        faulthandler.register(signal.SIGUSR2, file=sys.stderr)
         lost_in_thought()
     return 0
 
