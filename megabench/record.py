@@ -84,11 +84,13 @@ class PeakMemory(_Part):
 
 
 class Parity(_Part):
-    """Comparison of the losses with the reference trial of the same work class."""
+    """Comparison of losses and gradient norms with the reference trial of the same work class."""
 
     reference: str
-    max_relative_difference: float | None
+    max_relative_difference: float | None = Field(description="of the loss of any step")
     tolerance: float
+    max_grad_norm_difference: float | None = Field(default=None, description="relative, of the norm of any step")
+    grad_norm_tolerance: float | None = Field(default=None, description="of any step; the median has a tenth of it")
     verdict: Literal["equal", "diverged", "unknown"]
 
 

@@ -41,6 +41,7 @@ _ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
     "offload": ("deepspeed", "fsdp"),
     "shard_size": ("fsdp",),
     "reshard_after_forward": ("fsdp",),
+    "zero_leaf_layers": ("deepspeed",),
     "compile": ("fsdp", "ddp"),
     "powersgd_rank": ("ddp",),
     "stages": ("megatron",),
@@ -99,6 +100,9 @@ class RunConfig(BaseModel):
     )
     zero_persistence: NonNegativeInt | None = Field(
         None, description="Elements up to which ZeRO-3 keeps a parameter whole on every rank [default: DeepSpeed's]."
+    )
+    zero_leaf_layers: bool = Field(
+        False, description="Have ZeRO-3 gather and drop each layer whole (DeepSpeed's leaf modules), not by its parts."
     )
     powersgd_rank: PositiveInt | None = Field(
         None, description="Compress ddp's gradients to matrices of this rank (PowerSGD): less to send, other gradients."
@@ -313,8 +317,8 @@ class RunConfig(BaseModel):
         """Combinations of an engine's own settings that it cannot have."""
         stage = 3 if self.zero_stage is None else self.zero_stage
         is_zero = self.engine == "deepspeed"
-        for name in ("hpz_size", "zero_prefetch", "zero_persistence"):
-            if getattr(self, name) is not None and stage != 3:
+        for name in ("hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers"):
+            if getattr(self, name) != type(self).model_fields[name].default and stage != 3:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is a setting of zero_stage=3, not {stage}; leave it out"
                 )

@@ -31,6 +31,8 @@ from deepspeed.utils import safe_get_full_grad
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
+REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
+
 
 class DeepSpeedEngine:
     """Pure data parallelism under ZeRO; see `megabench.engines.base.Engine`."""
@@ -45,6 +47,10 @@ class DeepSpeedEngine:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         model = self._build_model()
+        if self.zero_stage in (1, 2):
+            # a gradient larger than the bucket is freed while a slow link still reads it (DeepSpeed 0.19.8)
+            bucket = max(REDUCE_BUCKET, *(parameter.numel() for parameter in model.parameters()))
+            self.settings["zero_optimization"].setdefault("reduce_bucket_size", bucket)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with contextlib.redirect_stdout(io.StringIO()):  # reports of memory, a dozen lines a rank
             self.engine, *_ = deepspeed.initialize(
@@ -70,6 +76,8 @@ class DeepSpeedEngine:
         finally:
             torch.set_default_dtype(default_dtype)
         shared.prepare(model, self.run, self.device)
+        if self.run.zero_leaf_layers:
+            deepspeed.utils.set_z3_leaf_modules(model, [type(block) for block in shared.blocks(model, self.run)])
         _load_initial_weights(model, self.run)
         return model
 

@@ -10,8 +10,8 @@ from megabench.record import LayoutSizes
 
 # settings that shape how a step runs, beside the layout
 _OPTIONS = (
-    "zero_stage", "offload", "hpz_size", "zero_prefetch", "zero_persistence", "shard_size", "reshard_after_forward",
-    "powersgd_rank", "compile", "recompute", "keep_gathered", "stages",
+    "zero_stage", "offload", "hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers",
+    "shard_size", "reshard_after_forward", "powersgd_rank", "compile", "recompute", "keep_gathered", "stages",
 )  # fmt: skip
 
 

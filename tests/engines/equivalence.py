@@ -20,7 +20,7 @@ from tests.models import tiny  # noqa: F401  (its shapes become names of the cat
 TOLERANCE = 1e-5  # relative L2 difference of any tensor, fp32
 NUM_STEPS = 3
 # what changes no result
-ENGINE_OPTIONS = ("offload", "hpz_size", "zero_prefetch", "zero_persistence", "compile")
+ENGINE_OPTIONS = ("offload", "hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers", "compile")
 BASE: dict[str, Any] = {
     "model": "llama-tiny",
     "num_layers": 4,

@@ -120,6 +120,27 @@ def test_a_changed_file_is_another_run(tmp_path: Path) -> None:
     assert resolve_with(tmp_path, content).identity() != first
 
 
+def bucket_and_largest_gradient(run: ResolvedConfig) -> tuple[int, int]:
+    from unittest.mock import patch
+
+    from megabench.engines import deepspeed
+
+    with patch.object(deepspeed, "REDUCE_BUCKET", 1000):
+        engine = deepspeed.DeepSpeedEngine(run, torch.device("cpu")).engine
+    return engine.optimizer.reduce_bucket_size, max(parameter.numel() for parameter in engine.module.parameters())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_the_largest_gradient_fits_the_bucket(zero_stage: int, tmp_path: Path) -> None:
+    run = resolve(2, engine="deepspeed", zero_stage=zero_stage)
+    bucket, largest = distributed.run(bucket_and_largest_gradient, 2, run)[0]
+    assert bucket == largest > 1000
+    own = write(tmp_path / "ds.json", {"zero_optimization": {"reduce_bucket_size": 500}})
+    run = resolve(2, engine="deepspeed", zero_stage=zero_stage, deepspeed_config=own)
+    assert distributed.run(bucket_and_largest_gradient, 2, run)[0][0] == 500
+
+
 def buffer_dtypes(run: ResolvedConfig) -> set[torch.dtype]:
     from megabench.engines.deepspeed import DeepSpeedEngine
 

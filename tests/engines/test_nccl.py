@@ -37,6 +37,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero2": (2, {"engine": "deepspeed", "zero_stage": 2}),
     "zero3": (2, {"engine": "deepspeed", "zero_stage": 3}),
     "zero3-tuned": (2, {"engine": "deepspeed", "zero_prefetch": 100_000_000, "zero_persistence": 1_000_000}),
+    "zero3-leaf": (2, {"engine": "deepspeed", "zero_leaf_layers": True, "zero_prefetch": 100_000_000}),
     "fsdp": (2, {"engine": "fsdp"}),
     "fsdp-kept": (2, {"engine": "fsdp", "reshard_after_forward": False}),
     "fsdp-offload": (2, {"engine": "fsdp", "offload": "all"}),

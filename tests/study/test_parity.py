@@ -6,6 +6,7 @@ import pytest
 
 from megabench.record import RunRecord
 from megabench.study.parity import compare_losses, judge_parity
+from megabench.study.summary import summarize
 from tests.study.records import make_record, work_class
 
 LOSSES = [6.0, 5.0, 4.0]
@@ -39,6 +40,40 @@ def test_losses_that_cannot_be_compared_are_a_divergence(losses):
     judged, _ = judge_parity([make_record(losses, trial="tp2"), make_record(LOSSES, trial="zero3")], "zero3")
     assert judged.status == "diverged" and judged.parity.max_relative_difference is None
     assert "not finite, or not of as many steps as those of zero3" in judged.error
+
+
+@pytest.mark.parametrize(
+    ("precision", "norms", "verdict"),
+    [
+        ("fp32", [2.0, 3.0, 4.0], "equal"),
+        ("fp32", [2.001, 3.001, 4.02], "equal"),  # training amplifies: a step may be off by more than the median
+        ("fp32", [2.0, 3.0, 4.1], "diverged"),
+        ("fp32", [2.0, 3.01, 4.01], "diverged"),
+        ("bf16", [2.01, 3.01, 4.3], "equal"),
+        ("bf16", [2.0, 84.0, 112.0], "diverged"),
+        ("fp16", [None, 3.0, 4.0], "equal"),  # skipped
+        ("bf16", [], "equal"),  # a record of a version that kept none
+    ],
+)
+def test_gradient_norms_tell_what_losses_hide(precision, norms, verdict):
+    reference = make_record(LOSSES, trial="zero3", precision=precision, grad_norms=[2.0, 3.0, 4.0])
+    other = make_record(LOSSES, trial="zero2", precision=precision, grad_norms=norms)
+    judged, standard = judge_parity([other, reference], "zero3")
+    assert (judged.parity.verdict, judged.parity.max_relative_difference) == (verdict, 0)
+    assert judged.status == ("ok" if verdict == "equal" else "diverged")
+    assert standard.parity.verdict == "equal"
+
+
+def test_a_divergence_of_gradients_is_told():
+    reference = make_record(LOSSES, trial="zero3", grad_norms=[2.0, 3.0, 4.0])
+    other = make_record(LOSSES, trial="zero2", grad_norms=[2.0, 84.0, 112.0])
+    judged, _ = judge_parity([other, reference], "zero3")
+    assert judged.error == (
+        "its gradient norms differ from those of zero3 by up to 27 of their value, more than rounding can; its losses "
+        "hide it"
+    )
+    row = next(row for row in summarize([judged, reference], "zero3") if row.trial == "zero2")
+    assert (row.max_relative_difference, row.max_grad_norm_difference, row.ratio) == (0, 27, None)
 
 
 def test_a_divergence_by_skipped_steps_says_so():

@@ -36,7 +36,7 @@ def diverged(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "untrustworthy",
                 (record.trial,),
-                "diverged: its losses are not those of the same work, so its speed means nothing",
+                "diverged: its losses or gradients are not those of the same work, so its speed means nothing",
                 record.error or "status diverged",
                 "do not use its speed; look at its losses, learning rate and precision first",
             )

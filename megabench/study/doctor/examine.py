@@ -19,6 +19,7 @@ RULES: tuple[Rule, ...] = (
     same_work.kernels,
     same_work.weaker_reference,
     same_work.untuned_reference,
+    same_work.gathers_by_parts,
     same_work.skipped_steps,
     timing.warm_up,
     timing.too_few_steps,

@@ -177,7 +177,8 @@ def idle_gpus(case: Case) -> Iterator[Finding]:
                 (record.trial,),
                 "leaves its GPUs idle: they wait for the CPU or for data",
                 f"a kernel ran {busy:.0%} of the timed steps",
-                "profile: true shows where; a larger micro_batch, compile: true (fsdp, ddp), more CPU cores",
+                "profile: true shows where; a larger micro_batch, zero_leaf_layers: true (ZeRO-3), compile: true "
+                "(fsdp, ddp), more CPU cores",
             )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megabench.metrics import quantile
 from megabench.study.report import strips
 from megabench.study.report.chart import Chart, Figures, strip_class, strip_name
-from megabench.study.report.losses import differences_chart, losses_chart
+from megabench.study.report.parity import difference_charts, losses_chart
 from megabench.study.report.predictions import predictions_chart
 from megabench.study.report.profiles import profiles_chart
 from megabench.study.report.scaling import scaling_charts
@@ -18,7 +18,7 @@ def charts_of(group: WorkClassOfTrials, slug: str, device: str) -> list[Chart]:
     made = [
         _speeds(group, f"{slug}-speed", device),
         losses_chart(group, f"{slug}-loss"),
-        differences_chart(group, f"{slug}-difference"),
+        *difference_charts(group, f"{slug}-difference"),
         _steps(group, f"{slug}-steps"),
         _memory(group, f"{slug}-memory", device),
         profiles_chart(group, f"{slug}-profile"),

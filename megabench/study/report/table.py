@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megabench.study.report.losses import parity_words
+from megabench.study.report.parity import parity_words
 from megabench.study.report.trials import Shown, StudyView, WorkClassOfTrials
 
 

@@ -1,5 +1,9 @@
-"""Charts of the losses: the curves on one another, and how far they are apart."""
+"""Charts of parity: the losses on one another, and how far losses and gradient norms are apart."""
 
+from collections.abc import Callable, Sequence
+
+from megabench.record import RunRecord
+from megabench.study.parity import Values, relative_differences
 from megabench.study.report import lines
 from megabench.study.report.chart import Chart, Figures, letter_legend
 from megabench.study.report.trials import Shown, WorkClassOfTrials
@@ -35,38 +39,63 @@ def losses_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
     )
 
 
-def differences_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
-    """The losses' relative difference from the standard's, step by step, with the tolerance drawn."""
+def difference_charts(group: WorkClassOfTrials, slug: str) -> list[Chart]:
+    """How far losses and gradient norms are from the standard's, step by step, with the tolerance drawn."""
     judged = [t for t in group.measured if t.record.parity and t.record.parity.max_relative_difference is not None]
-    if not judged or judged[0].record.parity is None:
-        return None
-    parity = judged[0].record.parity
+    if not judged or (parity := judged[0].record.parity) is None:
+        return []
     standard = next((trial for trial in group.measured if trial.name == parity.reference), None)
     others = [trial for trial in judged if trial is not standard]
     if not standard or not others or len(standard.record.losses) < 2:
-        return None
-    drawn, everything = [], []
+        return []
+    losses = _differences_chart(
+        "losses", "As a share of the loss. ", standard, others, slug, lambda record: record.losses, parity.tolerance
+    )
+    norms = _differences_chart(
+        "gradient norms",
+        "As a share of the norm, which shows wrong gradients while the learning rate is too small for losses to. ",
+        standard,
+        [trial for trial in others if trial.record.grad_norms],
+        f"{slug}-norms",
+        lambda record: record.grad_norms,
+        parity.grad_norm_tolerance or 0.0,
+    )
+    return [chart for chart in (losses, norms) if chart]
+
+
+def _differences_chart(
+    what: str,
+    words: str,
+    standard: Shown,
+    others: Sequence[Shown],
+    slug: str,
+    values: Callable[[RunRecord], Values],
+    tolerance: float,
+) -> Chart | None:
+    drawn = []
     for trial in others:
-        points: list[lines.Point] = []
-        pairs = zip(trial.record.losses, standard.record.losses, strict=True)
-        for step, (a, b) in enumerate(pairs, trial.record.first_step):
-            value = None if a is None or b is None else max(abs(a - b) / max(abs(b), 1e-12), _LEAST_DIFFERENCE)
-            points.append((step, value))
-            everything += [value] if value else []
+        differences = relative_differences(values(trial.record), values(standard.record))
+        points = [
+            (step, value and max(value, _LEAST_DIFFERENCE))
+            for step, value in enumerate(differences, trial.record.first_step)
+        ]
         drawn.append(lines.Line(trial.letter, trial.number, points))
+    everything = [value for line in drawn for _, value in line.points if value]
+    if not everything:
+        return None
     low = max(min(everything) / 2, _LEAST_DIFFERENCE / 2)
-    high = max(max(everything), parity.tolerance) * 4
-    limit = lines.Limit(parity.tolerance, f"tolerance {parity.tolerance:g}")
+    high = max(*everything, tolerance) * 4
+    limit = lines.Limit(tolerance, f"tolerance {tolerance:g}")
     description = "; ".join(f"{t.name}: {parity_words(t)}" for t in others)
-    heading = f"How far losses are from those of {standard.name}"
+    heading = f"How far {what} are from those of {standard.name}"
     picture = lines.lines(slug, heading, description, drawn, "step", (low, high), is_log=True, limit=limit)
     return Chart(
         heading,
-        "As a share of the loss. Below the dashed line it is rounding, which depends on the order of summation; "
-        "a trial above it trained something else and is not ranked.",
+        f"{words}Below the dashed line it is rounding, which depends on the order of summation; a trial above it "
+        "trained something else and is not ranked.",
         picture,
         letter_legend(others),
-        Figures(("trial", "verdict"), tuple((trial.name, parity_words(trial)) for trial in group.measured)),
+        Figures(("trial", "verdict"), tuple((trial.name, parity_words(trial)) for trial in [standard, *others])),
     )
 
 
@@ -77,8 +106,9 @@ def parity_words(trial: Shown) -> str:
         return "the one compared with"
     if row.parity == "unknown":
         return "not known"
-    difference = "" if row.max_relative_difference is None else f", {row.max_relative_difference:.1g} at most"
-    return f"{'equal' if row.parity == 'equal' else 'DIVERGED'}{difference}"
+    losses = "" if row.max_relative_difference is None else f", {row.max_relative_difference:.1g} at most"
+    norms = "" if row.max_grad_norm_difference is None else f", gradient norms {row.max_grad_norm_difference:.1g}"
+    return f"equal{losses}" if row.parity == "equal" else f"DIVERGED{losses}{norms}"
 
 
 def _finite(trial: Shown) -> list[float]:
