@@ -497,8 +497,8 @@ def test_measured_studies(name, kinds):
 
 
 def test_measured_studies_in_words():
-    failed, parts, kernels, close, once = findings_at(REPOSITORY / "benchmarks/engines-bf16")
-    assert parts.trials == ("zero3-reference", "zero3") and "zero_leaf_layers: true" in parts.change
+    failed, kernels, parts, close, once = findings_at(REPOSITORY / "benchmarks/engines-bf16")
+    assert parts.trials == ("zero3", "zero3-reference") and "zero_leaf_layers: true" in parts.change
     assert failed.trials == ("dp2",) and "AssertionError" in failed.evidence
     assert kernels.trials == ("zero3-reference", "tp2-reference") and "one run each" in once.evidence
     assert close.trials == ("ddp", "fsdp") and "spread overlaps its own" in close.evidence
