@@ -7,7 +7,9 @@ from megabench.planner.job import Candidate
 
 _DDP_BUCKET = 25e6 / 4  # parameters that torch's DDP reduces at once: 25 MB of fp32 gradients
 _ZERO_BUCKET = 5e8  # that DeepSpeed does (its reduce_bucket_size and allgather_bucket_size)
-_HOOKS = 40  # kernels and hooks of a layer that gathers and frees its weights, forward
+# What the host does beside starting kernels, forward and backward, in starts of a kernel: FSDP2 a layer, DeepSpeed a
+# parameter (its hooks and queues, in Python; from benchmarks/gpt2-zero, where they are all that a step waits for).
+_FSDP_HOOKS, _ZERO3_HOOKS, _ZERO_HOOKS = (40, 80), (17, 34), (0, 16)
 _ADAM_HOST_BYTES = 28  # that AdamW on the host reads and writes a parameter, in fp32
 
 
@@ -25,10 +27,9 @@ class DataParallel:
         first, last = self.base.embedding(1, 1, candidate.micro_batch), self.base.output(1, 1, candidate.micro_batch)
         again = layer.forward if candidate.recompute == "full" else 0.0
         gather, gather_back, reduce, ends = self._sharded_seconds(candidate, geometry)
-        hooks = _HOOKS * self.profile.launch_seconds if gather else 0.0
-        host = self.base.host(candidate, layer, 0.0)
-        forward = max(layer.forward, host[0] + hooks)
-        backward = max(layer.backward + again, host[1] + 2 * hooks)
+        host, hooks = self.base.host(candidate, layer, 0.0), self._hook_seconds(candidate)
+        forward = max(layer.forward, host[0] + hooks[0])
+        backward = max(layer.backward + again, host[1] + hooks[1])
         shards = candidate.shard_size
         hidden_forward = self.base.interference(geometry.neighbours(shards) if shards else geometry.world)
         hidden_backward = self.base.interference(geometry.apart(shards) if shards else geometry.world)
@@ -49,6 +50,16 @@ class DataParallel:
             "optimizer": update + self.profile.step_seconds,
             "offload": self._offload_seconds(candidate, geometry, micro_batches),
         }
+
+    def _hook_seconds(self, candidate: Candidate) -> tuple[float, float]:
+        """What a layer's hooks take on the host, forward and backward."""
+        if candidate.engine == "fsdp":
+            times, hooks = 1, _FSDP_HOOKS
+        elif candidate.engine == "deepspeed" and candidate.zero_stage:
+            times, hooks = self.job.layer_tensors, _ZERO3_HOOKS if candidate.zero_stage == 3 else _ZERO_HOOKS
+        else:
+            return 0.0, 0.0
+        return times * hooks[0] * self.profile.launch_seconds, times * hooks[1] * self.profile.launch_seconds
 
     def _copying_seconds(self, candidate: Candidate) -> float:
         """What an engine casts, copies and adds in every micro-batch, beyond the sums of gradients in `compute`.

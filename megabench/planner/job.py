@@ -81,6 +81,11 @@ class Job:
         return self.shape.layer_matrix_parameters
 
     @cached_property
+    def layer_tensors(self) -> int:
+        """How many tensors a layer's parameters are."""
+        return sum(len(rule.tensors) for rule in self.shape.table.layer)
+
+    @cached_property
     def num_parameters(self) -> int:
         return self.shape.num_parameters
 

@@ -51,3 +51,20 @@ def test_nothing_is_cast_in_fp32():
 
 def test_flat_parameters_are_communicated_where_they_lie():
     assert bytes_a_parameter("fsdp", 3, replace(job(), stack=Stack(flat_parameters=True))) == 0
+
+
+def launch_seconds(model: str, micro_batch: int, engine: str, stage: int = 0) -> float:
+    """What a step on one GPU waits for the host."""
+    work = job(model, seq_length=128, global_batch=micro_batch)
+    candidate = Candidate(engine, Layout(dp=1), micro_batch, zero_stage=stage)
+    return DataParallel(costs(work, hosts(1, 1)).base).parts(candidate)["launch"]
+
+
+def test_hooks_are_waited_for_where_a_gpu_has_little_to_do():
+    ddp, zero1, zero3 = launch_seconds("gpt2", 8, "ddp"), *(launch_seconds("gpt2", 8, "deepspeed", n) for n in (1, 3))
+    assert 0 < ddp < zero1 < zero3
+    tensors = 12 * 12  # of twelve layers
+    launch = costs(job(), FOUR).profile.launch_seconds
+    assert zero1 - ddp == pytest.approx(tensors * 16 * launch)
+    assert zero3 - ddp == pytest.approx(tensors * (17 + 34) * launch)
+    assert launch_seconds("llama3-8b", 256, "deepspeed", 3) == 0, "hidden behind a GPU that is busy"
