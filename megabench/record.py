@@ -89,8 +89,8 @@ class Parity(_Part):
     reference: str
     max_relative_difference: float | None = Field(description="of the loss of any step")
     tolerance: float
-    max_grad_norm_difference: float | None = Field(default=None, description="relative, of the norm of any step")
-    grad_norm_tolerance: float | None = Field(default=None, description="of any step; the median has a tenth of it")
+    grad_norm_difference: float | None = Field(default=None, description="relative, of the first steps' median")
+    grad_norm_tolerance: float | None = None
     verdict: Literal["equal", "diverged", "unknown"]
 
 

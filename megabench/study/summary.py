@@ -43,7 +43,7 @@ class Row:
     reference: str
     parity: str
     max_relative_difference: float | None
-    max_grad_norm_difference: float | None
+    grad_norm_difference: float | None
     status: str
     num_skipped_steps: int
     reason: str | None
@@ -147,7 +147,7 @@ def _row(runs: Sequence[RunRecord], by_trial: Mapping[str, Sequence[RunRecord]],
     )
     parities = [record.parity for record in runs if record.parity]
     differences = [p.max_relative_difference for p in parities if p.max_relative_difference is not None]
-    norms = [p.max_grad_norm_difference for p in parities if p.max_grad_norm_difference is not None]
+    norms = [p.grad_norm_difference for p in parities if p.grad_norm_difference is not None]
     verdicts = {parity.verdict for parity in parities}
     if len(runs) == 1 and runs[0].trial != reference and verdicts and parities[0].reference == runs[0].trial:
         verdicts = set()  # a run is no evidence of itself
@@ -173,7 +173,7 @@ def _row(runs: Sequence[RunRecord], by_trial: Mapping[str, Sequence[RunRecord]],
         reference=reference,
         parity=next((verdict for verdict in ("diverged", "equal") if verdict in verdicts), "unknown"),
         max_relative_difference=max(differences, default=None),
-        max_grad_norm_difference=max(norms, default=None),
+        grad_norm_difference=max(norms, default=None),
         status=worst.status,
         num_skipped_steps=max(record.num_skipped_steps for record in runs),
         reason=worst.error and (f"{num_bad} of {len(runs)} runs: " if len(runs) > 1 else "") + worst.error,

@@ -182,7 +182,7 @@ def _status(row: Row) -> str:
 
 def _parity(row: Row) -> str:
     difference = "" if row.max_relative_difference is None else f" {row.max_relative_difference:.1g}"
-    norms = "" if row.max_grad_norm_difference is None else f", gradients {row.max_grad_norm_difference:.1g}"
+    norms = "" if row.grad_norm_difference is None else f", gradients {row.grad_norm_difference:.1g}"
     if row.parity == "equal" and row.trial == row.reference:
         return "reference"
     return {"equal": f"equal{difference}", "diverged": f"DIVERGED{difference}{norms}", "unknown": "–"}[row.parity]

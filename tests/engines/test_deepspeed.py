@@ -79,6 +79,11 @@ def resolve_with(tmp_path: Path, content: dict[str, Any], **fields: Any) -> Reso
         ({"communication_data_type": "bf16"}, {}, ["communication_data_type=bf16", "gradients are fp32"]),
         ({"tensor_parallel": {"autotp_size": 2}}, {}, ["'tensor_parallel'", "remove it"]),
         ({"zero_optimization": {"zero_quantized_weights": True}}, {}, ["zero_quantized_weights"]),
+        (
+            {"zero_optimization": {"stage3_module_granularity_threshold": 9}},
+            {},
+            ["gradients are wrong", "zero_leaf_layers"],
+        ),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, ["device='nvme'", "to cpu alone"]),
         (
             {"zero_optimization": {"offload_param": {"device": "cpu"}}},
@@ -139,6 +144,21 @@ def test_the_largest_gradient_fits_the_bucket(zero_stage: int, tmp_path: Path) -
     own = write(tmp_path / "ds.json", {"zero_optimization": {"reduce_bucket_size": 500}})
     run = resolve(2, engine="deepspeed", zero_stage=zero_stage, deepspeed_config=own)
     assert distributed.run(bucket_and_largest_gradient, 2, run)[0][0] == 500
+
+
+def leaf_modules(run: ResolvedConfig) -> list[str]:
+    from deepspeed.utils import get_z3_leaf_modules
+
+    from megabench.engines.deepspeed import DeepSpeedEngine
+
+    engine = DeepSpeedEngine(run, torch.device("cpu"))
+    return [type(module).__name__ for module in get_z3_leaf_modules(engine.engine.module)]
+
+
+@pytest.mark.distributed
+def test_whole_layers_are_leaves() -> None:
+    run = resolve(2, engine="deepspeed", zero_leaf_layers=True)
+    assert distributed.run(leaf_modules, 2, run)[0] == ["LlamaDecoderLayer"] * 4
 
 
 def buffer_dtypes(run: ResolvedConfig) -> set[torch.dtype]:

@@ -31,6 +31,8 @@ EQUAL: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3-hpz": (4, {"engine": "deepspeed", "hpz_size": 2}),
     "zero3-tuned": (2, {"engine": "deepspeed", "zero_prefetch": 1000, "zero_persistence": 100}),
     "zero3-leaf": (2, {"engine": "deepspeed", "zero_leaf_layers": True, "zero_prefetch": 1000, "recompute": "full"}),
+    "zero3-leaf-hpz": (4, {"engine": "deepspeed", "zero_leaf_layers": True, "hpz_size": 2}),
+    "zero3-leaf-offload": (2, {"engine": "deepspeed", "zero_leaf_layers": True, "offload": "all"}),
     "fsdp-offload": (2, {"engine": "fsdp", "offload": "all"}),
     "fsdp-compile": (2, {"engine": "fsdp", "compile": True, "num_layers": 1}),
     "ddp-compile": (2, {"engine": "ddp", "compile": True, "num_layers": 1}),

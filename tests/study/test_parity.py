@@ -42,38 +42,62 @@ def test_losses_that_cannot_be_compared_are_a_divergence(losses):
     assert "not finite, or not of as many steps as those of zero3" in judged.error
 
 
+NORMS = [2.0, 3.0, 4.0] * 10
+
+
+def judged_by_norms(precision, norms, **changes):
+    losses = LOSSES * 10
+    reference = make_record(losses, trial="zero3", precision=precision, grad_norms=NORMS)
+    other = make_record(losses, trial="zero2", precision=precision, grad_norms=norms, **changes)
+    judged, standard = judge_parity([other, reference], "zero3")
+    assert standard.parity.verdict == "equal"
+    assert (judged.status == "ok") == (judged.parity.verdict == "equal")
+    return judged
+
+
 @pytest.mark.parametrize(
     ("precision", "norms", "verdict"),
     [
-        ("fp32", [2.0, 3.0, 4.0], "equal"),
-        ("fp32", [2.001, 3.001, 4.02], "equal"),  # training amplifies: a step may be off by more than the median
-        ("fp32", [2.0, 3.0, 4.1], "diverged"),
-        ("fp32", [2.0, 3.01, 4.01], "diverged"),
-        ("bf16", [2.01, 3.01, 4.3], "equal"),
-        ("bf16", [2.0, 84.0, 112.0], "diverged"),
-        ("fp16", [None, 3.0, 4.0], "equal"),  # skipped
+        ("fp32", NORMS, "equal"),
+        ("fp32", [norm * 1.0005 for norm in NORMS], "equal"),
+        ("fp32", [norm * 1.002 for norm in NORMS], "diverged"),
+        ("bf16", [norm * 1.005 for norm in NORMS], "equal"),
+        ("bf16", [norm * 1.02 for norm in NORMS], "diverged"),
+        ("bf16", NORMS[:1] + [norm * 27 for norm in NORMS[1:]], "diverged"),
+        ("bf16", [*NORMS[:9], 130.0, *NORMS[10:]], "diverged"),  # one alone, but of another size
+        ("bf16", [*NORMS[:9], NORMS[9] * 1.3, *NORMS[10:]], "equal"),
+        ("bf16", NORMS[:10] + [norm * 3 for norm in NORMS[10:]], "equal"),  # amplified rounding: losses judge it
+        ("bf16", [*NORMS[:5], None, *NORMS[6:]], "diverged"),
+        ("fp16", [*NORMS[:5], None, *NORMS[6:]], "equal"),  # skipped
+        ("bf16", [None] * 30, "diverged"),
         ("bf16", [], "equal"),  # a record of a version that kept none
     ],
 )
 def test_gradient_norms_tell_what_losses_hide(precision, norms, verdict):
-    reference = make_record(LOSSES, trial="zero3", precision=precision, grad_norms=[2.0, 3.0, 4.0])
-    other = make_record(LOSSES, trial="zero2", precision=precision, grad_norms=norms)
-    judged, standard = judge_parity([other, reference], "zero3")
+    judged = judged_by_norms(precision, norms)
     assert (judged.parity.verdict, judged.parity.max_relative_difference) == (verdict, 0)
-    assert judged.status == ("ok" if verdict == "equal" else "diverged")
-    assert standard.parity.verdict == "equal"
 
 
 def test_a_divergence_of_gradients_is_told():
-    reference = make_record(LOSSES, trial="zero3", grad_norms=[2.0, 3.0, 4.0])
-    other = make_record(LOSSES, trial="zero2", grad_norms=[2.0, 84.0, 112.0])
-    judged, _ = judge_parity([other, reference], "zero3")
+    judged = judged_by_norms("fp32", [norm * 1.5 for norm in NORMS], num_skipped_steps=2)
     assert judged.error == (
-        "its gradient norms differ from those of zero3 by up to 27 of their value, more than rounding can; its losses "
-        "hide it"
+        "its gradient norms differ from those of zero3 by 0.5 of their value, more than 0.001; its losses hide it; "
+        "steps skipped (fp16): 2 here, 0 there"
     )
-    row = next(row for row in summarize([judged, reference], "zero3") if row.trial == "zero2")
-    assert (row.max_relative_difference, row.max_grad_norm_difference, row.ratio) == (0, 27, None)
+    (row,) = summarize([judged], "zero3")
+    assert (row.max_relative_difference, row.grad_norm_difference, row.ratio) == (0, 0.5, None)
+
+
+def test_norms_that_are_not_finite_are_told():
+    error = "its gradient norms, or those of zero3, are not finite where the others are"
+    assert judged_by_norms("bf16", [None] * 30).error == error
+
+
+def test_one_of_several_runs_with_wrong_gradients_marks_the_trial():
+    reference = make_record(LOSSES, trial="zero3", grad_norms=[2.0, 3.0, 4.0])
+    runs = [make_record(LOSSES, trial="zero2", repeat=n, grad_norms=[2.0 + n, 3.0 + n, 4.0 + n]) for n in range(2)]
+    row = next(row for row in summarize(judge_parity([*runs, reference], "zero3"), "zero3") if row.trial == "zero2")
+    assert (row.parity, row.status) == ("diverged", "diverged") and row.reason.startswith("1 of 2 runs: ")
 
 
 def test_a_divergence_by_skipped_steps_says_so():

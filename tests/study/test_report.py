@@ -13,13 +13,14 @@ import pytest
 
 from megabench.record import RecordError, read_records, write_records
 from megabench.study.doctor import examine
-from megabench.study.folder import read_folder
+from megabench.study.folder import StudyRecords, read_folder
 from megabench.study.parity import judge_parity
 from megabench.study.report import render, write_report
 from megabench.study.report.trials import StudyView
 from megabench.study.summary import summarize, write_csv
 from tests.study import report_studies
 from tests.study.compare_process import REPOSITORY
+from tests.study.records import make_record
 from tests.study.report_studies import FINDINGS, STUDIES
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -50,6 +51,20 @@ def test_every_study_makes_a_page_that_is_complete(name):
     for trial in {record.trial for record in STUDIES[name]().records}:
         assert trial in text
     assert all(finding.what in text and finding.change in text for finding in FINDINGS)
+
+
+def test_gradient_norms_have_a_picture_of_their_own():
+    def study(norms):
+        losses = [6.0, 5.0, 4.0]
+        records = [make_record(losses, trial="zero3", options={"zero_stage": 3}, grad_norms=[2.0, 3.0, 4.0])]
+        records.append(make_record(losses, trial="zero2", options={"zero_stage": 2}, grad_norms=norms))
+        return StudyRecords("norms", "", "zero3", tuple(judge_parity(records, "zero3")))
+
+    title = "How far gradient norms are from those of zero3"
+    equal, wrong = page(study([2.0, 3.0, 4.0])), page(study([2.0, 84.0, 112.0]))
+    assert title in equal and "equal, 0 at most" in equal
+    assert title in wrong and "DIVERGED, 0 at most, gradient norms 3e+01" in wrong
+    assert title not in page(study([]))
 
 
 def test_nothing_is_fetched_from_elsewhere():

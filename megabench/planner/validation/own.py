@@ -19,11 +19,14 @@ _SOURCE = Source("own records", "", Stack(), "socket")
 def read_own(folder: Path) -> list[Row]:
     """What was measured on GPUs in the studies below a folder."""
     rows: list[Row] = []
+    seen: set[tuple[float, ...]] = set()  # a run may stand in two studies
     for path in sorted(folder.glob("*/results.jsonl")):
         name = path.parent.name + _FAULTS.get(path.parent.name, "")
         trials: dict[str, list[Row]] = {}
         for record in read_records(path):
-            if row := row_of(record):
+            steps = tuple(record.step_seconds.all) if record.step_seconds else ()
+            if steps not in seen and (row := row_of(record)):
+                seen.add(steps)
                 trials.setdefault(record.trial, []).append(replace(row, source=replace(_SOURCE, name=name)))
         rows += map(_mean, trials.values())
     return rows

@@ -38,7 +38,7 @@ def diverged(case: Case) -> Iterator[Finding]:
                 (record.trial,),
                 "diverged: its losses or gradients are not those of the same work, so its speed means nothing",
                 record.error or "status diverged",
-                "do not use its speed; look at its losses, learning rate and precision first",
+                "do not use its speed; look at its losses, gradient norms, precision and settings first",
             )
 
 

@@ -1,9 +1,8 @@
 """Charts of parity: the losses on one another, and how far losses and gradient norms are apart."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from megabench.record import RunRecord
-from megabench.study.parity import Values, relative_differences
+from megabench.study.parity import NUM_NORMS, relative_differences
 from megabench.study.report import lines
 from megabench.study.report.chart import Chart, Figures, letter_legend
 from megabench.study.report.trials import Shown, WorkClassOfTrials
@@ -29,7 +28,7 @@ def losses_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
     return Chart(
         "Loss at every step",
         "All trials start from the same weights and read the same text, so their curves must lie on one another. How "
-        "far they are apart is judged in the picture after this one.",
+        "far they are apart is judged in the pictures after this one.",
         picture,
         letter_legend(shown),
         Figures(
@@ -49,54 +48,48 @@ def difference_charts(group: WorkClassOfTrials, slug: str) -> list[Chart]:
     if not standard or not others or len(standard.record.losses) < 2:
         return []
     losses = _differences_chart(
-        "losses", "As a share of the loss. ", standard, others, slug, lambda record: record.losses, parity.tolerance
+        f"How far losses are from those of {standard.name}",
+        "As a share of the loss. Below the dashed line it is rounding, which depends on the order of summation; a "
+        "trial above it trained something else and is not ranked.",
+        [(trial, relative_differences(trial.record.losses, standard.record.losses)) for trial in others],
+        slug,
+        parity.tolerance,
+        Figures(("trial", "verdict"), tuple((trial.name, parity_words(trial)) for trial in group.measured)),
     )
     norms = _differences_chart(
-        "gradient norms",
-        "As a share of the norm, which shows wrong gradients while the learning rate is too small for losses to. ",
-        standard,
-        [trial for trial in others if trial.record.grad_norms],
+        f"How far gradient norms are from those of {standard.name}",
+        "As a share of the norm, which shows wrong gradients while the learning rate is too small for losses to. A "
+        f"trial whose median of the first {NUM_NORMS} steps is above the dashed line is not ranked.",
+        [(trial, relative_differences(trial.record.grad_norms, standard.record.grad_norms)) for trial in others],
         f"{slug}-norms",
-        lambda record: record.grad_norms,
-        parity.grad_norm_tolerance or 0.0,
+        parity.grad_norm_tolerance,
+        Figures(("trial", f"in the first {NUM_NORMS} steps"), tuple((t.name, _norm_words(t)) for t in others)),
     )
     return [chart for chart in (losses, norms) if chart]
 
 
 def _differences_chart(
-    what: str,
+    heading: str,
     words: str,
-    standard: Shown,
-    others: Sequence[Shown],
+    differences: Sequence[tuple[Shown, list[float | None]]],
     slug: str,
-    values: Callable[[RunRecord], Values],
-    tolerance: float,
+    tolerance: float | None,
+    figures: Figures,
 ) -> Chart | None:
-    drawn = []
-    for trial in others:
-        differences = relative_differences(values(trial.record), values(standard.record))
-        points = [
-            (step, value and max(value, _LEAST_DIFFERENCE))
-            for step, value in enumerate(differences, trial.record.first_step)
-        ]
+    drawn, everything = [], []
+    for trial, values in differences:
+        points: list[lines.Point] = []
+        for step, value in enumerate(values, trial.record.first_step):
+            points.append((step, None if value is None else max(value, _LEAST_DIFFERENCE)))
+            everything += [] if value is None else [max(value, _LEAST_DIFFERENCE)]
         drawn.append(lines.Line(trial.letter, trial.number, points))
-    everything = [value for line in drawn for _, value in line.points if value]
-    if not everything:
+    if not everything or tolerance is None:
         return None
-    low = max(min(everything) / 2, _LEAST_DIFFERENCE / 2)
-    high = max(*everything, tolerance) * 4
+    low, high = max(min(everything) / 2, _LEAST_DIFFERENCE / 2), max(*everything, tolerance) * 4
     limit = lines.Limit(tolerance, f"tolerance {tolerance:g}")
-    description = "; ".join(f"{t.name}: {parity_words(t)}" for t in others)
-    heading = f"How far {what} are from those of {standard.name}"
+    description = "; ".join(": ".join(row) for row in figures.rows)
     picture = lines.lines(slug, heading, description, drawn, "step", (low, high), is_log=True, limit=limit)
-    return Chart(
-        heading,
-        f"{words}Below the dashed line it is rounding, which depends on the order of summation; a trial above it "
-        "trained something else and is not ranked.",
-        picture,
-        letter_legend(others),
-        Figures(("trial", "verdict"), tuple((trial.name, parity_words(trial)) for trial in [standard, *others])),
-    )
+    return Chart(heading, words, picture, letter_legend([trial for trial, _ in differences]), figures)
 
 
 def parity_words(trial: Shown) -> str:
@@ -107,8 +100,13 @@ def parity_words(trial: Shown) -> str:
     if row.parity == "unknown":
         return "not known"
     losses = "" if row.max_relative_difference is None else f", {row.max_relative_difference:.1g} at most"
-    norms = "" if row.max_grad_norm_difference is None else f", gradient norms {row.max_grad_norm_difference:.1g}"
+    norms = "" if row.grad_norm_difference is None else f", gradient norms {row.grad_norm_difference:.1g}"
     return f"equal{losses}" if row.parity == "equal" else f"DIVERGED{losses}{norms}"
+
+
+def _norm_words(trial: Shown) -> str:
+    difference = trial.row.grad_norm_difference
+    return "–" if difference is None else f"{difference:.1g}"
 
 
 def _finite(trial: Shown) -> list[float]:
