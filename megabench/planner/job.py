@@ -155,6 +155,7 @@ class Candidate:
         fields |= {"shard_size": self.shard_size, "hpz_size": self.hpz_size}
         if self.engine == "deepspeed":
             fields["zero_stage"] = self.zero_stage
+            fields["zero_leaf_layers"] = self.zero_stage == 3  # what is predicted: a host that waits for no parts
         kept = ("engine", "micro_batch", "zero_stage")
         defaults = RunConfig.model_fields
         return {name: value for name, value in fields.items() if name in kept or value != defaults[name].default}

@@ -7,7 +7,7 @@ import pytest
 from megabench.parallel.layout import Layout
 from megabench.planner.data_parallel import DataParallel
 from megabench.planner.job import Candidate, Stack
-from tests.planner.jobs import costs, hosts, job
+from tests.planner.jobs import costs, hosts, job, zero
 
 FOUR = hosts(1, 4)
 
@@ -68,3 +68,8 @@ def test_hooks_are_waited_for_where_a_gpu_has_little_to_do():
     assert zero1 - ddp == pytest.approx(tensors * 16 * launch)
     assert zero3 - ddp == pytest.approx(tensors * (17 + 34) * launch)
     assert launch_seconds("llama3-8b", 256, "deepspeed", 3) == 0, "hidden behind a GPU that is busy"
+
+
+def test_a_planned_zero3_is_the_one_that_is_predicted():
+    assert zero(FOUR).settings()["zero_leaf_layers"] is True
+    assert "zero_leaf_layers" not in zero(FOUR, stage=2).settings()
