@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabench.config.reading import ConfigError, near_matches, read_text
+from megabench.models.mapping import largest_parameter
 
 if TYPE_CHECKING:
     from megabench.config.run import ResolvedConfig
@@ -139,6 +140,12 @@ def check_deepspeed_json(content: dict[str, Any], run: "ResolvedConfig", path: P
         raise ConfigError(
             f"{path} says communication_data_type={wire}, but gradients are {run.grad_dtype}; "
             f"use grad_dtype={wire} for both, or remove it"
+        )
+    bucket, largest = content.get("zero_optimization", {}).get("reduce_bucket_size"), largest_parameter(run.shape)
+    if run.zero_stage in (1, 2) and bucket is not None and bucket < largest:
+        raise ConfigError(
+            f"{path} says reduce_bucket_size={bucket}, and the largest gradient of {run.model} has {largest} elements: "
+            f"across a slow link DeepSpeed loses what is larger than the bucket; give that much, or leave it out"
         )
     steps = content.get("gradient_accumulation_steps")
     if steps is not None and steps != run.num_micro_batches:

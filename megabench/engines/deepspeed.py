@@ -23,6 +23,7 @@ from megabench.engines import transformers_model as shared
 from megabench.engines.base import EngineError, StepResult, TensorKind
 from megabench.engines.zero_state import ZeroState
 from megabench.models.hugging_face import build_model
+from megabench.models.mapping import largest_parameter
 from megabench.runtime.device import DTYPES
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -31,7 +32,7 @@ from deepspeed.utils import safe_get_full_grad
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
-REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
+_REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
 
 
 class DeepSpeedEngine:
@@ -47,10 +48,6 @@ class DeepSpeedEngine:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         model = self._build_model()
-        if self.zero_stage in (1, 2):
-            # a gradient larger than the bucket is freed while a slow link still reads it (DeepSpeed 0.19.8)
-            bucket = max(REDUCE_BUCKET, *(parameter.numel() for parameter in model.parameters()))
-            self.settings["zero_optimization"].setdefault("reduce_bucket_size", bucket)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with contextlib.redirect_stdout(io.StringIO()):  # reports of memory, a dozen lines a rank
             self.engine, *_ = deepspeed.initialize(
@@ -181,6 +178,9 @@ def _zero_settings(run: ResolvedConfig) -> dict[str, Any]:
         "contiguous_gradients": True,
         "reduce_scatter": True,
     }
+    if run.zero_stage in (1, 2):
+        # a larger gradient than the bucket is freed while a slow link still reads it (DeepSpeed 0.19.8)
+        zero["reduce_bucket_size"] = max(_REDUCE_BUCKET, largest_parameter(run.shape))
     host = {"device": "cpu", "pin_memory": run.device == "cuda"}
     if run.offload != "none":
         zero["offload_optimizer"] = host

@@ -5,6 +5,7 @@ pieces stacked along dim 0 are the shard. So one description serves initial weig
 Plain sizes in, no process groups and no torch.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,6 +60,11 @@ def hugging_face_shapes(shape: ModelShape) -> Shapes:
     for layer in range(shape.num_layers):
         shapes |= _shapes(table.layer, shape, f"{table.layer_prefix}{layer}.")
     return shapes | _shapes(shape.last, shape)
+
+
+def largest_parameter(shape: ModelShape) -> int:
+    """Elements of the model's largest parameter."""
+    return max(math.prod(dims) for dims in hugging_face_shapes(shape).values())
 
 
 def _shapes(rules: tuple[Rule, ...], shape: ModelShape, prefix: str = "") -> Shapes:
