@@ -89,7 +89,9 @@ class Parity(_Part):
     reference: str
     max_relative_difference: float | None = Field(description="of the loss of any step")
     tolerance: float
-    grad_norm_difference: float | None = Field(default=None, description="relative, of the first steps' median")
+    grad_norm_difference: float | None = Field(
+        default=None, description="relative, in the median of the first steps, or of one far off"
+    )
     grad_norm_tolerance: float | None = None
     verdict: Literal["equal", "diverged", "unknown"]
 

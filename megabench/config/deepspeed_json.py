@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from megabench.config.reading import ConfigError, near_matches, read_text
 from megabench.models.mapping import largest_parameter
+from megabench.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from megabench.config.run import ResolvedConfig
+
+REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
 
 _RUN_KEYS = (
     "train_batch_size",
@@ -129,6 +132,14 @@ def _zero_settings(zero: dict[str, Any], path: Path) -> dict[str, Any]:
     }
 
 
+def reduce_bucket(shape: ModelShape) -> int:
+    """Elements that ZeRO-1 and 2 reduce at once: all of any gradient.
+
+    DeepSpeed 0.19.8 frees one that is larger than its bucket while a slow link still reads it.
+    """
+    return max(REDUCE_BUCKET, largest_parameter(shape))
+
+
 def check_deepspeed_json(content: dict[str, Any], run: "ResolvedConfig", path: Path) -> None:
     """ConfigError where the JSON contradicts what the run has become."""
     for precision in ("bf16", "fp16"):
@@ -141,8 +152,8 @@ def check_deepspeed_json(content: dict[str, Any], run: "ResolvedConfig", path: P
             f"{path} says communication_data_type={wire}, but gradients are {run.grad_dtype}; "
             f"use grad_dtype={wire} for both, or remove it"
         )
-    bucket, largest = content.get("zero_optimization", {}).get("reduce_bucket_size"), largest_parameter(run.shape)
-    if run.zero_stage in (1, 2) and bucket is not None and bucket < largest:
+    bucket = content.get("zero_optimization", {}).get("reduce_bucket_size")
+    if run.zero_stage in (1, 2) and bucket is not None and bucket < (largest := largest_parameter(run.shape)):
         raise ConfigError(
             f"{path} says reduce_bucket_size={bucket}, and the largest gradient of {run.model} has {largest} elements: "
             f"across a slow link DeepSpeed loses what is larger than the bucket; give that much, or leave it out"

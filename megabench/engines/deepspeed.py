@@ -16,14 +16,13 @@ from transformers import PreTrainedModel
 
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
-from megabench.config.deepspeed_json import merge, read_deepspeed_json
+from megabench.config.deepspeed_json import merge, read_deepspeed_json, reduce_bucket
 from megabench.data.batch import Batch
 from megabench.engines import kernels, loss_scale
 from megabench.engines import transformers_model as shared
 from megabench.engines.base import EngineError, StepResult, TensorKind
 from megabench.engines.zero_state import ZeroState
 from megabench.models.hugging_face import build_model
-from megabench.models.mapping import largest_parameter
 from megabench.runtime.device import DTYPES
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -31,8 +30,6 @@ import deepspeed
 from deepspeed.utils import safe_get_full_grad
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-
-_REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
 
 
 class DeepSpeedEngine:
@@ -179,8 +176,7 @@ def _zero_settings(run: ResolvedConfig) -> dict[str, Any]:
         "reduce_scatter": True,
     }
     if run.zero_stage in (1, 2):
-        # a larger gradient than the bucket is freed while a slow link still reads it (DeepSpeed 0.19.8)
-        zero["reduce_bucket_size"] = max(_REDUCE_BUCKET, largest_parameter(run.shape))
+        zero["reduce_bucket_size"] = reduce_bucket(run.shape)
     host = {"device": "cpu", "pin_memory": run.device == "cuda"}
     if run.offload != "none":
         zero["offload_optimizer"] = host

@@ -1,12 +1,12 @@
 """What a step costs under data parallelism alone: ZeRO 0 to 3 with and without offload, FSDP2, DDP. Loads no torch."""
 
+from megabench.config.deepspeed_json import REDUCE_BUCKET
 from megabench.planner import compute, network, schedule
 from megabench.planner.base import Base
 from megabench.planner.geometry import Geometry
 from megabench.planner.job import Candidate
 
 _DDP_BUCKET = 25e6 / 4  # parameters that torch's DDP reduces at once: 25 MB of fp32 gradients
-_ZERO_BUCKET = 5e8  # that DeepSpeed does (its reduce_bucket_size and allgather_bucket_size)
 # What the host does beside starting kernels, forward and backward, in starts of a kernel: FSDP2 a layer, DeepSpeed a
 # parameter (its hooks and queues, in Python; from benchmarks/gpt2-zero, where they are all that a step waits for).
 _FSDP_HOOKS, _ZERO3_HOOKS, _ZERO_HOOKS = (40, 80), (17, 34), (0, 16)
@@ -126,14 +126,14 @@ class DataParallel:
         gradients, weights = job.bytes_of_gradient * parameters, job.bytes_of_value * parameters
         sharded = parameters / (candidate.shard_size or ranks)
         if candidate.engine == "ddp" or (candidate.zero_stage == 0 and candidate.engine == "deepspeed"):
-            pieces = max(1, round(parameters / (_DDP_BUCKET if candidate.engine == "ddp" else _ZERO_BUCKET)))
+            pieces = max(1, round(parameters / (_DDP_BUCKET if candidate.engine == "ddp" else REDUCE_BUCKET)))
             reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
             once = self.base.tail(backward, reduce, pieces, geometry.world, overlaps=candidate.engine == "ddp")
             sharded = parameters
         elif candidate.engine == "deepspeed" and candidate.zero_stage < 3:
             once = network.gather_seconds(self.profile, geometry.world, weights)
             if candidate.zero_stage == 1:
-                pieces = max(1, round(parameters / _ZERO_BUCKET))
+                pieces = max(1, round(parameters / REDUCE_BUCKET))
                 reduce = network.reduce_seconds(self.profile, geometry.world, gradients, pieces)
                 once += self.base.tail(backward, reduce, pieces, geometry.world, overlaps=True)
                 copied = (6 + 2 / ranks) * gradients  # as stage 2 does, but once

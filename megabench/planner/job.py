@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from megabench.config import EngineName, RunConfig
+from megabench.config.deepspeed_json import reduce_bucket
 from megabench.metrics import flops_per_token, output_layer_cost
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
@@ -92,6 +93,11 @@ class Job:
     @cached_property
     def embedding_parameters(self) -> int:
         return self.shape.vocab_size * self.shape.hidden_size
+
+    @cached_property
+    def reduce_bucket(self) -> int:
+        """Elements that ZeRO-1 and 2 reduce at once."""
+        return reduce_bucket(self.shape)
 
     @cached_property
     def output_cost(self) -> float:

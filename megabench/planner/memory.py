@@ -5,6 +5,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 
+from megabench.config.deepspeed_json import REDUCE_BUCKET
 from megabench.parallel.layout import Layout
 from megabench.planner.compute import kernels_forward
 from megabench.planner.job import Candidate, Job
@@ -13,7 +14,6 @@ from megabench.planner.profile import Profile
 _FUSED_LOSS_CHUNK = 2**29  # logits of a chunk, in elements: megabench/engines/cross_entropy.py
 _GATHERED_LAYERS = 3  # that ZeRO-3 and FSDP hold whole: in use, prefetched, being reduced
 _QUEUED_KERNELS = 1024  # launches that a CUDA stream takes before the host waits
-_REDUCE_BUCKET = 5e8  # elements that DeepSpeed puts together before it reduces: its reduce_bucket_size, if all fit
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,7 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
             whole = value * (_GATHERED_LAYERS * layer + ends)
             weights += value * parameters / candidate.hpz_size if candidate.hpz_size else 0.0
         if stage >= 1:
-            bucket = _REDUCE_BUCKET if stage == 3 else max(_REDUCE_BUCKET, job.embedding_parameters)
-            buffers += 2 * g * min(bucket, parameters)
+            buffers += 2 * g * min(REDUCE_BUCKET if stage == 3 else job.reduce_bucket, parameters)
     elif candidate.engine == "fsdp":
         shards = candidate.shard_size or ranks
         weights, gradients = 4 * parameters / shards, g * parameters / shards

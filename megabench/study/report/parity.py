@@ -76,13 +76,11 @@ def _differences_chart(
     tolerance: float | None,
     figures: Figures,
 ) -> Chart | None:
-    drawn, everything = [], []
+    drawn = []
     for trial, values in differences:
-        points: list[lines.Point] = []
-        for step, value in enumerate(values, trial.record.first_step):
-            points.append((step, None if value is None else max(value, _LEAST_DIFFERENCE)))
-            everything += [] if value is None else [max(value, _LEAST_DIFFERENCE)]
-        drawn.append(lines.Line(trial.letter, trial.number, points))
+        drawable = [None if value is None else max(value, _LEAST_DIFFERENCE) for value in values]
+        drawn.append(lines.Line(trial.letter, trial.number, list(enumerate(drawable, trial.record.first_step))))
+    everything = [value for line in drawn for _, value in line.points if value is not None]
     if not everything or tolerance is None:
         return None
     low, high = max(min(everything) / 2, _LEAST_DIFFERENCE / 2), max(*everything, tolerance) * 4
