@@ -20,7 +20,9 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same micro-batch on `device`."""
-        return Batch(self.tokens.to(device, non_blocking=True))
+        # a copy from memory that is not pinned makes the host wait for the GPU
+        tokens = self.tokens.pin_memory() if device.type == "cuda" else self.tokens
+        return Batch(tokens.to(device, non_blocking=True))
 
     @property
     def inputs(self) -> Tensor:

@@ -1,8 +1,8 @@
 """Which kernels run the operations of a model: the same choice for every engine, unless one cannot.
 
 "auto" takes fused kernels where they serve: the output layer and cross-entropy in one (cross_entropy.py, everywhere),
-and on GPUs Liger's RMSNorm, rotary embedding and SwiGLU for transformers models. "reference" takes plain torch, as
-transformers ships it, with the full logits in fp32.
+BLOOM's attention and GELU (bloom.py, everywhere), and on GPUs Liger's RMSNorm, rotary embedding and SwiGLU for
+transformers models. "reference" takes plain torch, as transformers ships it, with the full logits in fp32.
 """
 
 from importlib.util import find_spec
@@ -38,6 +38,11 @@ def fuses_cross_entropy(run: ResolvedConfig) -> bool:
     return run.kernels == "auto" and run.shape.foreign is None
 
 
+def fuses_bloom(run: ResolvedConfig) -> bool:
+    """Whether BLOOM's attention and GELU take the place of transformers' own."""
+    return run.kernels == "auto" and run.shape.family == "bloom" and run.shape.foreign is None
+
+
 def uses_liger(run: ResolvedConfig) -> bool:
     """Whether Liger's kernels take the place of transformers' own modules."""
     serves = run.kernels == "auto" and run.device == "cuda" and run.shape.family in _LIGER
@@ -61,6 +66,8 @@ def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
         names = dict.fromkeys(PLAIN, "transformers") | {"cross_entropy": PLAIN["cross_entropy"]}
     if fuses_cross_entropy(run):
         names["cross_entropy"] = FUSED_CROSS_ENTROPY
+    if fuses_bloom(run):
+        names |= {"attention": f"{PLAIN['attention']}, ALiBi in extra channels", "activation": "torch GELU"}
     if uses_liger(run):
         names |= {"norm": "Liger RMSNorm", "rope": "Liger rotary embedding", "activation": "Liger SwiGLU"}
     return names

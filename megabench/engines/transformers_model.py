@@ -14,7 +14,7 @@ from megabench.data.batch import Batch
 from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.cross_entropy import linear_cross_entropy
 from megabench.engines.initial import initial_weights
-from megabench.engines.kernels import fuses_cross_entropy, patch_transformers
+from megabench.engines.kernels import fuses_bloom, fuses_cross_entropy, patch_transformers
 from megabench.engines.loss_scale import LossScale
 from megabench.engines.optim import is_decayed
 from megabench.models.hugging_face import transformers_config
@@ -64,6 +64,10 @@ def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -
         head = model.get_output_embeddings()
         assert type(head) is nn.Linear and head.bias is None
         head.__class__ = LossHead  # the same weight under the same name
+    if fuses_bloom(run):
+        from megabench.engines import bloom
+
+        bloom.fuse(model)
     if run.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
@@ -112,7 +116,8 @@ def build_optimizer(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, in
     if run.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=run.lr)
     if run.optimizer == "adafactor":
-        return torch.optim.Adafactor(groups, lr=run.lr)
+        # all parameters at once would take as much memory as the moments that Adafactor is chosen to save
+        return torch.optim.Adafactor(groups, lr=run.lr, foreach=False)
     return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
 
 

@@ -92,13 +92,14 @@ def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
 def elementwise_bytes(job: Job, tp: int, cp: int, micro_batch: int) -> float:
     """Bytes that a layer's norms, residual sums, rotary embedding and activation read and write, forward, if fused.
 
-    Norm and residual 2 · (4 + 6)·H a token, cut by tp under sequence parallelism alone; rotary 4·(N + K)·D/T;
+    Norm and residual 2 · (4 + 6)·H a token, cut by tp under sequence parallelism alone; rotary 4·(N + K)·D/T, and the
+    same for norms of queries and keys (Qwen3);
     activation with its products (2 in, 1 out with a gate; 1 in, 1 out without) 2·F/T each; dropout 2 · 5·H.
     """
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
     cut = tp if job.stack.sequence_parallel else 1
     residual = (20 + (10 if job.stack.dropout else 0)) * shape.hidden_size / cut
-    rotary = 4 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / tp
+    rotary = 4 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / tp * (1 + shape.table.qk_norm)
     activation = 2 * job.ffn_matrices * shape.ffn_size / tp
     return tokens * (residual + rotary + activation) * job.bytes_of_value / 2
 

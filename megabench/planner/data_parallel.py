@@ -10,7 +10,9 @@ _DDP_BUCKET = 25e6 / 4  # parameters that torch's DDP reduces at once: 25 MB of 
 # What the host does beside starting kernels, forward and backward, in starts of a kernel: FSDP2 a layer, DeepSpeed a
 # parameter (its hooks and queues, in Python; from benchmarks/gpt2-zero, where they are all that a step waits for).
 _FSDP_HOOKS, _ZERO3_HOOKS, _ZERO_HOOKS = (40, 80), (17, 34), (0, 16)
-_ADAM_HOST_BYTES = 28  # that AdamW on the host reads and writes a parameter, in fp32
+# what the host reads and writes a parameter: AdamW, in fp32; DeepSpeed's clipping and its cast of the new weight, and
+# under ZeRO-3 its look for values that are not finite
+_ADAM_HOST_BYTES, _DEEPSPEED_HOST_BYTES, _ZERO3_HOST_BYTES = 28, 8 + 6, 8
 
 
 class DataParallel:
@@ -143,18 +145,28 @@ class DataParallel:
         return once, update + compute.memory_seconds(self.machine, copied)
 
     def _offload_seconds(self, candidate: Candidate, geometry: Geometry, micro_batches: int) -> float:
-        """Host copies and the host's AdamW: gradients out every micro-batch, weights in once, 28 bytes a parameter over
-        memory that all GPUs of a host share; offloaded weights come in again for every gather (arXiv 2101.06840).
+        """Host copies and the host's AdamW, over memory that all GPUs of a host share (arXiv 2101.06840).
+
+        Gradients of g bytes go out: FSDP2's in each of m micro-batches; those of ZeRO-1 and 2 once, or where they are
+        of 16 bits m times and back for the next sum; ZeRO-3's are with the host, so they go there and back m times, to
+        be added up and measured on the GPU, and once more for the optimizer (DeepSpeed's stage3.py, partition_grads).
+        Weights come in once, offloaded ones for every gather.
         """
         if candidate.offload == "none":
             return 0.0
-        shard = self.job.num_parameters / candidate.layout.world_size
-        copy = self.profile.host_copy_gb_per_s * 1e9
-        gradients = self.job.bytes_of_gradient * shard * micro_batches / copy
-        each = 4 if candidate.engine == "fsdp" else self.job.bytes_of_value  # its shards are fp32
-        weights = each * shard / copy * (2 * micro_batches if candidate.offload == "all" else 1)
-        host = _ADAM_HOST_BYTES * shard * geometry.ranks_per_host / (self.profile.dram_gb_per_s * 1e9)
-        return gradients + weights + host
+        job, is_fsdp = self.job, candidate.engine == "fsdp"
+        shard = job.num_parameters / candidate.layout.world_size
+        copies, on_host = float(micro_batches), _ADAM_HOST_BYTES
+        if not is_fsdp:
+            on_host += _DEEPSPEED_HOST_BYTES
+            if candidate.zero_stage == 3:
+                copies, on_host = 2 * micro_batches + 1, on_host + _ZERO3_HOST_BYTES
+            else:
+                copies = 1 if job.bytes_of_gradient > job.bytes_of_value else 2 * micro_batches - 1
+        each = 4 if is_fsdp else job.bytes_of_value  # its shards are fp32
+        moved = job.bytes_of_gradient * copies + each * (2 * micro_batches if candidate.offload == "all" else 1)
+        seconds = moved * shard / (self.profile.host_copy_gb_per_s * 1e9)
+        return seconds + on_host * shard * geometry.ranks_per_host / (self.profile.dram_gb_per_s * 1e9)
 
 
 def _cast(before: int, after: int) -> int:

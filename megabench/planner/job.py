@@ -67,6 +67,7 @@ class Job:
     global_batch: int
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     bytes_of_gradient: int = 4
+    optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
     stack: Stack = field(default_factory=Stack)
 
     @cached_property
@@ -117,9 +118,14 @@ class Job:
         return self.global_batch * self.seq_length
 
     @property
+    def bytes_of_moments(self) -> int:
+        """Bytes a parameter of AdamW's two moments; the rows and columns that Adafactor keeps count as nothing."""
+        return 8 if self.optimizer == "adamw" else 0
+
+    @property
     def bytes_of_state(self) -> int:
-        """Bytes a parameter of the optimizer: fp32 master and two moments; in fp32 the weight is its own master."""
-        return 8 if self.precision == "fp32" else 12
+        """Bytes a parameter of the optimizer: its moments and an fp32 master; in fp32 the weight is its own."""
+        return self.bytes_of_moments + (0 if self.precision == "fp32" else 4)
 
     @property
     def bytes_of_value(self) -> int:

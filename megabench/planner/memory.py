@@ -187,11 +187,12 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
 
     - ZeRO-0: 2 + g + 12; ZeRO-1: 2 + g + 12/n; ZeRO-2: 2 + (g + 12)/n; ZeRO-3: (2 + g + 12)/n; one bucket being reduced
     - FSDP2, fp32 shards: (4 + g + 8)/n; embedding and output layer stay whole from forward to backward
-    - DDP, fp32 replicas: 4 + g + 8, and a cast of every matrix that backward keeps: 2
-    and, of ZeRO-3 and FSDP2, a few whole layers. (arXiv 1910.02054, section 5; torch's fully_shard.)
+    - DDP, fp32 replicas: 4 + g + 8, and a cast of every matrix that backward keeps, unless it computes it again: 2
+    and, of ZeRO-3 and FSDP2, a few whole layers. (arXiv 1910.02054, section 5; torch's fully_shard.) Without AdamW's
+    moments 8 less. Offloaded optimizers have no state here; ZeRO-3's and FSDP2's gradients are with them.
     """
     ranks, parameters, g = candidate.layout.world_size, job.num_parameters, job.bytes_of_gradient
-    value, state = job.bytes_of_value, job.bytes_of_state
+    value, state, moments = job.bytes_of_value, job.bytes_of_state, job.bytes_of_moments
     layer = job.layer_parameters
     ends = job.embedding_parameters * (1 if job.shape.tied_embeddings else 2)
     whole, buffers = 0.0, 0.0
@@ -208,14 +209,15 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
     elif candidate.engine == "fsdp":
         shards = candidate.shard_size or ranks
         weights, gradients = 4 * parameters / shards, g * parameters / shards
-        optimizer = 8 * parameters / shards
+        optimizer = moments * parameters / shards
         whole = value * (_GATHERED_LAYERS * layer + ends)
         buffers = g * layer + (g + value) * ends
     else:
-        weights, gradients, optimizer = (4 + (value if value < 4 else 0)) * parameters, g * parameters, 8 * parameters
+        cast = value if value < 4 and candidate.recompute != "full" else 0
+        weights, gradients, optimizer = (4 + cast) * parameters, g * parameters, moments * parameters
     if candidate.offload != "none":
         optimizer = 0.0
-        gradients = gradients if candidate.offload == "optimizer" else 0.0
+        gradients = gradients if candidate.zero_stage in (1, 2) else 0.0
     if candidate.offload == "all":
         weights = 0.0
     kept = layer_activation_bytes(job, candidate) * job.shape.num_layers

@@ -29,6 +29,7 @@ def job_of(record: RunRecord) -> Job:
         record.global_batch,
         precision=record.precision,  # type: ignore[arg-type]
         bytes_of_gradient=4 if record.grad_dtype == "fp32" else 2,
+        optimizer=record.optimizer,  # type: ignore[arg-type]
         stack=_stack_of(record),
     )
 
@@ -42,6 +43,7 @@ def _stack_of(record: RunRecord) -> Stack:
         return Stack(stages=stages, keeps_gathered=keeps_gathered)
     activation, loss = record.kernels.get("activation", ""), record.kernels.get("cross_entropy", "")
     return Stack(
+        flash_attention="eager" not in record.kernels.get("attention", ""),
         fused="unfused" not in activation,
         fused_loss="linear_cross_entropy" in loss,
         fuses_weight_gradient=record.kernels.get("weight_gradient") in ("apex", "summed up by its product"),

@@ -64,6 +64,12 @@ def test_families_without_parallel_blocks(family: str, engine: str) -> None:
     assert_equal_to_reference(2, model=family, num_layers=2, engine=engine, **OPTIMIZERS["adamw"])
 
 
+def test_bloom_with_kernels_of_transformers() -> None:
+    assert_equal_to_reference(
+        2, model="bloom-tiny", num_layers=2, engine="deepspeed", kernels="reference", **OPTIMIZERS["adamw"]
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "engine"),
     [

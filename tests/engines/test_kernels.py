@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 SHAPES = [shape for name, shape in CATALOG.items() if not name.endswith("-tiny")]
+BLOOM_SHAPES = [shape for shape in SHAPES if shape.family == "bloom"]
 BATCH, SEQUENCE = 2, 192  # no power of two, no multiple of a kernel's block
 TOLERANCE = 8e-3  # two roundings to bf16, 2^-8 each, over values of about the same size
 
@@ -156,6 +157,33 @@ def test_attention(heads: int, kv_heads: int, width: int) -> None:
     sizes = (BATCH, kv_heads, SEQUENCE, width)
     inputs = (random(BATCH, heads, SEQUENCE, width), random(*sizes, seed=1), random(*sizes, seed=2))
     assert_as_fp32(attention, reference, inputs)
+
+
+@pytest.mark.parametrize(("heads", "width"), of(BLOOM_SHAPES, "num_heads", "head_dim"))
+def test_attention_with_alibi(heads: int, width: int) -> None:
+    from megabench.engines.bloom import alibi_attention
+
+    slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device="cuda") / heads)
+    alibi = (slopes[:, None] * torch.arange(SEQUENCE, device="cuda")).bfloat16().expand(BATCH, -1, -1)
+
+    def reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = query @ key.transpose(-1, -2) * width**-0.5 + alibi[:, :, None].float()
+        later = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device="cuda").triu(1)
+        return scores.masked_fill(later, float("-inf")).softmax(-1) @ value
+
+    sizes = (BATCH, heads, SEQUENCE, width)
+    inputs = (random(*sizes), random(*sizes, seed=1), random(*sizes, seed=2))
+    assert_as_fp32(lambda query, key, value: alibi_attention(query, key, value, alibi), reference, inputs)
+
+
+@pytest.mark.parametrize("width", [4 * width for (width,) in of(BLOOM_SHAPES, "hidden_size")])
+def test_bloom_gelu(width: int) -> None:
+    from megabench.engines.bloom import FusedGelu
+
+    def reference(states: Tensor) -> Tensor:
+        return states * 0.5 * (1 + torch.tanh(0.79788456 * states * (1 + 0.044715 * states * states)))
+
+    assert_as_fp32(FusedGelu(), reference, (random(BATCH, SEQUENCE, width),))
 
 
 @pytest.mark.parametrize(("width", "vocabulary"), of(SHAPES, "hidden_size", "vocab_size"))

@@ -70,6 +70,54 @@ def test_hooks_are_waited_for_where_a_gpu_has_little_to_do():
     assert launch_seconds("llama3-8b", 256, "deepspeed", 3) == 0, "hidden behind a GPU that is busy"
 
 
+def offload_seconds(micro_batches: int, engine: str = "deepspeed", stage: int = 3, offload: str = "all") -> float:
+    work = job(global_batch=4 * micro_batches)
+    candidate = Candidate(engine, Layout(dp=4), 1, zero_stage=stage, offload=offload)
+    return DataParallel(costs(work, FOUR).base).parts(candidate)["offload"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "offload", "copied"),
+    [
+        ("deepspeed", 3, "all", 2 * 4 + 2 * 2),  # gradients there and back; weights for both gathers
+        ("deepspeed", 3, "optimizer", 2 * 4),
+        ("deepspeed", 2, "optimizer", 0),  # summed up on the GPU
+        ("fsdp", 3, "all", 4 + 2 * 4),
+    ],
+)
+def test_what_another_micro_batch_copies_to_the_host(engine: str, stage: int, offload: str, copied: int):
+    more = offload_seconds(3, engine, stage, offload) - offload_seconds(2, engine, stage, offload)
+    rate = costs(job(), FOUR).profile.host_copy_gb_per_s * 1e9
+    assert more * rate / (job().num_parameters / 4) == pytest.approx(copied)
+
+
+def test_the_host_has_more_to_do_under_zero3_than_under_zero2():
+    """It looks through all gradients, and clips and casts under both."""
+    dram = costs(job(), FOUR).profile.dram_gb_per_s * 1e9
+    copies = costs(job(), FOUR).profile.host_copy_gb_per_s * 1e9
+    on_host = {
+        stage: offload_seconds(1, stage=stage, offload="optimizer") * dram / job().num_parameters
+        - (gradients + 2) * dram / copies / 4
+        for stage, gradients in ((3, 3 * 4), (2, 4))
+    }
+    assert on_host == pytest.approx({3: 28 + 14 + 8, 2: 28 + 14})
+
+
+def test_adafactor_is_planned_without_moments():
+    candidate = Candidate("ddp", Layout(dp=4), 1, zero_stage=0)
+    adamw, adafactor = (costs(work, FOUR).estimate(candidate).memory for work in (job(), job(optimizer="adafactor")))
+    assert adamw.optimizer - adafactor.optimizer == 8 * job().num_parameters
+    assert adafactor.optimizer == 0
+
+
+def test_zero3_holds_no_gradients_beside_an_offloaded_optimizer():
+    held = {
+        stage: costs(job(), FOUR).estimate(zero(FOUR, stage=stage, offload="optimizer")).memory.gradients
+        for stage in (2, 3)
+    }
+    assert held == {2: 4 * job().num_parameters / 4, 3: 0.0}
+
+
 def test_a_planned_zero3_is_the_one_that_is_predicted():
     assert zero(FOUR).settings()["zero_leaf_layers"] is True
     assert "zero_leaf_layers" not in zero(FOUR, stage=2).settings()

@@ -1,0 +1,65 @@
+"""BLOOM's attention and activation by torch's fused kernels.
+
+transformers computes both step by step: with all scores of a layer in memory, in fp32, and ten passes over the widest
+activations.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.bloom.modeling_bloom import BloomAttention, BloomGelu
+
+_EXTRA_CHANNELS = 8  # flash attention takes head sizes that are multiples of 8
+
+
+def alibi_attention(query: Tensor, key: Tensor, value: Tensor, alibi: Tensor) -> Tensor:
+    """Causal attention whose scores q·k / √D have `alibi` of the key added (arXiv 2108.12409).
+
+    `query`, `key` and `value` are [B, heads, S, D], `alibi` [B, heads, S]; returns [B, heads, S, D]. The addend goes
+    through the product q·k, in channels of its own, because no flash attention takes one.
+    """
+    head_size = query.shape[-1]
+    # times √D, which the scores are divided by; in two parts, as one number in bf16 would be off by 1e-4
+    scale = torch.tensor(math.sqrt(head_size), dtype=torch.float64)
+    leading = scale.to(query.dtype)
+    ones = query.new_zeros(_EXTRA_CHANNELS)
+    ones[0], ones[1] = leading, (scale - leading).to(query.dtype)
+    addend = F.pad(alibi[..., None].expand(*alibi.shape, 2), (0, _EXTRA_CHANNELS - 2)).to(query.dtype)
+    context = F.scaled_dot_product_attention(
+        torch.cat([query, ones.expand(*query.shape[:-1], -1)], dim=-1),
+        torch.cat([key, addend], dim=-1),
+        F.pad(value, (0, _EXTRA_CHANNELS)),
+        is_causal=True,
+        scale=head_size**-0.5,
+    )
+    return context[..., :head_size]
+
+
+class FusedAttention(BloomAttention):
+    """BLOOM's attention over whole sequences without padding, dropout or a cache: what training has."""
+
+    def forward(self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, **_: Any) -> tuple[Tensor, None]:
+        batch, length, _width = hidden_states.shape
+        states = self.query_key_value(hidden_states).view(batch, length, self.num_heads, 3, self.head_dim)
+        query, key, value = states.permute(3, 0, 2, 1, 4)
+        context = alibi_attention(query, key, value, alibi.view(batch, self.num_heads, length))
+        output: Tensor = self.dense(context.transpose(1, 2).reshape(batch, length, -1))
+        return residual + output, None
+
+
+class FusedGelu(BloomGelu):
+    """The same approximation of GELU in one pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+
+def fuse(model: nn.Module) -> None:
+    """Puts the fused kernels into a BLOOM model of transformers: the same weights under the same names."""
+    fused: dict[type[nn.Module], type[nn.Module]] = {BloomAttention: FusedAttention, BloomGelu: FusedGelu}
+    for module in model.modules():
+        if kind := fused.get(type(module)):
+            module.__class__ = kind
