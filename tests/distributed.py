@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -91,8 +92,12 @@ def _work(rank: int, jobs: Connection) -> None:
 class _Pool:
     def __init__(self) -> None:
         self.workers: list[tuple[Any, Connection]] = []
-        self.folder = tempfile.mkdtemp(prefix="gloo-pool-")
         self.num_jobs = 0
+
+    @cached_property
+    def folder(self) -> str:
+        """Made when a job needs it: workers, which are killed, have a pool of their own that has none."""
+        return tempfile.mkdtemp(prefix="gloo-pool-")
 
     def _grow(self, size: int) -> None:
         while len(self.workers) < size:
@@ -144,7 +149,8 @@ class _Pool:
     def remove(self) -> None:
         """The end of the pool: no process and no file is left."""
         self.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.num_jobs:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 _pool = _Pool()

@@ -45,7 +45,7 @@ class Request:
             missing = "no NVIDIA GPU was found" if not num_gpus else "it runs on CPU alone"
             raise StudyError(f"{self.source} names no world_size and {missing}; add --nproc N, or world_size to base")
         study = self._planned(file, size)
-        for trial in study.trials:
+        for trial in study.select(self.only):
             if trial.resolved.device == "cuda" and trial.world_size > num_gpus:
                 raise StudyError(
                     f"{self.source}: trial {trial.name} needs {trial.world_size} GPUs and this machine has {num_gpus}; "
@@ -59,7 +59,7 @@ class Request:
         predictor = None
         if self.planning:
             file, predictor = self.planning.extend(file, self.source, num_processes)
-        study = plan_study(file, self.source, num_processes, device)
+        study = plan_study(file, self.source, num_processes, device, self.only)
         if not self.planning and not self.settings:
             return study
         named = file.model_copy(update={"name": study.name})

@@ -4,10 +4,8 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
-from megabench.config import near_matches
 from megabench.config.to_find import Setting, settle
 from megabench.record import Probe, RecordError, RunRecord, Status, read_records, write_records
 from megabench.study.doctor import examine
@@ -74,17 +72,9 @@ class Results:
         return [attempt for attempt in attempts if attempt.key not in good]
 
     def select(self, only: Sequence[str]) -> list[Attempt]:
-        """The runs of the trials that `only` names or matches (`tp2-*`); of all when it is empty."""
-        names = [trial.name for trial in self.study.trials]
-        for pattern in only:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                source = self.study.source
-                raise StudyError(f"--only {pattern} fits no trial of {source}; {near_matches(pattern, names)}")
-        return [
-            attempt
-            for attempt in self.study.attempts
-            if not only or any(fnmatchcase(attempt.trial.name, pattern) for pattern in only)
-        ]
+        """The runs of the trials that `only` names or matches; of all when it is empty."""
+        chosen = self.study.select(only)
+        return [attempt for attempt in self.study.attempts if attempt.trial in chosen]
 
     def all_ok(self, attempts: Sequence[Attempt]) -> bool:
         """Whether each of these runs has a record that says ok."""

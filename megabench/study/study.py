@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -142,11 +143,22 @@ class Study:
             for repeat in range(trial.repeats)
         ]
 
+    def select(self, only: Sequence[str]) -> list[Trial]:
+        """The trials that `only` names or matches (`tp2-*`); all when it is empty. StudyError for what fits none."""
+        names = [trial.name for trial in self.trials]
+        for pattern in only:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise StudyError(f"--only {pattern} fits no trial of {self.source}; {near_matches(pattern, names)}")
+        return [trial for trial in self.trials if not only or any(fnmatchcase(trial.name, pattern) for pattern in only)]
 
-def plan_study(file: StudyFile, source: Path, num_processes: int, device: Literal["cpu", "cuda"]) -> Study:
+
+def plan_study(
+    file: StudyFile, source: Path, num_processes: int, device: Literal["cpu", "cuda"], only: Sequence[str] = ()
+) -> Study:
     """The study of `file` (read from `source`) for a launch of `num_processes`, each trial on `device` by default.
 
-    Raises StudyError for the first setting that cannot work, with the file, the trial and a way out.
+    Raises StudyError for the first setting that cannot work, with the file, the trial and a way out. Trials that are
+    not among `only` may need more processes.
     """
     for field in list_fields(file.base):
         raise StudyError(f"{source}: base.{field} is a list; lists expand in trials, so give it in each of them")
@@ -158,7 +170,7 @@ def plan_study(file: StudyFile, source: Path, num_processes: int, device: Litera
     if not drafts:
         raise StudyError(f"{source} has no trials: an empty list in a trial leaves nothing to run")
     trials = _named(drafts, source)
-    return Study(
+    study = Study(
         name=file.name or source.stem,
         question=file.question,
         source=source,
@@ -166,6 +178,13 @@ def plan_study(file: StudyFile, source: Path, num_processes: int, device: Litera
         trials=trials,
         reference=_reference(file.reference, trials, source),
     )
+    for trial in study.select(only):
+        if trial.world_size > num_processes:
+            raise StudyError(
+                f"{source}: trial {trial.name} needs {trial.world_size} processes but the launch has {num_processes}; "
+                f"start {trial.world_size}, lower its world_size, or choose other trials by --only"
+            )
+    return study
 
 
 @dataclass(frozen=True)
@@ -197,11 +216,6 @@ def _draft(
     world_size = both.get("world_size", num_processes)
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise StudyError(f"{where}: world_size={world_size!r} must be a whole number of processes, e.g. 8")
-    if world_size > num_processes:
-        raise StudyError(
-            f"{where} needs {world_size} processes but the launch has {num_processes}; "
-            f"start {world_size} or lower its world_size"
-        )
     timeout = both["timeout_seconds"]
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
         raise StudyError(f"{where}: timeout_seconds={timeout!r} must be a positive number of seconds, e.g. 600")

@@ -130,7 +130,7 @@ def test_a_trial_may_be_repeated_by_itself(plan):
         ("trials: [{name: a/b}]", "name 'a/b' cannot name a folder"),
         ("trials: [{name: a}, {name: a, tp: 2}]", "a trial before it is called 'a' too"),
         ("trials: [{tp: 2}, {tp: 2, name: twin}]", "is the same run as trial 'tp2-dp2'"),
-        ("trials: [{world_size: 8}]", "needs 8 processes but the launch has 4"),
+        ("trials: [{world_size: 8, global_batch: 32}]", "needs 8 processes but the launch has 4"),
         ("trials: [{world_size: many}]", "world_size='many' must be a whole number"),
         ("trials: [{timeout_seconds: soon}]", "timeout_seconds='soon' must be a positive number of seconds"),
         ("trials: [{timeout_seconds: 0}]", "timeout_seconds=0 must be"),
@@ -188,6 +188,22 @@ def test_too_few_processes_on_one_machine(tmp_path, monkeypatch, base, gpus, wor
     path.write_text(f"base: {{model: llama-tiny, {base}}}\ntrials: [{{}}]")
     with pytest.raises(StudyError, match=words):
         Request(path, tmp_path).plan_here(None)
+
+
+@pytest.mark.parametrize(("only", "refused"), [(("one",), None), (("o*", "one"), None), (("two",), "two"), ((), "two")])
+def test_trials_that_are_left_out_may_need_a_larger_machine(tmp_path, monkeypatch, only, refused):
+    monkeypatch.setattr("megabench.study.request.gpu_names", lambda: ["NVIDIA H200"])
+    path = tmp_path / "study.yaml"
+    path.write_text(
+        "base: {model: llama-tiny}\ntrials: [{name: one, world_size: 1}, {name: two, tp: 2, world_size: 2}]"
+    )
+    request = Request(path, tmp_path, only=only)
+    if refused is None:
+        study, size = request.plan_here(None)
+        assert size == 1 and [trial.name for trial in study.trials] == ["one", "two"]
+    else:
+        with pytest.raises(StudyError, match="trial two needs 2 processes but the launch has 1"):
+            request.plan_here(None)
 
 
 def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
