@@ -155,9 +155,9 @@ def by_place(decision: Decision, device: str) -> list[str]:
     unit, units = ("GPU", "GPUs") if device == "GPU" else ("process", "processes")
     said = [f"Trials ran on different numbers of {units}, and the figures are of one {device}."] * (len(sizes) > 1)
     for (size, count, is_emulated), rows in sorted(places.items()):
-        on_hosts = f" {units if size > 1 else unit} of {count}{' emulated' * is_emulated} host{'s' * (count > 1)}"
-        on_hosts *= len(places) > len(sizes)
-        said.append(f"On {size}{on_hosts}, {_fastest(rows, decision, 'there' if on_hosts else 'on as many')}.")
+        on_hosts = f" of {count}{' emulated' * is_emulated} host{'s' * (count > 1)}" * (len(places) > len(sizes))
+        fastest = _fastest(rows, decision, "there" if on_hosts else "on as many")
+        said.append(f"On {size} {units if size > 1 else unit}{on_hosts}, {fastest}.")
     return said
 
 

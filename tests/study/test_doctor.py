@@ -325,6 +325,9 @@ def test_unequal_gradient_dtypes():
 def test_other_work_than_the_reference():
     found = only(look(zero3(), tp(work_class=work_class(**WORK | {"seq_length": 8192}))))
     assert found.kind == "note" and found.evidence == "seq_length 8192 instead of 4096"
+    longer = tp(work_class=work_class(**WORK, schedule={"lr": 3e-4, "steps": 15.0}))
+    reference = zero3(work_class=work_class(**WORK, schedule={"lr": 1e-3, "steps": 10.0}))
+    assert only(look(reference, longer)).evidence == "lr 0.0003 instead of 0.001, steps 15 instead of 10"
     own = [
         run.model_copy(update={"trial": "long"}) for run in zero3(work_class=work_class(**WORK | {"seq_length": 8192}))
     ]

@@ -109,8 +109,8 @@ def test_failures_are_named_with_their_reason_and_never_ranked():
 def test_each_number_of_gpus_has_its_own_fastest():
     text = page(STUDIES["sizes"]())
     assert "Trials ran on different numbers of GPUs, and the figures are of one GPU." in text
-    assert "On 16, tp4-16 is fastest, 1.34 × ZeRO-3 on as many (zero3-16)." in text
-    assert "On 4, tp4-4 is fastest, 1.36 × ZeRO-3 on as many (zero3-4)." in text
+    assert "On 16 GPUs, tp4-16 is fastest, 1.34 × ZeRO-3 on as many (zero3-16)." in text
+    assert "On 4 GPUs, tp4-4 is fastest, 1.36 × ZeRO-3 on as many (zero3-4)." in text
 
 
 def test_cpu_and_emulated_hosts_are_said():

@@ -2,8 +2,9 @@
 
 import statistics
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from megabench.record import RunRecord
+from megabench.record import RunRecord, WorkClass
 from megabench.study.doctor.finding import Case, Finding, is_on_gpu, is_tried_larger, names, was_tuned
 from megabench.study.parity import is_zero3
 from megabench.study.summary import speeds_of
@@ -58,14 +59,18 @@ def other_work(case: Case) -> Iterator[Finding]:
     if expected is None:
         return
     measured = {record.work_class.id for record in case.good if record.work_class and is_zero3(record)}
-    mine = expected.model_dump(exclude={"data", "precision", "grad_dtype", "optimizer", "compression"})
+    mine = _fields(expected)
     for record in case.good:
         if record.work_class is None or record.work_class.optimizer != expected.optimizer:
             continue  # another optimizer is another work on purpose, and so is compression
         if record.work_class.id in measured:
             continue  # by a ZeRO-3 trial of its own
-        theirs = record.work_class.model_dump()
-        differing = [f"{name} {theirs[name]} instead of {mine[name]}" for name in mine if theirs[name] != mine[name]]
+        theirs = _fields(record.work_class)
+        differing = [
+            f"{name} {_text(theirs.get(name))} instead of {_text(value)}"
+            for name, value in mine.items()
+            if theirs.get(name) != value
+        ]
         if differing:
             yield Finding(
                 "note",
@@ -74,6 +79,16 @@ def other_work(case: Case) -> Iterator[Finding]:
                 ", ".join(differing),
                 "the same settings for both, if they are meant to be compared",
             )
+
+
+def _fields(work: WorkClass) -> dict[str, Any]:
+    """The fields of a work class that should be equal, those of its schedule among them."""
+    fields = work.model_dump(exclude={"data", "precision", "grad_dtype", "optimizer", "compression"})
+    return fields | fields.pop("schedule")
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def kernels(case: Case) -> Iterator[Finding]:
