@@ -40,7 +40,7 @@ _ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
     "zero_persistence": ("deepspeed",),
     "offload": ("deepspeed", "fsdp"),
     "shard_size": ("fsdp",),
-    "reshard_after_forward": ("fsdp",),
+    "reshard_after_forward": ("fsdp", "deepspeed"),
     "zero_leaf_layers": ("deepspeed",),
     "compile": ("fsdp", "ddp"),
     "powersgd_rank": ("ddp",),
@@ -86,7 +86,8 @@ class RunConfig(BaseModel):
         None, description="Neighbouring ranks that fsdp shards over, replicating beyond them (HSDP) [default: all]."
     )
     reshard_after_forward: bool = Field(
-        True, description="Whether fsdp drops a block's weights after forward, to gather them again for backward."
+        True,
+        description="Whether fsdp and ZeRO-3 drop a layer's weights after forward, to gather them again for backward.",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
@@ -317,8 +318,8 @@ class RunConfig(BaseModel):
         """Combinations of an engine's own settings that it cannot have."""
         stage = 3 if self.zero_stage is None else self.zero_stage
         is_zero = self.engine == "deepspeed"
-        for name in ("hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers"):
-            if getattr(self, name) != type(self).model_fields[name].default and stage != 3:
+        for name in ("hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers", "reshard_after_forward"):
+            if is_zero and getattr(self, name) != type(self).model_fields[name].default and stage != 3:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is a setting of zero_stage=3, not {stage}; leave it out"
                 )
@@ -363,8 +364,8 @@ class RunConfig(BaseModel):
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name in RunConfig.model_fields and value != field.default and value is not None:
-                values = () if value is True else value if isinstance(value, tuple) else (value,)
-                words += [f"--{name.replace('_', '-')}", *map(str, values)]
+                values = () if isinstance(value, bool) else value if isinstance(value, tuple) else (value,)
+                words += [f"--{'no-' * (value is False)}{name.replace('_', '-')}", *map(str, values)]
         return words
 
     def command(self, world_size: int, env: Mapping[str, str] | None = None) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomGelu
 
 _EXTRA_CHANNELS = 8  # flash attention takes head sizes that are multiples of 8
@@ -22,15 +23,10 @@ def alibi_attention(query: Tensor, key: Tensor, value: Tensor, alibi: Tensor) ->
     through the product q·k, in channels of its own, because no flash attention takes one.
     """
     head_size = query.shape[-1]
-    # times √D, which the scores are divided by; in two parts, as one number in bf16 would be off by 1e-4
-    scale = torch.tensor(math.sqrt(head_size), dtype=torch.float64)
-    leading = scale.to(query.dtype)
-    ones = query.new_zeros(_EXTRA_CHANNELS)
-    ones[0], ones[1] = leading, (scale - leading).to(query.dtype)
-    addend = F.pad(alibi[..., None].expand(*alibi.shape, 2), (0, _EXTRA_CHANNELS - 2)).to(query.dtype)
     context = F.scaled_dot_product_attention(
-        torch.cat([query, ones.expand(*query.shape[:-1], -1)], dim=-1),
-        torch.cat([key, addend], dim=-1),
+        # √D, which the scores are divided by; the other channels are zero in the keys
+        F.pad(query, (0, _EXTRA_CHANNELS), value=math.sqrt(head_size)),
+        torch.cat([key, F.pad(alibi[..., None].to(key.dtype), (0, _EXTRA_CHANNELS - 1))], dim=-1),
         F.pad(value, (0, _EXTRA_CHANNELS)),
         is_causal=True,
         scale=head_size**-0.5,
@@ -57,8 +53,9 @@ class FusedGelu(BloomGelu):
         return F.gelu(x, approximate="tanh")
 
 
-def fuse(model: nn.Module) -> None:
+def fuse(model: PreTrainedModel) -> None:
     """Puts the fused kernels into a BLOOM model of transformers: the same weights under the same names."""
+    model.config._attn_implementation = "sdpa"  # for which no mask [B, 1, S, S] is made
     fused: dict[type[nn.Module], type[nn.Module]] = {BloomAttention: FusedAttention, BloomGelu: FusedGelu}
     for module in model.modules():
         if kind := fused.get(type(module)):

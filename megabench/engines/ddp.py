@@ -55,6 +55,8 @@ class DdpEngine:
         self.loss_scale = shared.loss_scale_of(config)
         self.state = ReplicaState(config, self.optimizer, held, self.loss_scale)
         self.loss = torch.zeros((), device=device)
+        # PowerSGD counts how often it reduces
+        self.may_reduce_early = not config.powersgd_rank
 
     def _build_model(self) -> PreTrainedModel:
         run, dtype = self.run, DTYPES[self.run.precision]
@@ -86,11 +88,14 @@ class DdpEngine:
         return self.update(learning_rate)
 
     def accumulate(self, batches: Sequence[Batch]) -> None:
-        self.model.zero_grad()
+        # Kept where they lie, in DDP's buckets, gradients are summed up there, and not held a second time. The first
+        # reduction puts them there: a mean of means is the same mean.
+        self.model.zero_grad(set_to_none=len(batches) == 1)
         self.loss.zero_()
         for number, batch in enumerate(batches):
-            is_last = number == len(batches) - 1
-            with contextlib.nullcontext() if is_last else self.model.no_sync():
+            reduces = number == len(batches) - 1 or self.may_reduce_early
+            self.may_reduce_early = False
+            with contextlib.nullcontext() if reduces else self.model.no_sync():
                 loss = shared.mean_loss(self.model, self.model.module, batch.to(self.device)) / len(batches)
                 (loss * self.loss_scale.value if self.loss_scale else loss).backward()
             self.loss += loss.detach()

@@ -187,6 +187,11 @@ def _zero_settings(run: ResolvedConfig) -> dict[str, Any]:
         "stage3_prefetch_bucket_size": run.zero_prefetch,
         "stage3_param_persistence_threshold": run.zero_persistence,
     }
+    if not run.reshard_after_forward:
+        # weights are kept that are used again within so many elements; between a layer's forward and backward lie all
+        # others, up to three times where they are recomputed
+        far = 4 * run.shape.num_parameters
+        given |= {"stage3_max_reuse_distance": far, "stage3_max_live_parameters": far}
     return zero | {key: value for key, value in given.items() if value is not None}
 
 

@@ -92,7 +92,9 @@ class FsdpEngine:
     def accumulate(self, batches: Sequence[Batch]) -> None:
         self.model.zero_grad()
         self.loss.zero_()
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            # replicas of a shard add up their gradients once a step
+            self.model.set_requires_all_reduce(number == len(batches) - 1)
             loss = shared.mean_loss(self.model, self.model, batch.to(self.device)) / len(batches)
             (loss * self.loss_scale.value if self.loss_scale else loss).backward()
             self.loss += loss.detach()

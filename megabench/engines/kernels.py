@@ -22,7 +22,7 @@ _PLAIN_OF = {
         "attention": "transformers eager, ALiBi",
         "norm": "torch layer_norm",
         "rope": "none: ALiBi",
-        "activation": "transformers BLOOM GELU",
+        "activation": "transformers unfused BLOOM GELU",
     },
 }
 # Liger's patches of transformers' families
@@ -51,6 +51,10 @@ def uses_liger(run: ResolvedConfig) -> bool:
 
 def patch_transformers(run: ResolvedConfig) -> None:
     """Puts Liger's kernels into transformers' modules, before a model is made, for the life of this process."""
+    from transformers import masking_utils
+
+    # it looks for positions that begin anew, which a batch has none of, and the host would wait for the GPU to tell
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     if uses_liger(run):
         import liger_kernel.transformers as liger
 

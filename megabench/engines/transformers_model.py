@@ -116,8 +116,7 @@ def build_optimizer(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, in
     if run.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=run.lr)
     if run.optimizer == "adafactor":
-        # all parameters at once would take as much memory as the moments that Adafactor is chosen to save
-        return torch.optim.Adafactor(groups, lr=run.lr, foreach=False)
+        return torch.optim.Adafactor(groups, lr=run.lr)
     return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
 
 

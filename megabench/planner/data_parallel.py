@@ -10,9 +10,8 @@ _DDP_BUCKET = 25e6 / 4  # parameters that torch's DDP reduces at once: 25 MB of 
 # What the host does beside starting kernels, forward and backward, in starts of a kernel: FSDP2 a layer, DeepSpeed a
 # parameter (its hooks and queues, in Python; from benchmarks/gpt2-zero, where they are all that a step waits for).
 _FSDP_HOOKS, _ZERO3_HOOKS, _ZERO_HOOKS = (40, 80), (17, 34), (0, 16)
-# what the host reads and writes a parameter: AdamW, in fp32; DeepSpeed's clipping and its cast of the new weight, and
-# under ZeRO-3 its look for values that are not finite
-_ADAM_HOST_BYTES, _DEEPSPEED_HOST_BYTES, _ZERO3_HOST_BYTES = 28, 8 + 6, 8
+# what the host reads and writes a parameter: AdamW, in fp32; DeepSpeed's clipping and its cast of the new weight
+_ADAM_HOST_BYTES, _DEEPSPEED_HOST_BYTES = 28, 8 + 6
 
 
 class DataParallel:
@@ -74,13 +73,13 @@ class DataParallel:
         if self.job.stack.flat_parameters:
             return 0.0
         job, ranks = self.job, candidate.shard_size or candidate.layout.world_size
-        v, g = job.bytes_of_value, job.bytes_of_gradient
+        v, g, gathers = job.bytes_of_value, job.bytes_of_gradient, 1 if candidate.keeps_weights else 2
         if candidate.engine == "ddp":
             moved: float = _cast(4, v) * (2 if candidate.recompute == "full" else 1) + _cast(v, 4) + 3 * 4
         elif candidate.engine == "fsdp":
-            moved = 4 * v + (v + g) + (2 * (_cast(4, v) + 2 * v) + 3 * g) / ranks
+            moved = 2 * gathers * v + (v + g) + (gathers * (_cast(4, v) + 2 * v) + 3 * g) / ranks
         elif candidate.zero_stage == 3:
-            moved = 2 * v + _cast(v, g) + 4 * g + 3 * g / ranks
+            moved = gathers * v + _cast(v, g) + 4 * g + 3 * g / ranks
         elif candidate.zero_stage == 2:
             moved = _cast(v, g) + 6 * g + 5 * g / ranks
         else:
@@ -94,7 +93,7 @@ class DataParallel:
 
         ZeRO-3 and FSDP2 gather 2 bytes a parameter twice and reduce-scatter g; ZeRO-2 reduces alone (arXiv 1910.02054,
         section 7), each part to the rank that owns it. hpZ gathers for backward among neighbours (arXiv 2306.10209);
-        HSDP shards among them and all-reduces the shards over the others.
+        HSDP shards among them. Weights that are kept are gathered once.
         """
         job, profile = self.job, self.profile
         layer, ends = job.layer_parameters, job.embedding_parameters
@@ -108,13 +107,9 @@ class DataParallel:
                 return network.gather_seconds(profile, where, value * parameters)
 
             def reduce(parameters: float) -> float:
-                seconds = network.gather_seconds(profile, where, g * parameters)
-                if candidate.shard_size:
-                    across = geometry.apart(candidate.shard_size)
-                    seconds += network.all_reduce_seconds(profile, across, g * parameters / shards)
-                return seconds
+                return network.gather_seconds(profile, where, g * parameters)
 
-            back = network.gather_seconds(profile, inner, value * layer)
+            back = 0.0 if candidate.keeps_weights else network.gather_seconds(profile, inner, value * layer)
             return gather(layer), back, reduce(layer), gather(ends) + reduce(ends)
         if candidate.engine == "deepspeed" and candidate.zero_stage == 2:
             reduce_layer = network.reduce_seconds(profile, geometry.world, g * layer)
@@ -132,6 +127,10 @@ class DataParallel:
             reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
             once = self.base.tail(backward, reduce, pieces, geometry.world, overlaps=candidate.engine == "ddp")
             sharded = parameters
+        elif candidate.shard_size:  # replicas of a shard add up their gradients behind the last micro-batch
+            across = geometry.apart(candidate.shard_size)
+            reduce = network.all_reduce_seconds(self.profile, across, gradients / candidate.shard_size)
+            once = self.base.tail(backward, reduce, job.shape.num_layers, across, overlaps=True)
         elif candidate.engine == "deepspeed" and candidate.zero_stage < 3:
             once = network.gather_seconds(self.profile, geometry.world, weights)
             if candidate.zero_stage == 1:
@@ -147,24 +146,27 @@ class DataParallel:
     def _offload_seconds(self, candidate: Candidate, geometry: Geometry, micro_batches: int) -> float:
         """Host copies and the host's AdamW, over memory that all GPUs of a host share (arXiv 2101.06840).
 
-        Gradients of g bytes go out: FSDP2's in each of m micro-batches; those of ZeRO-1 and 2 once, or where they are
-        of 16 bits m times and back for the next sum; ZeRO-3's are with the host, so they go there and back m times, to
-        be added up and measured on the GPU, and once more for the optimizer (DeepSpeed's stage3.py, partition_grads).
-        Weights come in once, offloaded ones for every gather.
+        Gradients of g bytes go out: FSDP2's in each of m micro-batches. ZeRO-3's go there and back m times, to be added
+        up and measured on the GPU (DeepSpeed's stage3.py, partition_grads); those of ZeRO-2 m times and back m - 1
+        times, but where they are in fp32, then they wait on the GPU, and ZeRO-1's always (stage_1_and_2.py,
+        copy_grads_in_partition). Then DeepSpeed sends them to the optimizer, in fp32. Weights come in once, offloaded
+        ones for every gather.
         """
         if candidate.offload == "none":
             return 0.0
         job, is_fsdp = self.job, candidate.engine == "fsdp"
-        shard = job.num_parameters / candidate.layout.world_size
-        copies, on_host = float(micro_batches), _ADAM_HOST_BYTES
-        if not is_fsdp:
-            on_host += _DEEPSPEED_HOST_BYTES
-            if candidate.zero_stage == 3:
-                copies, on_host = 2 * micro_batches + 1, on_host + _ZERO3_HOST_BYTES
-            else:
-                copies = 1 if job.bytes_of_gradient > job.bytes_of_value else 2 * micro_batches - 1
+        g, on_host = job.bytes_of_gradient, _ADAM_HOST_BYTES + (0 if is_fsdp else _DEEPSPEED_HOST_BYTES)
+        if is_fsdp:
+            gradients = g * micro_batches
+        elif candidate.zero_stage == 3:
+            gradients = 2 * g * micro_batches + 4
+        elif candidate.zero_stage == 2 and g == job.bytes_of_value and micro_batches > 1:
+            gradients = g * (2 * micro_batches - 1) + 4
+        else:
+            gradients = 4
         each = 4 if is_fsdp else job.bytes_of_value  # its shards are fp32
-        moved = job.bytes_of_gradient * copies + each * (2 * micro_batches if candidate.offload == "all" else 1)
+        moved = gradients + each * (2 * micro_batches if candidate.offload == "all" else 1)
+        shard = job.num_parameters / candidate.layout.world_size
         seconds = moved * shard / (self.profile.host_copy_gb_per_s * 1e9)
         return seconds + on_host * shard * geometry.ranks_per_host / (self.profile.dram_gb_per_s * 1e9)
 

@@ -135,7 +135,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a job. `zero_stage` of megatron says whether its optimizer is sharded over replicas (1) or not."""
+    """One way to run a job. `zero_stage` of megatron says whether its optimizer is sharded over replicas (1) or not.
+
+    `keeps_weights`: ZeRO-3 and FSDP2 hold what a forward pass gathered until backward has used it.
+    """
 
     engine: EngineName
     layout: Layout
@@ -146,6 +149,7 @@ class Candidate:
     offload: Offload = "none"
     shard_size: int | None = None
     hpz_size: int | None = None
+    keeps_weights: bool = False
 
     @property
     def name(self) -> str:
@@ -155,6 +159,7 @@ class Candidate:
         words += [self.recompute] * (self.recompute != "none")
         words += [self.placement] * (self.placement != "topology")
         words += [f"offload-{self.offload}"] * (self.offload != "none")
+        words += ["kept"] * self.keeps_weights
         words += [f"shard{self.shard_size}"] * bool(self.shard_size) + [f"hpz{self.hpz_size}"] * bool(self.hpz_size)
         return " ".join(words)
 
@@ -165,6 +170,7 @@ class Candidate:
         fields = {"engine": self.engine, **fields, "micro_batch": self.micro_batch, "recompute": self.recompute}
         fields |= {"placement": self.placement, "offload": self.offload}
         fields |= {"shard_size": self.shard_size, "hpz_size": self.hpz_size}
+        fields["reshard_after_forward"] = not self.keeps_weights
         if self.engine == "deepspeed":
             fields["zero_stage"] = self.zero_stage
             fields["zero_leaf_layers"] = self.zero_stage == 3  # what is predicted: a host that waits for no parts

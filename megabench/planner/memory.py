@@ -188,8 +188,9 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
     - ZeRO-0: 2 + g + 12; ZeRO-1: 2 + g + 12/n; ZeRO-2: 2 + (g + 12)/n; ZeRO-3: (2 + g + 12)/n; one bucket being reduced
     - FSDP2, fp32 shards: (4 + g + 8)/n; embedding and output layer stay whole from forward to backward
     - DDP, fp32 replicas: 4 + g + 8, and a cast of every matrix that backward keeps, unless it computes it again: 2
-    and, of ZeRO-3 and FSDP2, a few whole layers. (arXiv 1910.02054, section 5; torch's fully_shard.) Without AdamW's
-    moments 8 less. Offloaded optimizers have no state here; ZeRO-3's and FSDP2's gradients are with them.
+    and, of ZeRO-3 and FSDP2, a few whole layers, or all that are kept. (arXiv 1910.02054, section 5; torch's
+    fully_shard.) Without AdamW's moments 8 less. Offloaded optimizers have no state here; ZeRO-3's and FSDP2's
+    gradients are with them.
     """
     ranks, parameters, g = candidate.layout.world_size, job.num_parameters, job.bytes_of_gradient
     value, state, moments = job.bytes_of_value, job.bytes_of_state, job.bytes_of_moments
@@ -202,7 +203,7 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
         gradients = g * parameters / (ranks if stage >= 2 else 1)
         optimizer = state * parameters / (ranks if stage >= 1 else 1)
         if stage == 3:
-            whole = value * (_GATHERED_LAYERS * layer + ends)
+            whole = value * (parameters if candidate.keeps_weights else _GATHERED_LAYERS * layer + ends)
             weights += value * parameters / candidate.hpz_size if candidate.hpz_size else 0.0
         if stage >= 1:
             buffers += 2 * g * min(REDUCE_BUCKET if stage == 3 else job.reduce_bucket, parameters)
@@ -210,7 +211,7 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
         shards = candidate.shard_size or ranks
         weights, gradients = 4 * parameters / shards, g * parameters / shards
         optimizer = moments * parameters / shards
-        whole = value * (_GATHERED_LAYERS * layer + ends)
+        whole = value * (parameters if candidate.keeps_weights else _GATHERED_LAYERS * layer + ends)
         buffers = g * layer + (g + value) * ends
     else:
         cast = value if value < 4 and candidate.recompute != "full" else 0

@@ -67,6 +67,7 @@ def candidate_of(record: RunRecord) -> Candidate:
         offload=cast(Offload, options.get("offload") or "none"),
         shard_size=options.get("shard_size"),
         hpz_size=options.get("hpz_size"),
+        keeps_weights=options.get("reshard_after_forward") is False,
     )
 
 

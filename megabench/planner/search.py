@@ -101,7 +101,7 @@ def _family(candidate: Candidate) -> object:
     layout = candidate.layout
     sizes = (layout.tp, layout.cp, layout.pp, candidate.placement)
     kind = (candidate.engine, candidate.zero_stage, candidate.offload, candidate.shard_size, candidate.hpz_size)
-    return sizes, kind
+    return sizes, kind, candidate.keeps_weights
 
 
 def _one_of_each(nearest: list[tuple[float, Candidate]], most: int = 6) -> list[tuple[float, Candidate]]:
@@ -176,6 +176,9 @@ def _data_parallel(job: Job, topology: Topology) -> Iterator[Candidate]:
     for micro_batch in _micro_batches(job, layout):
         for recompute in recomputes:
             for engine, stage, offload, shard, hpz in kinds:
-                yield Candidate(
+                candidate = Candidate(
                     engine, layout, micro_batch, recompute, "topology", stage, offload, shard_size=shard, hpz_size=hpz
                 )
+                yield candidate
+                if stage == 3 and (offload, shard, hpz) == ("none", None, None):
+                    yield replace(candidate, keeps_weights=True)

@@ -15,7 +15,7 @@ from megabench.study.study import StudyError, StudyFile
 # what tells two runs of one study apart, as far as a plan sets it
 _COMPARED = [
     *("engine", "tp", "cp", "pp", "vp", "micro_batch", "recompute", "placement"),
-    *("zero_stage", "offload", "shard_size", "hpz_size"),
+    *("zero_stage", "offload", "shard_size", "hpz_size", "reshard_after_forward"),
 ]
 
 
@@ -53,7 +53,12 @@ class Planning:
             )
         if not plan.ranked:
             raise StudyError(f"{source}: no layout of {run.model} is predicted to fit here; see megabench plan")
-        own = [_compared(base | trial) for entry in file.trials for trial in expand(entry)]
+        own = [
+            _compared(base | trial)
+            for entry in file.trials
+            for trial in expand(entry)
+            if (file.base | trial).get("world_size", num_processes) == num_processes
+        ]
         added: list[dict[str, Any]] = []
         for number, estimate in enumerate(plan.ranked, 1):
             # what the plan leaves at its default, the study's base may have set

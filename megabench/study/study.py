@@ -158,12 +158,14 @@ def plan_study(
     """The study of `file` (read from `source`) for a launch of `num_processes`, each trial on `device` by default.
 
     Raises StudyError for the first setting that cannot work, with the file, the trial and a way out. Trials that are
-    not among `only` may need more processes.
+    not among `only` may have a world_size of more processes.
     """
     for field in list_fields(file.base):
         raise StudyError(f"{source}: base.{field} is a list; lists expand in trials, so give it in each of them")
     drafts = [
-        _draft(file.defaults, entry, values, f"{source}: trial {number} ({_label(values)})", num_processes, device)
+        _draft(
+            file.defaults, entry, values, f"{source}: trial {number} ({_label(values)})", num_processes, device, only
+        )
         for number, entry in enumerate(file.trials, 1)
         for values in expand(entry)
     ]
@@ -179,12 +181,17 @@ def plan_study(
         reference=_reference(file.reference, trials, source),
     )
     for trial in study.select(only):
-        if trial.world_size > num_processes:
-            raise StudyError(
-                f"{source}: trial {trial.name} needs {trial.world_size} processes but the launch has {num_processes}; "
-                f"start {trial.world_size}, lower its world_size, or choose other trials by --only"
-            )
+        _check_size(f"{source}: trial {trial.name}", trial.world_size, num_processes)
     return study
+
+
+def _check_size(where: str, world_size: int, num_processes: int) -> None:
+    """StudyError for a trial of more processes than there are."""
+    if world_size > num_processes:
+        raise StudyError(
+            f"{where} needs {world_size} processes but the launch has {num_processes}; start {world_size}, lower its "
+            f"world_size, or choose other trials by --only"
+        )
 
 
 @dataclass(frozen=True)
@@ -207,7 +214,13 @@ def _label(values: dict[str, Any]) -> str:
 
 
 def _draft(
-    base: dict[str, Any], entry: dict[str, Any], values: dict[str, Any], where: str, num_processes: int, device: str
+    base: dict[str, Any],
+    entry: dict[str, Any],
+    values: dict[str, Any],
+    where: str,
+    num_processes: int,
+    device: str,
+    only: Sequence[str],
 ) -> _Draft:
     both = {**base, **values}
     for field in both:
@@ -216,6 +229,8 @@ def _draft(
     world_size = both.get("world_size", num_processes)
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise StudyError(f"{where}: world_size={world_size!r} must be a whole number of processes, e.g. 8")
+    if not only:  # else it may be one that is left out, which its name will tell
+        _check_size(where, world_size, num_processes)
     timeout = both["timeout_seconds"]
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
         raise StudyError(f"{where}: timeout_seconds={timeout!r} must be a positive number of seconds, e.g. 600")

@@ -112,6 +112,8 @@ def engine_name(record: RunRecord) -> str:
             words.append(f"{word} {value}")
     if options.get("zero_leaf_layers"):
         words.append("whole layers")
+    if options.get("reshard_after_forward") is False:
+        words.append("weights kept")
     if options.get("stages", "balanced") == "even":
         words.append("even stages")
     if options.get("tp_overlap"):  # of records alone: the option is gone
@@ -126,11 +128,11 @@ def engine_name(record: RunRecord) -> str:
 
 
 def _references(records: Sequence[RunRecord], reference: str) -> dict[str | None, str]:
-    """The trial that each work class is measured by: `reference`, or, in place of a ZeRO-3 trial, the class's first."""
+    """The trial that each work class is measured by: `reference`, or, in place of a ZeRO-3 trial, its fastest one."""
     has_zero3 = any(is_zero3(record) for record in records if record.trial == reference)
     good = [record for record in records if record.work_class and record.status == "ok"]
     found: dict[str | None, str] = {}
-    for record in sorted(good, key=lambda record: record.trial != reference):
+    for record in sorted(good, key=lambda record: (record.trial != reference, -sum(speeds_of([record])))):
         if record.trial == reference or (has_zero3 and is_zero3(record)):
             found.setdefault(_class(record), record.trial)
     return found

@@ -46,8 +46,9 @@ def _command() -> Any:
     config_option = typer.Option("--config", metavar="FILE", help="YAML file of the same settings; flags override it.")
     parameters = [_parameter("config_file", Path, config_option)]
     for name, field in RunConfig.model_fields.items():
+        flag = name.replace("_", "-")
         option = typer.Option(
-            f"--{name.replace('_', '-')}",
+            f"--{flag}/--no-{flag}" if field.default is True else f"--{flag}",
             help=f"{field.description}{_shown(field.default)}",
             metavar="|".join(map(str, literal_values(field.annotation))) or None,
         )

@@ -22,6 +22,19 @@ def test_inputs_and_labels_are_one_token_apart():
     assert batch.labels.tolist() == [[1, 2, 3, 4], [6, 7, 8, 9]]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory is for GPUs")
+def test_a_batch_is_copied_without_waiting_for_the_gpu():
+    tokens = torch.arange(4 * 4097).reshape(4, 4097)
+    torch.zeros(1, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        there = Batch(tokens).to(torch.device("cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert there.tokens.is_cuda and torch.equal(there.tokens.cpu(), tokens)
+
+
 @pytest.mark.parametrize("step", [0, 3])
 def test_the_sequences_of_a_step_do_not_depend_on_the_layout(resolve, step):
     reference = resolve(1, data="synthetic")

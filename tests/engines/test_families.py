@@ -64,10 +64,18 @@ def test_families_without_parallel_blocks(family: str, engine: str) -> None:
     assert_equal_to_reference(2, model=family, num_layers=2, engine=engine, **OPTIMIZERS["adamw"])
 
 
-def test_bloom_with_kernels_of_transformers() -> None:
-    assert_equal_to_reference(
-        2, model="bloom-tiny", num_layers=2, engine="deepspeed", kernels="reference", **OPTIMIZERS["adamw"]
-    )
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"engine": "deepspeed", "kernels": "reference"},
+        {"engine": "deepspeed", "zero_leaf_layers": True, "recompute": "full"},
+        {"engine": "fsdp", "recompute": "full"},
+        {"engine": "ddp", "recompute": "full"},
+    ],
+    ids=str,
+)
+def test_bloom_otherwise(fields: dict[str, Any]) -> None:
+    assert_equal_to_reference(2, model="bloom-tiny", num_layers=2, **fields, **OPTIMIZERS["adamw"])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The engines' own settings: what changes no result is equal to one process, what is lossy has a class of its own."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megabench.config import ConfigError, ResolvedConfig
-from megabench.data.batch import micro_batches
+from megabench.data.batch import Batch, micro_batches
 from megabench.data.source import open_source
 from megabench.engines.base import build_engine
 from megabench.engines.loss_scale import HYSTERESIS, INITIAL, WINDOW, LossScale
@@ -32,6 +33,8 @@ EQUAL: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3-tuned": (2, {"engine": "deepspeed", "zero_prefetch": 1000, "zero_persistence": 100}),
     "zero3-leaf": (2, {"engine": "deepspeed", "zero_leaf_layers": True, "zero_prefetch": 1000, "recompute": "full"}),
     "zero3-leaf-hpz": (4, {"engine": "deepspeed", "zero_leaf_layers": True, "hpz_size": 2}),
+    "zero3-kept": (2, {"engine": "deepspeed", "reshard_after_forward": False, "micro_batch": 2}),
+    "zero3-leaf-kept": (2, {"engine": "deepspeed", "zero_leaf_layers": True, "reshard_after_forward": False}),
     "zero3-leaf-offload": (2, {"engine": "deepspeed", "zero_leaf_layers": True, "offload": "all"}),
     "fsdp-offload": (2, {"engine": "fsdp", "offload": "all"}),
     "fsdp-compile": (2, {"engine": "fsdp", "compile": True, "num_layers": 1}),
@@ -60,6 +63,37 @@ def gradients_of_steps(run: ResolvedConfig, num_steps: int) -> list[dict[str, to
         gradients.append(dict(engine.full_tensors("gradients")))
         engine.update(run.lr)
     return gradients
+
+
+def where_gradients_lie(run: ResolvedConfig) -> list[set[int]]:
+    """The storages of DDP's gradients before each micro-batch but the first of all, and after the last."""
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    parameters = list(engine.model.parameters())
+    seen = []
+
+    def spied(batches: list[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            if parameters[0].grad is not None:
+                seen.append({parameter.grad.untyped_storage().data_ptr() for parameter in parameters})
+            yield batch
+
+    class Spied(list[Batch]):
+        def __iter__(self) -> Iterator[Batch]:
+            return spied(self[:])
+
+    for step in range(2):
+        engine.accumulate(Spied(micro_batches(source, run, dist.get_rank(), step)))
+        engine.update(run.lr)
+    return [*seen, {parameter.grad.untyped_storage().data_ptr() for parameter in parameters}]
+
+
+@pytest.mark.distributed
+def test_ddp_holds_gradients_once() -> None:
+    """They are summed up in the buckets that are reduced, from the first micro-batch on."""
+    run = resolve(2, engine="ddp", num_layers=2, global_batch=12, micro_batch=2)
+    seen = distributed.run(where_gradients_lie, 2, run)[0]
+    assert len(seen) == 6
+    assert max(map(len, seen)) <= 2, "more storages than buckets"
 
 
 @pytest.mark.distributed

@@ -70,8 +70,10 @@ def test_hooks_are_waited_for_where_a_gpu_has_little_to_do():
     assert launch_seconds("llama3-8b", 256, "deepspeed", 3) == 0, "hidden behind a GPU that is busy"
 
 
-def offload_seconds(micro_batches: int, engine: str = "deepspeed", stage: int = 3, offload: str = "all") -> float:
-    work = job(global_batch=4 * micro_batches)
+def offload_seconds(
+    micro_batches: int, engine: str = "deepspeed", stage: int = 3, offload: str = "all", **settings
+) -> float:
+    work = job(global_batch=4 * micro_batches, **settings)
     candidate = Candidate(engine, Layout(dp=4), 1, zero_stage=stage, offload=offload)
     return DataParallel(costs(work, FOUR).base).parts(candidate)["offload"]
 
@@ -91,8 +93,17 @@ def test_what_another_micro_batch_copies_to_the_host(engine: str, stage: int, of
     assert more * rate / (job().num_parameters / 4) == pytest.approx(copied)
 
 
-def test_the_host_has_more_to_do_under_zero3_than_under_zero2():
-    """It looks through all gradients, and clips and casts under both."""
+def test_gradients_in_16_bits_are_added_up_on_the_gpu_and_wait_on_the_host():
+    in_bf16 = {"stage": 2, "offload": "optimizer", "bytes_of_gradient": 2}
+    rate = costs(job(), FOUR).profile.host_copy_gb_per_s * 1e9 / (job().num_parameters / 4)
+    assert (offload_seconds(3, **in_bf16) - offload_seconds(2, **in_bf16)) * rate == pytest.approx(2 * 2)
+    assert offload_seconds(1, **in_bf16) == offload_seconds(1, stage=2, offload="optimizer")
+    in_bf16["stage"] = 1
+    assert offload_seconds(3, **in_bf16) == offload_seconds(1, **in_bf16), "ZeRO-1 reduces once"
+
+
+def test_what_the_host_does_for_deepspeed():
+    """AdamW, clipping, and a cast of the new weights, beside the copies of one micro-batch."""
     dram = costs(job(), FOUR).profile.dram_gb_per_s * 1e9
     copies = costs(job(), FOUR).profile.host_copy_gb_per_s * 1e9
     on_host = {
@@ -100,7 +111,7 @@ def test_the_host_has_more_to_do_under_zero3_than_under_zero2():
         - (gradients + 2) * dram / copies / 4
         for stage, gradients in ((3, 3 * 4), (2, 4))
     }
-    assert on_host == pytest.approx({3: 28 + 14 + 8, 2: 28 + 14})
+    assert on_host == pytest.approx({3: 28 + 14, 2: 28 + 14})
 
 
 def test_adafactor_is_planned_without_moments():

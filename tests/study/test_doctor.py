@@ -104,7 +104,13 @@ def tp(**changes: object) -> list[RunRecord]:
 
 
 ZERO3 = {"engine": "deepspeed", "layout": LayoutSizes(tp=1, cp=1, pp=1, vp=1, dp=8)}
-ZERO3_OPTIONS = {"zero_stage": 3, "recompute": "none", "offload": "none", "zero_leaf_layers": True}
+ZERO3_OPTIONS = {
+    "zero_stage": 3,
+    "recompute": "none",
+    "offload": "none",
+    "zero_leaf_layers": True,
+    "reshard_after_forward": False,
+}
 DP = [Group(kind="dp", ranks=list(range(8)), link="efa", transport="NET/Libfabric/GDRDMA")]
 
 
@@ -322,6 +328,25 @@ def test_unequal_gradient_dtypes():
     assert found.evidence == "fp32: zero3; bf16: tp4-pp2" and "grad_dtype" in found.change
 
 
+def test_losses_that_stand_still():
+    still = {"losses": [9.0, 9.01, 8.99]}
+    found = only(look(zero3(**still), tp(**still)))
+    assert found.kind == "note" and found.trials == ("zero3",)
+    assert found.evidence == "they vary by 0.0022 of their value, and parity tolerates 0.02"
+    moving = {"losses": [9.0, 8.8, 8.7]}
+    assert look(zero3(**moving), tp(**moving)) == []
+
+
+def test_weights_that_are_gathered_twice_across_hosts():
+    options = ZERO3_OPTIONS | {"reshard_after_forward": True}
+    found = only(look(zero3(options=options), tp()))
+    assert found.kind == "note" and found.trials == ("zero3",) and "reshard_after_forward: false" in found.change
+    assert look(zero3(options=options), zero3("kept"), tp()) == [], "another keeps them"
+    near = PlacementUsed(policy="topology", launcher_ranks=list(range(8)), hosts=[], nccl_num_nodes=1)
+    here = {"num_hosts": 1, "placement": near}
+    assert look(zero3(options=options, **here), tp(**here)) == []
+
+
 def test_other_work_than_the_reference():
     found = only(look(zero3(), tp(work_class=work_class(**WORK | {"seq_length": 8192}))))
     assert found.kind == "note" and found.evidence == "seq_length 8192 instead of 4096"
@@ -488,10 +513,10 @@ def test_the_same_fault_of_several_trials_is_one_finding():
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("engines-bf16", ["untrustworthy", "note", "note", "note", "note"]),
+        ("engines-bf16", ["untrustworthy", "note", "note", "note", "note", "note"]),
         ("llama3-8b-first-look", ["untrustworthy", "note", "note"]),
         ("nccl-parity-bf16", ["untrustworthy", "note", "note"]),
-        ("placement-two-hosts", ["note", "note"]),
+        ("placement-two-hosts", ["note", "note", "note"]),
     ],
 )
 def test_measured_studies(name, kinds):
@@ -500,8 +525,9 @@ def test_measured_studies(name, kinds):
 
 
 def test_measured_studies_in_words():
-    failed, kernels, parts, close, once = findings_at(REPOSITORY / "benchmarks/engines-bf16")
+    failed, kernels, parts, still, close, once = findings_at(REPOSITORY / "benchmarks/engines-bf16")
     assert parts.trials == ("zero3", "zero3-reference") and "zero_leaf_layers: true" in parts.change
+    assert still.trials == ("zero3",) and still.evidence.startswith("they vary by 0.0")
     assert failed.trials == ("dp2",) and "AssertionError" in failed.evidence
     assert kernels.trials == ("zero3-reference", "tp2-reference") and "one run each" in once.evidence
     assert close.trials == ("ddp", "fsdp") and "spread overlaps its own" in close.evidence
@@ -515,14 +541,20 @@ PLANS = {
     "few": ("{ZERO3, steps: 6}, {tp: 8}", "", "will time too few steps"),
     "reference": ("{ZERO3}, {name: tp, tp: 8}", "reference: tp", "not ZeRO-3"),
     "baseline": ("{ZERO3, micro_batch: 1}, {tp: 8}", "", "held at micro-batch 1"),
-    "by parts": ("{name: zero3, engine: deepspeed}, {tp: 8}", "", "no other ZeRO-3 trial gathers them whole"),
+    "by parts": ("{name: zero3, engine: deepspeed, KEPT}, {tp: 8}", "", "no other ZeRO-3 trial gathers them whole"),
+    "twice": (
+        "{name: zero3, engine: deepspeed, zero_leaf_layers: true}, {tp: 8}",
+        "",
+        "no other ZeRO-3 trial keeps them",
+    ),
     "warm-up": ("{ZERO3, warmup_steps: 0}, {tp: 8}", "", "no warm-up"),
 }
 
 
 def plan(trials: str) -> str:
     """A study's file; ZERO3 stands for a good baseline."""
-    trials = trials.replace("ZERO3", "name: zero3, engine: deepspeed, zero_leaf_layers: true")
+    trials = trials.replace("ZERO3", "name: zero3, engine: deepspeed, zero_leaf_layers: true, KEPT")
+    trials = trials.replace("KEPT", "reshard_after_forward: false")
     return f"{BASE}trials: [{trials}]\n"
 
 

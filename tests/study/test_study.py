@@ -130,7 +130,7 @@ def test_a_trial_may_be_repeated_by_itself(plan):
         ("trials: [{name: a/b}]", "name 'a/b' cannot name a folder"),
         ("trials: [{name: a}, {name: a, tp: 2}]", "a trial before it is called 'a' too"),
         ("trials: [{tp: 2}, {tp: 2, name: twin}]", "is the same run as trial 'tp2-dp2'"),
-        ("trials: [{world_size: 8, global_batch: 32}]", "needs 8 processes but the launch has 4"),
+        ("trials: [{world_size: 8}]", "needs 8 processes but the launch has 4"),
         ("trials: [{world_size: many}]", "world_size='many' must be a whole number"),
         ("trials: [{timeout_seconds: soon}]", "timeout_seconds='soon' must be a positive number of seconds"),
         ("trials: [{timeout_seconds: 0}]", "timeout_seconds=0 must be"),
@@ -201,8 +201,9 @@ def test_trials_that_are_left_out_may_need_a_larger_machine(tmp_path, monkeypatc
     if refused is None:
         study, size = request.plan_here(None)
         assert size == 1 and [trial.name for trial in study.trials] == ["one", "two"]
+        assert request.plan_launched(1).trials == study.trials
     else:
-        with pytest.raises(StudyError, match="trial two needs 2 processes but the launch has 1"):
+        with pytest.raises(StudyError, match=r"trial .*two.* needs 2 processes but the launch has 1"):
             request.plan_here(None)
 
 

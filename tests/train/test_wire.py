@@ -1,5 +1,6 @@
 """Bytes on the wire, counted, against what the algorithms must send."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from megabench.config import ResolvedConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
 from megabench.engines.base import build_engine
+from megabench.engines.deepspeed import deepspeed_settings
 from megabench.train.wire import WireBytes
 from tests import distributed
 from tests.engines.equivalence import resolve
@@ -54,6 +56,38 @@ def test_fsdp_gathers_twice_and_scatters_once_a_micro_batch() -> None:
     root = 4 * (2 * 512 * 128 + 128) / 2
     assert one == pytest.approx(3 / 2 * 4 * PARAMETERS - root, rel=EXACT)
     assert four == pytest.approx(4 * one, rel=EXACT)
+
+
+def test_fsdp_gathers_weights_once_that_are_kept() -> None:
+    kept = counted(2, engine="fsdp", micro_batch=4, reshard_after_forward=False)["dp"]
+    assert kept == pytest.approx(2 * (1 / 2) * 4 * PARAMETERS, rel=EXACT)
+
+
+@pytest.mark.parametrize("fields", [{}, {"zero_leaf_layers": True, "zero_prefetch": 10**8}, {"recompute": "full"}])
+def test_zero3_gathers_weights_once_that_are_kept(tmp_path: Path, fields: dict[str, Any]) -> None:
+    never = tmp_path / "never.json"  # so small a model is kept by DeepSpeed's defaults, too
+    never.write_text('{"zero_optimization": {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}}')
+    zero3 = {"engine": "deepspeed", "zero_persistence": 0, "micro_batch": 4} | fields
+    kept = counted(2, **zero3, reshard_after_forward=False)["dp"]
+    assert kept == pytest.approx(2 * (1 / 2) * 4 * PARAMETERS, rel=EXACT)
+    assert counted(2, **zero3, deepspeed_config=never)["dp"] > 1.2 * kept
+
+
+def test_far_apart_weights_are_kept_until_backward() -> None:
+    settings = [
+        deepspeed_settings(
+            resolve(1, model="llama3-8b", num_layers=32, engine="deepspeed", reshard_after_forward=drops)
+        )
+        for drops in (True, False)
+    ]
+    distances = [setting["zero_optimization"].get("stage3_max_reuse_distance", 0) for setting in settings]
+    assert distances[0] == 0 and distances[1] > 3 * 8e9
+
+
+def test_replicas_of_shards_are_reduced_once_a_step() -> None:
+    one, four = (counted(2, engine="fsdp", shard_size=1, micro_batch=size)["dp"] for size in (4, 1))
+    assert one == pytest.approx(2 * (1 / 2) * 4 * PARAMETERS, rel=EXACT)
+    assert four == pytest.approx(one, rel=EXACT)
 
 
 def test_zero3_sends_more_with_more_micro_batches_and_tp_does_not() -> None:

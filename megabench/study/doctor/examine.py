@@ -20,6 +20,8 @@ RULES: tuple[Rule, ...] = (
     same_work.weaker_reference,
     same_work.untuned_reference,
     same_work.gathers_by_parts,
+    same_work.gathers_twice,
+    same_work.losses_that_stand_still,
     same_work.skipped_steps,
     timing.warm_up,
     timing.too_few_steps,

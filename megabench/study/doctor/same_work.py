@@ -172,6 +172,38 @@ def gathers_by_parts(case: Case) -> Iterator[Finding]:
         )
 
 
+def gathers_twice(case: Case) -> Iterator[Finding]:
+    """A study on GPUs of several hosts in which no ZeRO-3 keeps what it gathered for the backward pass."""
+    across = [record for record in case.on_gpus if is_zero3(record) and (record.num_hosts or 1) > 1]
+    if across and all(record.options.get("reshard_after_forward", True) for record in across):
+        yield Finding(
+            "note",
+            tuple(dict.fromkeys(record.trial for record in across)),
+            "gathers its weights across hosts for forward and for backward, and no other ZeRO-3 trial keeps them",
+            "kept from forward to backward, for the memory of all 16-bit weights, they are a quarter to a third of the "
+            "bytes less",
+            "a trial with reshard_after_forward: false, where the memory suffices",
+        )
+
+
+def losses_that_stand_still(case: Case) -> Iterator[Finding]:
+    """Losses that vary by less than parity tolerates: they would agree with those of an engine that updates nothing."""
+    for record in case.reference_runs:
+        losses = [loss for loss in record.losses or () if loss is not None]
+        if len(losses) < 2 or record.parity is None:
+            continue
+        moved = (max(losses) - min(losses)) / abs(statistics.mean(losses))
+        if moved < record.parity.tolerance:
+            yield Finding(
+                "note",
+                (record.trial,),
+                "has losses that hardly move, so that equal ones prove the forward pass and gradients, not updates",
+                f"they vary by {moved:.2g} of their value, and parity tolerates {record.parity.tolerance:g}",
+                "data: stdlib, or more steps at a higher learning rate",
+            )
+            return
+
+
 def _may_grow(case: Case, record: RunRecord) -> bool:
     """Whether a larger micro-batch is legal and may fit, and no other trial shows what it would do."""
     is_legal = record.micro_batch * record.layout.dp < record.global_batch
