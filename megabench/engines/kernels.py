@@ -83,7 +83,11 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
     if fuses_blocks(run):
         elementwise = "megabench fused" if run.device == "cuda" else "megabench unfused"
         weight_gradient = "summed up by its product"
+    attention = PLAIN["attention"]
+    if run.layout.cp > 1:
+        attention += ", of a chunk's queries and all keys before"  # torch has its own flash kernel for that
     return PLAIN | {
+        "attention": attention,
         "norm": "torch rms_norm",
         "rope": elementwise,
         "activation": f"{elementwise} SwiGLU",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch, micro_batches
@@ -85,6 +86,31 @@ def where_gradients_lie(run: ResolvedConfig) -> list[set[int]]:
         engine.accumulate(Spied(micro_batches(source, run, dist.get_rank(), step)))
         engine.update(run.lr)
     return [*seen, {parameter.grad.untyped_storage().data_ptr() for parameter in parameters}]
+
+
+def count_waits(run: ResolvedConfig) -> int:
+    """How often a step reads a value from the device, on which the host would wait for a GPU."""
+
+    class Counting(TorchDispatchMode):
+        num_reads = 0
+
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.num_reads += operation is torch.ops.aten._local_scalar_dense.default
+            return operation(*args, **(kwargs or {}))
+
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    batches = micro_batches(source, run, 0, 0)
+    engine.accumulate(batches)
+    with Counting() as counted:
+        engine.accumulate(batches)
+    return counted.num_reads
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("model", ["llama-tiny", "qwen3-tiny", "gpt2-tiny", "bloom-tiny"])
+def test_no_micro_batch_waits_for_the_gpu(model: str) -> None:
+    run = resolve(1, model=model, engine="ddp", num_layers=2, global_batch=4, micro_batch=2)
+    assert distributed.run(count_waits, 1, run) == [0]
 
 
 @pytest.mark.distributed
