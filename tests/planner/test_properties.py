@@ -153,6 +153,36 @@ def test_kept_gathers_save_time_and_cost_memory():
     assert kept.memory(candidate).activations > plain.memory(candidate).activations
 
 
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_weights_that_are_kept_are_gathered_once(engine: str):
+    """A slow link then carries a gather and a reduction in fp32 a micro-batch, not two gathers: 6 bytes, not 8."""
+    topology, work = hosts(2, 1, network_gbits=10), job(global_batch=2)
+    plain = replace(zero(topology), engine=engine)
+    kept = replace(plain, keeps_weights=True)
+    ratio = seconds_of_communication(work, topology, kept) / seconds_of_communication(work, topology, plain)
+    assert 0.7 < ratio < 0.85
+    assert total(work, topology, kept) - total(work, topology, plain) > 0.75 * 2 * work.num_parameters
+
+
+def test_replicas_of_shards_are_reduced_once_a_step():
+    topology = hosts(2, 8, network_gbits=10)
+    candidate = replace(zero(topology), engine="fsdp", shard_size=8)
+    little, much = (seconds_of_communication(job(global_batch=16 * n), topology, candidate) for n in (1, 8))
+    inside = hosts(1, 8)
+    shards = replace(zero(inside), engine="fsdp")
+    among = [seconds_of_communication(job(global_batch=8 * n), inside, shards) for n in (1, 8)]
+    assert much - little < 1.2 * (among[1] - among[0]) + 1e-3, "more micro-batches cost what they cost inside a host"
+
+
+def test_norms_of_heads_take_time():
+    topology = hosts(1, 1)
+    candidate = megatron(topology)
+    work = job("qwen3-8b", global_batch=1)
+    without = replace(work, shape=replace(work.shape, family="llama"))
+    step, other = (costs(each, topology).estimate(candidate).step_seconds for each in (work, without))
+    assert 1.0 < step / other < 1.05
+
+
 def test_nothing_is_held_for_collectives_that_are_not_made():
     topology, work = hosts(1, 8), job(stack=Stack(holds_sent=True))
     assert held_bytes(work, megatron(topology)) == 0.0

@@ -68,6 +68,14 @@ def test_a_layout_that_the_study_has_is_not_added_again(study: Path, profile: Pa
     assert len(again.trials) == 3 and list(predictor.planned) == []
 
 
+def test_the_same_layout_on_fewer_ranks_is_another(study: Path, profile: Path):
+    first, _ = Planning(1, profile=profile).extend(StudyFile.read(study), study, 2)
+    best = {name: value for name, value in first.trials[-1].items() if name != "name"}
+    study.write_text(STUDY + f"  - {best | {'world_size': 1}}\n")
+    again, predictor = Planning(1, profile=profile).extend(StudyFile.read(study), study, 2)
+    assert len(again.trials) == 4 and list(predictor.planned) == ["plan-1"]
+
+
 def test_a_plan_for_other_machines_is_refused(study: Path):
     with pytest.raises(StudyError, match="has 16 GPUs, and the launch 2 processes"):
         Planning(1, cluster="p5.48xlarge:2").extend(StudyFile.read(study), study, 2)
@@ -113,6 +121,11 @@ def test_a_record_is_predicted_for_the_ranks_it_ran_on():
     said = predictor.predict(make_record([5.0], trial="plan-1", precision="bf16"))
     assert said and said.step_seconds > 0 and said.planned_rank == 1 and said.profile == "h100"
     assert predictor.predict(make_record([5.0], world_size=4)) is None
+    kernels = {"attention": "transformers eager, ALiBi", "activation": "transformers unfused BLOOM GELU"}
+    eager = predictor.predict(make_record([5.0], precision="bf16", kernels=kernels))
+    assert eager and eager.step_seconds > said.step_seconds and eager.peak_memory_gib > said.peak_memory_gib
+    sgd = predictor.predict(make_record([5.0], precision="bf16", optimizer="sgd"))
+    assert sgd and sgd.peak_memory_gib < said.peak_memory_gib
     assert predictor.predict(make_record([5.0], model="unheard-of")) is None
 
 
