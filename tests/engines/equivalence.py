@@ -106,7 +106,7 @@ def _cached_reference(fields: tuple[tuple[str, Any], ...]) -> Trace:
 
 def reference_of(**fields: Any) -> Trace:
     """The reference trace of the work that `fields` name; the layout and engine play no part in it."""
-    layout = ("engine", "tp", "pp", "vp", "cp", "zero_stage", "shard_size", "reshard_after_forward")
+    layout = ("engine", "tp", "pp", "vp", "cp", "zero_stage", "shard_size", "reshard_after_forward", "deepspeed_config")
     parallel = (*layout, "micro_batch", "recompute", "kernels", "keep_gathered", *ENGINE_OPTIONS)
     return _cached_reference(tuple(sorted((k, v) for k, v in fields.items() if k not in parallel)))
 

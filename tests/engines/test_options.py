@@ -1,6 +1,7 @@
 """The engines' own settings: what changes no result is equal to one process, what is lossy has a class of its own."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,12 @@ from tests.engines.equivalence import (
 )
 from tests.engines.reference import Reference
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 EQUAL: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero2-reduce": (
+        4,
+        {"engine": "deepspeed", "zero_stage": 2, "deepspeed_config": CONFIGS / "deepspeed/reduce-to-owner.json"},
+    ),
     "zero3-offload-all": (2, {"engine": "deepspeed", "zero_stage": 3, "offload": "all"}),
     "zero3-offload-optimizer": (2, {"engine": "deepspeed", "zero_stage": 3, "offload": "optimizer"}),
     "zero2-offload": (2, {"engine": "deepspeed", "zero_stage": 2, "offload": "optimizer"}),

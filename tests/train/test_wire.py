@@ -73,6 +73,14 @@ def test_zero3_gathers_weights_once_that_are_kept(tmp_path: Path, fields: dict[s
     assert counted(2, **zero3, deepspeed_config=never)["dp"] > 1.2 * kept
 
 
+def test_zero2_can_reduce_each_gradient_to_its_owner() -> None:
+    """Half of it is sent there, and half of the weights back; by default every rank gets the sum of whole buckets."""
+    settings = Path(__file__).parents[2] / "configs/deepspeed/reduce-to-owner.json"
+    zero2 = {"engine": "deepspeed", "zero_stage": 2, "micro_batch": 4}
+    assert counted(2, **zero2, deepspeed_config=settings)["dp"] == pytest.approx(4 * PARAMETERS, rel=EXACT)
+    assert counted(2, **zero2)["dp"] > 5.9 * PARAMETERS
+
+
 def test_far_apart_weights_are_kept_until_backward() -> None:
     settings = [
         deepspeed_settings(
