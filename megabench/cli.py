@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -21,9 +22,17 @@ app = typer.Typer(
 )
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"megabench {version('megabench')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _megabench() -> None:
-    """Keeps `compare` a subcommand: a Typer app of one command would take its place."""
+def _megabench(
+    show: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Which parallel layout trains fastest: plan, compare, report."""
 
 
 @app.command()
@@ -117,17 +126,20 @@ def report(
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The page [default: DIR/report.html].")] = None,
 ) -> None:
-    """Draw a study's report: one HTML page that needs no network, to be sent to people.
+    """Print a study's table, and draw its report: one HTML page that needs no network, to be sent to people.
 
     Exit status: 2 when DIR holds no study.
     """
     from megabench.study.doctor import examine
     from megabench.study.folder import read_folder
     from megabench.study.report import write_report
+    from megabench.study.table import show
+    from megabench.terminal import standard_output
 
     path, study = out or folder / "report.html", read_folder(folder)
     findings = examine(study.records, study.reference)
     write_report(path, study, findings, read_folder(beside) if beside else None)
+    show(standard_output(), study.records, study.reference)
     print(path)
 
 
@@ -228,13 +240,14 @@ def plan(
     from megabench.planner.request import make_plan
     from megabench.terminal import standard_output
 
-    found = make_plan(model, cluster, seq_length, global_batch, num_layers, grad_dtype, profile, top, emulate_hosts)
-    if explain:
+    kept = max(top, room.MOST_TOLD)
+    found = make_plan(model, cluster, seq_length, global_batch, num_layers, grad_dtype, profile, kept, emulate_hosts)
+    if as_json:
+        print(room.as_json(found, top, explain))
+    elif explain is not None:
         room.explain(standard_output(), found, explain)
-    elif as_json:
-        print(room.as_json(found))
     else:
-        room.write(standard_output(), found)
+        room.write(standard_output(), found, top)
     sys.exit(0 if found.ranked else 1)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+import shlex
 from dataclasses import fields
 from typing import Any
 
@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megabench.config import ConfigError, near_matches
+from megabench.config import ConfigError, RunConfig, near_matches
+from megabench.models.find import find_model
 from megabench.planner.engines import Costs, Estimate
 from megabench.planner.job import Candidate
 from megabench.planner.search import Plan, candidates
 
 _GIB = 2**30
+MOST_TOLD = 12  # layouts that may be called equal, however few are shown
 _BAR = 48  # characters of the longest part
 _KINDS = {
     "measured": "measured on this kind of GPU",
@@ -38,8 +40,10 @@ _WORDS = {
 }
 
 
-def write(console: Console, plan: Plan) -> None:
-    """Prints the table, the sweet spot and its reason, how sure it is, and what does not fit."""
+def write(console: Console, plan: Plan, top: int) -> None:
+    """Prints the table of the `top` best and of what runs without megatron, the sweet spot and its reason, how sure it
+    is, what to type, and what does not fit.
+    """
     job, topology = plan.job, plan.topology
     head = f"{job.shape.name} on {topology.world_size} × {topology.hosts[0].device}, {len(topology.hosts)} host"
     head += f"{'s' * (len(topology.hosts) > 1)} · sequence {job.seq_length}, global batch {job.global_batch}"
@@ -49,24 +53,27 @@ def write(console: Console, plan: Plan) -> None:
         Text(f"{told} · profile {plan.profile.name}: {_KINDS[plan.profile.kind]}", style="dim"), soft_wrap=True
     )
     if plan.ranked:
-        shown = plan.ranked + [one for one in plan.baselines if one not in plan.ranked]
-        console.print(_table(shown, plan.equals))
+        console.print(_table(plan, top))
         console.print(Text(sweet_spot(plan)), soft_wrap=True)
         console.print(Text(certainty(plan)), soft_wrap=True)
+        console.print(Text(f"To train it: {command(plan)}"), soft_wrap=True)
     for line in what_is_missing(plan):
         console.print(Text(line), soft_wrap=True)
 
 
-def _table(estimates: Sequence[Estimate], equals: int) -> Table:
+def _table(plan: Plan, top: int) -> Table:
+    """The `top` best by rank; below them, without one, the best of each data-parallel kind that is not among them."""
+    best = plan.ranked[:top]
     heads = ("", "trial", "step s", "tok/s per GPU", "MFU", "GiB", "state", "activations", "rest", "bubble", "exposed")
     table = Table(*heads, box=box.MARKDOWN)
     for column in table.columns[2:10]:
         column.justify = "right"
-    for number, estimate in enumerate(estimates, 1):
+    for number, estimate in enumerate([*best, *(one for one in plan.baselines if one not in best)], 1):
+        rank = f"{number}{'=' * (number <= plan.equals and plan.equals > 1)}"
         memory = estimate.memory
         state = memory.weights + memory.gradients + memory.optimizer
         table.add_row(
-            f"{number}{'=' * (number <= equals and equals > 1)}",
+            rank if number <= len(best) else "",
             estimate.candidate.name,
             f"{estimate.step_seconds:.3f}",
             f"{estimate.tokens_per_second_per_device:,.0f}",
@@ -100,8 +107,7 @@ def sweet_spot(plan: Plan) -> str:
     is_parallel = best.candidate.engine == "megatron"
     others = plan.baselines if is_parallel else [one for one in plan.ranked if one.candidate.engine == "megatron"]
     if not others:
-        kind = "ZeRO, FSDP2 or DDP" if is_parallel else "tensor- or pipeline-parallel layout"
-        return f"{said}; no {kind} fits."
+        return f"{said}; {_no_alternative(plan, is_parallel)}."
     other = others[0]
     ratio = other.step_seconds / best.step_seconds
     loses = {part: other.parts.get(part, 0.0) - best.parts.get(part, 0.0) for part in (*other.parts, *best.parts)}
@@ -110,14 +116,48 @@ def sweet_spot(plan: Plan) -> str:
     saved = min(loses, key=lambda part: loses[part])
     if -loses[saved] > 0.01 * best.step_seconds:
         why += f" and {-loses[saved]:.2f} s less on {_WORDS[saved]}"
+    if best is not plan.ranked[0]:
+        said += ", equal to the fastest within the model's error, and without host memory"
     return f"{said}, {ratio:.2f} × the best {'data-parallel' if is_parallel else 'parallel'} alternative: {why}."
+
+
+def _no_alternative(plan: Plan, is_parallel: bool) -> str:
+    """Why nothing of the other kind is ranked."""
+    job, world_size = plan.job, plan.topology.world_size
+    if is_parallel:
+        if job.global_batch % world_size:
+            return f"ZeRO, FSDP2 and DDP need a global batch that is a multiple of the {world_size} GPUs"
+        return "no ZeRO, FSDP2 or DDP fits"
+    if not job.shape.table.has_parallel_blocks:
+        return f"{job.shape.name} has no tensor- or pipeline-parallel blocks here"
+    return "no tensor- or pipeline-parallel layout fits"
+
+
+def command(plan: Plan) -> str:
+    """What trains the sweet spot, typed on every host of the cluster."""
+    job, hosts = plan.job, len(plan.topology.hosts)
+    run = RunConfig.parse(
+        chosen(plan).candidate.settings()
+        | {"model": job.shape.name, "seq_length": job.seq_length, "global_batch": job.global_batch}
+        | {"grad_dtype": "fp32" if job.bytes_of_gradient == 4 else "bf16"}
+    )
+    flags = run.flags()
+    if job.shape.num_layers != find_model(job.shape.name).num_layers:
+        flags += ["--num-layers", str(job.shape.num_layers)]
+    where = ["--nproc-per-node", str(plan.topology.world_size // hosts)]
+    if hosts > 1 and not plan.topology.emulated:
+        where = ["--nnodes", str(hosts), *where, "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+    elif hosts > 1:
+        where, flags = ["--nproc-per-node", str(plan.topology.world_size)], [*flags, "--emulate-hosts", str(hosts)]
+    return shlex.join(["torchrun", *where, "launch/pretrain.py", *flags])
 
 
 def certainty(plan: Plan) -> str:
     """How sure the ranking is, in a sentence."""
     error = f"{100 * plan.profile.relative_error:.0f}%"
     if plan.equals > 1:
-        count = f"The first {plan.equals} are equal"
+        more = ", and perhaps more," if plan.equals == len(plan.ranked) < plan.num_fitting else ""
+        count = f"The first {plan.equals}{more} are equal"
         return f"{count}: they lie within the model's own error of {error}. Measuring tells them apart."
     return f"The first is ahead by more than the model's own error of {error}."
 
@@ -146,7 +186,7 @@ def what_is_missing(plan: Plan) -> list[str]:
 
 def explain(console: Console, plan: Plan, trial: str) -> None:
     """Prints where the step of one trial goes, as bars; ConfigError where there is no such trial."""
-    estimate = Costs(plan.job, plan.topology, plan.profile).estimate(find_trial(plan, trial))
+    estimate = estimate_of(plan, trial)
     lacks = f", and lacks {estimate.missing_bytes / _GIB:.1f} GiB a GPU" if not estimate.fits else ""
     title = f"{estimate.candidate.name}: {estimate.step_seconds:.3f} s a step{lacks}"
     console.print(Text(title, style="bold"), soft_wrap=True)
@@ -162,6 +202,11 @@ def _bars(console: Console, parts: dict[str, float], unit: str) -> None:
         if value > total / 1e4:
             bar = "█" * max(1, round(_BAR * value / longest))
             console.print(Text(f"{name:>11} {value:9.3f} {unit} {100 * value / total:5.1f}%  {bar}"), soft_wrap=True)
+
+
+def estimate_of(plan: Plan, trial: str) -> Estimate:
+    """What the trial of a name costs; ConfigError where there is no such trial."""
+    return Costs(plan.job, plan.topology, plan.profile).estimate(find_trial(plan, trial))
 
 
 def find_trial(plan: Plan, trial: str) -> Candidate:
@@ -181,7 +226,7 @@ def _key(name: str) -> str:
     return re.sub(r"[\W_]+", " ", name.lower()).strip()
 
 
-def describe(plan: Plan) -> dict[str, Any]:
+def describe(plan: Plan, top: int) -> dict[str, Any]:
     """All that the table shows, for programs."""
     return {
         "model": plan.job.shape.name,
@@ -199,8 +244,9 @@ def describe(plan: Plan) -> dict[str, Any]:
         "usable_gib": plan.usable_bytes / _GIB,
         "sweet_spot": chosen(plan).candidate.name if plan.ranked else None,
         "reason": sweet_spot(plan) if plan.ranked else None,
+        "command": command(plan) if plan.ranked else None,
         "num_equal": plan.equals,
-        "ranked": [describe_estimate(estimate) for estimate in plan.ranked],
+        "ranked": [describe_estimate(estimate) for estimate in plan.ranked[:top]],
         "baselines": [describe_estimate(estimate) for estimate in plan.baselines],
         "misfits": [describe_estimate(estimate) for estimate in plan.misfits],
     }
@@ -223,5 +269,7 @@ def describe_estimate(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def as_json(plan: Plan) -> str:
-    return json.dumps(describe(plan), indent=2)
+def as_json(plan: Plan, top: int, trial: str | None = None) -> str:
+    """The `top` best, or one trial alone; ConfigError where there is no such trial."""
+    found = describe(plan, top) if trial is None else describe_estimate(estimate_of(plan, trial))
+    return json.dumps(found, indent=2)

@@ -198,10 +198,11 @@ def _arrows(topology: Topology, layout: Layout, number: int) -> Iterator[str]:
 
 
 def _links_table(topology: Topology) -> Table:
-    table = Table("link", "pairs of ranks", "GB/s", box=box.MARKDOWN)
+    table = Table("link", "pairs of ranks", "GB/s", "of", box=box.MARKDOWN)
     for kind, count in topology.count_links().items():
         rate = _gb_per_s(topology, kind)
-        table.add_row(LINK_NAMES[kind], f"{count:,}", f"{rate:g}" if rate else "–")
+        whose = "a GPU" if kind == "nvlink" else "a host"
+        table.add_row(LINK_NAMES[kind], f"{count:,}", *((f"{rate:g}", whose) if rate else ("–", "")))
     return table
 
 

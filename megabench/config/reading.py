@@ -1,5 +1,6 @@
 """Reading settings from files, and saying in one sentence what is wrong with them."""
 
+from collections.abc import Hashable
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
@@ -25,10 +26,22 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} is not UTF-8 text; give a text file of settings") from None
 
 
+class _EachOnce(yaml.SafeLoader):
+    """Refuses mappings that say one thing twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; ConfigError when it cannot be read or holds something else."""
     try:
-        content = yaml.safe_load(read_text(path))
+        content = yaml.load(read_text(path), _EachOnce)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):

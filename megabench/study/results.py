@@ -24,10 +24,11 @@ class Results:
     def __init__(self, out: Path, study: Study) -> None:
         self.out, self.study = out, study
         self._by_key: dict[tuple[str | None, int], RunRecord] = {}
+        self._of_others: list[RunRecord] = []
 
     @classmethod
     def open(cls, out: Path, study: Study) -> "Results":
-        """The results that `out` holds of these very trials; records of other configurations are left behind."""
+        """The results that `out` holds of these very trials; `start` puts aside those of others."""
         results = cls(out, study)
         nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
@@ -41,6 +42,8 @@ class Results:
             key = (record.trial_id, record.repeat)
             if key in known:
                 results._by_key[key] = record.model_copy(update={"trial": known[key].trial.name})
+            else:
+                results._of_others.append(record)
         return results
 
     @property
@@ -81,15 +84,29 @@ class Results:
         status = {(record.trial_id, record.repeat): record.status for record in self.records}
         return all(status.get(attempt.key) == "ok" for attempt in attempts)
 
-    def start(self) -> None:
-        """Writes what is known before the first run: the study as run, and the environment."""
+    def start(self) -> str | None:
+        """Writes what is known before the first run: the study as run, and the environment.
+
+        Returns what was done with records of trials that the study has no more, or has otherwise, if there are any.
+        """
         self.out.mkdir(parents=True, exist_ok=True)
+        said = self._put_aside()
         copy = self.out / "study.yaml"
         if self.study.as_run is not None:
             copy.write_text(self.study.as_run)
         elif copy.absolute() != self.study.source.absolute():
             copy.write_bytes(self.study.source.read_bytes())
         (self.out / "environment.json").write_text(json.dumps(describe(), indent=2) + "\n")
+        return said
+
+    def _put_aside(self) -> str | None:
+        if not self._of_others:
+            return None
+        aside = self.out / "results-of-others.jsonl"
+        write_records(aside, [*read_records(aside), *self._of_others])
+        names = ", ".join(dict.fromkeys(record.trial for record in self._of_others))
+        self._of_others = []
+        return f"Measured under other settings, and put aside in {aside}: {names}"
 
     def logs(self, attempt: Attempt) -> Path:
         return self.out / "logs" / attempt.folder

@@ -110,7 +110,8 @@ def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Att
     """Runs all attempts, keeps their records, prints the table and tells the others the verdict."""
     console = standard_output()
     tasks = Tasks(crew, trainer)
-    results.start()
+    if said := results.start():
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
     for number, attempt in enumerate(attempts):
         results.clear(attempt)
         with RunDisplay(console, number + 1, len(attempts), attempt.folder.as_posix()) as display:

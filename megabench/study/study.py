@@ -162,6 +162,9 @@ def plan_study(
     """
     for field in list_fields(file.base):
         raise StudyError(f"{source}: base.{field} is a list; lists expand in trials, so give it in each of them")
+    for number, entry in enumerate(file.trials, 1):
+        for field in [field for field in list_fields(entry) if not entry[field]]:
+            raise StudyError(f"{source}: trial {number}: {field} is an empty list; give it a value, or leave it out")
     drafts = [
         _draft(
             file.defaults, entry, values, f"{source}: trial {number} ({_label(values)})", num_processes, device, only
@@ -169,8 +172,6 @@ def plan_study(
         for number, entry in enumerate(file.trials, 1)
         for values in expand(entry)
     ]
-    if not drafts:
-        raise StudyError(f"{source} has no trials: an empty list in a trial leaves nothing to run")
     trials = _named(drafts, source)
     study = Study(
         name=file.name or source.stem,
@@ -245,6 +246,11 @@ def _draft(
         resolved = resolve_first(config, world_size, kind)
     except UserError as error:
         raise StudyError(f"{where}: {error}") from None
+    if resolved.steps <= resolved.warmup_steps:
+        raise StudyError(
+            f"{where}: steps={resolved.steps} leaves no step to time behind warmup_steps={resolved.warmup_steps}; use "
+            f"more steps"
+        )
     return _Draft(
         where=where,
         name=_given_name(entry, values, where),

@@ -36,6 +36,8 @@ def main(find: Find | None = None) -> None:
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=False)
     try:
         given = parse_flags()
+        if given is not None:
+            _check_launcher()
     except UserError as error:
         _refuse(str(error))
     if given is not None:
@@ -92,8 +94,22 @@ def _run(given: RunConfig, find: Find | None) -> None:
         _stop(str(error), rendezvous)
     except UserError as error:
         _refuse(str(error), rendezvous)
+    except KeyboardInterrupt:
+        _interrupted(rendezvous)
     except BaseException as error:
         _fail(error, rendezvous)
+
+
+def _check_launcher() -> None:
+    """ConfigError where a launcher started several processes that it does not tell of each other."""
+    if "WORLD_SIZE" in os.environ:
+        return
+    for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if (count := os.environ.get(variable, "1")).isdigit() and int(count) > 1:
+            raise ConfigError(
+                f"{variable}={count} but no WORLD_SIZE: these {count} processes would each train alone; start torchrun "
+                f"once on each host, e.g. srun --ntasks-per-node 1 torchrun --nnodes … --nproc-per-node …"
+            )
 
 
 def _complete(
@@ -190,6 +206,15 @@ def _stop(sentence: str, rendezvous: "Rendezvous") -> NoReturn:
         print(f"Error: {sentence}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
+
+
+def _interrupted(rendezvous: "Rendezvous") -> NoReturn:
+    """Ends this rank with the status of Ctrl-C."""
+    if rendezvous.rank == 0:
+        print("Stopped by Ctrl-C. What was saved stays; SIGTERM saves at the next step border first.", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGINT)
 
 
 def _fail(error: BaseException, rendezvous: "Rendezvous") -> NoReturn:

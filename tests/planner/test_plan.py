@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from megabench.plan import certainty, chosen, find_trial, sweet_spot
 from megabench.planner.job import Job
 from megabench.planner.profile import profile_for, shipped_profiles
 from megabench.planner.search import candidates, plan
+from megabench.train.flags import parse_flags
 from tests.planner.jobs import cluster, costs, hosts, job
 from tests.study.compare_process import REPOSITORY
 
@@ -36,6 +38,14 @@ def test_the_documented_command():
     assert "Sweet spot: " in shown.stdout and "Nearest of what does not fit" in shown.stdout
     found = json.loads(megabench("plan", *arguments, "--json").stdout)
     assert found["sweet_spot"] in shown.stdout
+    run = parse_flags(shlex.split(found["command"].partition("launch/pretrain.py ")[2]))
+    assert found["command"] in shown.stdout and found["command"].startswith("torchrun --nnodes 4 --nproc-per-node 8 ")
+    assert run and run.resolve(32, "cuda").layout.tp == found["ranked"][0]["settings"]["tp"]
+    assert (run.model, run.seq_length, run.global_batch) == ("llama3-70b", 8192, 256)
+    alone = json.loads(megabench("plan", *arguments, "--json", "--explain", found["sweet_spot"]).stdout)
+    assert alone == found["ranked"][0]
+    one = json.loads(megabench("plan", *arguments, "--json", "--top", "1").stdout)
+    assert len(one["ranked"]) == 1 and one["num_equal"] == found["num_equal"]
     explained = megabench("plan", *arguments, "--explain", found["sweet_spot"].replace("·", " "))
     assert explained.returncode == 0 and "compute" in explained.stdout and "█" in explained.stdout
 
@@ -123,6 +133,19 @@ def test_layouts_within_the_models_error_are_called_equal():
     limit = found.ranked[0].step_seconds * (1 + found.profile.relative_error)
     assert [estimate.step_seconds <= limit for estimate in found.ranked].count(True) == found.equals
     assert "equal" in certainty(found) and chosen(found).candidate.name in sweet_spot(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "global_batch", "words"),
+    [
+        ("gpt2", "p5.48xlarge:1", 256, "gpt2 has no tensor- or pipeline-parallel blocks"),
+        ("llama3-8b", "p5.48xlarge:1", 7, "need a global batch that is a multiple of the 8 GPUs"),
+        ("llama3-8b", "g5.48xlarge:1", 32, "equal to the fastest within the model's error, and without host memory"),
+    ],
+)
+def test_the_sweet_spot_says_why_it_is_one(model, where, global_batch, words):
+    length = 1024 if model == "gpt2" else 8192
+    assert words in sweet_spot(made(model, where, length, global_batch))
 
 
 def test_a_trial_is_found_whatever_stands_between_its_words():

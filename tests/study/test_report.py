@@ -272,7 +272,9 @@ def test_the_command_writes_the_page_beside_the_records_or_where_it_is_told(tmp_
     folder.mkdir()
     write_records(folder / "results.jsonl", list(STUDIES["zero3_wins"]().records))
     (folder / "study.yaml").write_text(json.dumps({"name": "asked", "question": "Which?", "trials": [{"tp": 8}]}))
-    assert command(folder) == (0, f"{folder / 'report.html'}\n", "")
+    status, stdout, stderr = command(folder)
+    assert (status, stderr) == (0, "") and stdout.endswith(f"\n{folder / 'report.html'}\n")
+    assert "| zero3 " in stdout and "best: zero3" in stdout, "who has no browser reads the table"
     assert "<h1>Which?</h1>" in (folder / "report.html").read_text()
     assert command(folder, "--compare", folder, "--out", out)[0] == 0
     assert "asked (first) and asked (second)" in out.read_text()

@@ -286,3 +286,15 @@ def test_results_of_other_trials_are_not_lost(tmp_path):
         status, _, stderr = compare(study, "--out", out, again, "--set", "seq_length=16")
         assert status == 2 and "holds results of other trials only, which would be lost" in stderr
     assert (out / "results.jsonl").read_bytes() == before
+
+
+def test_results_of_a_changed_trial_are_put_aside(tmp_path):
+    trials = "trials: [{name: a, world_size: 2}, {name: b, world_size: 2, seq_length: 32%s}]"
+    out = tmp_path / "out"
+    assert compare(write(tmp_path, BASE + trials % ""), "--out", out)[0] == 0
+    before = records(out)
+    status, stdout, _ = compare(write(tmp_path, BASE + trials % ", clip_grad: 0.5"), "--out", out, "--resume")
+    aside = out / "results-of-others.jsonl"
+    assert status == 0 and f"put aside in {aside}: b" in stdout
+    assert [record.trial_id for record in read_records(aside)] == [before["b"].trial_id]
+    assert records(out)["a"] == before["a"] and records(out)["b"].trial_id != before["b"].trial_id

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,23 @@ def test_bad_input_in_one_process(tmp_path: Path, flags: list[str], words: list[
     assert result.returncode == 2
     assert result.stdout.startswith("Error: ") and result.stdout.count("\n") == 1, result.stdout
     assert all((word if word != "EMPTY" else str(empty)) in result.stdout for word in words)
+
+
+@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_processes_that_would_each_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "4")
+    done = pretrain("--steps", "1")
+    assert done.returncode == 2 and done.stdout.count("\n") == 1
+    assert f"{variable}=4 but no WORLD_SIZE: these 4 processes would each train alone" in done.stdout
+    assert "srun --ntasks-per-node 1 torchrun" in done.stdout
+
+
+def test_ctrl_c_is_one_sentence() -> None:
+    command = [sys.executable, "-u", "launch/pretrain.py", *TINY, "--steps", "100000"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        next(line for line in process.stdout if line.startswith("step "))
+        process.send_signal(signal.SIGINT)
+        stderr = process.stderr.read()
+    assert process.returncode == 128 + signal.SIGINT
+    assert "Stopped by Ctrl-C." in stderr and "Traceback" not in stderr
