@@ -144,11 +144,13 @@ def command(plan: Plan) -> str:
     flags = run.flags()
     if job.shape.num_layers != find_model(job.shape.name).num_layers:
         flags += ["--num-layers", str(job.shape.num_layers)]
-    where = ["--nproc-per-node", str(plan.topology.world_size // hosts)]
-    if hosts > 1 and not plan.topology.emulated:
-        where = ["--nnodes", str(hosts), *where, "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
-    elif hosts > 1:
+    if plan.topology.emulated:
         where, flags = ["--nproc-per-node", str(plan.topology.world_size)], [*flags, "--emulate-hosts", str(hosts)]
+    else:
+        sizes = {len(ranks) for ranks in plan.topology.ranks_by_host}
+        where = ["--nproc-per-node", str(sizes.pop()) if len(sizes) == 1 else "gpu"]
+        if hosts > 1:
+            where = ["--nnodes", str(hosts), *where, "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
     return shlex.join(["torchrun", *where, "launch/pretrain.py", *flags])
 
 
