@@ -11,7 +11,7 @@ from torch.distributed import Store
 
 from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.blocks import StateShard, view
-from megabench.checkpoint.directory import check_sizes, folder_of, steps_in
+from megabench.checkpoint.directory import check_sizes, folder_of, step_of, steps_in
 from megabench.checkpoint.files import TensorFiles, check_files, num_threads
 from megabench.checkpoint.manifest import DamagedError, Manifest
 from megabench.runtime.messages import wait_for
@@ -30,14 +30,17 @@ class Found:
 def find_newest_good(directory: Path, store: Store, rank: int, world_size: int, topic: str) -> Found | None:
     """The newest checkpoint of a directory whose files all have the checksums that its manifest says.
 
+    The folder of a checkpoint itself stands for that one alone.
     Every rank must call it, and all get the same; each checks a part of the files. None where the directory holds no
     checkpoint at all. CheckpointError where it holds none that is good, or the newest is of a schema that is not known.
     `topic` names this search in the store, once.
     """
     passed_over: dict[Path, str] = {}
     started = time.perf_counter()
-    for number, step in enumerate(_agreed_steps(directory, store, rank, topic)):
-        folder = folder_of(directory, step)
+    only = step_of(directory)
+    steps = _agreed_steps(directory, store, rank, topic) if only is None else [only]
+    for number, step in enumerate(steps):
+        folder = folder_of(directory, step) if only is None else directory
         problem, refused = None, None
         try:
             manifest = Manifest.read(folder)
@@ -57,8 +60,9 @@ def find_newest_good(directory: Path, store: Store, rank: int, world_size: int, 
         return None
     newest = next(iter(passed_over))
     more = f"; {len(passed_over) - 1} older ones are damaged, too" if len(passed_over) > 1 else ""
+    state = "has no good checkpoint left" if only is None else "is damaged"
     raise CheckpointError(
-        f"{directory} has no good checkpoint left: in {newest.name}, {passed_over[newest]}{more}; "
+        f"{directory} {state}: in {newest.name}, {passed_over[newest]}{more}; "
         f"load another directory, or start anew without --load and with another --save"
     )
 

@@ -164,7 +164,8 @@ class RunConfig(BaseModel):
     )
     load: Path | None = Field(
         None,
-        description="Go on from the newest good checkpoint of this directory; that of --save may be empty yet.",
+        description="Go on from the newest good checkpoint of this directory (that of --save may be empty yet), or "
+        "from DIR/step-N alone.",
     )
     nan_tolerance: NonNegativeInt = Field(
         3, description="Steps in a row that may be skipped for a loss or gradients that are not finite."

@@ -60,6 +60,18 @@ def test_it_goes_on_behind_the_newest(tmp_path: Path) -> None:
     assert resume.found and resume.found.folder == newest and resume.num_done == 6 and resume.notes == []
 
 
+def test_it_goes_on_behind_one_that_is_named(tmp_path: Path) -> None:
+    older = write(tmp_path, 3)
+    write(tmp_path, 6)
+    resume = find(load=older)
+    assert resume.found and resume.found.folder == older and resume.num_done == 3
+    next(older.glob("*.safetensors")).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="step-00000003 is damaged"):
+        find(load=older)
+    with pytest.raises(CheckpointError, match="holds checkpoints already, the newest of step 6"):
+        find(load=older, save=tmp_path)
+
+
 def test_what_changes_is_said(tmp_path: Path) -> None:
     write(tmp_path, 6)
     (note,) = find(load=tmp_path, steps=200, lr=1e-3).notes
