@@ -50,6 +50,9 @@ _GPUS = {
 }
 
 
+GPU_NAMES = tuple(_GPUS)
+
+
 def find_gpu(device_name: str) -> Gpu | None:
     """The catalogue entry for a CUDA device name such as "NVIDIA H200"; None when it is not known (never a guess)."""
     return _GPUS.get(device_name)

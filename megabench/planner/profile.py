@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megabench.config.reading import ConfigError, explain, read_text
-from megabench.hardware.catalog import find_gpu, gpu_memory_mib
+from megabench.hardware.catalog import GPU_NAMES, find_gpu, gpu_memory_mib
 from megabench.hardware.topology import Link
 
 GENERIC = "generic"
@@ -84,8 +84,10 @@ class Profile(_Part):
         gpu = find_gpu(device)
         tflops = (gpu.peak_tflops(precision) if gpu else None) or self.peak_tflops.get(precision)
         if tflops is None:
+            near = [name for name in GPU_NAMES if device.lower() in name.lower()]
             raise ConfigError(
-                f"the peak of {device!r} in {precision} is not known; give --profile FILE with peak_tflops in it"
+                f"the peak of {device!r} in {precision} is not known; "
+                f"{'call it ' + ' or '.join(near[:4]) + ', or ' if near else ''}give --profile FILE with peak_tflops in it"
             )
         return tflops * 1e12
 

@@ -20,6 +20,7 @@ from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_field
 _NOT_A_TRIALS = ("out", "tensorboard", "save", "save_every", "keep", "save_mode")
 _TRIAL_FIELDS = [field for field in RunConfig.model_fields if field not in _NOT_A_TRIALS]
 _EXTRAS = ["name", "env", "world_size", "timeout_seconds", "repeats"]
+SETTINGS = _TRIAL_FIELDS + _EXTRAS  # what a trial may say
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -225,8 +226,8 @@ def _draft(
 ) -> _Draft:
     both = {**base, **values}
     for field in both:
-        if field not in _TRIAL_FIELDS + _EXTRAS:
-            raise StudyError(f"{where}: unknown setting {field!r}; {near_matches(field, _TRIAL_FIELDS + _EXTRAS)}")
+        if field not in SETTINGS:
+            raise StudyError(f"{where}: unknown setting {field!r}; {near_matches(field, SETTINGS)}")
     world_size = both.get("world_size", num_processes)
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise StudyError(f"{where}: world_size={world_size!r} must be a whole number of processes, e.g. 8")

@@ -164,6 +164,13 @@ def test_every_cluster_file_can_be_planned_for(path):
     assert plan(work, topology, profile_for(topology.hosts[0].device), keep=3).ranked
 
 
+def test_a_gpu_by_half_its_name_is_told_its_whole():
+    with pytest.raises(
+        ConfigError, match="the peak of 'H200' in bf16 is not known; call it NVIDIA H200.* or give --pro"
+    ):
+        profile_for("H200").peak("H200", "bf16")
+
+
 def test_shipped_profiles_say_what_they_are():
     profiles = shipped_profiles()
     assert {"h200", "h100", "a100", "l40s", "generic"} == set(profiles)

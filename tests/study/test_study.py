@@ -236,6 +236,7 @@ def test_the_command_line_sets_fields_of_the_base(tmp_path):
     [
         ("tp", "--set tp names no value"),
         ("=2", "--set =2 names no value"),
+        ("wrold_size=2", "--set wrold_size=2: unknown setting 'wrold_size'; did you mean world_size"),
         ("env={A: 1}", "env is no setting of a run"),
         ("tp={2", "is not valid YAML"),
         ("micro_batches=2", "unknown setting 'micro_batches'; did you mean micro_batch"),
