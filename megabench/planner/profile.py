@@ -85,9 +85,9 @@ class Profile(_Part):
         tflops = (gpu.peak_tflops(precision) if gpu else None) or self.peak_tflops.get(precision)
         if tflops is None:
             near = [name for name in GPU_NAMES if device.lower() in name.lower()]
+            call = f"call it {' or '.join(near[:4])}, or " if near else ""
             raise ConfigError(
-                f"the peak of {device!r} in {precision} is not known; "
-                f"{'call it ' + ' or '.join(near[:4]) + ', or ' if near else ''}give --profile FILE with peak_tflops in it"
+                f"the peak of {device!r} in {precision} is not known; {call}give --profile FILE with peak_tflops in it"
             )
         return tflops * 1e12
 
