@@ -1,5 +1,6 @@
 """launch/pretrain.py as a user starts it."""
 
+import functools
 import json
 import math
 import re
@@ -110,8 +111,12 @@ def test_processes_that_would_each_train_alone_are_refused(monkeypatch: pytest.M
 
 
 def test_ctrl_c_is_one_sentence() -> None:
+    # started in the background, as CI may be, a process ignores it, and so do its children
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     command = [sys.executable, "-u", "launch/pretrain.py", *TINY, "--steps", "100000"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds
+    ) as process:
         assert process.stdout and process.stderr
         next(line for line in process.stdout if line.startswith("step "))
         process.send_signal(signal.SIGINT)
