@@ -135,23 +135,21 @@ def _no_alternative(plan: Plan, is_parallel: bool) -> str:
 
 def command(plan: Plan) -> str:
     """What trains the sweet spot, typed on every host of the cluster."""
-    job, hosts = plan.job, len(plan.topology.hosts)
+    job, topology = plan.job, plan.topology
+    shape, hosts = job.shape, len(topology.hosts)
+    is_whole = shape.num_layers == find_model(shape.name).num_layers
     run = RunConfig.parse(
         chosen(plan).candidate.settings()
-        | {"model": job.shape.name, "seq_length": job.seq_length, "global_batch": job.global_batch}
+        | {"model": shape.name, "seq_length": job.seq_length, "global_batch": job.global_batch}
+        | {"num_layers": None if is_whole else shape.num_layers, "emulate_hosts": hosts if topology.emulated else None}
         | {"grad_dtype": "fp32" if job.bytes_of_gradient == 4 else "bf16"}
     )
-    flags = run.flags()
-    if job.shape.num_layers != find_model(job.shape.name).num_layers:
-        flags += ["--num-layers", str(job.shape.num_layers)]
-    if plan.topology.emulated:
-        where, flags = ["--nproc-per-node", str(plan.topology.world_size)], [*flags, "--emulate-hosts", str(hosts)]
-    else:
-        sizes = {len(ranks) for ranks in plan.topology.ranks_by_host}
-        where = ["--nproc-per-node", str(sizes.pop()) if len(sizes) == 1 else "gpu"]
-        if hosts > 1:
-            where = ["--nnodes", str(hosts), *where, "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
-    return shlex.join(["torchrun", *where, "launch/pretrain.py", *flags])
+    if hosts == 1 or topology.emulated:
+        return run.command(topology.world_size)
+    sizes = {len(ranks) for ranks in topology.ranks_by_host}
+    where = ["--nnodes", str(hosts), "--nproc-per-node", str(sizes.pop()) if len(sizes) == 1 else "gpu"]
+    where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+    return shlex.join(["torchrun", *where, "launch/pretrain.py", *run.flags()])
 
 
 def certainty(plan: Plan) -> str:

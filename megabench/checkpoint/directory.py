@@ -33,10 +33,9 @@ def steps_in(directory: Path) -> list[int]:
     return sorted((int(name[1]) for name in found if name), reverse=True)
 
 
-def step_of(folder: Path) -> int | None:
-    """The step of a checkpoint's own folder; None for any other path."""
-    name = _COMPLETE.fullmatch(folder.name)
-    return int(name[1]) if name and folder.is_dir() else None
+def is_checkpoint(folder: Path) -> bool:
+    """Whether this is the folder of one checkpoint, by its name; good or not."""
+    return bool(_COMPLETE.fullmatch(folder.name)) and folder.is_dir()
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

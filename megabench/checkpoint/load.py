@@ -11,7 +11,7 @@ from torch.distributed import Store
 
 from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.blocks import StateShard, view
-from megabench.checkpoint.directory import check_sizes, folder_of, step_of, steps_in
+from megabench.checkpoint.directory import check_sizes, folder_of, is_checkpoint, steps_in
 from megabench.checkpoint.files import TensorFiles, check_files, num_threads
 from megabench.checkpoint.manifest import DamagedError, Manifest
 from megabench.runtime.messages import wait_for
@@ -37,10 +37,11 @@ def find_newest_good(directory: Path, store: Store, rank: int, world_size: int, 
     """
     passed_over: dict[Path, str] = {}
     started = time.perf_counter()
-    only = step_of(directory)
-    steps = _agreed_steps(directory, store, rank, topic) if only is None else [only]
-    for number, step in enumerate(steps):
-        folder = folder_of(directory, step) if only is None else directory
+    if is_checkpoint(directory):
+        folders = [directory]
+    else:
+        folders = [folder_of(directory, step) for step in _agreed_steps(directory, store, rank, topic)]
+    for number, folder in enumerate(folders):
         problem, refused = None, None
         try:
             manifest = Manifest.read(folder)
@@ -60,7 +61,7 @@ def find_newest_good(directory: Path, store: Store, rank: int, world_size: int, 
         return None
     newest = next(iter(passed_over))
     more = f"; {len(passed_over) - 1} older ones are damaged, too" if len(passed_over) > 1 else ""
-    state = "has no good checkpoint left" if only is None else "is damaged"
+    state = "is damaged" if newest == directory else "has no good checkpoint left"
     raise CheckpointError(
         f"{directory} {state}: in {newest.name}, {passed_over[newest]}{more}; "
         f"load another directory, or start anew without --load and with another --save"

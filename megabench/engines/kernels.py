@@ -50,7 +50,7 @@ def uses_liger(run: ResolvedConfig) -> bool:
 
 
 def patch_transformers(run: ResolvedConfig) -> None:
-    """Puts Liger's kernels into transformers' modules, before a model is made, for the life of this process."""
+    """Puts Liger's kernels into transformers' modules, and stops a search in them, for the life of this process."""
     from transformers import masking_utils
 
     # it looks for positions that begin anew, which a batch has none of, and the host would wait for the GPU to tell

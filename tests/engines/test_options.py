@@ -78,20 +78,20 @@ def where_gradients_lie(run: ResolvedConfig) -> list[set[int]]:
     parameters = list(engine.model.parameters())
     seen = []
 
-    def spied(batches: list[Batch]) -> Iterator[Batch]:
-        for batch in batches:
-            if parameters[0].grad is not None:
-                seen.append({parameter.grad.untyped_storage().data_ptr() for parameter in parameters})
-            yield batch
+    def storages() -> set[int]:
+        return {parameter.grad.untyped_storage().data_ptr() for parameter in parameters}
 
     class Spied(list[Batch]):
         def __iter__(self) -> Iterator[Batch]:
-            return spied(self[:])
+            for batch in super().__iter__():
+                if parameters[0].grad is not None:
+                    seen.append(storages())
+                yield batch
 
     for step in range(2):
         engine.accumulate(Spied(micro_batches(source, run, dist.get_rank(), step)))
         engine.update(run.lr)
-    return [*seen, {parameter.grad.untyped_storage().data_ptr() for parameter in parameters}]
+    return [*seen, storages()]
 
 
 def count_waits(run: ResolvedConfig) -> int:
