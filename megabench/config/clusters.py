@@ -27,6 +27,7 @@ class Hosts(BaseModel):
     nvlink_gb_per_s: PositiveFloat | None = Field(None, description="NVLink of one GPU in one direction.")
     network: Network | None = Field(None, description="What joins the hosts [default: socket].")
     network_gbits: PositiveFloat | None = Field(None, description="All NICs of a host together.")
+    ring_gbits: PositiveFloat | None = Field(None, description="What one ring of ranks gets of them [default: all].")
 
     def kind(self) -> tuple[Host, int, int]:
         """Such a host, its number of GPUs, and of GPUs in an NVLink domain."""
@@ -40,6 +41,7 @@ class Hosts(BaseModel):
             network=self.network or host.network,
             network_gbits=self.network_gbits or host.network_gbits,
             nvlink_gb_per_s=self.nvlink_gb_per_s or host.nvlink_gb_per_s,
+            ring_gbits=self.ring_gbits,
         )
         num_gpus = self.num_gpus or num_gpus
         return host, num_gpus, min(self.nvlink_domain or domain or num_gpus, num_gpus)

@@ -29,7 +29,8 @@ class TopologyError(UserError):
 class Host:
     """What NCCL would call a node. `inside` links its GPUs that share no domain; `device` is a GPU's name, or "cpu".
 
-    `nvlink_gb_per_s` is of one GPU in one direction, `network_gbits` of all NICs together; None where not known.
+    `nvlink_gb_per_s` is of one GPU in one direction, `network_gbits` of all NICs together, `ring_gbits` what one ring
+    of ranks gets of them; None where not known.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Host:
     network: Network
     network_gbits: float | None = None
     nvlink_gb_per_s: float | None = None
+    ring_gbits: float | None = None
 
 
 @dataclass(frozen=True)

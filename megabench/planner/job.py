@@ -19,11 +19,13 @@ Offload = Literal["none", "optimizer", "all"]
 class Stack:
     """What a training program does, as far as it shapes cost. The defaults are megabench's own engines on GPUs.
 
-    `flash_attention` holds no S×S scores (`flash_version_2`: by FlashAttention-2, slow on Hopper, not cuDNN's or 3);
-    without it they are written and read in 16 bits, the full square of them. `fused` element-wise kernels read and
-    write once what unfused ones do several times. `fused_loss` makes the output layer and cross-entropy in chunks; any
-    other reads and writes `loss_bytes` a logit, forward and backward (Megatron-LM's in fp32, cross_entropy.py: cast
-    2 + 4, maximum 4, sum 4, subtraction, exponential and division 4 + 4 each; backward scales 4 + 4 and casts 4 + 2).
+    `flash_attention` holds no S×S scores (`flash_version_2`: by FlashAttention-2, slow on Hopper, not cuDNN's or 3;
+    `chunks_by_flash_2`: that of context parallelism's chunks alone, as torch's own kernel for queries that end with
+    their keys is); without it they are written and read in 16 bits, the full square of them. `fused` element-wise
+    kernels read and write once what unfused ones do several times. `fused_loss` makes output layer and cross-entropy in
+    chunks; any other reads and writes `loss_bytes` a logit, forward and backward (Megatron-LM's in fp32,
+    cross_entropy.py: cast 2 + 4, maximum 4, sum 4, subtraction, exponential and division 4 + 4 each; backward scales
+    4 + 4 and casts 4 + 2).
     Where it `keeps_gathered` inputs of tensor-parallel layers, they are not gathered again.
     `blocking_p2p` stages wait for what they send, but with interleaving. Gradients are summed by `bucket_parameters`,
     beside backward or not; with a sharded optimizer as `overlaps_sharded_gradients` says.
@@ -36,6 +38,7 @@ class Stack:
 
     flash_attention: bool = True
     flash_version_2: bool = False
+    chunks_by_flash_2: bool = True
     sequence_parallel: bool = True
     fused: bool = True
     fused_loss: bool = True

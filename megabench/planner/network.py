@@ -95,7 +95,13 @@ def ring_bandwidth(profile: Profile, where: Span) -> float:
 def _nic_bandwidth(profile: Profile, where: Span) -> float:
     """A group's part of its host's NICs, bytes a second."""
     assert where.across
-    return host_bandwidth(where.host, where.across, profile.links[where.across]) / where.sharing
+    cost = profile.links[where.across]
+    return _at_most_alone(where, host_bandwidth(where.host, where.across, cost) / where.sharing)
+
+
+def _at_most_alone(where: Span, rate: float) -> float:
+    """No more than one ring of ranks, or one that sends, gets of a host's NICs while no other uses them."""
+    return min(rate, where.host.ring_gbits / 8 * 1e9) if where.host.ring_gbits else rate
 
 
 def _costs(profile: Profile, where: Span) -> tuple[float, float, float]:
@@ -164,6 +170,6 @@ def send_seconds(profile: Profile, where: Span, num_bytes: float, ranks_per_host
     if where.across:
         cost = profile.links[where.across]
         flows = where.sharing if where.across == "socket" else max(where.sharing, ranks_per_host)
-        rate = host_bandwidth(where.host, where.across, cost) / flows
+        rate = _at_most_alone(where, host_bandwidth(where.host, where.across, cost) / flows)
         times.append(cost.base_seconds + cost.hop_seconds + num_bytes / rate)
     return max(times)

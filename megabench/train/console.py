@@ -69,8 +69,11 @@ class Console:
         if network.groups:
             print("groups: " + " · ".join(describe(network.groups)))
         if network.bandwidth:
-            gather, send = network.bandwidth.all_gather_gb_per_s, network.bandwidth.send_recv_gb_per_s
-            print(f"between hosts{emulated}: all-gather {gather:.3g} GB/s, one rank to another {send:.3g} GB/s")
+            link = network.bandwidth
+            print(
+                f"between hosts{emulated}: all-gather {link.all_gather_gb_per_s:.3g} GB/s, one rank to another "
+                f"{link.send_recv_gb_per_s:.3g} GB/s, all of a host to another {link.all_send_gb_per_s:.3g} GB/s"
+            )
         for warning in (*placement.warnings, *network.warnings):
             print(f"WARNING: {warning}")
         sys.stdout.flush()

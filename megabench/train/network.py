@@ -29,8 +29,8 @@ from megabench.record import Group, LinkBandwidth
 from megabench.runtime.device import synchronize
 
 _PROBE_BYTES = 8 * 2**20  # enough for NCCL to take the paths of large messages
-_BANDWIDTH_BYTES = {"cuda": 256 * 2**20, "cpu": 8 * 2**20}
-_REPEATS = 3
+_BANDWIDTH_BYTES = {"cuda": 128 * 2**20, "cpu": 8 * 2**20}
+_REPEATS, _IN_A_ROW = 3, 4
 
 
 @dataclass(frozen=True)
@@ -143,41 +143,50 @@ def _first_sends(group: ProcessGroup, device: torch.device) -> None:
 
 
 def measure_bandwidth(topology: Topology, device: torch.device) -> LinkBandwidth:
-    """What the network between hosts gives now: all ranks gathering at once, and one rank sending to the next host."""
+    """What the network between hosts gives now: to a ring of all ranks, to one rank, and to all ranks of a host."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     numel = _BANDWIDTH_BYTES[device.type] // 4 // world_size * world_size
     whole = torch.zeros(numel, device=device)
     part = whole[: numel // world_size].clone()
-    peer = next(other for other in range(world_size) if topology.host_of[other] != topology.host_of[0])
+    received = torch.empty_like(whole)
+    seats = min(map(len, topology.ranks_by_host))
+    hosts = [ranks[:seats] for ranks in topology.ranks_by_host]
+    pairs = [pair for host, ranks in enumerate(hosts) for pair in zip(hosts[host - 1], ranks, strict=True)]
 
-    sends = {0: [dist.P2POp(dist.isend, whole, peer)], peer: [dist.P2POp(dist.irecv, whole, 0)]}
-
-    def send() -> None:
-        if rank in sends:
-            for work in dist.batch_isend_irecv(sends[rank]):
-                work.wait()
+    def send(pairs: Sequence[tuple[int, int]]) -> None:
+        """Each first rank of a pair sends to the second."""
+        operations = [dist.P2POp(dist.isend, whole, there) for here, there in pairs if here == rank]
+        operations += [dist.P2POp(dist.irecv, received, here) for here, there in pairs if there == rank]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
 
     gather_seconds = _time(lambda: dist.all_gather_into_tensor(whole, part), device)
-    send_seconds = _time(send, device)
+    send_seconds = _time(lambda: send(pairs[:1]), device)
+    all_send_seconds = _time(lambda: send(pairs), device)
     num_bytes = numel * 4
     return LinkBandwidth(
         all_gather_gb_per_s=num_bytes * (world_size - 1) / world_size / gather_seconds / 1e9,
         send_recv_gb_per_s=num_bytes / send_seconds / 1e9,
+        all_send_gb_per_s=seats * num_bytes / all_send_seconds / 1e9,
         num_bytes=num_bytes,
     )
 
 
 def _time(operation: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of `operation` on the slowest rank; the first call, which connects, does not count."""
+    """Median seconds of `operation` on the slowest rank, of some in a row, as in training: the first finds the network
+    idle. One before them, which connects, does not count.
+    """
+    operation()
     seconds = []
-    for _ in range(1 + _REPEATS):
+    for _ in range(_REPEATS):
         dist.barrier()
         synchronize(device)
         started = time.perf_counter()
-        operation()
+        for _ in range(_IN_A_ROW):
+            operation()
         synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    slowest = torch.tensor(seconds[1:], dtype=torch.float64, device=device)
+        seconds.append((time.perf_counter() - started) / _IN_A_ROW)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return statistics.median(slowest.tolist())
 

@@ -30,6 +30,18 @@ def test_two_ranks_alone_have_a_part_of_the_bandwidth():
     assert network.ring_bandwidth(whole, pair) == network.ring_bandwidth(whole, four)
 
 
+def test_rings_side_by_side_get_more_than_one_alone():
+    """One over all ranks gets what a ring reaches; shards inside hosts have a ring a GPU, which share the NICs."""
+    nics = hosts(2, 4, network="socket", network_gbits=80.0)
+    measured = replace(nics, hosts=tuple(replace(host, ring_gbits=40.0) for host in nics.hosts))
+    for topology, alone in ((nics, 10e9), (measured, 5e9)):
+        where = Geometry.of(topology, Layout().with_world_size(8), "topology")
+        assert network.ring_bandwidth(H200, where.world) == pytest.approx(alone)
+        assert network.ring_bandwidth(H200, where.apart(4)) == pytest.approx(2.5e9), "a quarter of the NICs each"
+    stages = Geometry.of(measured, Layout(pp=2).with_world_size(8), "topology").pp
+    assert network.send_seconds(H200, replace(stages, sharing=1), 5e9, 4) == pytest.approx(1.0, rel=1e-3)
+
+
 def test_what_is_hidden_costs_compute_but_over_sockets():
     """By as much as the profile says over NVLink and EFA, whose bytes pass the GPU at a pace that it feels."""
     found = {}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 from megabench.hardware.topology import Host, Topology, build
 from megabench.planner.job import Stack
@@ -22,10 +22,10 @@ def read_own(folder: Path) -> list[Row]:
     seen: set[tuple[float, ...]] = set()  # a run may stand in two studies
     for path in sorted(folder.glob("*/results.jsonl")):
         name = path.parent.name + _FAULTS.get(path.parent.name, "")
-        trials: dict[str, list[Row]] = {}
-        for record in read_records(path):
+        records, trials = read_records(path), dict[str, list[Row]]()
+        for record in records:
             steps = tuple(record.step_seconds.all) if record.step_seconds else ()
-            if steps not in seen and (row := row_of(record)):
+            if steps not in seen and (row := row_of(record, records)):
                 seen.add(steps)
                 trials.setdefault(record.trial, []).append(replace(row, source=replace(_SOURCE, name=name)))
         rows += map(_mean, trials.values())
@@ -39,28 +39,38 @@ def _mean(runs: Sequence[Row]) -> Row:
     return replace(first, measured=measured)
 
 
-def row_of(record: RunRecord) -> Row | None:
-    """A trial that ran on GPUs; None for any other."""
+def row_of(record: RunRecord, study: Sequence[RunRecord]) -> Row | None:
+    """A trial that ran on GPUs, beside the others of its `study`; None for any other."""
     if record.status != "ok" or record.step_seconds is None or record.device in (None, "cpu"):
         return None
-    row = Row(_SOURCE, job_of(record), _topology(record), candidate_of(record), is_fit=False)
+    row = Row(_SOURCE, job_of(record), _topology(record, study), candidate_of(record), is_fit=False)
     row.measured["seconds"] = record.step_seconds.median
     if record.peak_memory_gib:
         row.measured["memory_gib"] = record.peak_memory_gib.max
     return row
 
 
-def _topology(record: RunRecord) -> Topology:
-    """Equal hosts, emulated or not, with NVLink inside; between them what the run itself measured."""
+def _topology(record: RunRecord, study: Sequence[RunRecord]) -> Topology:
+    """Equal hosts, emulated or not, with NVLink inside; between them the median of what the study's runs measured.
+
+    One run measures for a second, and differs by a fifth from the next one of the same link.
+    """
     hosts = record.num_hosts or 1
-    measured = record.link_bandwidth
+    same = [other for other in study if (other.num_hosts, other.world_size) == (record.num_hosts, record.world_size)]
+    measured = [other.link_bandwidth for other in same if other.link_bandwidth]
+    ring = _median_gbits([link.all_gather_gb_per_s for link in measured])
     host = Host(
         name="host",
         device=record.device or "",
         inside="pcie",
         network="socket",
-        network_gbits=measured.all_gather_gb_per_s * 8 if measured else None,
+        network_gbits=_median_gbits([link.all_send_gb_per_s for link in measured if link.all_send_gb_per_s]) or ring,
         nvlink_gb_per_s=450.0,
+        ring_gbits=ring,
     )
     size = record.world_size // hosts
     return build([(host, size, size)] * hosts)
+
+
+def _median_gbits(gb_per_s: Sequence[float]) -> float | None:
+    return 8 * median(gb_per_s) if gb_per_s else None

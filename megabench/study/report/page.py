@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megabench import __version__
-from megabench.record import RunRecord
+from megabench.record import LinkBandwidth, RunRecord
 from megabench.study.doctor import Finding
 from megabench.study.folder import StudyRecords
 from megabench.study.report import side_by_side
@@ -123,17 +123,25 @@ def _section(group: WorkClassOfTrials, number: int, view: StudyView) -> dict[str
 
 def _place(trial: Shown, slug: str) -> dict[str, Any]:
     record = trial.record
-    bandwidth = record.link_bandwidth
+    link = record.link_bandwidth
     return {
         "trial": trial,
         "hosts": draw_hosts(slug, record),
         "left_out": hosts_left_out(record),
         "groups": group_lines(record.groups),
         "policy": record.placement.policy if record.placement else None,
-        "bandwidth": bandwidth
-        and f"Measured between the hosts when the run began: {bandwidth.send_recv_gb_per_s:.1f} GB/s from one rank to "
-        f"one on the next host, {bandwidth.all_gather_gb_per_s:.1f} GB/s in an all-gather over all ranks.",
+        "bandwidth": link and _bandwidth(link),
     }
+
+
+def _bandwidth(link: LinkBandwidth) -> str:
+    all_send = link.all_send_gb_per_s  # of records from before it was measured, None
+    return (
+        f"Measured between the hosts when the run began: {link.send_recv_gb_per_s:.1f} GB/s from one rank to one on "
+        "the next host, "
+        + (f"{all_send:.1f} GB/s from all of a host at once, " if all_send else "")
+        + f"{link.all_gather_gb_per_s:.1f} GB/s in an all-gather over all ranks."
+    )
 
 
 def _kernels(view: StudyView) -> dict[str, list[tuple[str, list[Shown]]]]:
