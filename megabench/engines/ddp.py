@@ -63,6 +63,7 @@ class DdpEngine:
         config = shared.model_config(run)
         with torch.device("meta"):
             model = build_model(config)
+        shared.fuse(model, run)
         shared.materialize(model, self.device)
         shared.prepare(model, run, self.device)
         values = shared.InitialValues(run)

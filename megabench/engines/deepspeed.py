@@ -69,6 +69,7 @@ class DeepSpeedEngine:
                 model = build_model(config)
         finally:
             torch.set_default_dtype(default_dtype)
+        shared.fuse(model, self.run)
         shared.prepare(model, self.run, self.device)
         if self.run.zero_leaf_layers:
             deepspeed.utils.set_z3_leaf_modules(model, [type(block) for block in shared.blocks(model, self.run)])

@@ -1,6 +1,6 @@
-"""The FSDP2 engine: torch's fully_shard on the transformers model, one unit a block.
+"""The FSDP2 engine: torch's fully_shard on the transformers model, one unit a block, and one each at its ends.
 
-Each rank keeps fp32 shards of the weights; blocks are gathered in the training dtype when they are needed, and
+Each rank keeps fp32 shards of the weights; units are gathered in the training dtype when they are needed, and
 gradients reduce-scattered in `grad_dtype` after every micro-batch. With `shard_size` below the world size the model is
 sharded inside groups of so many neighbouring ranks, and replicated over the groups (HSDP).
 """
@@ -58,11 +58,16 @@ class FsdpEngine:
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[run.precision], reduce_dtype=DTYPES[run.grad_dtype])
         mesh = self._mesh()
         offload = CPUOffloadPolicy(pin_memory=run.device == "cuda") if run.offload == "all" else OffloadPolicy()
-        for block in [*shared.blocks(model, run), model]:
-            reshard = run.reshard_after_forward and block is not model  # backward begins where forward ends
-            if run.compile and block is not model:
-                block.compile()
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
+        shared.fuse(model, run)
+        blocks, ends = shared.blocks(model, run), [model.get_input_embeddings(), model.get_output_embeddings()]
+        if run.shape.tied_embeddings:
+            ends = []  # one weight is in one unit: what no other holds is in the model's
+        for unit in [*blocks, *ends, model]:
+            is_block = unit in blocks  # backward begins at the output layer, and of the embedding needs no weight
+            if run.compile and is_block:
+                unit.compile()
+            reshard = run.reshard_after_forward and is_block
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
         shared.materialize(model, torch.device("cpu") if run.offload == "all" else self.device)
         shared.prepare(model, run, self.device)
         values = shared.InitialValues(run)

@@ -54,12 +54,8 @@ def blocks(model: PreTrainedModel, run: ResolvedConfig) -> list[nn.Module]:
     return list(model.get_submodule(run.shape.table.layer_prefix.rstrip(".")).children())
 
 
-def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:
-    """Gives a model that was built in another dtype, or on no device, what it must have before it trains."""
-    # made in fp32 again: rotary frequencies in half precision are other frequencies
-    if rotary := getattr(model.base_model, "rotary_emb", None):
-        model.base_model.rotary_emb = type(rotary)(model.config).to(device)
-    model.tie_weights()  # moving a model between devices makes two of one
+def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
+    """Puts in the fused loss and the family's own kernels, while its modules are still of transformers' classes."""
     if fuses_cross_entropy(run):
         head = model.get_output_embeddings()
         assert type(head) is nn.Linear and head.bias is None
@@ -68,6 +64,14 @@ def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -
         from megabench.engines import bloom
 
         bloom.fuse(model)
+
+
+def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:
+    """Gives a model that was built in another dtype, or on no device, what it must have before it trains."""
+    # made in fp32 again: rotary frequencies in half precision are other frequencies
+    if rotary := getattr(model.base_model, "rotary_emb", None):
+        model.base_model.rotary_emb = type(rotary)(model.config).to(device)
+    model.tie_weights()  # moving a model between devices makes two of one
     if run.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabench.config import ConfigError, ResolvedConfig
@@ -192,6 +193,20 @@ def test_megatron_in_fp16(world_size: int, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("engine", ["fsdp", "ddp"])
 def test_the_loss_scale_does_not_show(engine: str) -> None:
     assert_equal_to_reference(2, job=train_scaled, engine=engine, **OPTIMIZERS["adamw"])
+
+
+def fsdp_units(run: ResolvedConfig) -> list[str]:
+    engine: Any = build_engine(run, torch.device("cpu"))
+    return [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)]
+
+
+@pytest.mark.distributed
+def test_fsdp_gathers_the_output_layer_by_itself() -> None:
+    """So that its gather waits behind no block, and its gradient's reduction for none; a tied one is with the rest."""
+    own, tied = (resolve(2, engine="fsdp", num_layers=1, model=model) for model in ("llama-tiny", "gpt2-tiny"))
+    assert tied.shape.tied_embeddings
+    assert sorted(distributed.run(fsdp_units, 2, own)[0]) == ["", "lm_head", "model.embed_tokens", "model.layers.0"]
+    assert sorted(distributed.run(fsdp_units, 2, tied)[0]) == ["", "transformer.h.0"]
 
 
 def overflow(run: ResolvedConfig) -> list[object]:
