@@ -110,7 +110,8 @@ class LinkBandwidth(_Part):
 
     `all_gather_gb_per_s` is the bus bandwidth of an all-gather over all ranks, `send_recv_gb_per_s` that of one rank
     sending to one on the next host; each moved `num_bytes` a rank. `all_send_gb_per_s` is what the ranks of a host sent
-    in sum, at the same time, each to one on the next host: more than a ring's where a ring leaves the network idle.
+    in sum, `num_bytes` together, at the same time, each to one on the next host: more than a ring's where a ring leaves
+    the network idle.
     """
 
     all_gather_gb_per_s: float

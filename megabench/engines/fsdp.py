@@ -1,4 +1,4 @@
-"""The FSDP2 engine: torch's fully_shard on the transformers model, one unit a block, and one each at its ends.
+"""The FSDP2 engine: torch's fully_shard on the transformers model, a unit for each block and, if not tied, each end.
 
 Each rank keeps fp32 shards of the weights; units are gathered in the training dtype when they are needed, and
 gradients reduce-scattered in `grad_dtype` after every micro-batch. With `shard_size` below the world size the model is
@@ -61,9 +61,10 @@ class FsdpEngine:
         shared.fuse(model, run)
         blocks, ends = shared.blocks(model, run), [model.get_input_embeddings(), model.get_output_embeddings()]
         if run.shape.tied_embeddings:
-            ends = []  # one weight is in one unit: what no other holds is in the model's
+            ends = []  # the weight that they share stays in the model's unit
         for unit in [*blocks, *ends, model]:
-            is_block = unit in blocks  # backward begins at the output layer, and of the embedding needs no weight
+            # the others stay whole: backward begins at the output layer, and needs no weight of the embedding
+            is_block = unit in blocks
             if run.compile and is_block:
                 unit.compile()
             reshard = run.reshard_after_forward and is_block

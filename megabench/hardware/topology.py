@@ -202,7 +202,7 @@ def split(topology: Topology, num_hosts: int) -> Topology:
         )
     if topology.world_size % num_hosts:
         raise TopologyError(f"emulate_hosts={num_hosts} does not divide the {topology.world_size} ranks")
-    host = replace(topology.hosts[0], network="socket", network_gbits=None)
+    host = replace(topology.hosts[0], network="socket", network_gbits=None, ring_gbits=None)
     host_of = tuple(emulated_host(rank, topology.world_size, num_hosts) for rank in range(topology.world_size))
     domains = sorted(set(zip(host_of, topology.domain_of, strict=True)))
     return replace(

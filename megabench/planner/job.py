@@ -20,8 +20,8 @@ class Stack:
     """What a training program does, as far as it shapes cost. The defaults are megabench's own engines on GPUs.
 
     `flash_attention` holds no S×S scores (`flash_version_2`: by FlashAttention-2, slow on Hopper, not cuDNN's or 3;
-    `chunks_by_flash_2`: that of context parallelism's chunks alone, as torch's own kernel for queries that end with
-    their keys is); without it they are written and read in 16 bits, the full square of them. `fused` element-wise
+    `chunks_by_flash_2`: only the chunks of context parallelism, for which torch has but its own FlashAttention-2);
+    without it they are written and read in 16 bits, the full square of them. `fused` element-wise
     kernels read and write once what unfused ones do several times. `fused_loss` makes output layer and cross-entropy in
     chunks; any other reads and writes `loss_bytes` a logit, forward and backward (Megatron-LM's in fp32,
     cross_entropy.py: cast 2 + 4, maximum 4, sum 4, subtraction, exponential and division 4 + 4 each; backward scales

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import log2
+from math import inf, log2
 
 from megabench.hardware.topology import Host, Link, Topology
 from megabench.planner.profile import LinkCost, Profile
@@ -50,7 +50,10 @@ def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
                 leaving[host] += 1
                 if other != first:
                     across[host_of[first], host] = (first, other)
-    slowest_host = min(topology.hosts, key=lambda host: (host.network_gbits or 0.0, host.nvlink_gb_per_s or 0.0))
+    slowest_host = min(
+        topology.hosts,
+        key=lambda host: (host.network_gbits or 0.0, host.ring_gbits or inf, host.nvlink_gb_per_s or 0.0),
+    )
     return Span(
         size=size,
         hosts=most_hosts,

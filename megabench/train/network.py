@@ -153,21 +153,21 @@ def measure_bandwidth(topology: Topology, device: torch.device) -> LinkBandwidth
     hosts = [ranks[:seats] for ranks in topology.ranks_by_host]
     pairs = [pair for host, ranks in enumerate(hosts) for pair in zip(hosts[host - 1], ranks, strict=True)]
 
-    def send(pairs: Sequence[tuple[int, int]]) -> None:
+    def send(pairs: Sequence[tuple[int, int]], numel: int) -> None:
         """Each first rank of a pair sends to the second."""
-        operations = [dist.P2POp(dist.isend, whole, there) for here, there in pairs if here == rank]
-        operations += [dist.P2POp(dist.irecv, received, here) for here, there in pairs if there == rank]
+        operations = [dist.P2POp(dist.isend, whole[:numel], there) for here, there in pairs if here == rank]
+        operations += [dist.P2POp(dist.irecv, received[:numel], here) for here, there in pairs if there == rank]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
     gather_seconds = _time(lambda: dist.all_gather_into_tensor(whole, part), device)
-    send_seconds = _time(lambda: send(pairs[:1]), device)
-    all_send_seconds = _time(lambda: send(pairs), device)
+    send_seconds = _time(lambda: send(pairs[:1], numel), device)
+    all_send_seconds = _time(lambda: send(pairs, numel // seats), device)
     num_bytes = numel * 4
     return LinkBandwidth(
         all_gather_gb_per_s=num_bytes * (world_size - 1) / world_size / gather_seconds / 1e9,
         send_recv_gb_per_s=num_bytes / send_seconds / 1e9,
-        all_send_gb_per_s=seats * num_bytes / all_send_seconds / 1e9,
+        all_send_gb_per_s=num_bytes / all_send_seconds / 1e9,
         num_bytes=num_bytes,
     )
 

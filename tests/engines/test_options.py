@@ -202,7 +202,7 @@ def fsdp_units(run: ResolvedConfig) -> list[str]:
 
 @pytest.mark.distributed
 def test_fsdp_gathers_the_output_layer_by_itself() -> None:
-    """So that its gather waits behind no block, and its gradient's reduction for none; a tied one is with the rest."""
+    """So that it is gathered beside blocks, and its gradient reduced before theirs; a tied one is with the rest."""
     own, tied = (resolve(2, engine="fsdp", num_layers=1, model=model) for model in ("llama-tiny", "gpt2-tiny"))
     assert tied.shape.tied_embeddings
     assert sorted(distributed.run(fsdp_units, 2, own)[0]) == ["", "lm_head", "model.embed_tokens", "model.layers.0"]
