@@ -66,6 +66,7 @@ def compare(
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What megabench calibrate measured, for --plan.")
     ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the study and print each run's command.")] = False,
 ) -> None:
     """Run the trials of a study, each in fresh processes, and rank them against ZeRO-3.
 
@@ -87,10 +88,17 @@ def compare(
             raise UserError("--plan under torchrun needs --cluster, e.g. --cluster p5.48xlarge:4 for four such nodes")
         if nproc:
             raise UserError("--nproc is for one machine without torchrun; here use torchrun's --nproc-per-node")
+        if dry_run:
+            raise UserError("--dry-run starts no processes: leave torchrun out, and say --nproc N for N processes")
         from megabench.study.runner import run_launched
 
         sys.exit(run_launched(request))
     planned, num_processes = request.plan_here(nproc)
+    if dry_run:
+        from megabench.terminal import standard_output
+
+        standard_output().print(planned.outline(request.only), markup=False, highlight=False, soft_wrap=True)
+        return
     from megabench.study.runner import run_here
 
     sys.exit(run_here(request, planned, num_processes))

@@ -76,3 +76,22 @@ def test_nproc_is_not_for_launchers():
     assert (status, stderr) == (2, "")
     status, _, stderr = compare("s.yaml", command=REAL, **launcher | {"RANK": "1"})
     assert (status, stderr) == (2, "")
+
+
+def test_a_dry_run_prints_what_would_run_and_leaves_nothing(tmp_path):
+    study, out = tmp_path / "study.yaml", tmp_path / "out"
+    study.write_text(
+        "base: {model: llama-tiny, device: cpu}\n"
+        "trials:\n"
+        "  - {name: dp, repeats: 2, timeout_seconds: 90}\n"
+        "  - {name: tp, tp: 2, env: {A: b c}}\n"
+        "  - {name: zero3, engine: deepspeed}\n"
+    )
+    arguments = ["--out", str(out), "--nproc", "2", "--dry-run", "--only", "[dt]p"]
+    result = python("-m", "megabench.cli", "compare", str(study), *arguments)
+    assert result.returncode == 0, result.stderr
+    head, dp, tp = result.stdout.splitlines()
+    assert head == "study: 3 runs, against zero3"
+    assert dp.startswith("dp (2 × 90 s at most): torchrun --nproc-per-node 2 launch/pretrain.py --model llama-tiny")
+    assert tp.startswith("tp (1800 s at most): A='b c' torchrun --nproc-per-node 2 ") and " --tp 2" in tp
+    assert not out.exists()

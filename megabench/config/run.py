@@ -15,7 +15,10 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    ValidationInfo,
+    field_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from megabench.config.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
 from megabench.config.reading import ConfigError, explain
@@ -191,6 +194,14 @@ class RunConfig(BaseModel):
     def shape(self) -> ModelShape:
         shape = find_model(self.model)
         return shape.with_layers(self.num_layers) if self.num_layers else shape
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML's true and yes would count as 1."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise PydanticCustomError("truth", "it takes no true or false")
+        return value
 
     @property
     def layout(self) -> Layout:

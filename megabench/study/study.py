@@ -144,6 +144,16 @@ class Study:
             for repeat in range(trial.repeats)
         ]
 
+    def outline(self, only: Sequence[str]) -> str:
+        """The command and the time limit of each trial that `only` names, as text."""
+        trials = self.select(only)
+        lines = [f"{self.name}: {sum(trial.repeats for trial in trials)} runs, against {self.reference}"]
+        for trial in trials:
+            times = f"{trial.repeats} × " if trial.repeats > 1 else ""
+            command = trial.config.command(trial.world_size, trial.env)
+            lines.append(f"{trial.name} ({times}{trial.timeout_seconds:g} s at most): {command}")
+        return "\n".join(lines)
+
     def select(self, only: Sequence[str]) -> list[Trial]:
         """The trials that `only` names or matches (`tp2-*`); all when it is empty. StudyError for what fits none."""
         names = [trial.name for trial in self.trials]
