@@ -77,7 +77,8 @@ def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
     square = micro_batch * seq * seq / cp * shape.num_heads / tp
     profile = machine.profile
     if job.stack.flash_attention:
-        is_version_2 = job.stack.flash_version_2 or (cp > 1 and job.stack.chunks_by_flash_2)
+        has_chunks = cp > 1 and not job.exchanges_heads(tp, cp)
+        is_version_2 = job.stack.flash_version_2 or (has_chunks and job.stack.chunks_by_flash_2)
         rate = machine.peak * (profile.flash_2_share if is_version_2 else 1.0)
         forward = 2 * square * shape.head_dim / rate
         return forward / profile.attention_forward, _BACKWARD_ATTENTION * forward / profile.attention_backward

@@ -20,7 +20,8 @@ class Stack:
     """What a training program does, as far as it shapes cost. The defaults are megabench's own engines on GPUs.
 
     `flash_attention` holds no S×S scores (`flash_version_2`: by FlashAttention-2, slow on Hopper, not cuDNN's or 3;
-    `chunks_by_flash_2`: only the chunks of context parallelism, for which torch has but its own FlashAttention-2);
+    `chunks_by_flash_2`: only the chunks of context parallelism, for which torch has but its own FlashAttention-2;
+    where it `exchanges_heads` and can, there are none: ranks swap parts of the sequence for parts of the heads);
     without it they are written and read in 16 bits, the full square of them. `fused` element-wise
     kernels read and write once what unfused ones do several times. `fused_loss` makes output layer and cross-entropy in
     chunks; any other reads and writes `loss_bytes` a logit, forward and backward (Megatron-LM's in fp32,
@@ -39,6 +40,7 @@ class Stack:
     flash_attention: bool = True
     flash_version_2: bool = False
     chunks_by_flash_2: bool = True
+    exchanges_heads: bool = True
     sequence_parallel: bool = True
     fused: bool = True
     fused_loss: bool = True
@@ -72,6 +74,10 @@ class Job:
     bytes_of_gradient: int = 4
     optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
     stack: Stack = field(default_factory=Stack)
+
+    def exchanges_heads(self, tp: int, cp: int) -> bool:
+        """Whether context parallelism can give each rank KV heads of its own, and does."""
+        return cp > 1 and self.stack.exchanges_heads and self.shape.num_kv_heads // tp % cp == 0
 
     @cached_property
     def ffn_matrices(self) -> int:

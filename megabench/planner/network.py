@@ -131,6 +131,24 @@ def reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: int =
     return _along_ring(profile, where, num_bytes, calls)
 
 
+def exchange_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
+    """All-to-all of so many bytes a rank in all, in equal calls: each rank sends every other its part directly.
+
+    Of n ranks, g on a host, one sends (g − 1)/n of it inside and (n − g)/n to other hosts, over NICs that all g share.
+    """
+    if where.is_alone or num_bytes == 0:
+        return 0.0
+    here, times = where.size / where.hosts, [0.0]
+    if where.inside:
+        cost = profile.links[where.inside]
+        rate = inner_bandwidth(where.host, where.inside, cost) * (cost.pair_share if where.size == 2 else 1.0)
+        times.append((here - 1) / where.size * num_bytes / rate)
+    if where.across:
+        times.append(here * (where.size - here) / where.size * num_bytes / _nic_bandwidth(profile, where))
+    base, _, hop = _costs(profile, where)
+    return calls * (base + hop) + max(times)
+
+
 def _along_ring(profile: Profile, where: Span, num_bytes: float, calls: int) -> float:
     """So many bytes over each link of a ring, in equal calls of n − 1 hops."""
     if where.is_alone or num_bytes == 0:

@@ -43,7 +43,8 @@ class Pipeline:
         With sequence parallelism a layer gathers 2·B·S·H/C bytes twice and reduce-scatters them twice, forward;
         backward gathers twice, gathers inputs that were not kept again beside their gradients, and scatters beside the
         weights' (arXiv 2205.05198, figure 5; megatron-core's layers). Without it, two all-reduces each way, of which
-        those of backward run beside the weight gradients. Context parallelism gathers keys and values, 4·B·S·K·D/T.
+        those of backward run beside the weight gradients. Context parallelism exchanges queries, keys and values, and
+        then what attention made of them, 4·B·S/C·(N + K)·D/T in all, or gathers keys and values, 4·B·S·K·D/T.
         """
         job, geometry, (tp, cp_size, *_) = self.job, self.base.geometry(*sizes), sizes
         layer = self.base.layer(tp, cp_size, micro_batch)
@@ -67,10 +68,14 @@ class Pipeline:
                 tp_backward = waits
             else:
                 tp_backward = waits + sum(communicate for communicate, _ in hidden)
-        if cp_size > 1:
+        exchanges = 2 * job.exchanges_heads(tp, cp_size)
+        if exchanges:
+            heads = 2 * (job.shape.num_heads + job.shape.num_kv_heads) * job.shape.head_dim / tp
+            cp = network.exchange_seconds(self.profile, geometry.cp, values / cp_size * heads, exchanges)
+        elif cp_size > 1:
             keys = 2 * values * job.shape.num_kv_heads * job.shape.head_dim / tp
             cp = network.gather_seconds(self.profile, geometry.cp, keys)
-        collectives = (tp > 1) * 4 + (cp_size > 1)
+        collectives = (tp > 1) * 4 + (exchanges or cp_size > 1)
         return tp_forward, tp_backward, cp, cp, collectives
 
     def _chunks(self, candidate: Candidate) -> list[_Chunk]:

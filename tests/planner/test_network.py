@@ -42,6 +42,29 @@ def test_rings_side_by_side_get_more_than_one_alone():
     assert network.send_seconds(H200, replace(stages, sharing=1), 5e9, 4) == pytest.approx(1.0, rel=1e-3)
 
 
+def test_an_exchange_sends_each_part_once_and_directly():
+    """Inside a host over each GPU's own link; to other hosts over NICs that all of a host share."""
+    one, two = hosts(1, 4), hosts(2, 4, network="socket", network_gbits=80.0)
+    inside = Geometry.of(one, Layout().with_world_size(4), "topology").world
+    across = Geometry.of(two, Layout().with_world_size(8), "topology").world
+    num_bytes = 10**10
+    assert network.exchange_seconds(H200, inside, num_bytes) == pytest.approx(
+        network.gather_seconds(H200, inside, num_bytes), rel=1e-3
+    )
+    assert network.exchange_seconds(H200, across, num_bytes) == pytest.approx(4 * (4 / 8) * 1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(("tp", "cp", "can"), [(1, 8, True), (2, 4, True), (4, 4, False), (1, 1, False)])
+def test_context_parallelism_exchanges_heads_where_each_rank_gets_some(tp, cp, can):
+    """Of eight KV heads; attention over whole sequences is cuDNN's, of chunks FlashAttention-2's."""
+    work = job()
+    assert work.shape.num_kv_heads == 8 and work.exchanges_heads(tp, cp) is can
+    chunks = job(stack=replace(work.stack, exchanges_heads=False))
+    topology = hosts(1, 8)
+    fast, slow = (costs(each, topology).base.layer(tp, cp, 1).attention for each in (work, chunks))
+    assert fast < slow if can else fast == slow
+
+
 def test_what_is_hidden_costs_compute_but_over_sockets():
     """By as much as the profile says over NVLink and EFA, whose bytes pass the GPU at a pace that it feels."""
     found = {}

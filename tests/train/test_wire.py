@@ -123,10 +123,22 @@ def test_a_pipeline_sends_hidden_states() -> None:
     assert sent["pp"] == pytest.approx(hidden, rel=EXACT)
 
 
-def test_context_parallel_ranks_gather_keys_and_values() -> None:
+def test_context_parallel_ranks_exchange_heads() -> None:
     run = resolve(2, **SMALL, cp=2)
-    keys = run.global_batch * run.seq_length * run.shape.num_kv_heads * run.shape.head_dim * 4
-    half = 1 / 2  # of what is gathered lies on the other rank
-    gathered = run.shape.num_layers * 2 * keys * half  # keys and values; their gradients are scattered back
+    tokens = run.global_batch * run.seq_length / 2 * run.shape.head_dim * 4  # one head's bytes of a rank's tokens
+    half = 1 / 2  # of the heads are another rank's
+    # queries, keys and values there, what attention made of them back, and the gradients of all
+    exchanged = run.shape.num_layers * 2 * 2 * (run.shape.num_heads + run.shape.num_kv_heads) * tokens * half
     optimizer = 2 * half * 4 * PARAMETERS
-    assert counted(2, cp=2)["cp"] == pytest.approx(2 * gathered + optimizer, rel=0.02)
+    assert counted(2, cp=2)["cp"] == pytest.approx(exchanged + optimizer, rel=0.02)
+
+
+def test_context_parallel_ranks_gather_keys_and_values_where_heads_cannot_be_dealt_out() -> None:
+    fields = {"seq_length": 48, "global_batch": 6, "cp": 3}
+    run = resolve(3, **SMALL | fields)
+    assert run.shape.num_kv_heads % 3
+    keys = run.global_batch * run.seq_length * run.shape.num_kv_heads * run.shape.head_dim * 4
+    others = 2 / 3  # of what is gathered lies on other ranks
+    gathered = run.shape.num_layers * 2 * keys * others  # keys and values; their gradients are scattered back
+    optimizer = 2 * others * 4 * PARAMETERS
+    assert counted(3, **fields)["cp"] == pytest.approx(2 * gathered + optimizer, rel=0.02)

@@ -13,7 +13,7 @@ from einops import rearrange
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -92,8 +92,10 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class CausalAttention(nn.Module):
     """Causal grouped-query attention through torch's SDPA kernels: no S×S scores in memory, KV heads not repeated.
 
-    Under context parallelism each rank holds chunks r and 2·cp−1−r of the sequence (zigzag), so that all ranks do the
-    same work. Keys and values are gathered over the group; each local chunk attends to the keys up to its end.
+    Under context parallelism each rank holds chunks r and 2·cp−1−r of the sequence (zigzag). Where cp divides the KV
+    heads, ranks exchange parts of the sequence for parts of the heads and attend over whole sequences (arXiv
+    2309.14509). Where it does not, keys and values are gathered, and each chunk attends to the keys up to its end: all
+    ranks do the same work, by torch's own flash kernel, the only one that takes queries which end with their keys.
     """
 
     def __init__(
@@ -123,19 +125,36 @@ class CausalAttention(nn.Module):
     ) -> Tensor:
         """query [S, B, N, D], key and value [S, B, K, D] -> [S, B, N·D]."""
         if self.cp_group.size() == 1:
-            query, key, value = (rearrange(tensor, "s b n d -> b n s d") for tensor in (query, key, value))
-            context = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=self.scale, enable_gqa=True
-            )
+            context = self._attend(query, key, value)
+        elif key.shape[2] % self.cp_group.size() == 0:
+            context = self._by_heads(query, key, value)
         else:
-            context = self._zigzag(query, key, value)
+            context = self._by_chunks(query, key, value)
         return rearrange(context, "b n s d -> s b (n d)")
 
-    def _zigzag(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The same for the two chunks of a context-parallel rank; returns [B, N, S, D]."""
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Over whole sequences; returns [B, N, S, D]."""
+        query, key, value = (rearrange(tensor, "s b n d -> b n s d") for tensor in (query, key, value))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+
+    def _by_heads(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The same of a context-parallel rank's two chunks, with whole sequences of a part of the heads."""
+        size = self.cp_group.size()
+        # parts of the heads go to one rank each, queries, keys and values together
+        parts = [rearrange(tensor, "s b (r n) d -> r s b n d", r=size) for tensor in (query, key, value)]
+        heads = all_to_all(self.cp_group, torch.cat(parts, dim=3)).flatten(0, 1)
+        context = self._attend(*map(self._in_order, heads.split([part.shape[3] for part in parts], dim=2)))
+        chunks = rearrange(context, "b n s d -> s b n d").chunk(2 * size)
+        zigzag = [chunk for rank in range(size) for chunk in (chunks[rank], chunks[2 * size - 1 - rank])]
+        return rearrange(all_to_all(self.cp_group, torch.cat(zigzag)), "(r s) b n d -> b (r n) s d", r=size)
+
+    def _by_chunks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The same of a context-parallel rank's two chunks, with all keys and values; returns [B, N, S, D]."""
         size, rank = self.cp_group.size(), self.cp_group.rank()
         chunk = query.shape[0] // 2
-        key, value = (self._in_order(tensor, chunk) for tensor in (key, value))
+        key, value = (
+            self._in_order(gather_from_sequence_parallel_region(tensor, group=self.cp_group)) for tensor in (key, value)
+        )
         query, key, value = (rearrange(tensor, "s b n d -> b n s d") for tensor in (query, key, value))
         parts = []
         for queries, position in zip(query.split(chunk, dim=2), (rank, 2 * size - 1 - rank), strict=True):
@@ -152,9 +171,9 @@ class CausalAttention(nn.Module):
             )
         return torch.cat(parts, dim=2)
 
-    def _in_order(self, tensor: Tensor, chunk: int) -> Tensor:
-        """[S, B, K, D] of every rank, gathered and put back from zigzag into sequence order: [S·cp, B, K, D]."""
-        chunks = gather_from_sequence_parallel_region(tensor, group=self.cp_group).split(chunk)
+    def _in_order(self, ranks: Tensor) -> Tensor:
+        """What all ranks hold of a sequence, [S·cp, …] rank by rank, put back from zigzag into sequence order."""
+        chunks = ranks.chunk(2 * self.cp_group.size())
         return torch.cat([*chunks[0::2], *reversed(chunks[1::2])])
 
 

@@ -70,7 +70,14 @@ _NANOTRON = Stack(
     holds_sent=True,
     flattens_shards=True,
 )
-_NEMO = Stack(chunks_by_flash_2=False, fused_loss=False, fuses_weight_gradient=True, blocking_p2p=False, stages="even")
+_NEMO = Stack(
+    chunks_by_flash_2=False,
+    exchanges_heads=False,
+    fused_loss=False,
+    fuses_weight_gradient=True,
+    blocking_p2p=False,
+    stages="even",
+)
 # llm-foundry's loss is flash-attn's, in 16 bits: 2 read, and 2 + 2 backward. torch's casts 2 + 4, takes maximum, sum,
 # logarithm 4 + 4 + 4 + 4; backward zeroes, sums, writes and casts 4 + 4 + 4 + 4 + 4 + 2
 _FOUNDRY = Stack(flash_version_2=True, fused=False, fused_loss=False, loss_bytes=(2, 4), flat_parameters=True)
