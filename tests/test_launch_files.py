@@ -1,79 +1,119 @@
 """launch/slurm.sbatch and launch/kubernetes.yaml as a cluster runs them, with both nodes on this machine."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from megabench.config import RunConfig
 from megabench.record import RunRecord
-from tests.study.compare_process import free_port
 
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[1]
 FLAGS = ["--model", "llama-tiny", "--num-layers", "2", "--seq-length", "64", "--device", "cpu", "--tp", "2"]
-# srun starts the same command once a node, passes signals on, and ends with the worst status
+SECONDS = 200
+# srun starts the command once a node and ends with the worst status; told to end, it kills its tasks at once
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
 command = sys.argv[sys.argv.index("torchrun"):]
-nodes = [subprocess.Popen(command, start_new_session=True) for _ in range(int(os.environ["SLURM_JOB_NUM_NODES"]))]
-signal.signal(signal.SIGUSR1, lambda number, frame: [node.send_signal(number) for node in nodes])
+nodes = [subprocess.Popen(command) for _ in range(int(os.environ["SLURM_JOB_NUM_NODES"]))]
+signal.signal(signal.SIGTERM, lambda number, frame: [node.kill() for node in nodes])
 sys.exit(max(abs(node.wait()) for node in nodes))
 """
 
 
+@contextmanager
+def started(commands: list[list[str]], environment: dict[str, str]) -> Iterator[list[subprocess.Popen[str]]]:
+    """The commands, running; at the end nothing below them is left."""
+    running = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for command in commands
+    ]
+    try:
+        yield running
+    finally:
+        for process in running:
+            try:
+                root = psutil.Process(process.pid)
+                family = [*root.children(recursive=True), root]
+            except psutil.NoSuchProcess:
+                continue
+            for member in family:
+                member.kill()
+            process.wait()
+
+
+def ends(running: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    printed = [process.communicate(timeout=SECONDS)[0] for process in running]
+    return [(process.returncode, text) for process, text in zip(running, printed, strict=True)]
+
+
+def free_port(first: int) -> int:
+    for port in range(first, first + 1000):
+        with socket.socket() as place:
+            if place.connect_ex(("localhost", port)):
+                return port
+    raise AssertionError("no port is free")
+
+
 @pytest.fixture
-def slurm(tmp_path: Path) -> dict[str, str]:
-    """The environment of a job of two nodes, in which srun and scontrol stand in for Slurm's."""
+def job(tmp_path: Path) -> dict[str, str]:
+    """The environment of a Slurm job of two nodes, in which srun and scontrol stand in for Slurm's."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\necho localhost\necho elsewhere\n"}.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    job = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
-    return os.environ | job | {"PATH": path, "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+    number = free_port(20000 + os.getpid() % 9000) - 20000  # the script makes a port of it
+    slurm = {"SLURM_JOB_ID": str(number), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    return os.environ | slurm | {"PATH": path, "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
 
 
-def test_slurm_runs_one_torchrun_a_node(slurm: dict[str, str], tmp_path: Path) -> None:
-    command = [
-        "bash",
-        "launch/slurm.sbatch",
-        "launch/pretrain.py",
-        *FLAGS,
-        "--steps",
-        "3",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    subprocess.run(command, cwd=ROOT, env=slurm, timeout=240, check=True)
+def batch(*flags: object) -> list[str]:
+    return ["bash", "launch/slurm.sbatch", "launch/pretrain.py", *FLAGS, *map(str, flags)]
+
+
+def test_slurm_runs_one_torchrun_a_node(job: dict[str, str], tmp_path: Path) -> None:
+    with started([batch("--steps", 3, "--out", tmp_path / "run")], job) as running:
+        [(status, printed)] = ends(running)
+    assert status == 0, printed
     record = RunRecord.read(tmp_path / "run" / "record.json")
     assert (record.world_size, record.layout.tp, record.layout.dp) == (4, 2, 2)
 
 
-def test_a_warned_slurm_job_saves(slurm: dict[str, str], tmp_path: Path) -> None:
-    folders = ["--save", str(tmp_path / "save"), "--out", str(tmp_path / "run")]
-    command = ["bash", "launch/slurm.sbatch", "launch/pretrain.py", *FLAGS, "--steps", "100000", *folders]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as job:
-        assert job.stdout
-        printed = ""
-        while "step " not in printed:
-            printed += (line := job.stdout.readline())
-            assert line, printed
-        time.sleep(1)
-        job.send_signal(signal.SIGUSR1)
-        printed += job.communicate(timeout=120)[0]
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_job_that_is_to_end_saves(job: dict[str, str], tmp_path: Path, number: signal.Signals) -> None:
+    """Slurm warns the tasks (SIGUSR1), or tells them and the batch script to end (SIGTERM)."""
+    flags = ("--steps", 5000, "--save", tmp_path / "save", "--out", tmp_path / "run")
+    with started([batch(*flags)], job) as running:
+        [script] = running
+        assert script.stdout
+        head = ""
+        while not re.search(r"^step ", head, re.MULTILINE):
+            head += (line := script.stdout.readline())
+            assert line, head
+        below = psutil.Process(script.pid).children(recursive=True)
+        tasks = [process for process in below if any(word.endswith("/torchrun") for word in process.cmdline())]
+        assert len(tasks) == 2
+        for task in [*tasks, *([psutil.Process(script.pid)] if number == signal.SIGTERM else [])]:
+            task.send_signal(number)
+        [(_, printed)] = ends(running)
     record = RunRecord.read(tmp_path / "run" / "record.json")
-    assert record.stopped_by == "SIGUSR1", printed
+    assert record.stopped_by == number.name, head + printed
     assert [path.name for path in (tmp_path / "save").glob("step-*")] == [f"step-{len(record.losses):08d}"]
 
 
@@ -90,8 +130,9 @@ def test_the_pods_of_the_manifest_find_each_other() -> None:
     assert pod["subdomain"] == service["metadata"]["name"] and spec["completionMode"] == "Indexed"
     assert f"--nnodes={spec['completions']}" in command and spec["parallelism"] == spec["completions"]
     # Kubernetes calls the first pod of an indexed job by the job's name and its index, below the service's
-    first_pod = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    first_pod = f"{job['metadata']['name']}-0.{service['metadata']['name']}.$(NAMESPACE).svc.cluster.local"
     assert any(flag.startswith(f"--rdzv-endpoint={first_pod}:") for flag in command)
+    assert "NAMESPACE" in [entry["name"] for entry in pod["containers"][0]["env"]]
     mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]}
 
@@ -100,13 +141,13 @@ def test_the_command_of_the_manifest_trains(tmp_path: Path) -> None:
     container = manifest()[1]["spec"]["template"]["spec"]["containers"][0]
     command = container["command"]
     launcher = command[: command.index("launch/pretrain.py") + 1]
-    here = {"--nproc-per-node": "2", "--rdzv-endpoint": f"localhost:{free_port()}"}
+    here = {"--nproc-per-node": "2", "--rdzv-endpoint": f"localhost:{free_port(29500)}"}
     launcher = [f"{name}={here[name]}" if (name := flag.split("=")[0]) in here else flag for flag in launcher]
-    environment = os.environ | {entry["name"]: entry["value"] for entry in container["env"]} | {"OMP_NUM_THREADS": "1"}
+    variables = {entry["name"]: entry.get("value", "default") for entry in container["env"]}
     torchrun = [str(Path(sys.executable).parent / launcher[0]), *launcher[1:]]
-    flags = [*FLAGS, "--steps", "3", "--out", str(tmp_path / "run")]
-    pods = [subprocess.Popen([*torchrun, *flags], cwd=ROOT, env=environment) for _ in range(2)]
-    assert [pod.wait(240) for pod in pods] == [0, 0]
+    pod = [*torchrun, *FLAGS, "--steps", "3", "--out", str(tmp_path / "run")]
+    with started([pod, pod], os.environ | variables | {"OMP_NUM_THREADS": "1"}) as running:
+        assert [status for status, _ in ends(running)] == [0, 0]
     assert RunRecord.read(tmp_path / "run" / "record.json").world_size == 4
     given = [flag.removeprefix("--").split("=")[0].replace("-", "_") for flag in command[len(launcher) :]]
     assert set(given) <= set(RunConfig.model_fields)

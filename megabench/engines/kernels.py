@@ -84,7 +84,7 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
         elementwise = "megabench fused" if run.device == "cuda" else "megabench unfused"
         weight_gradient = "summed up by its product"
     attention = PLAIN["attention"]
-    if run.layout.cp > 1 and run.shape.num_kv_heads // run.layout.tp % run.layout.cp == 0:
+    if run.layout.cp > 1 and run.shape.num_kv_heads % (run.layout.tp * run.layout.cp) == 0:
         attention += ", of a part of the heads"
     elif run.layout.cp > 1:
         attention += ", of a chunk's queries and all keys before"  # torch has its own flash kernel for that

@@ -77,7 +77,7 @@ class Job:
 
     def exchanges_heads(self, tp: int, cp: int) -> bool:
         """Whether context parallelism can give each rank KV heads of its own, and does."""
-        return cp > 1 and self.stack.exchanges_heads and self.shape.num_kv_heads // tp % cp == 0
+        return cp > 1 and self.stack.exchanges_heads and self.shape.num_kv_heads % (tp * cp) == 0
 
     @cached_property
     def ffn_matrices(self) -> int:

@@ -41,7 +41,8 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
     norms) are on every rank, and where gathered inputs are kept, half of them; GPT with dropout has its masks, 2·H, and
     scores without flash attention 5·N·S (dropout) or 2·N·S. Recomputed layers keep their input alone, 2·H (arXiv
     2205.05198, sections 4 and 5). Copies that eager code keeps: keys and values made contiguous (4·K·D), the
-    attention's output turned round (2·N·D), the gate's SiLU (2·F).
+    attention's output turned round (2·N·D), the gate's SiLU (2·F). Context parallelism that exchanges heads keeps
+    attention's output on both sides of the exchange.
     """
     shape, layout, stack = job.shape, candidate.layout, job.stack
     tokens = candidate.micro_batch * job.seq_length / layout.cp
@@ -52,6 +53,8 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
     per_head = shape.head_dim * (4 * shape.num_heads + 4 * shape.num_kv_heads)
     values = (8 + 2 * stack.dropout) * shape.hidden_size / cut
     values += (per_head + 2 * job.ffn_matrices * shape.ffn_size) / layout.tp
+    if job.exchanges_heads(layout.tp, layout.cp):
+        values += 2 * shape.num_heads * shape.head_dim / layout.tp
     if stack.keeps_gathered:
         values += 4 * shape.hidden_size * (1 - 1 / cut)
     if stack.copies_kept:

@@ -134,7 +134,8 @@ def reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: int =
 def exchange_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
     """All-to-all of so many bytes a rank in all, in equal calls: each rank sends every other its part directly.
 
-    Of n ranks, g on a host, one sends (g − 1)/n of it inside and (n − g)/n to other hosts, over NICs that all g share.
+    Of n ranks, g on a host, one sends (g − 1)/n of it inside and (n − g)/n to other hosts, over NICs that all g share;
+    none gets more of them than a ring gets alone.
     """
     if where.is_alone or num_bytes == 0:
         return 0.0
@@ -144,7 +145,8 @@ def exchange_seconds(profile: Profile, where: Span, num_bytes: float, calls: int
         rate = inner_bandwidth(where.host, where.inside, cost) * (cost.pair_share if where.size == 2 else 1.0)
         times.append((here - 1) / where.size * num_bytes / rate)
     if where.across:
-        times.append(here * (where.size - here) / where.size * num_bytes / _nic_bandwidth(profile, where))
+        rate = host_bandwidth(where.host, where.across, profile.links[where.across]) / where.sharing / here
+        times.append((where.size - here) / where.size * num_bytes / _at_most_alone(where, rate))
     base, _, hop = _costs(profile, where)
     return calls * (base + hop) + max(times)
 

@@ -35,7 +35,7 @@ def job_of(record: RunRecord) -> Job:
 
 
 def _stack_of(record: RunRecord) -> Stack:
-    """What the record's kernels were; those of a run that ended before it named them, the usual ones."""
+    """What the record's kernels were; those of a run that ended before it named them, the usual ones of old records."""
     # records from before there was a choice have even stages
     stages: Literal["balanced", "even"] = record.options.get("stages") or "even"
     keeps_gathered = bool(record.options.get("keep_gathered"))

@@ -29,9 +29,10 @@ class StudyStopped(Exception):
 
 
 def note_signals() -> list[int]:
-    """From now on SIGINT and SIGTERM are collected in the list returned, so that children can be ended in order."""
+    """From now on SIGINT, SIGTERM and SIGUSR1 (a scheduler's warning) are collected in the list returned, so that
+    children can be ended in order."""
     received: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: received.append(number))
     return received
 

@@ -84,6 +84,8 @@ def try_out(
         if axis in process_groups:
             tail.read_on()
             (_first_sends if axis == "pp" else _first_collectives)(process_groups[axis], device)
+            if axis == "cp":  # whose ranks each send to all others
+                _first_exchange(process_groups[axis], device)
             said = tail.read_on()
             heard[axis] = said.transports
             unknown += said.unknown
@@ -125,6 +127,12 @@ def _first_collectives(group: ProcessGroup, device: torch.device) -> None:
     dist.all_gather_into_tensor(whole, part, group=group)
     dist.reduce_scatter_tensor(part, whole, group=group)
     dist.all_reduce(whole, group=group)
+    synchronize(device)
+
+
+def _first_exchange(group: ProcessGroup, device: torch.device) -> None:
+    whole = torch.zeros(_PROBE_BYTES // 4 // group.size() * group.size(), device=device)
+    dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
     synchronize(device)
 
 

@@ -23,6 +23,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-dp2": (4, {"tp": 2}),
     "dp4": (4, {}),
     "cp2": (2, {"cp": 2, "micro_batch": 2}),
+    "cp4": (4, {"cp": 4, "micro_batch": 2, "recompute": "selective"}),
     "cp3-chunks": (3, {"cp": 3, "seq_length": 48, "micro_batch": 2}),  # which do not divide the four KV heads
     "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2}),
     "pp2-five-layers": (2, {"pp": 2, "num_layers": 5}),

@@ -127,29 +127,34 @@ class CausalAttention(nn.Module):
         if self.cp_group.size() == 1:
             context = self._attend(query, key, value)
         elif key.shape[2] % self.cp_group.size() == 0:
-            context = self._by_heads(query, key, value)
+            context = self._to_sequence(self._attend(*self._to_heads(query, key, value)))
         else:
             context = self._by_chunks(query, key, value)
-        return rearrange(context, "b n s d -> s b (n d)")
+        return context.flatten(2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Over whole sequences; returns [B, N, S, D]."""
+        """Over whole sequences; returns [S, B, N, D]."""
         query, key, value = (rearrange(tensor, "s b n d -> b n s d") for tensor in (query, key, value))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+        context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+        return rearrange(context, "b n s d -> s b n d")
 
-    def _by_heads(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The same of a context-parallel rank's two chunks, with whole sequences of a part of the heads."""
+    def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """A context-parallel rank's two chunks of all heads [S, B, N, D] -> whole sequences [S·cp, B, N/cp, D] of its
+        part of the heads; one message to each rank."""
         size = self.cp_group.size()
-        # parts of the heads go to one rank each, queries, keys and values together
-        parts = [rearrange(tensor, "s b (r n) d -> r s b n d", r=size) for tensor in (query, key, value)]
-        heads = all_to_all(self.cp_group, torch.cat(parts, dim=3)).flatten(0, 1)
-        context = self._attend(*map(self._in_order, heads.split([part.shape[3] for part in parts], dim=2)))
-        chunks = rearrange(context, "b n s d -> s b n d").chunk(2 * size)
+        parts = [rearrange(tensor, "s b (r n) d -> r s b n d", r=size) for tensor in tensors]
+        mine = all_to_all(self.cp_group, torch.cat(parts, dim=3)).flatten(0, 1)
+        return [self._in_order(part) for part in mine.split([part.shape[3] for part in parts], dim=2)]
+
+    def _to_sequence(self, context: Tensor) -> Tensor:
+        """The way back of `_to_heads`: [S·cp, B, N/cp, D] -> [S, B, N, D]."""
+        size = self.cp_group.size()
+        chunks = context.chunk(2 * size)
         zigzag = [chunk for rank in range(size) for chunk in (chunks[rank], chunks[2 * size - 1 - rank])]
-        return rearrange(all_to_all(self.cp_group, torch.cat(zigzag)), "(r s) b n d -> b (r n) s d", r=size)
+        return rearrange(all_to_all(self.cp_group, torch.cat(zigzag)), "(r s) b n d -> s b (r n) d", r=size)
 
     def _by_chunks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The same of a context-parallel rank's two chunks, with all keys and values; returns [B, N, S, D]."""
+        """A context-parallel rank's two chunks, with all keys and values; returns [S, B, N, D]."""
         size, rank = self.cp_group.size(), self.cp_group.rank()
         chunk = query.shape[0] // 2
         key, value = (
@@ -169,7 +174,7 @@ class CausalAttention(nn.Module):
                     enable_gqa=True,
                 )
             )
-        return torch.cat(parts, dim=2)
+        return rearrange(torch.cat(parts, dim=2), "b n s d -> s b n d")
 
     def _in_order(self, ranks: Tensor) -> Tensor:
         """What all ranks hold of a sequence, [S·cp, …] rank by rank, put back from zigzag into sequence order."""
