@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import yaml
 
 from megabench.config import RunConfig
 from megabench.record import RunRecord
+from tests.study.compare_process import REPOSITORY, free_port, start
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[1]
 FLAGS = ["--model", "llama-tiny", "--num-layers", "2", "--seq-length", "64", "--device", "cpu", "--tp", "2"]
 SECONDS = 200
 # srun starts the command once a node and ends with the worst status; told to end, it kills its tasks at once
@@ -34,39 +34,18 @@ sys.exit(max(abs(node.wait()) for node in nodes))
 
 
 @contextmanager
-def started(commands: list[list[str]], environment: dict[str, str]) -> Iterator[list[subprocess.Popen[str]]]:
+def started(*commands: list[str], **variables: str) -> Iterator[list[subprocess.Popen[str]]]:
     """The commands, running; at the end nothing below them is left."""
-    running = [
-        subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for command in commands
-    ]
+    running = [start(command, **variables) for command in commands]
     try:
         yield running
     finally:
         for process in running:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 root = psutil.Process(process.pid)
-                family = [*root.children(recursive=True), root]
-            except psutil.NoSuchProcess:
-                continue
-            for member in family:
-                member.kill()
+                for member in [*root.children(recursive=True), root]:
+                    member.kill()
             process.wait()
-
-
-def ends(running: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    printed = [process.communicate(timeout=SECONDS)[0] for process in running]
-    return [(process.returncode, text) for process, text in zip(running, printed, strict=True)]
-
-
-def free_port(first: int) -> int:
-    for port in range(first, first + 1000):
-        with socket.socket() as place:
-            if place.connect_ex(("localhost", port)):
-                return port
-    raise AssertionError("no port is free")
 
 
 @pytest.fixture
@@ -78,9 +57,17 @@ def job(tmp_path: Path) -> dict[str, str]:
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    number = free_port(20000 + os.getpid() % 9000) - 20000  # the script makes a port of it
-    slurm = {"SLURM_JOB_ID": str(number), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
-    return os.environ | slurm | {"PATH": path, "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+    slurm = {"SLURM_JOB_ID": free_job_id(), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    return slurm | {"PATH": path, "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+
+
+def free_job_id() -> str:
+    """One of which the script makes a port that nobody listens on."""
+    for number in range(os.getpid() % 9000, 10000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("localhost", 20000 + number)):
+                return str(number)
+    raise AssertionError("no port is free")
 
 
 def batch(*flags: object) -> list[str]:
@@ -88,9 +75,9 @@ def batch(*flags: object) -> list[str]:
 
 
 def test_slurm_runs_one_torchrun_a_node(job: dict[str, str], tmp_path: Path) -> None:
-    with started([batch("--steps", 3, "--out", tmp_path / "run")], job) as running:
-        [(status, printed)] = ends(running)
-    assert status == 0, printed
+    with started(batch("--steps", 3, "--out", tmp_path / "run"), **job) as [script]:
+        _, stderr = script.communicate(timeout=SECONDS)
+    assert script.returncode == 0, stderr
     record = RunRecord.read(tmp_path / "run" / "record.json")
     assert (record.world_size, record.layout.tp, record.layout.dp) == (4, 2, 2)
 
@@ -99,8 +86,7 @@ def test_slurm_runs_one_torchrun_a_node(job: dict[str, str], tmp_path: Path) -> 
 def test_a_job_that_is_to_end_saves(job: dict[str, str], tmp_path: Path, number: signal.Signals) -> None:
     """Slurm warns the tasks (SIGUSR1), or tells them and the batch script to end (SIGTERM)."""
     flags = ("--steps", 5000, "--save", tmp_path / "save", "--out", tmp_path / "run")
-    with started([batch(*flags)], job) as running:
-        [script] = running
+    with started(batch(*flags), **job) as [script]:
         assert script.stdout
         head = ""
         while not re.search(r"^step ", head, re.MULTILINE):
@@ -111,14 +97,14 @@ def test_a_job_that_is_to_end_saves(job: dict[str, str], tmp_path: Path, number:
         assert len(tasks) == 2
         for task in [*tasks, *([psutil.Process(script.pid)] if number == signal.SIGTERM else [])]:
             task.send_signal(number)
-        [(_, printed)] = ends(running)
+        tail, stderr = script.communicate(timeout=SECONDS)
     record = RunRecord.read(tmp_path / "run" / "record.json")
-    assert record.stopped_by == number.name, head + printed
+    assert record.stopped_by == number.name, head + tail + stderr
     assert [path.name for path in (tmp_path / "save").glob("step-*")] == [f"step-{len(record.losses):08d}"]
 
 
 def manifest() -> tuple[dict[str, Any], dict[str, Any]]:
-    service, job = yaml.safe_load_all((ROOT / "launch/kubernetes.yaml").read_text())
+    service, job = yaml.safe_load_all((REPOSITORY / "launch/kubernetes.yaml").read_text())
     return service, job
 
 
@@ -141,13 +127,14 @@ def test_the_command_of_the_manifest_trains(tmp_path: Path) -> None:
     container = manifest()[1]["spec"]["template"]["spec"]["containers"][0]
     command = container["command"]
     launcher = command[: command.index("launch/pretrain.py") + 1]
-    here = {"--nproc-per-node": "2", "--rdzv-endpoint": f"localhost:{free_port(29500)}"}
+    here = {"--nproc-per-node": "2", "--rdzv-endpoint": f"localhost:{free_port()}"}
     launcher = [f"{name}={here[name]}" if (name := flag.split("=")[0]) in here else flag for flag in launcher]
     variables = {entry["name"]: entry.get("value", "default") for entry in container["env"]}
     torchrun = [str(Path(sys.executable).parent / launcher[0]), *launcher[1:]]
     pod = [*torchrun, *FLAGS, "--steps", "3", "--out", str(tmp_path / "run")]
-    with started([pod, pod], os.environ | variables | {"OMP_NUM_THREADS": "1"}) as running:
-        assert [status for status, _ in ends(running)] == [0, 0]
+    with started(pod, pod, **variables, OMP_NUM_THREADS="1") as pods:
+        printed = [each.communicate(timeout=SECONDS) for each in pods]
+    assert [each.returncode for each in pods] == [0, 0], printed
     assert RunRecord.read(tmp_path / "run" / "record.json").world_size == 4
     given = [flag.removeprefix("--").split("=")[0].replace("-", "_") for flag in command[len(launcher) :]]
     assert set(given) <= set(RunConfig.model_fields)

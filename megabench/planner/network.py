@@ -88,23 +88,24 @@ def ring_bandwidth(profile: Profile, where: Span) -> float:
     """
     rates = []
     if where.inside:
-        cost = profile.links[where.inside]
-        rates.append(inner_bandwidth(where.host, where.inside, cost) * (cost.pair_share if where.size == 2 else 1.0))
+        rates.append(_link_bandwidth(profile, where))
     if where.across:
-        rates.append(_nic_bandwidth(profile, where))
+        rates.append(_nic_bandwidth(profile, where, where.sharing))
     return min(rates)
 
 
-def _nic_bandwidth(profile: Profile, where: Span) -> float:
-    """A group's part of its host's NICs, bytes a second."""
+def _link_bandwidth(profile: Profile, where: Span) -> float:
+    """What a rank of a group sends inside its host, bytes a second; two ranks alone reach less than more do."""
+    assert where.inside
+    cost = profile.links[where.inside]
+    return inner_bandwidth(where.host, where.inside, cost) * (cost.pair_share if where.size == 2 else 1.0)
+
+
+def _nic_bandwidth(profile: Profile, where: Span, flows: float) -> float:
+    """What each of so many flows, of rings or of single ranks, gets of a host's NICs, bytes a second."""
     assert where.across
-    cost = profile.links[where.across]
-    return _at_most_alone(where, host_bandwidth(where.host, where.across, cost) / where.sharing)
-
-
-def _at_most_alone(where: Span, rate: float) -> float:
-    """No more than one ring of ranks, or one that sends, gets of a host's NICs while no other uses them."""
-    return min(rate, where.host.ring_gbits / 8 * 1e9) if where.host.ring_gbits else rate
+    part = host_bandwidth(where.host, where.across, profile.links[where.across]) / flows
+    return min(part, where.host.ring_gbits / 8 * 1e9) if where.host.ring_gbits else part
 
 
 def _costs(profile: Profile, where: Span) -> tuple[float, float, float]:
@@ -141,12 +142,10 @@ def exchange_seconds(profile: Profile, where: Span, num_bytes: float, calls: int
         return 0.0
     here, times = where.size / where.hosts, [0.0]
     if where.inside:
-        cost = profile.links[where.inside]
-        rate = inner_bandwidth(where.host, where.inside, cost) * (cost.pair_share if where.size == 2 else 1.0)
-        times.append((here - 1) / where.size * num_bytes / rate)
+        times.append((here - 1) / where.size * num_bytes / _link_bandwidth(profile, where))
     if where.across:
-        rate = host_bandwidth(where.host, where.across, profile.links[where.across]) / where.sharing / here
-        times.append((where.size - here) / where.size * num_bytes / _at_most_alone(where, rate))
+        rate = _nic_bandwidth(profile, where, where.sharing * here)
+        times.append((where.size - here) / where.size * num_bytes / rate)
     base, _, hop = _costs(profile, where)
     return calls * (base + hop) + max(times)
 
@@ -172,7 +171,7 @@ def all_reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: i
     base, inside, across = _costs(profile, where)
     ring -= calls * base
     latency = base + 2 * ((where.size / where.hosts - 1) * inside + log2(where.hosts) * across)
-    times = [2 * (where.hosts - 1) / where.hosts * num_bytes / _nic_bandwidth(profile, where)]
+    times = [2 * (where.hosts - 1) / where.hosts * num_bytes / _nic_bandwidth(profile, where, where.sharing)]
     if where.inside:
         times.append(num_bytes / inner_bandwidth(where.host, where.inside, profile.links[where.inside]))
     return min(ring, calls * latency + log2(where.hosts) * max(times))
@@ -193,6 +192,5 @@ def send_seconds(profile: Profile, where: Span, num_bytes: float, ranks_per_host
     if where.across:
         cost = profile.links[where.across]
         flows = where.sharing if where.across == "socket" else max(where.sharing, ranks_per_host)
-        rate = _at_most_alone(where, host_bandwidth(where.host, where.across, cost) / flows)
-        times.append(cost.base_seconds + cost.hop_seconds + num_bytes / rate)
+        times.append(cost.base_seconds + cost.hop_seconds + num_bytes / _nic_bandwidth(profile, where, flows))
     return max(times)

@@ -39,12 +39,14 @@ def _stack_of(record: RunRecord) -> Stack:
     # records from before there was a choice have even stages
     stages: Literal["balanced", "even"] = record.options.get("stages") or "even"
     keeps_gathered = bool(record.options.get("keep_gathered"))
+    attention = (record.kernels or {}).get("attention", "")
+    exchanges_heads = "part of the heads" in attention
     if record.kernels is None:
-        return Stack(stages=stages, keeps_gathered=keeps_gathered, exchanges_heads=False)
+        return Stack(stages=stages, keeps_gathered=keeps_gathered, exchanges_heads=exchanges_heads)
     activation, loss = record.kernels.get("activation", ""), record.kernels.get("cross_entropy", "")
     return Stack(
-        flash_attention="eager" not in record.kernels.get("attention", ""),
-        exchanges_heads="part of the heads" in record.kernels.get("attention", ""),
+        flash_attention="eager" not in attention,
+        exchanges_heads=exchanges_heads,
         fused="unfused" not in activation,
         fused_loss="linear_cross_entropy" in loss,
         fuses_weight_gradient=record.kernels.get("weight_gradient") in ("apex", "summed up by its product"),
