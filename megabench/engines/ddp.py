@@ -66,7 +66,7 @@ class DdpEngine:
         shared.fuse(model, run)
         shared.materialize(model, self.device)
         shared.prepare(model, run, self.device)
-        values = shared.InitialValues(run)
+        values = shared.InitialValues(run, self.device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(values.read(name, 0, parameter.numel(), self.device).to(dtype).view(parameter.shape))

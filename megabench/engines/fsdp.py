@@ -69,9 +69,10 @@ class FsdpEngine:
                 unit.compile()
             reshard = run.reshard_after_forward and is_block
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
-        shared.materialize(model, torch.device("cpu") if run.offload == "all" else self.device)
+        home = torch.device("cpu") if run.offload == "all" else self.device
+        shared.materialize(model, home)
         shared.prepare(model, run, self.device)
-        values = shared.InitialValues(run)
+        values = shared.InitialValues(run, home)
         for name, parameter in model.named_parameters():
             self._fill(name, parameter, values)
         return model

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megabench.checkpoint.manifest import MANIFEST_NAME
@@ -18,13 +19,13 @@ def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def initial_weights(run: ResolvedConfig) -> Weights:
-    """Those of the directory that `model` names, or drawn ones for a name of the catalogue.
+def initial_weights(run: ResolvedConfig, device: torch.device) -> Weights:
+    """Those of the directory that `model` names, or drawn ones, on `device`, for a name of the catalogue.
 
     ModelFilesError or CheckpointError where the directory's are not whole; none are read yet.
     """
     if not is_directory(run.model):
-        return InitialWeights(run.shape, run.seed)
+        return InitialWeights(run.shape, run.seed, device)
     folder = Path(run.model)
     if (folder / MANIFEST_NAME).exists():
         return open_weights(folder, *_place())

@@ -94,8 +94,8 @@ def mean_loss(wrapped: nn.Module, model: PreTrainedModel, batch: Batch) -> Tenso
 class InitialValues:
     """The values that a run's parameters start from, by ranges of their elements, in fp32."""
 
-    def __init__(self, run: ResolvedConfig) -> None:
-        self._weights, self._sizes = initial_weights(run), hugging_face_shapes(run.shape)
+    def __init__(self, run: ResolvedConfig, device: torch.device) -> None:
+        self._weights, self._sizes = initial_weights(run, device), hugging_face_shapes(run.shape)
 
     def read(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
         """Elements `start` to `stop`, counted through the parameter's rows, and zeros beyond its end.

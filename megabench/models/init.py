@@ -2,13 +2,14 @@
 
 Each Hugging Face parameter is drawn in fp32 tiles, every tile from a generator of its own seeded by run seed, name and
 tile position. A shard draws only the tiles that it touches, so all layouts and engines start from the same weights,
-and no process ever holds the whole model.
+and no process ever holds the whole model. Tiles are drawn on CPU, so that they are the same on every device.
 """
 
 import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,20 +18,25 @@ from megabench.models.shape import ModelShape
 from megabench.runtime.rendezvous import share_of_cores
 
 TILE = 1024  # rows and columns of a tile
+CPU = torch.device("cpu")
 _STD = 0.02  # initializer_range of transformers' Llama, GPT-2 and BLOOM
 
 
 class InitialWeights:
-    """The weights that a model starts from when it has none; see `megabench.models.weights.Weights`."""
+    """The weights that a model starts from when it has none; see `megabench.models.weights.Weights`.
 
-    def __init__(self, shape: ModelShape, seed: int) -> None:
-        self._shape, self._seed = shape, seed
+    Their blocks are put together on `device`. Eight processes of one host that took such blocks from the system, and
+    gave each back, spent most of their start on that.
+    """
+
+    def __init__(self, shape: ModelShape, seed: int, device: torch.device = CPU) -> None:
+        self._shape, self._seed, self._device = shape, seed, device
         self._sizes = hugging_face_shapes(shape)
 
     def read(self, wanted: Piece) -> Tensor:
-        """A block in fp32."""
+        """A block in fp32, on the device of these weights."""
         std = standard_deviation(wanted.name, self._shape)
-        return initial_piece(wanted, self._sizes[wanted.name], std, self._seed)
+        return initial_piece(wanted, self._sizes[wanted.name], std, self._seed, self._device)
 
 
 def standard_deviation(name: str, shape: ModelShape) -> float:
@@ -40,15 +46,17 @@ def standard_deviation(name: str, shape: ModelShape) -> float:
     return _STD
 
 
-def initial_piece(piece: Piece, full_shape: tuple[int, ...], std: float, seed: int) -> Tensor:
-    """The initial values of a block of a Hugging Face parameter: fp32 on CPU, [rows, columns] or [rows].
+def initial_piece(
+    piece: Piece, full_shape: tuple[int, ...], std: float, seed: int, device: torch.device = CPU
+) -> Tensor:
+    """The initial values of a block of a Hugging Face parameter: fp32 on `device`, [rows, columns] or [rows].
 
     Vectors are norm weights, which start at one, or biases, at zero. `full_shape` is the shape of the whole parameter.
     """
     if piece.columns is None:
-        return torch.zeros(piece.num_rows) if piece.name.endswith(".bias") else torch.ones(piece.num_rows)
+        return torch.full((piece.num_rows,), 0.0 if piece.name.endswith(".bias") else 1.0, device=device)
     (top, bottom), (left, right) = piece.rows, piece.columns
-    block = torch.empty(bottom - top, right - left)
+    block = torch.empty(bottom - top, right - left, device=device)
 
     def draw(position: tuple[int, int]) -> None:
         row, column = position
@@ -59,16 +67,27 @@ def initial_piece(piece: Piece, full_shape: tuple[int, ...], std: float, seed: i
         tile = torch.empty(height, width).normal_(0.0, std, generator=generator)
         first_row, last_row = max(top, row * TILE), min(bottom, row * TILE + height)
         first_column, last_column = max(left, column * TILE), min(right, column * TILE + width)
-        # by numpy, which copies in this thread: torch would start as many threads of its own in each of these
-        block.numpy()[first_row - top : last_row - top, first_column - left : last_column - left] = tile.numpy()[
+        target = block[first_row - top : last_row - top, first_column - left : last_column - left]
+        values = tile.numpy()[
             first_row - row * TILE : last_row - row * TILE, first_column - column * TILE : last_column - column * TILE
         ]
+        # by numpy, which copies in this thread: torch would start as many threads of its own in each of these
+        if device.type == "cpu":
+            target.numpy()[:] = values
+        else:
+            target.copy_(torch.from_numpy(np.ascontiguousarray(values)))
 
     tiles = [
         (row, column)
         for row in range(top // TILE, -(-bottom // TILE))
         for column in range(left // TILE, -(-right // TILE))
     ]
-    with ThreadPoolExecutor(share_of_cores()) as pool:  # drawing releases the interpreter lock
+    # drawing releases the interpreter lock; a thread that is bound to no GPU would open GPU 0
+    with ThreadPoolExecutor(share_of_cores(), initializer=_bind, initargs=(device,)) as pool:
         list(pool.map(draw, tiles))
     return block
+
+
+def _bind(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

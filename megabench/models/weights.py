@@ -12,12 +12,15 @@ class Weights(Protocol):
     """The weights of a model, of which each process reads what it needs."""
 
     def read(self, wanted: Piece) -> Tensor:
-        """A block of a Hugging Face tensor, on CPU and in a dtype that loses nothing: [rows, columns] or [rows]."""
+        """A block of a Hugging Face tensor, in a dtype that loses nothing: [rows, columns] or [rows].
+
+        On CPU, but for drawn weights of another device.
+        """
         ...
 
 
 def read_shard(weights: Weights, cut: Shard) -> Tensor:
-    """A tensor-parallel shard on CPU, padding rows zero."""
+    """A tensor-parallel shard where `weights` puts its blocks, padding rows zero."""
     # each tensor once: the pieces of its query groups are neighbours
     spans = {span.name: (span.rows[0], weights.read(span)) for span in cut.spans()}
     blocks = []
@@ -25,12 +28,12 @@ def read_shard(weights: Weights, cut: Shard) -> Tensor:
         first, block = spans[piece.name]
         blocks.append(block[piece.rows[0] - first : piece.rows[1] - first])
     if cut.padding_rows:
-        blocks.append(torch.zeros(cut.padding_rows, *blocks[0].shape[1:], dtype=blocks[0].dtype))
+        blocks.append(blocks[0].new_zeros(cut.padding_rows, *blocks[0].shape[1:]))
     return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
 
 
 def read_flat(weights: Weights, name: str, shapes: Shapes, start: int, stop: int) -> Tensor:
-    """Elements `start` to `stop` of a Hugging Face tensor, counted through its rows, on CPU: [stop−start].
+    """Elements `start` to `stop` of a Hugging Face tensor, counted through its rows: [stop−start].
 
     Elements beyond the tensor's end are zero.
     """

@@ -21,7 +21,7 @@ class Reference:
         self.run = run
         self.device = device
         self.model = build_model(transformers_config(run.shape)).float().to(device)
-        weights = initial_weights(run)
+        weights = initial_weights(run, torch.device("cpu"))
         shapes = hugging_face_shapes(run.shape)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():

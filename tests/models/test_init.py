@@ -27,6 +27,17 @@ def test_a_block_does_not_depend_on_its_cut() -> None:
         assert torch.equal(block, whole[slice(*rows), slice(*columns)])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_holds_the_same_values() -> None:
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    for rows, columns in [((0, 2 * TILE + 100), (0, TILE + 30)), ((TILE - 3, 2 * TILE + 50), (TILE - 1, TILE + 9))]:
+        piece, size = Piece("w", rows, columns), (2 * TILE + 100, TILE + 30)
+        block = initial_piece(piece, size, 1.0, seed=7, device=last)
+        assert block.device == last
+        assert torch.equal(block.cpu(), initial_piece(piece, size, 1.0, seed=7))
+
+
 def test_seed_name_and_tile_all_matter() -> None:
     def draw(name: str, seed: int) -> torch.Tensor:
         return initial_piece(Piece(name, (0, 2 * TILE), (0, 8)), (2 * TILE, 8), 1.0, seed)

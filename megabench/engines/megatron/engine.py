@@ -55,7 +55,7 @@ class MegatronEngine:
         self.transformer_config = transformer_config(run)
         # communication overlaps with compute wherever there are replicas to talk to
         overlap = layout.data_parallel * layout.cp > 1
-        weights, stage = initial_weights(run), self.groups.pp.rank()
+        weights, stage = initial_weights(run, self.device), self.groups.pp.rank()
         chunks = []
         for number in range(layout.vp):
             is_first = number == 0 and stage == 0
