@@ -109,14 +109,14 @@ class LinkBandwidth(_Part):
     """What the network between hosts achieved at the start of the run, in GB/s.
 
     `all_gather_gb_per_s` is the bus bandwidth of an all-gather over all ranks, `send_recv_gb_per_s` that of one rank
-    sending to one on the next host; each moved `num_bytes` a rank. `all_send_gb_per_s` is what the ranks of a host sent
-    in sum, `num_bytes` together, at the same time, each to one on the next host: more than a ring's where a ring leaves
-    the network idle.
+    sending to one on the next host; each moved `num_bytes` a rank. `all_rings_gb_per_s` is what a host sent while each
+    of its ranks was in an all-gather with one rank of every other host, `num_bytes` together: more than a single ring's
+    where that leaves the network idle.
     """
 
     all_gather_gb_per_s: float
     send_recv_gb_per_s: float
-    all_send_gb_per_s: float | None = None
+    all_rings_gb_per_s: float | None = None
     num_bytes: int
 
 

@@ -72,7 +72,7 @@ class Console:
             link = network.bandwidth
             print(
                 f"between hosts{emulated}: all-gather {link.all_gather_gb_per_s:.3g} GB/s, one rank to another "
-                f"{link.send_recv_gb_per_s:.3g} GB/s, all of a host to another {link.all_send_gb_per_s:.3g} GB/s"
+                f"{link.send_recv_gb_per_s:.3g} GB/s, each of a host in its own ring {link.all_rings_gb_per_s:.3g} GB/s"
             )
         for warning in (*placement.warnings, *network.warnings):
             print(f"WARNING: {warning}")

@@ -145,39 +145,61 @@ def _first_sends(group: ProcessGroup, device: torch.device) -> None:
         if 0 <= peer < group.size()
         for operation in (dist.isend, dist.irecv)
     ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    _finish(operations)
     synchronize(device)
 
 
+def _finish(operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
 def measure_bandwidth(topology: Topology, device: torch.device) -> LinkBandwidth:
-    """What the network between hosts gives now: to a ring of all ranks, to one rank, and to all ranks of a host."""
+    """What the network between hosts gives now: to a ring of all ranks, to one rank, and to a ring for each rank of a
+    host. Point-to-point messages of all ranks at once would not tell: over sockets they get less than one ring.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     numel = _BANDWIDTH_BYTES[device.type] // 4 // world_size * world_size
     whole = torch.zeros(numel, device=device)
     part = whole[: numel // world_size].clone()
     received = torch.empty_like(whole)
-    seats = min(map(len, topology.ranks_by_host))
-    hosts = [ranks[:seats] for ranks in topology.ranks_by_host]
-    pairs = [pair for host, ranks in enumerate(hosts) for pair in zip(hosts[host - 1], ranks, strict=True)]
+    hosts = topology.ranks_by_host
+    sender, receiver = hosts[0][0], hosts[1][0]
 
-    def send(pairs: Sequence[tuple[int, int]], numel: int) -> None:
-        """Each first rank of a pair sends to the second."""
-        operations = [dist.P2POp(dist.isend, whole[:numel], there) for here, there in pairs if here == rank]
-        operations += [dist.P2POp(dist.irecv, received[:numel], here) for here, there in pairs if there == rank]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+    def send() -> None:
+        if rank == sender:
+            _finish([dist.P2POp(dist.isend, whole, receiver)])
+        elif rank == receiver:
+            _finish([dist.P2POp(dist.irecv, received, sender)])
 
     gather_seconds = _time(lambda: dist.all_gather_into_tensor(whole, part), device)
-    send_seconds = _time(lambda: send(pairs[:1], numel), device)
-    all_send_seconds = _time(lambda: send(pairs, numel // seats), device)
+    send_seconds = _time(send, device)
     num_bytes = numel * 4
+    one_ring = num_bytes * (world_size - 1) / world_size / gather_seconds / 1e9
     return LinkBandwidth(
-        all_gather_gb_per_s=num_bytes * (world_size - 1) / world_size / gather_seconds / 1e9,
+        all_gather_gb_per_s=one_ring,
         send_recv_gb_per_s=num_bytes / send_seconds / 1e9,
-        all_send_gb_per_s=num_bytes / all_send_seconds / 1e9,
+        all_rings_gb_per_s=_all_rings(hosts, whole, device) if min(map(len, hosts)) > 1 else one_ring,
         num_bytes=num_bytes,
     )
+
+
+def _all_rings(hosts: Sequence[Sequence[int]], whole: torch.Tensor, device: torch.device) -> float:
+    """GB/s that a host sends while its first rank gathers with the first of every host, its second with the second…"""
+    rings = list(zip(*hosts, strict=False))  # ranks that other hosts have no counterpart of sit out
+    made = [dist.new_group(list(ring)) for ring in rings]
+    mine = next((group for ring, group in zip(rings, made, strict=True) if dist.get_rank() in ring), None)
+    part = whole[: whole.numel() // len(rings) // len(hosts)]
+    gathered = whole[: part.numel() * len(hosts)].clone()
+
+    def gather() -> None:
+        if mine:
+            dist.all_gather_into_tensor(gathered, part, group=mine)
+
+    seconds = _time(gather, device)
+    if mine:
+        dist.destroy_process_group(mine)
+    return part.numel() * 4 * (len(hosts) - 1) * len(rings) / seconds / 1e9
 
 
 def _time(operation: Callable[[], object], device: torch.device) -> float:

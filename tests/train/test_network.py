@@ -12,30 +12,43 @@ from tests import distributed
 pytestmark = pytest.mark.distributed
 
 
-def measured(topology: Topology) -> tuple[LinkBandwidth, list[tuple[int, ...]]]:
-    """What was measured, and the ranks that this one sent to, in each exchange."""
-    exchanges, batch = [], dist.batch_isend_irecv
+def measured(topology: Topology) -> tuple[LinkBandwidth, list[list[int]], list[tuple[int, ...]]]:
+    """What was measured, the ranks of each all-gather that this one took part in, and whom it sent to."""
+    gathers, sends = [], []
+    gather, batch = dist.all_gather_into_tensor, dist.batch_isend_irecv
 
-    def note(operations: list[dist.P2POp]) -> list[dist.Work]:
-        exchanges.append(tuple(operation.peer for operation in operations if operation.op is dist.isend))
+    def note_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+        gathers.append(dist.get_process_group_ranks(group or dist.group.WORLD))
+        gather(whole, part, group=group)
+
+    def note_sends(operations: list[dist.P2POp]) -> list[dist.Work]:
+        sends.append(tuple(operation.peer for operation in operations if operation.op is dist.isend))
         return batch(operations)
 
-    dist.batch_isend_irecv = note
+    dist.all_gather_into_tensor, dist.batch_isend_irecv = note_gather, note_sends
     try:
-        return measure_bandwidth(topology, torch.device("cpu")), exchanges
+        return measure_bandwidth(topology, torch.device("cpu")), gathers, sends
     finally:
-        dist.batch_isend_irecv = batch
+        dist.all_gather_into_tensor, dist.batch_isend_irecv = gather, batch
 
 
-def test_one_rank_sends_alone_and_then_all_of_every_host_to_the_next() -> None:
+def test_a_ring_of_all_ranks_one_message_and_a_ring_for_each_rank_of_a_host() -> None:
     host = Host("host", "cpu", "shm", "socket")
     topology = build([(host, 2, 2), (host, 3, 3)])  # one seat more on the second host, which has no partner
     answers = distributed.run(measured, 5, topology)
-    everyone = [{receivers for receivers in exchanges if receivers} for _, exchanges in answers]
-    assert everyone == [{(2,)}, {(3,)}, {(0,)}, {(1,)}, set()]
-    sends = [sum(map(len, exchanges)) for _, exchanges in answers]
-    assert sends[0] == sends[1] == sends[3] > 1
-    assert sends[2] == 2 * sends[0], "this rank alone sends while no other does"
-    for link, _ in answers:
+    everyone = list(range(5))
+    rings = [[ring for ring in gathers if ring != everyone] for _, gathers, _ in answers]
+    repeats = len(rings[0])
+    assert repeats > 1
+    assert rings == [repeats * [ring] for ring in ([0, 2], [1, 3], [0, 2], [1, 3])] + [[]]
+    assert all(gathers.count(everyone) == repeats for _, gathers, _ in answers)
+    assert [{peers for peers in sends if peers} for _, _, sends in answers] == [{(2,)}, set(), set(), set(), set()]
+    for link, _, _ in answers:
         assert link.num_bytes > 0
-        assert min(link.all_gather_gb_per_s, link.send_recv_gb_per_s, link.all_send_gb_per_s) > 0
+        assert min(link.all_gather_gb_per_s, link.send_recv_gb_per_s, link.all_rings_gb_per_s) > 0
+
+
+def test_hosts_of_one_rank_have_one_ring() -> None:
+    topology = build([(Host("host", "cpu", "shm", "socket"), 1, 1)] * 2)
+    for link, _, _ in distributed.run(measured, 2, topology):
+        assert link.all_rings_gb_per_s == link.all_gather_gb_per_s

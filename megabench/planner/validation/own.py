@@ -64,7 +64,7 @@ def _topology(record: RunRecord, study: Sequence[RunRecord]) -> Topology:
         device=record.device or "",
         inside="pcie",
         network="socket",
-        network_gbits=_median_gbits([link.all_send_gb_per_s for link in measured if link.all_send_gb_per_s]) or ring,
+        network_gbits=_median_gbits([link.all_rings_gb_per_s for link in measured if link.all_rings_gb_per_s]) or ring,
         nvlink_gb_per_s=450.0,
         ring_gbits=ring,
     )

@@ -135,11 +135,11 @@ def _place(trial: Shown, slug: str) -> dict[str, Any]:
 
 
 def _bandwidth(link: LinkBandwidth) -> str:
-    all_send = link.all_send_gb_per_s  # of records from before it was measured, None
+    all_rings = link.all_rings_gb_per_s  # of records from before it was measured, None
     return (
         f"Measured between the hosts when the run began: {link.send_recv_gb_per_s:.1f} GB/s from one rank to one on "
         "the next host, "
-        + (f"{all_send:.1f} GB/s from all of a host at once, " if all_send else "")
+        + (f"{all_rings:.1f} GB/s from all of a host at once, each in a ring of its own, " if all_rings else "")
         + f"{link.all_gather_gb_per_s:.1f} GB/s in an all-gather over all ranks."
     )
 
