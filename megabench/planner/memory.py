@@ -175,7 +175,7 @@ def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -
     buffers += held_bytes(job, candidate)
     new_gradients = job.bytes_of_value if job.stack.accumulates_at_end else 0
     return _with_allocator(
-        profile,
+        profile.allocator_share,
         weights=job.bytes_of_value * parameters,
         gradients=(job.bytes_of_gradient + new_gradients) * parameters,
         optimizer=job.bytes_of_state * parameters / shards,
@@ -199,7 +199,7 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
     value, state, moments = job.bytes_of_value, job.bytes_of_state, job.bytes_of_moments
     layer = job.layer_parameters
     ends = job.embedding_parameters * (1 if job.shape.tied_embeddings else 2)
-    whole, buffers = 0.0, 0.0
+    whole, cast, buffers = 0.0, 0, 0.0
     if candidate.engine == "deepspeed":
         stage = candidate.zero_stage
         weights = value * parameters / (ranks if stage == 3 else 1)
@@ -229,8 +229,9 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
     kept += tokens * job.shape.hidden_size * job.bytes_of_value
     if candidate.recompute == "full":
         kept += layer_activation_bytes(job, _without_recompute(candidate))
+    share = profile.gather_allocator_share if whole or cast else None  # weights come and go as well
     return _with_allocator(
-        profile,
+        profile.allocator_share if share is None else share,
         weights=weights + whole,
         gradients=gradients,
         optimizer=optimizer,
@@ -259,7 +260,7 @@ def _without_recompute(candidate: Candidate) -> Candidate:
     return replace(candidate, recompute="none")
 
 
-def _with_allocator(profile: Profile, **parts: float) -> Memory:
+def _with_allocator(share: float, **parts: float) -> Memory:
     """Fragments grow with what comes and goes, not with what stays (weights, gradients, optimizer)."""
     comes_and_goes = parts["activations"] + parts["logits"] + parts["buffers"]
-    return Memory(**parts, allocator=profile.allocator_share * comes_and_goes)
+    return Memory(**parts, allocator=share * comes_and_goes)

@@ -71,7 +71,12 @@ class Profile(_Part):
     unfused_traffic: float = Field(
         ge=1, description="bytes of unfused element-wise kernels, as multiple of fused ones'"
     )
-    allocator_share: float = Field(ge=0, description="memory reserved beyond what is allocated, as a share of it")
+    allocator_share: float = Field(
+        ge=0, description="memory reserved beyond what is allocated, as a share of activations, logits and buffers"
+    )
+    gather_allocator_share: float | None = Field(
+        None, ge=0, description="the same where weights come and go as well, if it differs: ZeRO-3, FSDP2, DDP"
+    )
     headroom: float = Field(ge=0, lt=1, description="of a GPU's memory to leave free: fuller ones free and ask again")
     context_gib: float = Field(ge=0, description="of a GPU's memory that torch's allocator never gets")
     host_copy_gb_per_s: float = Field(gt=0, description="GPU to pinned host memory, a GPU")

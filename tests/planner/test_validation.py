@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megabench.planner.profile import profile_for, shipped_profiles
-from megabench.planner.validation.fit import predicted_gib
+from megabench.planner.validation.fit import MEMORY, predicted_gib
 from megabench.planner.validation.own import read_own
 from megabench.planner.validation.profiles import for_own_engines
 from megabench.planner.validation.published import DataError, read_rows
@@ -88,9 +88,11 @@ def test_the_sweeps_memory_is_the_first_rank_s(tmp_path):
 
 def test_shipped_profiles_have_the_allocator_of_megabenchs_engines():
     profiles = shipped_profiles()
-    shares = {name: profile.allocator_share for name, profile in for_own_engines(profiles).items()}
-    assert set(shares.values()) == {profiles["h200"].allocator_share}
-    assert profiles["h100"].allocator_share == profiles["a100"].allocator_share == profiles["h200"].allocator_share
+    for name in MEMORY:
+        assert {getattr(profile, name) for profile in for_own_engines(profiles).values()} == {
+            getattr(profiles["h200"], name)
+        }
+        assert getattr(profiles["h100"], name) == getattr(profiles["a100"], name) == getattr(profiles["h200"], name)
 
 
 def test_sc21_counts_its_own_flops(table):

@@ -28,7 +28,8 @@ where the null model cannot tell, it draws. OOM: published ends that are not tol
 sweep's program refuses count as foretold. Its memory is that of the first rank, with its program's own share for the
 allocator (shipped profiles: that of megabench's engines). playbook-sweep.md, beside this file, says what is known of
 the sweep's rows that no layout explains; they are in every figure here. Of own records options-4-gpus is fitted and
-engines-bf16, with kernels of before, is not; it was the other way round until the H200 had been calibrated.
+engines-bf16, with kernels of before, is not; it was the other way round until the H200 had been calibrated. The
+allocator's shares were fitted to the memory of llama3-8b-nvlink-synthetic, -two-gpus and -scaling as well.
 
 """
 

@@ -22,7 +22,7 @@ SPEED = (
     "interference",
     "unfused_traffic",
 )
-MEMORY = ("allocator_share",)
+MEMORY = ("allocator_share", "gather_allocator_share")
 LINKS = ("nvlink.efficiency", "efa.efficiency", "efa.hop_seconds", "efa.base_seconds")
 _WORTH = 1e-3  # part of the loss that a move must save
 _NOISE = 0.02  # by which repeated runs differ
@@ -39,6 +39,7 @@ _RANGES = {
     "interference": (0.01, 1.0),
     "unfused_traffic": (1.0, 8.0),
     "allocator_share": (0.01, 0.6),
+    "gather_allocator_share": (0.01, 0.6),
     "nvlink.efficiency": (0.3, 1.0),
     "efa.efficiency": (0.2, 1.0),
     "efa.hop_seconds": (5e-6, 2e-4),
