@@ -109,9 +109,9 @@ class LinkBandwidth(_Part):
     """What the network between hosts achieved at the start of the run, in GB/s.
 
     `all_gather_gb_per_s` is the bus bandwidth of an all-gather over all ranks, `send_recv_gb_per_s` that of one rank
-    sending to one on the next host; each moved `num_bytes` a rank. `all_rings_gb_per_s` is what a host sent while each
-    of its ranks was in an all-gather with one rank of every other host, `num_bytes` together: more than a single ring's
-    where that leaves the network idle.
+    sending to one on the next host; each moved `num_bytes` a rank. `all_rings_gb_per_s` is what a host sent while its
+    ranks, as many as the smallest host has, were each in an all-gather with one rank of every other host, `num_bytes`
+    together: more than a single ring's where that leaves the network idle. With one rank a host it is that ring's.
     """
 
     all_gather_gb_per_s: float

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megabench.calibrate.timing import Bench
 from megabench.hardware.topology import Link, Topology
 from megabench.models.shape import ModelShape
+from megabench.parallel.groups import create_mine
 from megabench.planner import network
 from megabench.planner.profile import LinkCost, Measurement, Profile
 from megabench.runtime.device import synchronize
@@ -47,7 +47,7 @@ def interference(bench: Bench, topology: Topology, tokens: int, shape: ModelShap
     by_host = topology.ranks_by_host
     if min(map(len, by_host)) < 2:
         return None
-    group = _new_group(by_host)
+    group = create_mine(by_host)
     size = dist.get_world_size(group)
     a, b = bench.random(tokens, shape.hidden_size), bench.random(shape.hidden_size, shape.hidden_size)
     part = bench.random(_SIZES[bench.device.type][-2] // 4)
@@ -96,7 +96,7 @@ def links(bench: Bench, topology: Topology, base: Profile) -> dict[Link, LinkCos
 
 def _gather_times(bench: Bench, groups: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
     """(bytes gathered in all, seconds) by size, all groups at once; ranks of none only keep time."""
-    mine = _new_group(groups)
+    mine = create_mine(groups)
     found = []
     for num_bytes in _SIZES[bench.device.type]:
         size = len(groups[0])
@@ -126,12 +126,6 @@ def _send_times(bench: Bench, pairs: Sequence[Sequence[int]]) -> None:
                     work.wait()
 
         bench.seconds("send", send, bytes=tensor.nbytes)
-
-
-def _new_group(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
-    """This rank's group of several that are made at once; None where it is in none."""
-    made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
-    return next((group for ranks, group in made if dist.get_rank() in ranks), None)
 
 
 def _link_cost(

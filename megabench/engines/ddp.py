@@ -69,7 +69,7 @@ class DdpEngine:
         values = shared.InitialValues(run, self.device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(values.read(name, 0, parameter.numel(), self.device).to(dtype).view(parameter.shape))
+                parameter.copy_(values.read(name, 0, parameter.numel()).to(dtype).view(parameter.shape))
         if run.compile:
             for block in shared.blocks(model, run):
                 block.compile()

@@ -73,7 +73,7 @@ class DeepSpeedEngine:
         shared.prepare(model, self.run, self.device)
         if self.run.zero_leaf_layers:
             deepspeed.utils.set_z3_leaf_modules(model, [type(block) for block in shared.blocks(model, self.run)])
-        _load_initial_weights(model, self.run, torch.device("cpu") if self.run.offload == "all" else self.device)
+        _load_initial_weights(model, shared.InitialValues(self.run, shared.home(self.run, self.device)))
         return model
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
@@ -219,13 +219,12 @@ def _cpu_adam(run: ResolvedConfig, params: list[tuple[torch.nn.Parameter, int]])
 
 
 @torch.no_grad()
-def _load_initial_weights(model: torch.nn.Module, run: ResolvedConfig, device: torch.device) -> None:
-    """Fills each parameter on `device`, or this rank's partition of it under ZeRO-3, with its initial values."""
-    values = shared.InitialValues(run, device)
+def _load_initial_weights(model: torch.nn.Module, values: shared.InitialValues) -> None:
+    """Fills each parameter, or this rank's partition of it under ZeRO-3."""
     for name, parameter in model.named_parameters():
         partition = getattr(parameter, "ds_tensor", None)
         if partition is None:
-            parameter.copy_(values.read(name, 0, parameter.numel(), parameter.device).view(parameter.shape))
+            parameter.copy_(values.read(name, 0, parameter.numel()).view(parameter.shape))
         else:  # ZeRO-3 cuts the flat tensor, padded at its end, in equal parts
             start = partition.numel() * dist.get_rank()
-            partition.copy_(values.read(name, start, start + partition.numel(), partition.device))
+            partition.copy_(values.read(name, start, start + partition.numel()))

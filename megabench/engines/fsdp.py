@@ -69,7 +69,7 @@ class FsdpEngine:
                 unit.compile()
             reshard = run.reshard_after_forward and is_block
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
-        home = torch.device("cpu") if run.offload == "all" else self.device
+        home = shared.home(run, self.device)
         shared.materialize(model, home)
         shared.prepare(model, run, self.device)
         values = shared.InitialValues(run, home)
@@ -86,7 +86,7 @@ class FsdpEngine:
     @torch.no_grad()
     def _fill(self, name: str, parameter: nn.Parameter, values: shared.InitialValues) -> None:
         local, start = _local(parameter), _first_element(parameter)
-        initial = values.read(name, start, start + local.numel(), local.device)
+        initial = values.read(name, start, start + local.numel())
         local.copy_(initial.to(DTYPES[self.run.precision]).view(local.shape))
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -91,18 +91,24 @@ def mean_loss(wrapped: nn.Module, model: PreTrainedModel, batch: Batch) -> Tenso
     return F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
 
 
+def home(run: ResolvedConfig, device: torch.device) -> torch.device:
+    """Where weights are between steps: on `device`, but for those that are offloaded."""
+    return torch.device("cpu") if run.offload == "all" else device
+
+
 class InitialValues:
-    """The values that a run's parameters start from, by ranges of their elements, in fp32."""
+    """The values that a run's parameters start from, by ranges of their elements, in fp32 on `device`.
+
+    Casts are made there: of the CPU torchrun leaves a process one thread.
+    """
 
     def __init__(self, run: ResolvedConfig, device: torch.device) -> None:
         self._weights, self._sizes = initial_weights(run, device), hugging_face_shapes(run.shape)
+        self._device = device
 
-    def read(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
-        """Elements `start` to `stop`, counted through the parameter's rows, and zeros beyond its end.
-
-        On `device`, so that casts are made there: of the CPU torchrun leaves a process one thread.
-        """
-        return read_flat(self._weights, name, self._sizes, start, stop).to(device).float()
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop`, counted through the parameter's rows, and zeros beyond its end."""
+        return read_flat(self._weights, name, self._sizes, start, stop).to(self._device).float()
 
 
 def parameter_groups(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> list[dict[str, Any]]:

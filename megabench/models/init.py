@@ -18,18 +18,14 @@ from megabench.models.shape import ModelShape
 from megabench.runtime.rendezvous import share_of_cores
 
 TILE = 1024  # rows and columns of a tile
-CPU = torch.device("cpu")
+_CPU = torch.device("cpu")
 _STD = 0.02  # initializer_range of transformers' Llama, GPT-2 and BLOOM
 
 
 class InitialWeights:
-    """The weights that a model starts from when it has none; see `megabench.models.weights.Weights`.
+    """The weights that a model starts from when it has none, on `device`; see `megabench.models.weights.Weights`."""
 
-    Their blocks are put together on `device`. Eight processes of one host that took such blocks from the system, and
-    gave each back, spent most of their start on that.
-    """
-
-    def __init__(self, shape: ModelShape, seed: int, device: torch.device = CPU) -> None:
+    def __init__(self, shape: ModelShape, seed: int, device: torch.device = _CPU) -> None:
         self._shape, self._seed, self._device = shape, seed, device
         self._sizes = hugging_face_shapes(shape)
 
@@ -47,7 +43,7 @@ def standard_deviation(name: str, shape: ModelShape) -> float:
 
 
 def initial_piece(
-    piece: Piece, full_shape: tuple[int, ...], std: float, seed: int, device: torch.device = CPU
+    piece: Piece, full_shape: tuple[int, ...], std: float, seed: int, device: torch.device = _CPU
 ) -> Tensor:
     """The initial values of a block of a Hugging Face parameter: fp32 on `device`, [rows, columns] or [rows].
 

@@ -14,7 +14,7 @@ class Weights(Protocol):
     def read(self, wanted: Piece) -> Tensor:
         """A block of a Hugging Face tensor, in a dtype that loses nothing: [rows, columns] or [rows].
 
-        On CPU, but for drawn weights of another device.
+        On CPU, or, of drawn weights, on the device that they are drawn for.
         """
         ...
 
@@ -35,7 +35,7 @@ def read_shard(weights: Weights, cut: Shard) -> Tensor:
 def read_flat(weights: Weights, name: str, shapes: Shapes, start: int, stop: int) -> Tensor:
     """Elements `start` to `stop` of a Hugging Face tensor, counted through its rows: [stop−start].
 
-    Elements beyond the tensor's end are zero.
+    Elements beyond the tensor's end are zero. Where the weights' blocks are, or on CPU where all lie beyond the end.
     """
     shape = shapes[name]
     width = shape[1] if len(shape) == 2 else 1

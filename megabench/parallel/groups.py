@@ -13,6 +13,7 @@ from megabench.record import Group
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from torch.distributed import ProcessGroup
 
 Axis = Literal["tp", "cp", "pp", "dp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "pp", "dp")
@@ -73,3 +74,11 @@ def create(layout: Layout) -> "ProcessGroupCollection":
     sizes = (groups.tp.size(), groups.cp.size(), groups.pp.size(), groups.dp.size())
     assert sizes == (layout.tp, layout.cp, layout.pp, layout.dp), "one process, one layout"
     return groups
+
+
+def create_mine(groups: Sequence[Sequence[int]]) -> "ProcessGroup | None":
+    """This rank's group of several that all ranks make at once; None where it is in none."""
+    import torch.distributed as dist
+
+    made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+    return next((group for ranks, group in made if dist.get_rank() in ranks), None)

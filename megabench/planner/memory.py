@@ -199,7 +199,7 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
     value, state, moments = job.bytes_of_value, job.bytes_of_state, job.bytes_of_moments
     layer = job.layer_parameters
     ends = job.embedding_parameters * (1 if job.shape.tied_embeddings else 2)
-    whole, cast, buffers = 0.0, 0, 0.0
+    whole = cast = buffers = 0.0
     if candidate.engine == "deepspeed":
         stage = candidate.zero_stage
         weights = value * parameters / (ranks if stage == 3 else 1)
@@ -217,7 +217,7 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
         whole = value * (parameters if candidate.keeps_weights else _GATHERED_LAYERS * layer + ends)
         buffers = g * layer + (g + value) * ends
     else:
-        cast = value if value < 4 and candidate.recompute != "full" else 0
+        cast = value if value < 4 and candidate.recompute != "full" else 0.0
         weights, gradients, optimizer = (4 + cast) * parameters, g * parameters, moments * parameters
     if candidate.offload != "none":
         optimizer = 0.0
@@ -229,9 +229,11 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
     kept += tokens * job.shape.hidden_size * job.bytes_of_value
     if candidate.recompute == "full":
         kept += layer_activation_bytes(job, _without_recompute(candidate))
-    share = profile.gather_allocator_share if whole or cast else None  # weights come and go as well
+    share = profile.allocator_share
+    if (whole or cast) and profile.gather_allocator_share is not None:  # weights come and go as well
+        share = profile.gather_allocator_share
     return _with_allocator(
-        profile.allocator_share if share is None else share,
+        share,
         weights=weights + whole,
         gradients=gradients,
         optimizer=optimizer,

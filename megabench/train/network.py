@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup, Store
 
 from megabench.hardware import transport
 from megabench.hardware.topology import Topology
-from megabench.parallel.groups import AXES, Axis, groups_on
+from megabench.parallel.groups import AXES, Axis, create_mine, groups_on
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import and_more, number_ranges
 from megabench.record import Group, LinkBandwidth
@@ -156,7 +156,7 @@ def _finish(operations: list[dist.P2POp]) -> None:
 
 def measure_bandwidth(topology: Topology, device: torch.device) -> LinkBandwidth:
     """What the network between hosts gives now: to a ring of all ranks, to one rank, and to a ring for each rank of a
-    host. Point-to-point messages of all ranks at once would not tell: over sockets they get less than one ring.
+    host. Messages of all ranks at once would not tell: over the sockets of emulated hosts they got less than one ring.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     numel = _BANDWIDTH_BYTES[device.type] // 4 // world_size * world_size
@@ -187,17 +187,16 @@ def measure_bandwidth(topology: Topology, device: torch.device) -> LinkBandwidth
 def _all_rings(hosts: Sequence[Sequence[int]], whole: torch.Tensor, device: torch.device) -> float:
     """GB/s that a host sends while its first rank gathers with the first of every host, its second with the second…"""
     rings = list(zip(*hosts, strict=False))  # ranks that other hosts have no counterpart of sit out
-    made = [dist.new_group(list(ring)) for ring in rings]
-    mine = next((group for ring, group in zip(rings, made, strict=True) if dist.get_rank() in ring), None)
+    mine = create_mine(rings)
     part = whole[: whole.numel() // len(rings) // len(hosts)]
     gathered = whole[: part.numel() * len(hosts)].clone()
 
     def gather() -> None:
-        if mine:
+        if mine is not None:
             dist.all_gather_into_tensor(gathered, part, group=mine)
 
     seconds = _time(gather, device)
-    if mine:
+    if mine is not None:
         dist.destroy_process_group(mine)
     return part.numel() * 4 * (len(hosts) - 1) * len(rings) / seconds / 1e9
 

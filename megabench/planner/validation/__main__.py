@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,13 @@ from megabench import UserError
 from megabench.planner.profile import read_profile
 from megabench.planner.validation.collectives import read_collectives
 from megabench.planner.validation.own import read_own
-from megabench.planner.validation.profiles import Measurements, fitted_profiles, is_own_fitted, write_profiles
+from megabench.planner.validation.profiles import (
+    Measurements,
+    fitted_profiles,
+    is_memory_fitted,
+    is_own_fitted,
+    write_profiles,
+)
 from megabench.planner.validation.published import Row, read_rows
 from megabench.planner.validation.report import lines, null_model, table
 
@@ -21,15 +28,16 @@ _HOOKS_FROM = "gpt2-zero"  # constants of megabench/planner/data_parallel.py
 _INTRODUCTION = """# How good the planner is
 
 Written by `make validate-planner DATA=…` (megabench/planner/validation/). Constants were fitted to the rows called
-"fitted" and to no others; "constant MFU" is a null model that gives every row of a GPU the median MFU of its fitted
-rows. Spearman is over all rows of a line, "within a sweep" the mean over groups of one model, batch and number of GPUs;
-regret is how much longer the predicted best of such a group (of what is predicted to fit) takes than the measured best;
-where the null model cannot tell, it draws. OOM: published ends that are not told apart from crashes; layouts that the
-sweep's program refuses count as foretold. Its memory is that of the first rank, with its program's own share for the
-allocator (shipped profiles: that of megabench's engines). playbook-sweep.md, beside this file, says what is known of
-the sweep's rows that no layout explains; they are in every figure here. Of own records options-4-gpus is fitted and
-engines-bf16, with kernels of before, is not; it was the other way round until the H200 had been calibrated. The
-allocator's shares were fitted to the memory of llama3-8b-nvlink-synthetic, -two-gpus and -scaling as well.
+"fitted" and to no others, but for the allocator's shares, which were fitted to the memory of those called "memory
+fitted" as well; that memory is in no other line. "Constant MFU" is a null model that gives every row of a GPU the
+median MFU of its fitted rows. Spearman is over all rows of a line, "within a sweep" the mean over groups of one model,
+batch and number of GPUs; regret is how much longer the predicted best of such a group (of what is predicted to fit)
+takes than the measured best; where the null model cannot tell, it draws. OOM: published ends that are not told apart
+from crashes; layouts that the sweep's program refuses count as foretold. Its memory is that of the first rank, with its
+program's own share for the allocator (shipped profiles: that of megabench's engines). playbook-sweep.md, beside this
+file, says what is known of the sweep's rows that no layout explains; they are in every figure here. Of own records
+options-4-gpus is fitted and engines-bf16, with kernels of before, is not; it was the other way round until the H200 had
+been calibrated.
 
 """
 
@@ -85,11 +93,17 @@ def _parts(measured: Measurements) -> list[tuple[str, Sequence[Row]]]:
     others = [row for row in measured.own if not is_own_fitted(row) and row not in hooks]
     by_hosts: dict[str, list[Row]] = {"one host": [], "emulated hosts": []}
     for row in others:
-        by_hosts["emulated hosts" if len(row.topology.hosts) > 1 else "one host"].append(row)
+        where = "emulated hosts" if len(row.topology.hosts) > 1 else "one host"
+        by_hosts[where].append(_without_memory(row) if is_memory_fitted(row) else row)
     found += [(f"own H200 records, all others on {where}", rows) for where, rows in by_hosts.items()]
-    studies = dict.fromkeys(row.source.name for row in others)
-    found += [(f"own H200 records, {name}", [row for row in others if row.source.name == name]) for name in studies]
+    for name in dict.fromkeys(row.source.name for row in others):
+        rows = [row for row in others if row.source.name == name]
+        found.append((f"own H200 records, {name}{' (memory fitted)' * is_memory_fitted(rows[0])}", rows))
     return found
+
+
+def _without_memory(row: Row) -> Row:
+    return replace(row, measured={kind: value for kind, value in row.measured.items() if kind != "memory_gib"})
 
 
 def _by_pipeline(rows: Sequence[Row]) -> list[tuple[str, Sequence[Row]]]:

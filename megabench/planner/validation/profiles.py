@@ -52,7 +52,7 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
     own = [row for row in measured.own if is_own_fitted(row)]
     start = {name: _START[name] for name in (*_FEW, *fit.MEMORY)}
     h200 = fit.fit_speed(_calibrated(shipped["h200"], measured).model_copy(update=start), own, _FEW)
-    h200 = fit.fit_memory(h200, [row for row in measured.own if row.source.name in OWN_FITTED_MEMORY])
+    h200 = fit.fit_memory(h200, [row for row in measured.own if is_memory_fitted(row)])
     said = "published one-node runs and collectives"
     return {
         "h100": _with_origin(h100, said, [*fit.SPEED, *fit.MEMORY, *fit.LINKS]),
@@ -79,6 +79,10 @@ def _with_origin(profile: Profile, what: str, names: Sequence[str]) -> Profile:
 
 def is_own_fitted(row: Row) -> bool:
     return row.source.name in OWN_FITTED
+
+
+def is_memory_fitted(row: Row) -> bool:
+    return row.source.name in OWN_FITTED_MEMORY
 
 
 def _fit_published(profile: Profile, chip: str, measured: Measurements) -> Profile:
