@@ -7,7 +7,8 @@ import pytest
 from megabench.parallel.layout import Layout
 from megabench.planner.data_parallel import DataParallel
 from megabench.planner.job import Candidate, Stack
-from tests.planner.jobs import costs, hosts, job, zero
+from megabench.planner.memory import memory_of
+from tests.planner.jobs import costs, hosts, job, megatron, zero
 
 FOUR = hosts(1, 4)
 
@@ -132,3 +133,24 @@ def test_zero3_holds_no_gradients_beside_an_offloaded_optimizer():
 def test_a_planned_zero3_is_the_one_that_is_predicted():
     assert zero(FOUR).settings()["zero_leaf_layers"] is True
     assert "zero_leaf_layers" not in zero(FOUR, stage=2).settings()
+
+
+@pytest.mark.parametrize(
+    ("candidate", "share"),
+    [
+        (zero(FOUR, stage=3), 0.3),
+        (Candidate("fsdp", Layout(dp=4), 1), 0.3),
+        (Candidate("ddp", Layout(dp=4), 1), 0.3),  # casts its weights
+        (Candidate("ddp", Layout(dp=4), 1, recompute="full"), 0.1),  # for a layer at a time
+        (zero(FOUR, stage=2), 0.1),
+        (zero(FOUR, stage=1), 0.1),
+        (megatron(FOUR, tp=2), 0.1),
+    ],
+)
+def test_fragments_are_more_where_weights_come_and_go(candidate: Candidate, share: float):
+    profile = costs(job(), FOUR).profile
+    for gathering, expected in ((0.3, share), (None, 0.1)):
+        shares = {"allocator_share": 0.1, "gather_allocator_share": gathering}
+        memory = memory_of(job(), candidate, profile.model_copy(update=shares))
+        comes_and_goes = memory.activations + memory.logits + memory.buffers
+        assert memory.allocator == pytest.approx(expected * comes_and_goes)

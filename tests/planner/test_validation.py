@@ -5,9 +5,10 @@ import math
 import pytest
 
 from megabench.planner.profile import profile_for, shipped_profiles
+from megabench.planner.validation.__main__ import _parts
 from megabench.planner.validation.fit import MEMORY, predicted_gib
 from megabench.planner.validation.own import read_own
-from megabench.planner.validation.profiles import for_own_engines
+from megabench.planner.validation.profiles import OWN_FITTED_MEMORY, Measurements, for_own_engines, is_memory_fitted
 from megabench.planner.validation.published import DataError, read_rows
 from megabench.planner.validation.score import accuracy, alarm, regret, spearman
 from tests.planner.jobs import costs
@@ -128,3 +129,14 @@ def test_scores():
     assert regret([1.0, math.inf], [2.0, 1.0]) == pytest.approx(1.0)
     found = alarm([True, True, False, False], [True, False, True, False])
     assert (found.precision, found.recall, found.count) == (0.5, 0.5, 2)
+
+
+def test_memory_that_was_fitted_is_not_among_what_was_tried():
+    own = read_own(REPOSITORY / "benchmarks")
+    (fitted,) = {name for name in OWN_FITTED_MEMORY if name.endswith("-scaling")}
+    calibrated = profile_for("NVIDIA H200")
+    parts = dict(_parts(Measurements([], [], own, calibrated, calibrated)))
+    tried = [row for name, rows in parts.items() if "all others" in name for row in rows]
+    assert {fitted, "llama3-8b-nvlink"} <= {row.source.name for row in tried}
+    assert all(("memory_gib" in row.measured) != is_memory_fitted(row) for row in tried)
+    assert all("memory_gib" in row.measured for row in parts[f"own H200 records, {fitted} (memory fitted)"])
