@@ -101,13 +101,18 @@ def _run(given: RunConfig, find: Find | None) -> None:
 
 
 def _check_launcher() -> None:
-    """ConfigError where a launcher started several processes that it does not tell of each other."""
-    if "WORLD_SIZE" in os.environ:
-        return
-    for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if (count := os.environ.get(variable, "1")).isdigit() and int(count) > 1:
+    """ConfigError where a launcher started several processes and does not tell them of each other, or not in numbers."""
+    for variable in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if not (given := os.environ.get(variable, "0")).isdecimal():
+            raise ConfigError(f"{variable}={given} is no number; unset it, or leave it to torchrun")
+    started, needed = ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"], "WORLD_SIZE"
+    if needed in os.environ:
+        started, needed = ["WORLD_SIZE"], "MASTER_ADDR"
+    for variable in started:
+        count = os.environ.get(variable, "1")
+        if count.isdecimal() and int(count) > 1 and needed not in os.environ:
             raise ConfigError(
-                f"{variable}={count} but no WORLD_SIZE: these {count} processes would each train alone; start torchrun "
+                f"{variable}={count} but no {needed}: these {count} processes would each train alone; start torchrun "
                 f"once on each host, e.g. srun --ntasks-per-node 1 torchrun --nnodes … --nproc-per-node …"
             )
 
@@ -173,7 +178,8 @@ def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
     from megabench.runtime import rendezvous as rendezvous_module
 
     text = f"Error: {sentence}"
-    if rendezvous_module.world_size_from_environment() == 1 and not rendezvous_module.is_supervised():
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ
+    if is_alone and not rendezvous_module.is_supervised():
         print(text, file=sys.stderr, flush=True)
         sys.exit(2)
     try:

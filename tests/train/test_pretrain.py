@@ -101,13 +101,30 @@ def test_bad_input_in_one_process(tmp_path: Path, flags: list[str], words: list[
     assert all((word if word != "EMPTY" else str(empty)) in result.stdout for word in words)
 
 
-@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
-def test_processes_that_would_each_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+@pytest.mark.parametrize(
+    ("variable", "missing"),
+    [("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"), ("OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"), ("WORLD_SIZE", "MASTER_ADDR")],
+)
+def test_processes_that_would_each_train_alone_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, missing: str
+) -> None:
     monkeypatch.setenv(variable, "4")
     done = pretrain("--steps", "1")
     assert done.returncode == 2 and done.stdout.count("\n") == 1
-    assert f"{variable}=4 but no WORLD_SIZE: these 4 processes would each train alone" in done.stdout
+    assert f"{variable}=4 but no {missing}: these 4 processes would each train alone" in done.stdout
     assert "srun --ntasks-per-node 1 torchrun" in done.stdout
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_a_launcher_s_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(variable, "abc")
+    done = pretrain("--steps", "1")
+    assert (
+        done.returncode == 2
+        and done.stdout == f"Error: {variable}=abc is no number; unset it, or leave it to torchrun\n"
+    )
 
 
 def test_ctrl_c_is_one_sentence() -> None:
