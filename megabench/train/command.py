@@ -101,7 +101,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
 
 
 def _check_launcher() -> None:
-    """ConfigError where a launcher started several processes and does not tell them of each other, or not in numbers."""
+    """ConfigError where a launcher did not tell the processes that it started of each other, or not in numbers."""
     for variable in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not (given := os.environ.get(variable, "0")).isdecimal():
             raise ConfigError(f"{variable}={given} is no number; unset it, or leave it to torchrun")
