@@ -105,10 +105,12 @@ def _check_launcher() -> None:
     for variable in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not (given := os.environ.get(variable, "0")).isdecimal():
             raise ConfigError(f"{variable}={given} is no number; unset it, or leave it to torchrun")
-    started, needed = ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"], "WORLD_SIZE"
-    if needed in os.environ:
-        started, needed = ["WORLD_SIZE"], "MASTER_ADDR"
-    for variable in started:
+    for variable, needed in (
+        ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"),
+        ("PMI_SIZE", "WORLD_SIZE"),
+        ("WORLD_SIZE", "MASTER_ADDR"),
+    ):
         count = os.environ.get(variable, "1")
         if count.isdecimal() and int(count) > 1 and needed not in os.environ:
             raise ConfigError(

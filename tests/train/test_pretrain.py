@@ -121,10 +121,8 @@ def test_a_launcher_s_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(variable, "abc")
     done = pretrain("--steps", "1")
-    assert (
-        done.returncode == 2
-        and done.stdout == f"Error: {variable}=abc is no number; unset it, or leave it to torchrun\n"
-    )
+    assert done.returncode == 2
+    assert done.stdout == f"Error: {variable}=abc is no number; unset it, or leave it to torchrun\n"
 
 
 def test_ctrl_c_is_one_sentence() -> None:
