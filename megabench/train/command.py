@@ -17,6 +17,7 @@ from megabench import UserError
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.config.to_find import resolve_first
 from megabench.record import Probe
+from megabench.runtime.leave import leave
 from megabench.train.flags import parse_flags
 from megabench.train.stopped import StoppedError
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Find = Callable[[RunConfig, "Rendezvous", Literal["cpu", "cuda"]], tuple[RunConfig, list[Probe]]]
 
 
-def main(find: Find | None = None) -> None:
+def main(find: Find | None = None) -> NoReturn:
     """Runs the command line of this process and ends it. Without `find`, "auto" is refused."""
     # a supervisor asks where a hanging run stands
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=False)
@@ -42,6 +43,7 @@ def main(find: Find | None = None) -> None:
         _refuse(str(error))
     if given is not None:
         _run(given, find)
+    leave(0)
 
 
 def _run(given: RunConfig, find: Find | None) -> None:
@@ -182,15 +184,15 @@ def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
     text = f"Error: {sentence}"
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ
     if is_alone and not rendezvous_module.is_supervised():
-        print(text, file=sys.stderr, flush=True)
-        sys.exit(2)
+        print(text, file=sys.stderr)
+        leave(2)
     try:
         rendezvous = rendezvous or rendezvous_module.join(timedelta(seconds=20))
         messages.report_failure(rendezvous.store, rendezvous.rank, "invalid", sentence)
         messages.print_once(rendezvous.store, text)
     except Exception:  # the store is out of reach: better twice than not at all
-        print(text, file=sys.stderr, flush=True)
-    sys.exit(2)
+        print(text, file=sys.stderr)
+    leave(2)
 
 
 def _leave_done(run: ResolvedConfig, resume: "Resume", watch: "Watch", rendezvous: "Rendezvous") -> None:
