@@ -58,6 +58,7 @@ def _saving(folder: Path, mode: str, every: int, steps: int) -> list[str]:
 
 def _train(folder: Path, nproc: int, flags: list[str]) -> RunRecord:
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    (folder / "record.json").unlink(missing_ok=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     command = [*launcher, str(ROOT / "launch" / "pretrain.py"), *flags, "--out", str(folder)]
     if subprocess.run(command, check=False).returncode:

@@ -1,10 +1,13 @@
 """What the ranks of a run tell each other, and their supervisor, over the rendezvous store."""
 
+import contextlib
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 from torch.distributed import Store
@@ -47,6 +50,17 @@ def report_failure(store: Store, rank: int, kind: FailureKind, error: str) -> Fa
     failure = Failure(rank, kind, error, order=store.add("failures", 1))
     store.set(f"failure/{rank}", json.dumps(asdict(failure)))
     return failure
+
+
+def tell_launcher(error: str) -> None:
+    """Has torchrun end its own report with `error`; other launchers repeat nothing.
+
+    Source of the format: torch.distributed.elastic.multiprocessing.errors.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": {"message": error, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError):  # what is printed says it as well
+            Path(path).write_text(json.dumps(told))
 
 
 def read_failure(store: Store, rank: int) -> Failure | None:

@@ -69,6 +69,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
         _check_same_data(run, source.sha256, rendezvous)
         watch.at("checking the checkpoint", 0)
         resume = find_resume(run, source, rendezvous)
+        _check_out(run, resume)
     except UserError as error:
         _refuse(str(error), rendezvous)
     if resume.num_done >= run.steps:
@@ -144,6 +145,15 @@ def _make_folders(run: ResolvedConfig) -> None:
                 ) from None
 
 
+def _check_out(run: ResolvedConfig, resume: "Resume") -> None:
+    """ConfigError where the record of another run would be overwritten, and its curves mixed with this one's."""
+    from megabench.runtime.rendezvous import restart_count
+
+    goes_on = resume.num_done > 0 or restart_count() > 0
+    if run.out and not goes_on and (run.out / "record.json").exists():
+        raise ConfigError(f"out={run.out} holds the record of another run; give another directory, or remove it first")
+
+
 def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous") -> None:
     """DataError where this rank reads other data than rank 0: hosts may differ in a file or in their Python."""
     from megabench.data import DataError
@@ -181,6 +191,7 @@ def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
     from megabench.runtime import messages
     from megabench.runtime import rendezvous as rendezvous_module
 
+    messages.tell_launcher(sentence)
     text = f"Error: {sentence}"
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ
     if is_alone and not rendezvous_module.is_supervised():
@@ -209,6 +220,7 @@ def _stop(sentence: str, rendezvous: "Rendezvous") -> NoReturn:
     """Ends this rank with status 1 and, between all ranks, one sentence."""
     from megabench.runtime import messages
 
+    messages.tell_launcher(sentence)
     try:
         messages.report_failure(rendezvous.store, rendezvous.rank, "failed", sentence)
         messages.print_once(rendezvous.store, f"Error: {sentence}")
@@ -236,6 +248,7 @@ def _fail(error: BaseException, rendezvous: "Rendezvous") -> NoReturn:
     is_oom = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
     kind: messages.FailureKind = "oom" if is_oom else "failed"
     summary = " ".join(f"{type(error).__name__}: {error}".split())
+    messages.tell_launcher(summary)
     try:
         messages.report_failure(rendezvous.store, rendezvous.rank, kind, summary[:2000])
     finally:

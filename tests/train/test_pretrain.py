@@ -67,6 +67,15 @@ def test_shorter_than_its_warm_up(tmp_path: Path) -> None:
     assert record["tokens_per_second"] is None and record["step_seconds"] is None
 
 
+def test_a_record_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text("of another run")
+    result = pretrain("--steps", "2", "--out", str(tmp_path))
+    assert result.returncode == 2
+    expected = f"Error: out={tmp_path} holds the record of another run; give another directory, or remove it first\n"
+    assert result.stdout == expected
+    assert (tmp_path / "record.json").read_text() == "of another run"
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -78,8 +87,10 @@ def test_shorter_than_its_warm_up(tmp_path: Path) -> None:
 def test_bad_input_under_torchrun(flags: list[str], sentence: str) -> None:
     result = pretrain(*flags, processes=2)
     assert result.returncode == 1, "torchrun's own status"
-    assert result.stdout.count(sentence) == 1, result.stdout
-    assert "exitcode  : 2" in result.stdout
+    sentences = re.findall(r"^Error: (.*)$", result.stdout, re.MULTILINE)
+    assert len(sentences) == 1 and sentence in sentences[0], result.stdout
+    root_cause = result.stdout.rpartition("Root Cause")[2]
+    assert "exitcode  : 2" in root_cause and sentences[0] in root_cause, "torchrun's report ends with it"
     assert "/megabench/" not in result.stdout, "a traceback of ours"
 
 
