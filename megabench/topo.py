@@ -4,7 +4,6 @@ Loads no torch, unless it runs under a launcher.
 """
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
@@ -68,14 +67,13 @@ def _of_machine(num_processes: int | None, layout: Layout) -> Topology:
 
 def _of_launch() -> Topology:
     """The topology of this process's launch; every process of it must call this."""
+    from megabench.runtime.messages import outlast
     from megabench.runtime.rendezvous import join
 
     here, gpus = join(), visible_gpus()
     uuid = gpus[here.local_rank][0] if here.local_rank < len(gpus) else None
     topology = discover(here.store, read_facts(here.local_rank, uuid), here.rank, here.world_size)
-    here.store.add("topology/read", 1)
-    while here.rank == 0 and here.store.add("topology/read", 0) < here.world_size:
-        time.sleep(0.05)  # its process may host the store that the others still read
+    outlast(here.store, here.rank, here.world_size, "topology")
     return topology
 
 

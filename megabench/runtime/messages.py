@@ -90,6 +90,18 @@ def meet(store: Store, world_size: int, topic: str) -> None:
     wait_for(store, [f"met/{topic}/all"])
 
 
+def outlast(store: Store, rank: int, world_size: int, topic: str, seconds: float = 10.0) -> None:
+    """Keeps rank 0, whose process may host the store, until all ranks are here; the others go on at once.
+
+    After `seconds` rank 0 goes on as well: a rank that was lost never comes.
+    """
+    deadline = time.monotonic() + seconds
+    num_here = store.add(f"outlasted/{topic}", 1)
+    while rank == 0 and num_here < world_size and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        num_here = store.add(f"outlasted/{topic}", 0)
+
+
 def print_once(store: Store, text: str) -> None:
     """Prints `text` to stderr on the first rank that gets here.
 

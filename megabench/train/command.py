@@ -208,10 +208,11 @@ def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
 
 def _leave_done(run: ResolvedConfig, resume: "Resume", watch: "Watch", rendezvous: "Rendezvous") -> None:
     """Ends a run that has no step left: it was killed behind its last save, or asked for twice."""
-    from megabench.runtime.messages import meet
+    from megabench.runtime.messages import meet, outlast
 
     meet(rendezvous.store, rendezvous.world_size, "done")
     watch.close()
+    outlast(rendezvous.store, rendezvous.rank, rendezvous.world_size, "done")
     if rendezvous.rank == 0 and resume.found:
         print(f"{resume.found.folder} is of step {resume.num_done}, and steps={run.steps}: nothing is left to train")
 

@@ -19,7 +19,7 @@ from megabench.hardware.sampler import Sampler
 from megabench.parallel.placement import Placement
 from megabench.record import Machine, NicTraffic, Probe, RunRecord
 from megabench.runtime import device as devices
-from megabench.runtime.messages import Progress, report_progress
+from megabench.runtime.messages import Progress, outlast, report_progress
 from megabench.runtime.rendezvous import Rendezvous, is_supervised
 from megabench.train.checkpoints import Checkpoints, restore
 from megabench.train.console import Console
@@ -182,6 +182,7 @@ def train(
     dist.barrier()
     watch.close()
     dist.destroy_process_group()
+    outlast(rendezvous.store, rendezvous.rank, rendezvous.world_size, "training")
     if not_saved:
         raise StoppedError(not_saved)
     return record

@@ -1,5 +1,8 @@
 """What ranks tell each other over the store."""
 
+import threading
+import time
+
 import pytest
 from torch.distributed import HashStore
 
@@ -30,3 +33,26 @@ def test_disagreement_is_seen() -> None:
     assert messages.disagreement(store, 0, "data", "abc") is None
     assert messages.disagreement(store, 1, "data", "abc") is None
     assert messages.disagreement(store, 2, "data", "xyz") == "abc"
+
+
+def test_rank_0_outlasts_the_others() -> None:
+    store, order = HashStore(), list[int]()
+
+    def leave_last() -> None:
+        messages.outlast(store, 0, 3, "test")
+        order.append(0)
+
+    host = threading.Thread(target=leave_last)
+    host.start()
+    for rank in (2, 1):
+        time.sleep(3 * messages.POLL_SECONDS)
+        order.append(rank)
+        messages.outlast(store, rank, 3, "test")  # waits for nobody
+    host.join(5)
+    assert order == [2, 1, 0]
+
+
+def test_rank_0_does_not_wait_for_a_rank_that_was_lost() -> None:
+    began = time.monotonic()
+    messages.outlast(HashStore(), 0, 2, "test", seconds=0.2)
+    assert 0.2 <= time.monotonic() - began < 5
