@@ -1,6 +1,7 @@
 """The end of a process in which other threads may still work."""
 
 import atexit
+import contextlib
 import os
 import sys
 from typing import NoReturn
@@ -14,6 +15,7 @@ def leave(status: int) -> NoReturn:
     (https://github.com/pytorch/pytorch/issues/190489): a run that is done would end with a launcher's error.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it is gone
+            stream.flush()
     os._exit(status)

@@ -42,3 +42,17 @@ def test_a_process_that_gloo_still_works_in_ends_with_its_status() -> None:
 def test_taking_the_interpreter_down_would_abort_it() -> None:
     ended = run("sys.exit(3)")
     assert ended.returncode == -6 and "terminate called" in ended.stderr
+
+
+def test_the_status_is_kept_where_nobody_reads_the_output() -> None:
+    code = """
+import os, sys
+from megabench.runtime.leave import leave
+read, write = os.pipe()
+os.close(read)
+sys.stdout = os.fdopen(write, "w")
+print("done")
+leave(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (3, "")
