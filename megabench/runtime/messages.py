@@ -112,3 +112,18 @@ def print_once(store: Store, text: str) -> None:
         store.set("printed/done", "yes")
     else:
         store.wait(["printed/done"], timedelta(seconds=10))
+
+
+def explain(store: Store | None, rank: int, kind: FailureKind, error: str) -> None:
+    """Says why this rank ends: to its launcher, to its supervisor, and to the user in one sentence of all ranks.
+
+    Every rank prints it where there is no store, or none in reach: better twice than not at all.
+    """
+    tell_launcher(error)
+    text = f"Error: {error}"
+    if store is not None:
+        with contextlib.suppress(Exception):
+            report_failure(store, rank, kind, error)
+            print_once(store, text)
+            return
+    print(text, file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 0: trained; 2: what was asked for cannot be done (one sentence, before any process group exists); 1: anything else.
 """
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -191,18 +192,14 @@ def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
     from megabench.runtime import messages
     from megabench.runtime import rendezvous as rendezvous_module
 
-    messages.tell_launcher(sentence)
-    text = f"Error: {sentence}"
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ
     if is_alone and not rendezvous_module.is_supervised():
-        print(text, file=sys.stderr)
-        leave(2)
-    try:
-        rendezvous = rendezvous or rendezvous_module.join(timedelta(seconds=20))
-        messages.report_failure(rendezvous.store, rendezvous.rank, "invalid", sentence)
-        messages.print_once(rendezvous.store, text)
-    except Exception:  # the store is out of reach: better twice than not at all
-        print(text, file=sys.stderr)
+        rendezvous = None
+    elif rendezvous is None:
+        with contextlib.suppress(Exception):  # out of reach
+            rendezvous = rendezvous_module.join(timedelta(seconds=20))
+    store, rank = (rendezvous.store, rendezvous.rank) if rendezvous else (None, 0)
+    messages.explain(store, rank, "invalid", sentence)
     leave(2)
 
 
@@ -219,14 +216,9 @@ def _leave_done(run: ResolvedConfig, resume: "Resume", watch: "Watch", rendezvou
 
 def _stop(sentence: str, rendezvous: "Rendezvous") -> NoReturn:
     """Ends this rank with status 1 and, between all ranks, one sentence."""
-    from megabench.runtime import messages
+    from megabench.runtime.messages import explain
 
-    messages.tell_launcher(sentence)
-    try:
-        messages.report_failure(rendezvous.store, rendezvous.rank, "failed", sentence)
-        messages.print_once(rendezvous.store, f"Error: {sentence}")
-    except Exception:  # the store is out of reach: better twice than not at all
-        print(f"Error: {sentence}", file=sys.stderr, flush=True)
+    explain(rendezvous.store, rendezvous.rank, "failed", sentence)
     sys.stdout.flush()
     os._exit(1)
 

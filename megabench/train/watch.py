@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from megabench.runtime.messages import print_once, report_failure, tell_launcher
+from megabench.runtime.messages import explain
 from megabench.runtime.rendezvous import Rendezvous, reconnect
 from megabench.train.pulse import Pulse, accuse, stand
 
@@ -91,12 +91,8 @@ class Watch:
 
     def _end(self, sentence: str) -> None:
         """Ends this process at once: its main thread may never come back."""
-        tell_launcher(sentence)
         try:
-            report_failure(self._store, self._rank, "failed", sentence)
-            print_once(self._store, f"Error: {sentence}")
-        except Exception:  # the store is out of reach: better twice than not at all
-            print(f"Error: {sentence}", file=sys.stderr)
+            explain(self._store, self._rank, "failed", sentence)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

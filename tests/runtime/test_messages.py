@@ -1,7 +1,9 @@
 """What ranks tell each other over the store."""
 
+import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
@@ -26,6 +28,29 @@ def test_a_sentence_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     messages.print_once(store, "Error: too few GPUs")
     messages.print_once(store, "Error: too few GPUs")
     assert capsys.readouterr().err == "Error: too few GPUs\n"
+
+
+def test_an_end_is_explained_to_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    store = HashStore()
+    for rank in range(2):
+        messages.explain(store, rank, "invalid", "too few GPUs")
+    assert capsys.readouterr().err == "Error: too few GPUs\n"
+    failure = messages.read_failure(store, 1)
+    assert failure is not None and (failure.kind, failure.error) == ("invalid", "too few GPUs")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "too few GPUs"
+
+
+def test_an_end_is_explained_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:
+    class OutOfReach(HashStore):
+        def add(self, key: str, value: int) -> int:
+            raise ConnectionError(f"{key} {value}")
+
+    for store in (None, OutOfReach()):
+        messages.explain(store, 0, "failed", "lost rank 1")
+    assert capsys.readouterr().err == 2 * "Error: lost rank 1\n"
 
 
 def test_disagreement_is_seen() -> None:
