@@ -71,6 +71,9 @@ class DdpEngine:
             for name, parameter in model.named_parameters():
                 parameter.copy_(values.read(name, 0, parameter.numel()).to(dtype).view(parameter.shape))
         if run.compile:
+            # DDP's optimizer for compiled graphs cuts them at buckets, through fused kernels as well, and fails there.
+            # Compiled a block at a time, they are short enough for reductions to overlap.
+            torch._dynamo.config.optimize_ddp = False
             for block in shared.blocks(model, run):
                 block.compile()
         if dtype != torch.float32:

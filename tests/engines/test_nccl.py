@@ -47,6 +47,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp-kept": (2, {"engine": "fsdp", "reshard_after_forward": False}),
     "fsdp-offload": (2, {"engine": "fsdp", "offload": "all"}),
     "ddp": (2, {"engine": "ddp"}),
+    "ddp-compile": (2, {"engine": "ddp", "compile": True}),
     "tp4": (4, {"tp": 4}),
     "tp4-keep-gathered": (4, {"tp": 4, "keep_gathered": True}),
     "pp4": (4, {"pp": 4}),

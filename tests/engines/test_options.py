@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -118,6 +120,21 @@ def count_waits(run: ResolvedConfig) -> int:
 def test_no_micro_batch_waits_for_the_gpu(model: str) -> None:
     run = resolve(1, model=model, engine="ddp", num_layers=2, global_batch=4, micro_batch=2)
     assert distributed.run(count_waits, 1, run) == [0]
+
+
+def cut_graphs(run: ResolvedConfig) -> int:
+    """How many compiled graphs DDP's optimizer was given to cut at its buckets."""
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    with patch.object(DDPOptimizer, "compile_fn", autospec=True, side_effect=DDPOptimizer.compile_fn) as cut:
+        engine.accumulate(micro_batches(source, run, dist.get_rank(), 0))
+    return cut.call_count
+
+
+@pytest.mark.distributed
+def test_ddp_compiles_whole_blocks() -> None:
+    """On GPUs a cut goes through Liger's and our own kernels, and fails."""
+    run = resolve(2, engine="ddp", num_layers=1, compile=True, micro_batch=2)
+    assert distributed.run(cut_graphs, 2, run) == [0, 0]
 
 
 @pytest.mark.distributed
