@@ -91,9 +91,9 @@ class DataParallel:
         """What a layer communicates in every micro-batch: gathers forward and backward, its gradient's reduction; and
         what no layer hides: the embedding's gather at the start and its gradient at the end.
 
-        ZeRO-3 and FSDP2 gather 2 bytes a parameter twice and reduce-scatter g; ZeRO-2 reduces alone (arXiv 1910.02054,
-        section 7), each part to the rank that owns it. hpZ gathers for backward among neighbours (arXiv 2306.10209);
-        HSDP shards among them. Weights that are kept are gathered once.
+        ZeRO-3 and FSDP2 gather 2 bytes a parameter twice and reduce-scatter g (arXiv 1910.02054, section 7). ZeRO-2
+        all-reduces g, of which each rank keeps its part (DeepSpeed's use_multi_rank_bucket_allreduce). hpZ gathers for
+        backward among neighbours (arXiv 2306.10209); HSDP shards among them. Weights that are kept are gathered once.
         """
         job, profile = self.job, self.profile
         layer, ends = job.layer_parameters, job.embedding_parameters
@@ -112,8 +112,8 @@ class DataParallel:
             back = 0.0 if candidate.keeps_weights else network.gather_seconds(profile, inner, value * layer)
             return gather(layer), back, reduce(layer), gather(ends) + reduce(ends)
         if candidate.engine == "deepspeed" and candidate.zero_stage == 2:
-            reduce_layer = network.reduce_seconds(profile, geometry.world, g * layer)
-            return 0.0, 0.0, reduce_layer, network.reduce_seconds(profile, geometry.world, g * ends)
+            reduce_layer = network.all_reduce_seconds(profile, geometry.world, g * layer)
+            return 0.0, 0.0, reduce_layer, network.all_reduce_seconds(profile, geometry.world, g * ends)
         return 0.0, 0.0, 0.0, 0.0
 
     def _once_a_step(self, candidate: Candidate, geometry: Geometry, backward: float) -> tuple[float, float]:
@@ -135,7 +135,7 @@ class DataParallel:
             once = network.gather_seconds(self.profile, geometry.world, weights)
             if candidate.zero_stage == 1:
                 pieces = max(1, round(parameters / REDUCE_BUCKET))
-                reduce = network.reduce_seconds(self.profile, geometry.world, gradients, pieces)
+                reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
                 once += self.base.tail(backward, reduce, pieces, geometry.world, overlaps=True)
                 copied = (6 + 2 / ranks) * gradients  # as stage 2 does, but once
         if candidate.offload != "none":

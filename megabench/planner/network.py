@@ -127,11 +127,6 @@ def gather_seconds(profile: Profile, where: Span, num_bytes: float, calls: int =
     return _along_ring(profile, where, (where.size - 1) / where.size * num_bytes, calls)
 
 
-def reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
-    """Reduction to one rank, along a chain that all bytes pass from end to end, in equal calls."""
-    return _along_ring(profile, where, num_bytes, calls)
-
-
 def exchange_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
     """All-to-all of so many bytes a rank in all, in equal calls: each rank sends every other its part directly.
 

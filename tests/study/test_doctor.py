@@ -513,7 +513,9 @@ def test_the_same_fault_of_several_trials_is_one_finding():
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("engines-bf16", ["untrustworthy", "note", "note", "note", "note", "note"]),
+        ("engines-bf16", ["untrustworthy", "slow", "note", "note", "note"]),
+        ("llama3-8b-two-gpus", ["untrustworthy", "note", "note"]),
+        ("llama3-8b-two-gpus-synthetic", ["untrustworthy", "untrustworthy", "slow", "note", "note", "note", "note"]),
         ("llama3-8b-first-look", ["untrustworthy", "note", "note"]),
         ("nccl-parity-bf16", ["untrustworthy", "note", "note"]),
         ("placement-two-hosts", ["note", "note", "note"]),
@@ -525,12 +527,17 @@ def test_measured_studies(name, kinds):
 
 
 def test_measured_studies_in_words():
-    failed, kernels, parts, still, close, once = findings_at(REPOSITORY / "benchmarks/engines-bf16")
-    assert parts.trials == ("zero3", "zero3-reference") and "zero_leaf_layers: true" in parts.change
-    assert still.trials == ("zero3",) and still.evidence.startswith("they vary by 0.0")
-    assert failed.trials == ("dp2",) and "AssertionError" in failed.evidence
-    assert kernels.trials == ("zero3-reference", "tp2-reference") and "one run each" in once.evidence
-    assert close.trials == ("ddp", "fsdp") and "spread overlaps its own" in close.evidence
+    failed, unused, kernels, close, once = findings_at(REPOSITORY / "benchmarks/engines-bf16")
+    assert failed.trials == ("ddp",) and "BackendCompilerFailed" in failed.evidence
+    assert unused.trials == ("pp2",) and "of 140 GiB" in unused.evidence
+    assert kernels.trials == ("zero3-reference", "dp2-reference", "tp2-reference")
+    assert close.trials == ("dp2", "fsdp-kept", "zero3-leaf", "fsdp") and "spreads overlap its own" in close.evidence
+    assert "one run each" in once.evidence
+    *_, twice, still, _ = findings_at(REPOSITORY / "benchmarks/llama3-8b-two-gpus-synthetic")
+    assert twice.trials == ("zero3-two-hosts", "zero3-leaf-two-hosts")
+    assert still.trials == ("zero3-leaf",) and still.evidence.startswith("they vary by 0.0")
+    _, parts, _ = findings_at(REPOSITORY / "benchmarks/nccl-parity-bf16")
+    assert parts.trials == ("zero3",) and "zero_leaf_layers: true" in parts.change
 
 
 BASE = "base: {model: llama3-8b, steps: 20, warmup_steps: 5, seq_length: 4096, micro_batch: auto}\nrepeats: 3\n"

@@ -16,7 +16,7 @@ from megabench.study.doctor import examine
 from megabench.study.folder import StudyRecords, read_folder
 from megabench.study.parity import judge_parity
 from megabench.study.report import render, write_report
-from megabench.study.report.trials import StudyView
+from megabench.study.report.trials import StudyView, where_it_ran
 from megabench.study.summary import summarize, write_csv
 from tests.study import report_studies
 from tests.study.compare_process import REPOSITORY
@@ -117,6 +117,13 @@ def test_cpu_and_emulated_hosts_are_said():
     assert "These are CPU timings: no evidence about GPUs." in page(STUDIES["on_cpu"]())
     assert "CPU timings" not in page(STUDIES["normal"]())
     assert "The hosts are emulated" in page(STUDIES["emulated"]()) and "2 emulated hosts" in page(STUDIES["emulated"]())
+
+
+def test_machines_of_several_numbers_of_hosts_are_all_named():
+    one, two = make_record([1.0]), make_record([1.0], num_hosts=2, emulated_hosts=2)
+    assert where_it_ran([one]) == "2 CPU processes on 1 host"
+    failed = make_record([1.0], num_hosts=None)
+    assert where_it_ran([two, failed, one]) == "2 CPU processes on 1 host and on 2 emulated hosts"
 
 
 def test_a_command_of_emulated_hosts_is_given_for_real_ones_as_well():

@@ -36,7 +36,7 @@ takes than the measured best; where the null model cannot tell, it draws. OOM: p
 from crashes; layouts that the sweep's program refuses count as foretold. Its memory is that of the first rank, with its
 program's own share for the allocator (shipped profiles: that of megabench's engines). playbook-sweep.md, beside this
 file, says what is known of the sweep's rows that no layout explains; they are in every figure here. Of own records
-options-4-gpus is fitted and engines-bf16, with kernels of before, is not; it was the other way round until the H200 had
+options-4-gpus is fitted and engines-bf16 is not; it was the other way round, with older records, until the H200 had
 been calibrated.
 
 """

@@ -28,7 +28,7 @@ _START = {
 # kernels as the engines have them now, and without
 OWN_FITTED = ("options-4-gpus", "nccl-parity-bf16")
 # of larger ones the memory alone: four layers have few activations, beside which an allocator's fragments are many
-OWN_FITTED_MEMORY = (*OWN_FITTED, "llama3-8b-nvlink-synthetic", "llama3-8b-two-gpus", "llama3-8b-scaling")
+OWN_FITTED_MEMORY = (*OWN_FITTED, "llama3-8b-nvlink-synthetic", "llama3-8b-two-gpus-synthetic", "llama3-8b-scaling")
 # what `megabench calibrate` did not measure
 _FEW = ("unfused_traffic", "step_seconds")
 

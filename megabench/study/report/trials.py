@@ -109,14 +109,14 @@ class StudyView:
 
 
 def where_it_ran(records: Sequence[RunRecord]) -> str:
-    """Devices and hosts of all records in words; several sizes as "2, 4 and 8"."""
+    """Devices and hosts of all records in words; several sizes as "2, 4 and 8", several machines as "on … and on …"."""
     sizes = sorted({record.world_size for record in records})
     count = " and ".join(filter(None, [", ".join(map(str, sizes[:-1])), str(sizes[-1])]))
     devices = sorted({record.device for record in records if record.device}) or ["unknown devices"]
-    hosts = max((record.num_hosts or 1 for record in records), default=1)
-    kind = "emulated host" if any(record.emulated_hosts for record in records) else "host"
+    hosts = {(record.num_hosts, bool(record.emulated_hosts)) for record in records if record.num_hosts} or {(1, False)}
+    places = [f"{n} {'emulated ' * emulated}host{'s' * (n != 1)}" for n, emulated in sorted(hosts)]
     what = "CPU processes" if devices == ["cpu"] else "× " + " and ".join(devices)
-    return f"{count} {what} on {hosts} {kind}{'s' * (hosts != 1)}"
+    return f"{count} {what} on {' and on '.join(places)}"
 
 
 def letters(number: int) -> str:
