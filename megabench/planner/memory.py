@@ -189,6 +189,8 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
     """A rank of DeepSpeed, FSDP2 or DDP. Bytes a parameter, n ranks, gradients of g bytes (megabench's engines):
 
     - ZeRO-0: 2 + g + 12; ZeRO-1: 2 + g + 12/n; ZeRO-2: 2 + (g + 12)/n; ZeRO-3: (2 + g + 12)/n; one bucket being reduced
+    - ZeRO-1 reduces fp32 gradients of 16-bit values into a part of its own, g/n (stage_1_and_2.py, compact buffers);
+      with one micro-batch all others come while activations go
     - FSDP2, fp32 shards: (4 + g + 8)/n; embedding and output layer stay whole from forward to backward
     - DDP, fp32 replicas: 4 + g + 8, and a cast of every matrix that backward keeps, unless it computes it again: 2
     and, of ZeRO-3 and FSDP2, a few whole layers, or all that are kept. (arXiv 1910.02054, section 5; torch's
@@ -199,12 +201,20 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
     value, state, moments = job.bytes_of_value, job.bytes_of_state, job.bytes_of_moments
     layer = job.layer_parameters
     ends = job.embedding_parameters * (1 if job.shape.tied_embeddings else 2)
+    kept = layer_activation_bytes(job, candidate) * job.shape.num_layers
+    tokens = candidate.micro_batch * job.seq_length
+    kept += tokens * job.shape.hidden_size * job.bytes_of_value
+    if candidate.recompute == "full":
+        kept += layer_activation_bytes(job, _without_recompute(candidate))  # of the layer being computed again
     whole = cast = buffers = 0.0
     if candidate.engine == "deepspeed":
         stage = candidate.zero_stage
         weights = value * parameters / (ranks if stage == 3 else 1)
         gradients = g * parameters / (ranks if stage >= 2 else 1)
         optimizer = state * parameters / (ranks if stage >= 1 else 1)
+        if stage == 1 and g > value:
+            accumulates = candidate.num_micro_batches(job) > 1
+            gradients = (gradients if accumulates else max(0.0, gradients - kept)) + gradients / ranks
         if stage == 3:
             whole = value * (parameters if candidate.keeps_weights else _GATHERED_LAYERS * layer + ends)
             weights += value * parameters / candidate.hpz_size if candidate.hpz_size else 0.0
@@ -224,11 +234,6 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
         gradients = gradients if candidate.zero_stage in (1, 2) else 0.0
     if candidate.offload == "all":
         weights = 0.0
-    kept = layer_activation_bytes(job, candidate) * job.shape.num_layers
-    tokens = candidate.micro_batch * job.seq_length
-    kept += tokens * job.shape.hidden_size * job.bytes_of_value
-    if candidate.recompute == "full":
-        kept += layer_activation_bytes(job, _without_recompute(candidate))
     share = profile.allocator_share
     if (whole or cast) and profile.gather_allocator_share is not None:  # weights come and go as well
         share = profile.gather_allocator_share
