@@ -44,11 +44,17 @@ _ELSEWHERE = {
     "optimizer": "--optimizer, --lr, --betas, --eps and --weight-decay",
     "scheduler": "--lr, --lr-warmup and --min-lr",
 }
-_ZERO_REFUSED = {
-    "zero_quantized_weights": "it changes the weights that are trained with",
-    "zero_quantized_gradients": "it changes the gradients",
-    "zero_quantized_nontrainable_weights": "it changes the weights that are trained with",
-    "stage3_module_granularity_threshold": "on GPUs its gradients are wrong (0.19.8); zero_leaf_layers is right",
+_NO_MASTERS = "all engines train with masters and moments in fp32"
+_REFUSED = {
+    "zero_optimization": {
+        "zero_quantized_weights": "it changes the weights that are trained with",
+        "zero_quantized_gradients": "it changes the gradients",
+        "zero_quantized_nontrainable_weights": "it changes the weights that are trained with",
+        "stage3_module_granularity_threshold": "on GPUs its gradients are wrong (0.19.8); zero_leaf_layers is right",
+        "zenflow": "it updates weights by gradients of earlier steps",
+    },
+    "bf16": {"bf16_master_weights_and_grads": _NO_MASTERS, "bf16_optimizer_states": _NO_MASTERS},
+    "fp16": {"fp16_master_weights_and_grads": _NO_MASTERS},
 }
 
 
@@ -77,9 +83,14 @@ def read_deepspeed_json(path: Path) -> dict[str, Any]:
                 f"{path} sets {key!r}, which megabench does not pass on; remove it "
                 f"({near_matches(key, [*_RUN_KEYS, *_SECTIONS, *_HARMLESS])})"
             )
-    for key, why in _ZERO_REFUSED.items():
-        if content.get("zero_optimization", {}).get(key):
-            raise ConfigError(f"{path} sets zero_optimization.{key}, and {why}; remove it there")
+    for section, refused in _REFUSED.items():
+        for key, why in refused.items():
+            if content.get(section, {}).get(key):
+                raise ConfigError(f"{path} sets {section}.{key}, and {why}; remove it there")
+    if content.get("zero_optimization", {}).get("compute_grad_norm") is False:
+        raise ConfigError(
+            f"{path} sets zero_optimization.compute_grad_norm to false, and records hold the norm; remove it there"
+        )
     return _without_auto(content)
 
 

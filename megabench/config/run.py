@@ -318,6 +318,11 @@ class RunConfig(BaseModel):
         for name in ("save_every", "keep"):
             if (value := getattr(self, name)) is not None and self.save is None:
                 raise ConfigError(f"{name}={value} needs a directory to save to; add --save DIR, or leave it out")
+        if (self.save or self.load) and self.powersgd_rank:
+            raise ConfigError(
+                f"checkpoints do not hold what PowerSGD has left unsent; leave powersgd_rank={self.powersgd_rank} out, "
+                f"or save and load"
+            )
         if (self.save or self.load) and self.zero_stage == 0 and self.optimizer == "adafactor":
             raise ConfigError("checkpoints of zero_stage=0 do not hold Adafactor's state; use --engine ddp")
         if (self.save or self.load) and self.zero_stage == 0 and precision != "fp32":

@@ -53,6 +53,8 @@ class DeepSpeedEngine:
         if self.zero_stage == 3:
             # hpZ's copies were made of the weights before the initial ones were loaded
             self.engine.optimizer.invalidate_secondary_tensor()
+        if self.zero_stage == 0 and config.precision == "bf16":
+            _undo_first_step(self.engine.optimizer)
         # and its engine casts buffers with the weights
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name].to(self.device)
@@ -154,6 +156,7 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,  # plain SGD
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own serves AdamW alone
         "steps_per_print": 2**31,
+        "timers": {"throughput": {"enabled": False}},  # which makes the host wait for the GPU in every micro-batch
     }
     if run.deepspeed_config is None:
         return ours
@@ -200,6 +203,15 @@ def _build_optimizer(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim
     # under ZeRO-3 a parameter is empty here and keeps its shape aside
     params = [(p, len(getattr(p, "ds_shape", p.shape))) for p in model.parameters()]
     return _cpu_adam(run, params) if _uses_cpu_adam(run) else shared.build_optimizer(run, params)
+
+
+@torch.no_grad()
+def _undo_first_step(wrapper: Any) -> None:
+    """Without ZeRO DeepSpeed allocates the optimizer's state by a step, which counts, and decays the masters."""
+    wrapper.optimizer.state.clear()
+    for weights, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+        for weight, master in zip(weights, masters, strict=True):
+            master.copy_(weight)
 
 
 def _uses_cpu_adam(run: ResolvedConfig) -> bool:

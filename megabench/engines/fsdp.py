@@ -98,6 +98,7 @@ class FsdpEngine:
 
     def accumulate(self, batches: Sequence[Batch]) -> None:
         self.model.zero_grad()
+        self.optimizer.zero_grad()  # the shards' gradients are parts of the model's
         self.loss.zero_()
         for number, batch in enumerate(batches):
             # replicas of a shard add up their gradients once a step

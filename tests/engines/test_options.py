@@ -146,6 +146,27 @@ def test_ddp_holds_gradients_once() -> None:
     assert max(map(len, seen)) <= 2, "more storages than buckets"
 
 
+def gradients_kept(run: ResolvedConfig) -> int:
+    """How many of a step's gradients FSDP2 still holds when the next one computes."""
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    engine.train_step(micro_batches(source, run, dist.get_rank(), 0), run.lr)
+    kept = []
+
+    class Spied(list[Batch]):
+        def __iter__(self) -> Iterator[Batch]:
+            parameters = [*engine.shards.values(), *engine.model.parameters()]
+            kept.append(sum(parameter.grad is not None for parameter in parameters))
+            yield from super().__iter__()
+
+    engine.accumulate(Spied(micro_batches(source, run, dist.get_rank(), 1)))
+    return kept[0]
+
+
+@pytest.mark.distributed
+def test_fsdp_holds_gradients_once() -> None:
+    assert distributed.run(gradients_kept, 2, resolve(2, engine="fsdp", num_layers=1)) == [0, 0]
+
+
 @pytest.mark.distributed
 def test_power_sgd_projects() -> None:
     """Two plain steps, then matrices of low rank: the projection of the mean gradient onto that many directions."""
@@ -260,6 +281,7 @@ def test_an_overflow_skips_a_step() -> None:
         ({"engine": "deepspeed", "optimizer": "adafactor"}, "zero_stage=3 cuts them"),
         ({"engine": "fsdp", "powersgd_rank": 2}, "powersgd_rank is a setting of the ddp engine"),
         ({"engine": "ddp", "precision": "bf16", "grad_dtype": "bf16", "powersgd_rank": 2}, "PowerSGD sends fp32"),
+        ({"engine": "ddp", "powersgd_rank": 2, "save": Path("x")}, "do not hold what PowerSGD has left unsent"),
         ({"keep_gathered": True}, "it needs tp=2 or more and kernels=auto"),
         ({"tp": 2, "keep_gathered": True, "kernels": "reference"}, "it needs tp=2 or more and kernels=auto"),
         ({"compile": True}, "compile is a setting of the fsdp and ddp engines, and the engine is megatron"),
