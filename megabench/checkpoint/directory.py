@@ -7,6 +7,7 @@ step-00000012.damaged/          set aside by a run that went on from an older on
 
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, Manifest, sync_folder
@@ -23,6 +24,15 @@ def folder_of(directory: Path, step: int) -> Path:
 def partial_folder(directory: Path, step: int, token: str) -> Path:
     """Where it is being written; `token` (hexadecimal) tells this try from the remains of others."""
     return directory / f".{folder_of(directory, step).name}.{token}.partial"
+
+
+def bytes_in(folder: Path) -> int:
+    """The size of the files in a folder, which may come and go meanwhile."""
+    size = 0
+    with suppress(OSError):
+        for entry in folder.iterdir():
+            size += entry.stat().st_size
+    return size
 
 
 def steps_in(directory: Path) -> list[int]:

@@ -17,12 +17,14 @@ from threading import Thread
 from torch.distributed import Store
 
 from megabench.checkpoint.blocks import StateShard, TrainingState, key, num_elements, view
-from megabench.checkpoint.directory import commit, folder_of, partial_folder, prune
+from megabench.checkpoint.directory import bytes_in, commit, folder_of, partial_folder, prune
 from megabench.checkpoint.files import Named, write_assets, write_files
 from megabench.checkpoint.manifest import FileEntry, Manifest
 from megabench.checkpoint.staging import Staging
 from megabench.runtime.messages import wait_for
 from megabench.runtime.rendezvous import reconnect
+
+_LOOK_SECONDS = 1.0
 
 # makes the manifest of a step out of the elements of each kind and the files, for rank 0
 Describe = Callable[[dict[str, int], list[FileEntry]], Manifest]
@@ -64,7 +66,7 @@ class Saver:
         self._store = reconnect(store)
         self._rank, self._world_size, self._token = rank, world_size, token
         self._thread: Thread | None = None
-        self._started = 0.0
+        self._started, self._step = 0.0, 0
         self._stall = 0.0
         self._outcome: Save | None = None
 
@@ -74,7 +76,7 @@ class Saver:
         With staging this returns when the state is copied; without it, the state must not change before `finish`.
         """
         assert self._thread is None
-        self._started = time.perf_counter()
+        self._started, self._step = time.perf_counter(), step
         shards = state.shards if self.staging is None else self.staging.fill(state.shards)
         self._thread = Thread(target=self._save, args=(step, shards, describe), name=f"save-{step}", daemon=True)
         self._thread.start()
@@ -90,11 +92,15 @@ class Saver:
         """Whether `finish` would return at once."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def finish(self) -> Save:
-        """Waits for the save that was begun, and tells how it ended."""
+    def finish(self, gets_on: Callable[[], None]) -> Save:
+        """Waits for the save that was begun, and tells how it ended; calls `gets_on` while the files of ranks grow."""
         assert self._thread is not None
-        waited = time.perf_counter()
-        self._thread.join()
+        waited, size = time.perf_counter(), 0
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_SECONDS)
+            if (now := bytes_in(partial_folder(self.directory, self._step, self._token))) > size:
+                size = now
+                gets_on()
         self._thread = None
         assert self._outcome is not None
         stall = self._stall + time.perf_counter() - waited

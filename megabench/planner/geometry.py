@@ -59,6 +59,13 @@ class Geometry:
         return max(spans, key=lambda found: (found.across is not None, found.sharing))
 
     @cached_property
+    def ends(self) -> Span:
+        """Each rank of the first stage with its counterpart of the last: both hold tied embeddings."""
+        block = self.layout.world_size // self.layout.pp
+        last = self.layout.world_size - block
+        return span(self.topology, ((rank, last + rank) for rank in range(block)))
+
+    @cached_property
     def ranks_per_host(self) -> int:
         return max(Counter(self.topology.host_of).values())
 

@@ -165,9 +165,18 @@ class Pipeline:
             "cp": times * chunk.cp,
             "pp": timeline.sending[last],
             "bubble": max(0.0, timeline.ends[last] - timeline.busy[last] - timeline.sending[last]),
-            "dp": reduces[last] + max(gathers),
+            "dp": reduces[last] + self._tied_seconds(candidate, geometry) + max(gathers),
             "optimizer": max(updates) + self.profile.step_seconds,
         }
+
+    def _tied_seconds(self, candidate: Candidate, geometry: Geometry) -> float:
+        """Adding up both gradients of tied embeddings, behind all others (megatron-core's finalize_model_grads)."""
+        job, layout = self.job, candidate.layout
+        if layout.pp == 1 or not job.shape.tied_embeddings:
+            return 0.0
+        return network.all_reduce_seconds(
+            self.profile, geometry.ends, job.bytes_of_gradient * job.embedding_parameters / layout.tp
+        )
 
     def _overlaps_gradients(self, candidate: Candidate) -> bool:
         stack = self.job.stack

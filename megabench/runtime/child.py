@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 TERM_GRACE_SECONDS = 5.0
@@ -81,15 +81,22 @@ class Child:
         return next((line for line in reversed(lines) if not _LIBRARY_NOTE.match(line)), "")[:300]
 
 
-def end_all(children: Collection[Child]) -> None:
-    """Ends the children that still run, by process group: SIGTERM, and SIGKILL for those that stay."""
+def _doze() -> None:
+    time.sleep(0.05)
+
+
+def end_all(children: Collection[Child], wait: Callable[[], None] = _doze) -> None:
+    """Ends the children that still run, by process group: SIGTERM, and SIGKILL for those that stay.
+
+    `wait` is called until they are gone, and waits a moment.
+    """
     for number, patience in ((signal.SIGTERM, TERM_GRACE_SECONDS), (signal.SIGKILL, KILL_WAIT_SECONDS)):
         running = [child for child in children if child.exit_status() is None]
         for child in running:
             child.send_to_group(number)
         deadline = time.monotonic() + patience
         while any(child.exit_status() is None for child in running) and time.monotonic() < deadline:
-            time.sleep(0.05)
+            wait()
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

@@ -114,7 +114,7 @@ class TrialRun:
         # nobody ends a process before all have looked: its peers, on whatever host, will report that they lost it
         self._notes.add("looked", len(self._children))
         self._crew.wait_until(lambda: self._count("looked") == self._task.world_size)
-        end_all(running.values())
+        end_all(running.values(), self._crew.breathe)  # they may take longer than a supervisor may be silent
         for rank in running:
             self._publish(rank, failures[rank], was_ended=True, place=places.get(rank))
 

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -52,7 +53,10 @@ def restore(engine: Engine, found: Found, device: torch.device) -> LoadTimes:
 
 
 class Checkpoints:
-    """The saves of a run: of every `save_every`-th step, of the last, and of the one at which it is stopped."""
+    """The saves of a run: of every `save_every`-th step, of the last, and of the one at which it is stopped.
+
+    `gets_on` is called while training waits for a save whose files grow.
+    """
 
     def __init__(
         self,
@@ -63,8 +67,10 @@ class Checkpoints:
         resume: Resume,
         device: torch.device,
         console: Console | None,
+        gets_on: Callable[[], None] = lambda: None,
     ) -> None:
         assert run.save is not None
+        self._gets_on = gets_on
         self._run, self._source, self._engine, self._console = run, source, engine, console
         self._newest = resume.num_done
         self.times: list[SaveTimes] = []
@@ -144,7 +150,7 @@ class Checkpoints:
     def _finish(self) -> None:
         if not self._saver.is_saving:
             return
-        save = self._saver.finish()
+        save = self._saver.finish(self._gets_on)
         self.times.append(self._times(save))
         if not self._console:
             return

@@ -87,7 +87,9 @@ def train(
         load = restore(engine, resume.found, device)
         if console:
             console.resumed(load, resume.training)
-    checkpoints = Checkpoints(run, source, engine, rendezvous, resume, device, console) if run.save else None
+    checkpoints = None
+    if run.save:
+        checkpoints = Checkpoints(run, source, engine, rendezvous, resume, device, console, watch.gets_on)
     finite = FiniteWatch(run)
     uuid = devices.gpu_uuid(rendezvous.local_rank) if device.type == "cuda" else None
     checkup = Checkup(_hosts(placement)[rank], uuid, own={int(pid) for pid in gather(os.getpid(), device)})

@@ -42,6 +42,10 @@ class Watch:
             self._slowest_step = max(self._slowest_step, now - self._moved)
         self._moved, self._activity, self._step = now, activity, step
 
+    def gets_on(self) -> None:
+        """This rank gets on with what it does."""
+        self._moved = time.monotonic()
+
     def close(self) -> None:
         """Ends the watch: from here on ranks leave one by one."""
         self._closed.set()

@@ -1,9 +1,12 @@
 """A run that is resumed, under whatever layout, is the run that was not interrupted."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -207,6 +210,35 @@ def test_a_save_that_fails_is_said_and_the_older_kept(tmp_path: Path, save_mode:
         assert good is None and words and all("rank 1 (" in text and "No space left" in text for text in words)
         assert "the newest good one of this run is that of step 3" in words[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def signs_of_life(run: ResolvedConfig, gets_on: bool) -> int:
+    """How often a save of a second says that it gets on: its file grows, or it hangs."""
+    from megabench.checkpoint import save as room
+
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    rendezvous = Rendezvous(dist.distributed_c10d._get_default_store(), 0, 1, 0, 1)
+    signs: list[float] = []
+    sign = partial(signs.append, 0.0)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None, sign)
+
+    def slow(folder: Path, stem: str, tensors: Any) -> Any:
+        with (folder / "slow").open("wb", buffering=0) as file:
+            for _ in range(10):
+                file.write(b"x" * gets_on)
+                time.sleep(0.1)
+        return []
+
+    with patch.object(room, "write_files", slow), patch.object(room, "_LOOK_SECONDS", 0.05):
+        checkpoints.save(3)
+    return len(signs)
+
+
+def test_a_slow_save_gets_on(tmp_path: Path) -> None:
+    """Whatever it takes, the watch does not end it; one that hangs it does."""
+    run = resolve(1, **SMALL, save=tmp_path)
+    assert distributed.run(signs_of_life, 1, run, True)[0] >= 5
+    assert distributed.run(signs_of_life, 1, run, False)[0] <= 1, "but for the model's configuration nothing is written"
 
 
 def elements_of_another_rank_twice(run: ResolvedConfig) -> str | None:

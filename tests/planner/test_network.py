@@ -10,7 +10,7 @@ from megabench.planner.engines import Costs
 from megabench.planner.geometry import Geometry
 from megabench.planner.job import Candidate
 from megabench.planner.network import Span
-from megabench.planner.profile import shipped_profiles
+from megabench.planner.profile import profile_for, shipped_profiles
 from tests.planner.jobs import costs, hosts, job, megatron
 
 H200 = shipped_profiles()["h200"]
@@ -99,3 +99,17 @@ def test_compute_hides_behind_sockets():
         found.profile, Geometry.of(topology, candidate.layout, "topology").world, num_bytes
     )
     assert found.estimate(candidate).step_seconds == pytest.approx(sockets, rel=0.05)
+
+
+def test_a_pipeline_adds_up_the_gradients_of_tied_embeddings():
+    """Of the first stage and the last, fp32, each rank its part; nothing else is data-parallel here."""
+    tied, untied = job("qwen3-0.6b", 4096, 32), job("llama3-8b", 4096, 32)
+    assert tied.shape.tied_embeddings and not untied.shape.tied_embeddings
+    for tp in (1, 2):
+        topology = hosts(2, tp)
+        found = megatron(topology, tp=tp, pp=2)
+        ends = Geometry.of(topology, found.layout, "topology").ends
+        assert (ends.size, ends.hosts) == (2, 2)
+        expected = network.all_reduce_seconds(profile_for("NVIDIA H100 80GB HBM3"), ends, 4 * 151936 * 1024 / tp)
+        assert costs(tied, topology).estimate(found).parts["dp"] == pytest.approx(expected)
+        assert costs(untied, topology).estimate(found).parts["dp"] == 0
