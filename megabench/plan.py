@@ -40,6 +40,14 @@ _WORDS = {
 }
 
 
+def _origin(plan: Plan) -> str:
+    """Where the profile is from, and whether it is of other devices than planned for."""
+    device, devices = plan.topology.hosts[0].device, plan.profile.devices
+    if plan.profile.kind == "measured" and device not in devices:
+        return f"measured on {' and '.join(devices)}, and NOT on {device}"
+    return _KINDS[plan.profile.kind]
+
+
 def write(console: Console, plan: Plan, top: int) -> None:
     """Prints the table of the `top` best and of what runs without megatron, the sweet spot and its reason, how sure it
     is, what to type, and what does not fit.
@@ -49,9 +57,7 @@ def write(console: Console, plan: Plan, top: int) -> None:
     head += f"{'s' * (len(topology.hosts) > 1)} · sequence {job.seq_length}, global batch {job.global_batch}"
     console.print(Text(head, style="bold"), soft_wrap=True)
     told = f"{plan.num_candidates:,} candidates, {plan.num_fitting:,} fit in {plan.usable_bytes / _GIB:.1f} GiB"
-    console.print(
-        Text(f"{told} · profile {plan.profile.name}: {_KINDS[plan.profile.kind]}", style="dim"), soft_wrap=True
-    )
+    console.print(Text(f"{told} · profile {plan.profile.name}: {_origin(plan)}", style="dim"), soft_wrap=True)
     if plan.ranked:
         console.print(_table(plan, top))
         console.print(Text(sweet_spot(plan)), soft_wrap=True)

@@ -106,6 +106,7 @@ class Results:
         write_records(aside, [*read_records(aside), *self._of_others])
         names = ", ".join(dict.fromkeys(record.trial for record in self._of_others))
         self._of_others = []
+        self._write()
         return f"Measured under other settings, and put aside in {aside}: {names}"
 
     def logs(self, attempt: Attempt) -> Path:
@@ -140,11 +141,14 @@ class Results:
         if self.study.predictor:
             record.prediction = self.study.predictor.predict(record)
         self._by_key[attempt.key] = record
+        self._write()
+        return next(record for record in self.records if (record.trial_id, record.repeat) == attempt.key)
+
+    def _write(self) -> None:
         records = self.records
         write_records(self._jsonl, records)
         write_csv(self.out / "summary.csv", summarize(records, self.study.reference))
         self.write_report()
-        return next(record for record in records if (record.trial_id, record.repeat) == attempt.key)
 
     def write_report(self) -> Path:
         """Draws the report of what there is so far, and returns its path."""

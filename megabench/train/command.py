@@ -12,12 +12,14 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from megabench import UserError
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.config.to_find import resolve_first
-from megabench.record import Probe
+from megabench.record import Probe, RunRecord
 from megabench.runtime.leave import leave
 from megabench.train.flags import parse_flags
 from megabench.train.stopped import StoppedError
@@ -144,15 +146,32 @@ def _make_folders(run: ResolvedConfig) -> None:
                 raise ConfigError(
                     f"{setting}={folder} cannot be made a folder: {error.strerror}; give a path that can be written to"
                 ) from None
+            try:
+                TemporaryFile(dir=folder).close()
+            except OSError as error:
+                raise ConfigError(
+                    f"{setting}={folder} takes no files: {error.strerror}; give a folder that can be written to"
+                ) from None
 
 
 def _check_out(run: ResolvedConfig, resume: "Resume") -> None:
     """ConfigError where the record of another run would be overwritten, and its curves mixed with this one's."""
     from megabench.runtime.rendezvous import restart_count
 
-    goes_on = resume.num_done > 0 or restart_count() > 0
-    if run.out and not goes_on and (run.out / "record.json").exists():
+    path = run.out / "record.json" if run.out else None
+    if path is None or not path.exists() or restart_count() > 0:
+        return
+    if resume.num_done == 0 or _last_step(path) != resume.num_done:
         raise ConfigError(f"out={run.out} holds the record of another run; give another directory, or remove it first")
+
+
+def _last_step(record: Path) -> int | None:
+    """The last step of a run, by its record; None where that cannot be told."""
+    try:
+        found = RunRecord.read(record)
+    except (OSError, ValueError):
+        return None
+    return found.first_step + len(found.losses) - 1 if found.losses else None
 
 
 def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous") -> None:

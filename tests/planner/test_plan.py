@@ -52,6 +52,19 @@ def test_the_documented_command():
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ("p5e.48xlarge:1", "measured on this kind of GPU"),
+        ("p5.48xlarge:1", "measured on NVIDIA H200, and NOT on NVIDIA H100 80GB HBM3"),
+    ],
+)
+def test_what_a_profile_was_measured_on_is_said(cluster, words):
+    shown = megabench("plan", "--cluster", cluster, "--profile", "megabench/planner/profiles/h200.json")
+    assert f"profile h200: {words}" in shown.stdout
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--cluster", "p9.48xlarge:2"], "instance type 'p9.48xlarge' is not known"),

@@ -288,6 +288,17 @@ def test_results_of_other_trials_are_not_lost(tmp_path):
     assert (out / "results.jsonl").read_bytes() == before
 
 
+def test_results_of_a_removed_trial_are_put_aside_once(tmp_path):
+    trials = "trials: [{name: a, world_size: 2}%s]"
+    out = tmp_path / "out"
+    assert compare(write(tmp_path, BASE + trials % ", {name: b, world_size: 2, seq_length: 32}"), "--out", out)[0] == 0
+    for told in (True, False):
+        status, stdout, _ = compare(write(tmp_path, BASE + trials % ""), "--out", out, "--resume")
+        assert status == 0 and ("put aside" in stdout) == told
+    assert list(records(out)) == ["a"] and len(read_records(out / "results-of-others.jsonl")) == 1
+    assert "b" not in (out / "summary.csv").read_text().split(",")
+
+
 def test_results_of_a_changed_trial_are_put_aside(tmp_path):
     trials = "trials: [{name: a, world_size: 2}, {name: b, world_size: 2, seq_length: 32%s}]"
     out = tmp_path / "out"

@@ -76,6 +76,17 @@ def test_a_record_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "record.json").read_text() == "of another run"
 
 
+def test_a_record_is_overwritten_by_what_goes_on_from_it_alone(tmp_path: Path) -> None:
+    flags = ["--save", str(tmp_path / "save"), "--data", "synthetic"]
+    assert pretrain(*flags, "--steps", "2", "--out", str(tmp_path / "out")).returncode == 0
+    assert pretrain("--steps", "3", "--data", "synthetic", "--out", str(tmp_path / "other")).returncode == 0
+    flags += ["--load", str(tmp_path / "save"), "--steps", "4", "--out"]
+    refused = pretrain(*flags, str(tmp_path / "other"))
+    assert refused.returncode == 2 and "holds the record of another run" in refused.stdout
+    assert pretrain(*flags, str(tmp_path / "out")).returncode == 0
+    assert json.loads((tmp_path / "out" / "record.json").read_text())["first_step"] == 3
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -98,6 +109,7 @@ def test_bad_input_under_torchrun(flags: list[str], sentence: str) -> None:
     ("flags", "words"),
     [
         (["--model", "llama-tinny"], ["unknown model 'llama-tinny'", "llama-tiny"]),
+        (["--save", "/proc"], ["save=/proc takes no files", "can be written to"]),
         (["--engine", "deepspeed", "--zero-stage", "3", "--tp", "2"], ["zero_stage=3", "tp=2", "tp=1"]),
         (["--global-batch", "10"], ["global_batch=10", "4·1"]),
         (["--data", "EMPTY"], ["EMPTY"]),
