@@ -70,7 +70,9 @@ def train(
     gpu = find_gpu(name) if device.type == "cuda" else None
     peak_tflops = gpu.peak_tflops(run.precision) if gpu else None
     console = Console(run, name, peak_tflops) if rank == 0 else None
-    scalars = Scalars(run.tensorboard, run, peak_tflops, resume.num_done) if rank == 0 and run.tensorboard else None
+    scalars = None
+    if console and run.tensorboard:
+        scalars = Scalars(run.tensorboard, run, peak_tflops, resume.num_done, console.note)
     if console:
         console.head(source.name)
         for note in resume.notes:

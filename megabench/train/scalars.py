@@ -1,5 +1,7 @@
 """TensorBoard scalars of a run."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -12,14 +14,34 @@ from megabench.metrics import throughput
 class Scalars:
     """Writes the scalars of each step as rank 0 sees it; throughput and time of timed steps alone.
 
-    `num_done` steps were done by earlier runs; what those wrote of later steps is hidden.
+    `num_done` steps were done by earlier runs; what those wrote of later steps is hidden. Where the disk is full, or
+    else takes no more, that is said by `say`, once, and the run goes on without.
     """
 
-    def __init__(self, directory: Path, run: ResolvedConfig, peak_tflops: float | None, num_done: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        run: ResolvedConfig,
+        peak_tflops: float | None,
+        num_done: int,
+        say: Callable[[str], None],
+    ) -> None:
         self.run = run
         self.peak_tflops = peak_tflops
         self.first_timed_step = num_done + run.warmup_steps + 1
-        self.writer = SummaryWriter(str(directory), purge_step=num_done + 1 if num_done else None)
+        self._say = say
+        self._writer: SummaryWriter | None = None
+        with self._going_on():
+            self._writer = SummaryWriter(str(directory), purge_step=num_done + 1 if num_done else None)
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Goes on without scalars where they cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            self._say(f"ERROR: TensorBoard's scalars end here: {error.strerror or error}")
 
     def step(
         self,
@@ -49,9 +71,12 @@ class Scalars:
                 "throughput/tflops_per_device": achieved.tflops_per_device_causal,
                 "throughput/mfu": achieved.mfu(self.peak_tflops),
             }
-        for tag, value in values.items():
-            if value is not None:
-                self.writer.add_scalar(tag, value, step)
+        with self._going_on():
+            for tag, value in values.items():
+                if self._writer and value is not None:
+                    self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        self.writer.close()
+        with self._going_on():
+            if self._writer:
+                self._writer.close()
