@@ -141,14 +141,15 @@ class Results:
         if self.study.predictor:
             record.prediction = self.study.predictor.predict(record)
         self._by_key[attempt.key] = record
-        self._write()
-        return next(record for record in self.records if (record.trial_id, record.repeat) == attempt.key)
+        return next(record for record in self._write() if (record.trial_id, record.repeat) == attempt.key)
 
-    def _write(self) -> None:
+    def _write(self) -> list[RunRecord]:
+        """Writes all files anew, and returns what they hold."""
         records = self.records
         write_records(self._jsonl, records)
         write_csv(self.out / "summary.csv", summarize(records, self.study.reference))
         self.write_report()
+        return records
 
     def write_report(self) -> Path:
         """Draws the report of what there is so far, and returns its path."""

@@ -161,17 +161,16 @@ def _check_out(run: ResolvedConfig, resume: "Resume") -> None:
     path = run.out / "record.json" if run.out else None
     if path is None or not path.exists() or restart_count() > 0:
         return
-    if resume.num_done == 0 or _last_step(path) != resume.num_done:
+    if resume.num_done == 0 or not _has_saved(path):
         raise ConfigError(f"out={run.out} holds the record of another run; give another directory, or remove it first")
 
 
-def _last_step(record: Path) -> int | None:
-    """The last step of a run, by its record; None where that cannot be told."""
+def _has_saved(record: Path) -> bool:
+    """Whether a run has left checkpoints, by its record: another can go on from no other."""
     try:
-        found = RunRecord.read(record)
+        return bool(RunRecord.read(record).saves)
     except (OSError, ValueError):
-        return None
-    return found.first_step + len(found.losses) - 1 if found.losses else None
+        return False
 
 
 def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous") -> None:

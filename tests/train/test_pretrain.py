@@ -85,6 +85,8 @@ def test_a_record_is_overwritten_by_what_goes_on_from_it_alone(tmp_path: Path) -
     assert refused.returncode == 2 and "holds the record of another run" in refused.stdout
     assert pretrain(*flags, str(tmp_path / "out")).returncode == 0
     assert json.loads((tmp_path / "out" / "record.json").read_text())["first_step"] == 3
+    earlier = ["--load", str(tmp_path / "save" / "step-00000002"), "--data", "synthetic", "--steps", "3"]
+    assert pretrain(*earlier, "--out", str(tmp_path / "out")).returncode == 0, "what came after may have been bad"
 
 
 @pytest.mark.parametrize(
