@@ -191,8 +191,10 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
     - ZeRO-0: 2 + g + 12; ZeRO-1: 2 + g + 12/n; ZeRO-2: 2 + (g + 12)/n; ZeRO-3: (2 + g + 12)/n; one bucket being reduced
     - ZeRO-1 reduces fp32 gradients of 16-bit values into a part of its own, g/n (stage_1_and_2.py, compact buffers);
       with one micro-batch all others come while activations go
-    - FSDP2, fp32 shards: (4 + g + 8)/n; embedding and output layer stay whole from forward to backward
-    - DDP, fp32 replicas: 4 + g + 8, and a cast of every matrix that backward keeps, unless it computes it again: 2
+    - FSDP2, fp32 shards: (4 + g + 8)/n; embedding and output layer stay whole from forward to backward, and are
+      reduced one at a time. What it gathers it frees at once, in order, so that little is lost between.
+    - DDP, fp32 replicas and buckets: 4 + 4 + 8, and a cast of every matrix that backward keeps, unless it computes it
+      again: 2
     and, of ZeRO-3 and FSDP2, a few whole layers, or all that are kept. (arXiv 1910.02054, section 5; torch's
     fully_shard.) Without AdamW's moments 8 less. Offloaded optimizers have no state here; ZeRO-3's and FSDP2's
     gradients are with them.
@@ -225,17 +227,18 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
         weights, gradients = 4 * parameters / shards, g * parameters / shards
         optimizer = moments * parameters / shards
         whole = value * (parameters if candidate.keeps_weights else _GATHERED_LAYERS * layer + ends)
-        buffers = g * layer + (g + value) * ends
+        buffers = g * layer + (g + value) * job.embedding_parameters
     else:
         cast = value if value < 4 and candidate.recompute != "full" else 0.0
-        weights, gradients, optimizer = (4 + cast) * parameters, g * parameters, moments * parameters
+        weights, gradients, optimizer = (4 + cast) * parameters, 4 * parameters, moments * parameters
     if candidate.offload != "none":
         optimizer = 0.0
         gradients = gradients if candidate.zero_stage in (1, 2) else 0.0
     if candidate.offload == "all":
         weights = 0.0
     share = profile.allocator_share
-    if (whole or cast) and profile.gather_allocator_share is not None:  # weights come and go as well
+    weights_come_and_go = cast or (whole and candidate.engine == "deepspeed")
+    if weights_come_and_go and profile.gather_allocator_share is not None:
         share = profile.gather_allocator_share
     return _with_allocator(
         share,

@@ -75,7 +75,7 @@ class Profile(_Part):
         ge=0, description="memory reserved beyond what is allocated, as a share of activations, logits and buffers"
     )
     gather_allocator_share: float | None = Field(
-        None, ge=0, description="the same where weights are gathered or cast in between, if it differs"
+        None, ge=0, description="the same where ZeRO-3 gathers weights or DDP casts them in between, if it differs"
     )
     headroom: float = Field(ge=0, lt=1, description="of a GPU's memory to leave free: fuller ones free and ask again")
     context_gib: float = Field(ge=0, description="of a GPU's memory that torch's allocator never gets")

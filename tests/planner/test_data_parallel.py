@@ -122,6 +122,16 @@ def test_adafactor_is_planned_without_moments():
     assert adafactor.optimizer == 0
 
 
+def test_ddp_reduces_in_bf16_from_fp32_buckets():
+    candidate = Candidate("ddp", Layout(dp=4), 1, zero_stage=0)
+    assert costs(job(bytes_of_gradient=2), FOUR).estimate(candidate).memory.gradients == 4 * job().num_parameters
+
+
+def test_fsdp_reduces_one_end_at_a_time():
+    memory = costs(job(), FOUR).estimate(Candidate("fsdp", Layout(dp=4), 1)).memory
+    assert memory.buffers == 4 * job().layer_parameters + (4 + 2) * job().embedding_parameters
+
+
 def test_zero3_holds_no_gradients_beside_an_offloaded_optimizer():
     held = {
         stage: costs(job(), FOUR).estimate(zero(FOUR, stage=stage, offload="optimizer")).memory.gradients
@@ -139,7 +149,7 @@ def test_a_planned_zero3_is_the_one_that_is_predicted():
     ("candidate", "share"),
     [
         (zero(FOUR, stage=3), 0.3),
-        (Candidate("fsdp", Layout(dp=4), 1), 0.3),
+        (Candidate("fsdp", Layout(dp=4), 1), 0.1),  # in one stream, in order
         (Candidate("ddp", Layout(dp=4), 1), 0.3),  # casts its weights
         (Candidate("ddp", Layout(dp=4), 1, recompute="full"), 0.1),  # for a layer at a time
         (zero(FOUR, stage=2), 0.1),

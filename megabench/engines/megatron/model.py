@@ -144,6 +144,8 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             # the interleaved schedule is silently wrong with batched p2p when pp is 2 …
             overlap_p2p_comm=layout.vp > 1,
             batch_p2p_comm=layout.vp == 1,
+            # else the host would wait for the device at every message, for a fault that torch mended in 1.13
+            batch_p2p_sync=False,
             # … and with overlapped p2p it would free an output that is still being sent
             deallocate_pipeline_outputs=layout.vp == 1,
             # the engine's _loss divides; the other way would multiply by cp

@@ -34,7 +34,8 @@ median MFU of its fitted rows. Spearman is over all rows of a line, "within a sw
 batch and number of GPUs; regret is how much longer the predicted best of such a group (of what is predicted to fit)
 takes than the measured best; where the null model cannot tell, it draws. OOM: published ends that are not told apart
 from crashes; layouts that the sweep's program refuses count as foretold. Its memory is that of the first rank, with its
-program's own share for the allocator (shipped profiles: that of megabench's engines). playbook-sweep.md, beside this
+program's own share for the allocator (shipped profiles: that of megabench's engines). The memory of FSDP2, and of DDP
+with several micro-batches, from when they held gradients twice is in no line. playbook-sweep.md, beside this
 file, says what is known of the sweep's rows that no layout explains; they are in every figure here. Of own records
 options-4-gpus is fitted and engines-bf16 is not; it was the other way round, with older records, until the H200 had
 been calibrated.

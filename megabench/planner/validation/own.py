@@ -13,6 +13,20 @@ from megabench.record import RunRecord, read_records
 
 # what was wrong in a study, of which benchmarks/NOTES.md tells
 _FAULTS = {"engines-4-gpus": " (torch.compile off by a fault)"}
+# in which FSDP2, and DDP with several micro-batches, held gradients twice (ibid.): no measure of their memory since
+_GRADIENTS_HELD_TWICE = (
+    "bloom-7b1-scale",
+    "engines-4-gpus",
+    "engines-bf16",
+    "llama3-8b-nvlink",
+    "llama3-8b-nvlink-synthetic",
+    "llama3-8b-two-gpus",
+    "llama3-8b-two-gpus-synthetic",
+    "llama3-8b-two-hosts",
+    "llama3-8b-two-hosts-batch-64",
+    "options-4-gpus",
+    "qwen3-0.6b-dp",
+)
 _SOURCE = Source("own records", "", Stack(), "socket")
 
 
@@ -27,9 +41,16 @@ def read_own(folder: Path) -> list[Row]:
             steps = tuple(record.step_seconds.all) if record.step_seconds else ()
             if steps not in seen and (row := row_of(record, records)):
                 seen.add(steps)
+                if path.parent.name in _GRADIENTS_HELD_TWICE and _held_twice(row):
+                    row.measured.pop("memory_gib", None)
                 trials.setdefault(record.trial, []).append(replace(row, source=replace(_SOURCE, name=name)))
         rows += map(_mean, trials.values())
     return rows
+
+
+def _held_twice(row: Row) -> bool:
+    engine = row.candidate.engine
+    return engine == "fsdp" or (engine == "ddp" and row.candidate.num_micro_batches(row.job) > 1)
 
 
 def _mean(runs: Sequence[Row]) -> Row:

@@ -52,7 +52,7 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
     own = [row for row in measured.own if is_own_fitted(row)]
     start = {name: _START[name] for name in (*_FEW, *fit.MEMORY)}
     h200 = fit.fit_speed(_calibrated(shipped["h200"], measured).model_copy(update=start), own, _FEW)
-    h200 = fit.fit_memory(h200, [row for row in measured.own if is_memory_fitted(row)])
+    h200 = fit.fit_memory(h200, _with_peaks([row for row in measured.own if is_memory_fitted(row)]))
     said = "published one-node runs and collectives"
     return {
         "h100": _with_origin(h100, said, [*fit.SPEED, *fit.MEMORY, *fit.LINKS]),
@@ -91,8 +91,12 @@ def _fit_published(profile: Profile, chip: str, measured: Measurements) -> Profi
     profile = _reset(profile)
     profile = fit.fit_links(profile, [one for one in measured.collectives if one.gpu == chip])
     profile = fit.fit_speed(profile, [row for row in rows if "seconds" in row.measured])
-    with_peaks = [row for row in rows if "memory_gib" in row.measured]
+    with_peaks = _with_peaks(rows)
     return fit.fit_memory(profile, with_peaks) if with_peaks else profile
+
+
+def _with_peaks(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if "memory_gib" in row.measured]
 
 
 def _reset(profile: Profile) -> Profile:
