@@ -47,14 +47,18 @@ def import_command(
     verify: Verify = True,
 ) -> None:
     """Make a checkpoint of a Hugging Face model. Any layout can load it, whatever --tp and --pp."""
+    from megabench.convert import ConvertError
     from megabench.convert.compare import comparison_run, num_parts
     from megabench.convert.importing import check_new, import_model, owned_blocks
     from megabench.convert.memory import PeakMemory, largest_of_all
+    from megabench.convert.proof import reason_of
     from megabench.convert.samples import sample_tokens
     from megabench.models.folder import HuggingFaceWeights
     from megabench.runtime import ranks
 
     source = HuggingFaceWeights(hf)
+    if not source.shape.table.has_parallel_blocks:
+        raise ConvertError(f"{reason_of(source.shape)}: it needs no checkpoint; train it with pretrain.py --model {hf}")
     check_new(out)
     run = comparison_run(str(hf), tp, pp)
     with ranks.joined(tp * pp) as rank:
@@ -76,22 +80,19 @@ def export_command(
 ) -> None:
     """Make a Hugging Face directory of a checkpoint, in the dtype that was trained in."""
     from megabench.checkpoint.weights import open_weights
-    from megabench.convert.compare import comparison_run, num_parts
     from megabench.convert.exporting import export_dtype, export_model
     from megabench.convert.importing import check_new
-    from megabench.convert.samples import sample_tokens
+    from megabench.convert.proof import proof_of
     from megabench.models.find import ASSETS, find_model
     from megabench.runtime import ranks
 
     check_new(out)
     weights = open_weights(ckpt)
     shape = find_model(str(weights.folder))
-    run = comparison_run(str(weights.folder), 1, 1)
-    with ranks.joined(1):
-        tokens = sample_tokens(weights.folder / ASSETS, shape) if verify else None
-        num_steps = len(weights.names) + (num_parts(run) if verify else 0)
-        with _progress(num_steps) as advance:
-            _tell(export_model(weights, out, run, export_dtype(weights), tokens, advance))
+    proof = proof_of(weights.folder, shape, weights.folder / ASSETS) if verify else None
+    with ranks.joined(1), _progress(len(weights.names) + (proof.num_parts if proof else 0)) as advance:
+        prove = proof.compare if proof else None
+        _tell(export_model(weights, out, shape, export_dtype(weights), prove, advance))
 
 
 @app.command("verify")
@@ -101,12 +102,15 @@ def verify_command(
     tp: Tp = 1,
     pp: Pp = 1,
 ) -> None:
-    """Compare transformers on DIR with the parallel blocks of a layout on CKPT, or on DIR, too."""
+    """Compare transformers on DIR with the parallel blocks of a layout on CKPT, or on DIR, too.
+
+    A model without parallel blocks is compared with transformers on CKPT.
+    """
     from megabench.checkpoint.weights import open_weights
-    from megabench.convert.compare import compare, comparison_run, num_parts
+    from megabench.convert import ConvertError
     from megabench.convert.exporting import Rounded, export_dtype
     from megabench.convert.importing import check_equal, check_same_model
-    from megabench.convert.samples import sample_tokens
+    from megabench.convert.proof import proof_of, reason_of
     from megabench.models.folder import HuggingFaceWeights
     from megabench.runtime import ranks
 
@@ -116,10 +120,12 @@ def verify_command(
         checkpoint = open_weights(ckpt)
         check_same_model(source, checkpoint)
         weights = Rounded(checkpoint, export_dtype(checkpoint))
-    run = comparison_run(str(hf), tp, pp)
+    elif not source.shape.table.has_parallel_blocks:
+        raise ConvertError(f"{reason_of(source.shape)}: no blocks to compare it with; add --ckpt CKPT")
+    proof = proof_of(hf, source.shape, hf, tp, pp)
     with ranks.joined(tp * pp):
-        with _progress(num_parts(run)) as advance:
-            comparison = compare(source, weights, run, sample_tokens(hf, source.shape), advance)
+        with _progress(proof.num_parts) as advance:
+            comparison = proof.compare(source, weights, advance)
         _tell_comparison(comparison)
         check_equal(comparison, f"{ckpt or hf} under tp={tp}, pp={pp} does not compute what transformers does")
 

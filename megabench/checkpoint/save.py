@@ -21,6 +21,7 @@ from megabench.checkpoint.directory import bytes_in, commit, folder_of, partial_
 from megabench.checkpoint.files import Named, write_assets, write_files
 from megabench.checkpoint.manifest import FileEntry, Manifest
 from megabench.checkpoint.staging import Staging
+from megabench.claim import Claim
 from megabench.runtime.messages import wait_for
 from megabench.runtime.rendezvous import reconnect
 
@@ -34,7 +35,8 @@ Describe = Callable[[dict[str, int], list[FileEntry]], Manifest]
 class Save:
     """How a save ended, the same on every rank: its seconds from start to good; `error` is None for a good one.
 
-    `stall_seconds`, of this rank, is how long training waited for it.
+    `stall_seconds`, of this rank, is how long training waited for it; `is_taken_over` says that another run has claimed
+    the directory, so that no other save of this one will be good.
     """
 
     step: int
@@ -42,13 +44,14 @@ class Save:
     seconds: float
     stall_seconds: float
     error: str | None = None
+    is_taken_over: bool = False
 
 
 class Saver:
     """Saves the state of a run into a directory that all hosts share, one checkpoint at a time.
 
-    `token` names this start of the run, `staging` makes saves asynchronous, `keep` limits how many checkpoints stay,
-    and `assets` go into each.
+    `token` names this start of the run, `claim` is rank 0's to the directory, `staging` makes saves asynchronous,
+    `keep` limits how many checkpoints stay, and `assets` go into each.
     """
 
     def __init__(
@@ -58,13 +61,14 @@ class Saver:
         rank: int,
         world_size: int,
         token: str,
+        claim: Claim | None,
         staging: Staging | None,
         keep: int | None,
         assets: Mapping[str, bytes],
     ) -> None:
         self.directory, self.keep, self.staging, self.assets = directory, keep, staging, assets
         self._store = reconnect(store)
-        self._rank, self._world_size, self._token = rank, world_size, token
+        self._rank, self._world_size, self._token, self._claim = rank, world_size, token, claim
         self._thread: Thread | None = None
         self._started, self._step = 0.0, 0
         self._stall = 0.0
@@ -140,7 +144,9 @@ class Saver:
         wait_for(self._store, keys)
         reports = [json.loads(self._store.get(key)) for key in keys]
         partial = partial_folder(self.directory, step, self._token)
-        errors = [report["error"] for report in reports if "error" in report]
+        loss = self._claim.loss if self._claim else None
+        # first: where another run clears up, files of this one go missing as well
+        errors = [loss] if loss else [report["error"] for report in reports if "error" in report]
         files = [FileEntry(**file) for report in reports for file in report.get("files", ())]
         if not errors:
             try:
@@ -156,6 +162,7 @@ class Saver:
             "seconds": time.perf_counter() - self._started,
             "stall_seconds": 0.0,
             "error": errors[0] if errors else None,
+            "is_taken_over": bool(loss),
         }
 
     def _commit(self, step: int, partial: Path, manifest: Manifest) -> None:

@@ -67,7 +67,7 @@ def num_parts(run: ResolvedConfig) -> int:
 
 @torch.no_grad()
 def compare(
-    reference: HuggingFaceWeights, weights: Weights, run: ResolvedConfig, tokens: Tensor, advance: Advance
+    reference: HuggingFaceWeights, weights: Weights, advance: Advance, *, run: ResolvedConfig, tokens: Tensor
 ) -> Comparison:
     """Compares transformers on `reference` with the parallel blocks of `run`'s layout on `weights`; tokens [B, S].
 
@@ -77,21 +77,22 @@ def compare(
     verdict: list[Comparison | None] = [None]
     if dist.get_rank() == 0:
         assert ours is not None
-        verdict = [_difference(_reference_logits(reference, tokens, advance), ours)]
+        verdict = [difference(_reference_logits(reference, tokens, advance), ours)]
     dist.broadcast_object_list(verdict)
     assert verdict[0] is not None
     return verdict[0]
 
 
-def _difference(theirs: Tensor, ours: Tensor) -> Comparison:
-    kl, same, difference = 0.0, 0, 0.0
+def difference(theirs: Tensor, ours: Tensor) -> Comparison:
+    """How logits [B, S, V] differ from those of the reference."""
+    kl, same, largest = 0.0, 0, 0.0
     for one, other in zip(theirs, ours, strict=True):  # a sequence at a time: predictions are as wide as the vocabulary
         expected, found = one.double().log_softmax(-1), other.double().log_softmax(-1)
         kl = _worst(kl, F.kl_div(found, expected, log_target=True, reduction="none").sum(-1).max().item())
-        difference = _worst(difference, (one - other).abs().max().item())
+        largest = _worst(largest, (one - other).abs().max().item())
         same += int((one.argmax(-1) == other.argmax(-1)).sum())
     num_tokens = theirs.shape[0] * theirs.shape[1]
-    return Comparison(num_tokens, difference, theirs.abs().max().item(), kl, same / num_tokens)
+    return Comparison(num_tokens, largest, theirs.abs().max().item(), kl, same / num_tokens)
 
 
 def _worst(one: float, other: float) -> float:

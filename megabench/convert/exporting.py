@@ -12,14 +12,15 @@ from torch import Tensor
 
 from megabench.checkpoint.blocks import whole
 from megabench.checkpoint.weights import Weights
-from megabench.config import ResolvedConfig
 from megabench.convert import ConvertError
-from megabench.convert.compare import Advance, compare
+from megabench.convert.compare import Advance
 from megabench.convert.importing import Converted, check_equal, partial_of, same_bits
+from megabench.convert.proof import Compare
 from megabench.models.find import ASSETS
 from megabench.models.folder import INDEX, HuggingFaceWeights
 from megabench.models.hugging_face import CONFIG_NAME, read_config
 from megabench.models.mapping import Piece, Shapes, hugging_face_shapes
+from megabench.models.shape import ModelShape
 from megabench.runtime.device import DTYPES
 
 SHARD_BYTES = 5_000_000_000  # transformers' own
@@ -48,19 +49,19 @@ class Rounded:
 def export_model(
     weights: Weights,
     out: Path,
-    run: ResolvedConfig,
+    shape: ModelShape,
     dtype: torch.dtype | None,
-    tokens: Tensor | None,
+    prove: Compare | None,
     advance: Advance,
     shard_bytes: int = SHARD_BYTES,
 ) -> Converted:
-    """Writes the weights of a checkpoint to the Hugging Face directory `out`, and compares both on `tokens`.
+    """Writes the weights of a checkpoint to the Hugging Face directory `out`, and compares both by `prove`.
 
     In `dtype`, or each tensor in its own. In one process, which holds one of the files at a time. ConvertError where it
     cannot be written, UnequalError where the comparison fails; nothing is left at `out` then.
     """
     partial, rounded = partial_of(out), Rounded(weights, dtype)
-    sizes = hugging_face_shapes(run.shape)
+    sizes = hugging_face_shapes(shape)
     began = time.perf_counter()
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -72,7 +73,7 @@ def export_model(
         for name, size in sizes.items():
             if not same_bits(exported.read(_whole(name, size)), rounded.read(_whole(name, size))):
                 raise ConvertError(f"{name} in {out} is not what {weights.folder} holds")
-        comparison = compare(exported, rounded, run, tokens, advance) if tokens is not None else None
+        comparison = prove(exported, rounded, advance) if prove else None
         check_equal(comparison, f"{out} would not compute what {weights.folder} does")
         partial.rename(out)
     except OSError as error:

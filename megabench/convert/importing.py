@@ -20,6 +20,7 @@ from megabench.config import ResolvedConfig
 from megabench.convert import ConvertError, UnequalError
 from megabench.convert.compare import Advance, Comparison, compare
 from megabench.models.families import OUTPUT
+from megabench.models.find import find_model
 from megabench.models.folder import HuggingFaceWeights, read_assets
 from megabench.models.mapping import Piece, parallel_parameters, shard
 from megabench.models.shape import ModelShape
@@ -77,7 +78,7 @@ def import_model(
         with _all_or_none(f"{out} is not what was read"):
             weights = open_weights(partial, dist.get_rank(), dist.get_world_size())
             _check_identical(source, weights, run.layout)
-        comparison = compare(source, weights, run, tokens, advance) if tokens is not None else None
+        comparison = compare(source, weights, advance, run=run, tokens=tokens) if tokens is not None else None
         check_equal(comparison, f"{out} would not compute what {source.folder} does")
         if is_first:
             commit(partial, out)
@@ -162,5 +163,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def check_same_model(source: HuggingFaceWeights, weights: Weights) -> None:
     """ConvertError, naming both, unless a checkpoint holds the model of a directory."""
-    if difference := weights.manifest.model.difference(ModelEntry.of(source.shape)):
+    held = weights.manifest.model
+    if source.shape.foreign:  # of a directory less is known than of a model of the catalogue
+        held = ModelEntry.of(find_model(str(weights.folder)))
+    if difference := held.difference(ModelEntry.of(source.shape)):
         raise ConvertError(f"{weights.folder} holds another model than {source.folder}: {difference}")

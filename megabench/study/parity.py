@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Literal
 
 from megabench.record import Parity, RunRecord
 
@@ -51,6 +52,15 @@ def relative_differences(values: Values, expected: Values) -> list[float | None]
     ]
 
 
+def from_same_step(
+    record: RunRecord, other: RunRecord, series: Literal["losses", "grad_norms"]
+) -> tuple[int, Values, Values]:
+    """The first step that both have, and the values of each from there on: a run may have gone on from a checkpoint."""
+    first = max(record.first_step, other.first_step)
+    mine, theirs = (getattr(one, series)[first - one.first_step :] for one in (record, other))
+    return first, mine, theirs
+
+
 def judge_parity(records: Sequence[RunRecord], reference: str) -> list[RunRecord]:
     """The records with `parity` filled and `status` ok or diverged by it; those without a result stay as they are.
 
@@ -80,16 +90,17 @@ def _is_finished(record: RunRecord) -> bool:
 def _judged(record: RunRecord, standard: RunRecord | None) -> RunRecord:
     parity = Parity(
         reference=standard.trial if standard else record.trial,
-        max_relative_difference=compare_losses(record.losses, standard.losses) if standard else None,
+        max_relative_difference=None,
         tolerance=TOLERANCES[record.precision],
-        grad_norm_difference=(
-            compare_grad_norms(record.grad_norms, standard.grad_norms, may_skip=record.precision == "fp16")
-            if standard
-            else None
-        ),
+        grad_norm_difference=None,
         grad_norm_tolerance=GRAD_NORM_TOLERANCES[record.precision],
         verdict="unknown",
     )
+    if standard:
+        _, losses, expected = from_same_step(record, standard, "losses")
+        parity.max_relative_difference = compare_losses(losses, expected)
+        _, norms, expected = from_same_step(record, standard, "grad_norms")
+        parity.grad_norm_difference = compare_grad_norms(norms, expected, may_skip=record.precision == "fp16")
     if record.losses or standard is not None:
         parity.verdict = "equal" if _has_equal_losses(parity) and _has_equal_norms(parity) else "diverged"
     update = {
@@ -114,7 +125,7 @@ def _error(parity: Parity, record: RunRecord, standard: RunRecord | None) -> str
     if parity.verdict != "diverged":
         return None
     if parity.max_relative_difference is None:
-        return f"its losses are not finite, or not of as many steps as those of {parity.reference}"
+        return f"its losses are not finite, or not of the same steps as those of {parity.reference}"
     if _has_equal_losses(parity) and parity.grad_norm_difference == math.inf:
         error = f"its gradient norms, or those of {parity.reference}, are not finite where the others are"
     elif _has_equal_losses(parity):

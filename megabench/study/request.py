@@ -61,7 +61,7 @@ class Request:
         if self.planning:
             file, predictor = self.planning.extend(file, self.source, num_processes)
         study = plan_study(file, self.source, num_processes, device, self.only)
-        if not self.planning and not self.settings:
+        if not self.planning and not self.settings and not self.emulate_hosts:
             return study
         named = file.model_copy(update={"name": study.name})
         as_run = yaml.safe_dump(named.model_dump(exclude_defaults=True), sort_keys=False)

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from megabench.claim import Claim, ClaimedError, check_free
 from megabench.config.to_find import Setting, settle
 from megabench.record import Probe, RecordError, RunRecord, Status, read_records, write_records
 from megabench.study.doctor import examine
@@ -25,14 +26,21 @@ class Results:
         self.out, self.study = out, study
         self._by_key: dict[tuple[str | None, int], RunRecord] = {}
         self._of_others: list[RunRecord] = []
+        self._claim: Claim | None = None
 
     @classmethod
     def open(cls, out: Path, study: Study) -> "Results":
-        """The results that `out` holds of these very trials; `start` puts aside those of others."""
+        """The results that `out` holds of these very trials; `start` puts aside those of others.
+
+        Raises StudyError for a folder that cannot be written, or that something else has written, and ClaimedError for
+        one that another process writes.
+        """
         results = cls(out, study)
         nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
             raise StudyError(f"--out {out} cannot be a folder: {nearest} cannot be written into; give another path")
+        check_free(out)
+        results._check_own()
         try:
             records = read_records(results._jsonl)
         except RecordError as error:
@@ -46,6 +54,16 @@ class Results:
                 results._of_others.append(record)
         return results
 
+    def _check_own(self) -> None:
+        """StudyError where files of the folder that a study overwrites are not from one."""
+        if self._environment.exists() or self._jsonl.exists():
+            return
+        others = [self.out / name for name in ("logs", "tensorboard")]
+        if self._copy.absolute() != self.study.source.absolute():
+            others.append(self._copy)
+        if found := [path for path in others if path.exists()]:
+            raise StudyError(f"{found[0]} is there already, and not from a study; give another --out")
+
     @property
     def records(self) -> list[RunRecord]:
         """The records so far, in the study's order, with parity judged over all of them."""
@@ -55,6 +73,14 @@ class Results:
     @property
     def _jsonl(self) -> Path:
         return self.out / "results.jsonl"
+
+    @property
+    def _copy(self) -> Path:
+        return self.out / "study.yaml"
+
+    @property
+    def _environment(self) -> Path:
+        return self.out / "environment.json"
 
     def choose(self, resume: bool, only: Sequence[str]) -> list[Attempt]:
         """The runs to do: all, those of the trials that `only` names or matches, and on `resume` those not ok yet.
@@ -90,13 +116,13 @@ class Results:
         Returns what was done with records of trials that the study has no more, or has otherwise, if there are any.
         """
         self.out.mkdir(parents=True, exist_ok=True)
+        self._claim = Claim(self.out)
         said = self._put_aside()
-        copy = self.out / "study.yaml"
         if self.study.as_run is not None:
-            copy.write_text(self.study.as_run)
-        elif copy.absolute() != self.study.source.absolute():
-            copy.write_bytes(self.study.source.read_bytes())
-        (self.out / "environment.json").write_text(json.dumps(describe(), indent=2) + "\n")
+            self._copy.write_text(self.study.as_run)
+        elif self._copy.absolute() != self.study.source.absolute():
+            self._copy.write_bytes(self.study.source.read_bytes())
+        self._environment.write_text(json.dumps(describe(), indent=2) + "\n")
         return said
 
     def _put_aside(self) -> str | None:
@@ -144,12 +170,19 @@ class Results:
         return next(record for record in self._write() if (record.trial_id, record.repeat) == attempt.key)
 
     def _write(self) -> list[RunRecord]:
-        """Writes all files anew, and returns what they hold."""
+        """Writes all files anew, and returns what they hold. Raises ClaimedError where another has taken them over."""
+        if self._claim and (loss := self._claim.loss):
+            raise ClaimedError(loss)
         records = self.records
         write_records(self._jsonl, records)
         write_csv(self.out / "summary.csv", summarize(records, self.study.reference))
         self.write_report()
         return records
+
+    def close(self) -> None:
+        """Leaves the folder to others."""
+        if self._claim:
+            self._claim.release()
 
     def write_report(self) -> Path:
         """Draws the report of what there is so far, and returns its path."""

@@ -127,6 +127,7 @@ def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Att
     console.print(f"records: {results.out / 'results.jsonl'}", markup=False, highlight=False, soft_wrap=True)
     if records:
         console.print(f"report: {results.write_report()}", markup=False, highlight=False, soft_wrap=True)
+    results.close()
     status = 0 if results.all_ok(results.select(request.only)) else 1
     tasks.end(status)
     return status

@@ -22,6 +22,7 @@ from megabench.checkpoint.manifest import (
 )
 from megabench.checkpoint.save import Save, Saver
 from megabench.checkpoint.staging import Staging, free_host_bytes, owned_bytes
+from megabench.claim import Claim
 from megabench.config import ResolvedConfig
 from megabench.data.source import TokenSource
 from megabench.engines.base import Engine
@@ -31,6 +32,7 @@ from megabench.runtime import environment
 from megabench.runtime.rendezvous import Rendezvous
 from megabench.train.console import Console
 from megabench.train.resume import Resume
+from megabench.train.stopped import StoppedError
 
 
 def restore(engine: Engine, found: Found, device: torch.device) -> LoadTimes:
@@ -55,7 +57,7 @@ def restore(engine: Engine, found: Found, device: torch.device) -> LoadTimes:
 class Checkpoints:
     """The saves of a run: of every `save_every`-th step, of the last, and of the one at which it is stopped.
 
-    `gets_on` is called while training waits for a save whose files grow.
+    `gets_on` is called while training waits for a save whose files grow; `claim` is rank 0's to the folder.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class Checkpoints:
         device: torch.device,
         console: Console | None,
         gets_on: Callable[[], None] = lambda: None,
+        claim: Claim | None = None,
     ) -> None:
         assert run.save is not None
         self._gets_on = gets_on
         self._run, self._source, self._engine, self._console = run, source, engine, console
         self._newest = resume.num_done
+        self._loss: str | None = None  # of the folder, to another run
         self.times: list[SaveTimes] = []
         rank = dist.get_rank()
         staging = self._stage(rendezvous.local_world_size, device)
@@ -84,7 +88,7 @@ class Checkpoints:
         dist.broadcast_object_list(token)  # behind the clearing up: who has it may begin to save
         assets = assets_of_run(run) if rank == 0 else {}
         self._saver = Saver(
-            run.save, rendezvous.store, rank, dist.get_world_size(), token[0], staging, run.keep, assets
+            run.save, rendezvous.store, rank, dist.get_world_size(), token[0], claim, staging, run.keep, assets
         )
 
     def _stage(self, local_world_size: int, device: torch.device) -> Staging | None:
@@ -125,15 +129,24 @@ class Checkpoints:
         return is_wanted and step > self._newest
 
     def save(self, step: int) -> float:
-        """Begins to save the state behind `step` steps; the seconds that training waited for it."""
+        """Begins to save the state behind `step` steps; the seconds that training waited for it.
+
+        Raises StoppedError, on every rank, where another run has taken the folder over.
+        """
         began = time.perf_counter()
         self._finish()
+        self._check_claim()
         state = self._engine.training_state()
         self._newest = step
         self._saver.start(step, state, lambda elements, files: self._manifest(step, state, elements, files))
         if self._mode == "sync":
             self._finish()
+            self._check_claim()
         return time.perf_counter() - began
+
+    def _check_claim(self) -> None:
+        if self._loss:
+            raise StoppedError(self._loss)
 
     def look(self) -> None:
         """Tells of a save that ended meanwhile."""
@@ -152,6 +165,7 @@ class Checkpoints:
             return
         save = self._saver.finish(self._gets_on)
         self.times.append(self._times(save))
+        self._loss = save.error if save.is_taken_over else None
         if not self._console:
             return
         if save.error:

@@ -17,6 +17,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from megabench import UserError
+from megabench.claim import check_free
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.config.to_find import resolve_first
 from megabench.record import Probe, RunRecord
@@ -68,6 +69,8 @@ def _run(given: RunConfig, find: Find | None) -> None:
         # what is still to be found shapes nothing that is checked here
         run = (resolve_first if find else RunConfig.resolve)(given, rendezvous.world_size, device_kind)
         _make_folders(run)
+        if rendezvous.rank == 0:
+            _check_free(run)
         source = open_source(run)
         _check_same_data(run, source.sha256, rendezvous)
         watch.at("checking the checkpoint", 0)
@@ -152,6 +155,13 @@ def _make_folders(run: ResolvedConfig) -> None:
                 raise ConfigError(
                     f"{setting}={folder} takes no files: {error.strerror}; give a folder that can be written to"
                 ) from None
+
+
+def _check_free(run: ResolvedConfig) -> None:
+    """ClaimedError where another run of this host writes where this one shall."""
+    for folder in (run.out, run.save):
+        if folder:
+            check_free(folder)
 
 
 def _check_out(run: ResolvedConfig, resume: "Resume") -> None:

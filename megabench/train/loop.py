@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megabench.claim import Claim
 from megabench.config import ResolvedConfig, RunConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import TokenSource
@@ -63,6 +64,7 @@ def train(
     if report:
         report_progress(report, rendezvous.rank, Progress("starting", 0, run.steps))
     rank = placement.rank_of(rendezvous.rank)
+    claims = {folder: Claim(folder) for folder in (run.out, run.save) if folder} if rank == 0 else {}
     # the watch knows who is to blame, and speaks first
     patience = timedelta(seconds=max(600.0, 2 * BEFORE_FIRST_STEP * run.stall_seconds))
     device = devices.initialize(rendezvous, rank, run.device, patience)
@@ -91,7 +93,8 @@ def train(
             console.resumed(load, resume.training)
     checkpoints = None
     if run.save:
-        checkpoints = Checkpoints(run, source, engine, rendezvous, resume, device, console, watch.gets_on)
+        mine = claims.get(run.save)
+        checkpoints = Checkpoints(run, source, engine, rendezvous, resume, device, console, watch.gets_on, mine)
     finite = FiniteWatch(run)
     uuid = devices.gpu_uuid(rendezvous.local_rank) if device.type == "cuda" else None
     checkup = Checkup(_hosts(placement)[rank], uuid, own={int(pid) for pid in gather(os.getpid(), device)})
@@ -177,18 +180,25 @@ def train(
     )
     record = build_record(run, given, source, placement, network, measured)
     record_path = run.out / "record.json" if run.out else None
+    taken_over: list[str | None] = [None]
     if rank == 0 and record_path:
+        if loss := claims[record_path.parent].loss:
+            record_path = record_path.with_name(f"record-of-{os.getpid()}.json")
+            taken_over = [f"{loss} This run's record is {record_path}"]
         record.write(record_path)
+    dist.broadcast_object_list(taken_over)
     if console:
         console.last(record, record_path)
     if scalars:
         scalars.close()
+    for claim in claims.values():
+        claim.release()
     dist.barrier()
     watch.close()
     dist.destroy_process_group()
     outlast(rendezvous.store, rendezvous.rank, rendezvous.world_size, "training")
-    if not_saved:
-        raise StoppedError(not_saved)
+    if taken_over[0] or not_saved:
+        raise StoppedError(taken_over[0] or not_saved)
     return record
 
 

@@ -79,6 +79,35 @@ def test_import_starts_its_processes(tmp_path: Path, folder: Path) -> None:
     assert status == 2 and "num_layers 2 there, 3 here" in err
 
 
+def test_a_model_without_parallel_blocks(tmp_path: Path) -> None:
+    flags = ("--engine", "deepspeed", "--zero-stage", 2, "--precision", "bf16", "--seq-length", 32, "--device", "cpu")
+    status, out, err = run(
+        *("launch/pretrain.py", "--model", "gpt2-tiny", "--num-layers", 2, *flags, "--global-batch", 2),
+        *("--micro-batch", 2, "--steps", 2, "--save", tmp_path / "run"),
+    )
+    assert status == 0, out + err
+    tuned = tmp_path / "tuned"
+    status, out, err = convert("export", "--ckpt", tmp_path / "run", "--out", tuned)
+    assert status == 0 and "equal: over 256 tokens" in out, out + err
+    status, out, err = convert("verify", "--hf", tuned, "--ckpt", tmp_path / "run")
+    assert status == 0 and "equal: over 256 tokens" in out, out + err
+    save_model(tmp_path / "other", CATALOG["gpt2-tiny"].with_layers(2), seed=1)
+    status, out, err = convert("verify", "--hf", tmp_path / "other", "--ckpt", tmp_path / "run")
+    assert status == 1 and "NOT EQUAL: over" in out and "does not compute what transformers does" in err, out + err
+    save_model(tmp_path / "deeper", CATALOG["gpt2-tiny"].with_layers(3))
+    for words, said in (
+        (("verify", "--hf", tuned), "no blocks to compare it with; add --ckpt CKPT"),
+        (("verify", "--hf", tuned, "--ckpt", tmp_path / "run", "--tp", 2), "no parallel blocks to be cut"),
+        (("verify", "--hf", tmp_path / "deeper", "--ckpt", tmp_path / "run"), "num_layers 2 there, 3 here"),
+        (
+            ("import", "--hf", tmp_path / "tuned", "--out", tmp_path / "new"),
+            f"pretrain.py --model {tmp_path / 'tuned'}",
+        ),
+    ):
+        status, out, err = convert(*words)
+        assert status == 2 and err.count("\n") == 1 and said in err, out + err
+
+
 def test_a_layout_that_does_not_fit(tmp_path: Path, folder: Path) -> None:
     status, out, err = convert("import", "--hf", folder, "--out", tmp_path / "checkpoint", "--pp", 3)
     assert status == 2 and err.count("\n") == 1 and err.startswith("Error: ") and not out

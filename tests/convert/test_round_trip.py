@@ -15,7 +15,9 @@ from megabench.convert import UnequalError
 from megabench.convert.compare import Comparison, compare, comparison_run
 from megabench.convert.exporting import SHARD_BYTES, export_dtype, export_model
 from megabench.convert.importing import import_model
+from megabench.convert.proof import proof_of
 from megabench.convert.samples import sample_tokens
+from megabench.models.find import find_model
 from megabench.models.folder import INDEX, HuggingFaceWeights
 from megabench.models.mapping import Piece
 from tests import distributed
@@ -39,9 +41,9 @@ def import_here(folder: Path, out: Path, tp: int, pp: int) -> Comparison | None:
 
 def export_here(checkpoint: Path, out: Path, shard_bytes: int = SHARD_BYTES) -> Comparison | None:
     weights = open_weights(checkpoint)
-    run = comparison_run(str(weights.folder), 1, 1)
-    tokens = sample_tokens(weights.folder / "hugging_face", run.shape)
-    return export_model(weights, out, run, export_dtype(weights), tokens, quiet, shard_bytes).comparison
+    shape = find_model(str(weights.folder))
+    prove = proof_of(weights.folder, shape, weights.folder / "hugging_face").compare
+    return export_model(weights, out, shape, export_dtype(weights), prove, quiet, shard_bytes).comparison
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -119,7 +121,7 @@ def compare_swapped(folder: Path, one: str, other: str) -> Comparison:
 
     source = HuggingFaceWeights(folder)
     run = comparison_run(str(folder), 1, 1)
-    return compare(source, Swapped(folder), run, sample_tokens(folder, source.shape), quiet)
+    return compare(source, Swapped(folder), quiet, run=run, tokens=sample_tokens(folder, source.shape))
 
 
 @pytest.mark.parametrize(

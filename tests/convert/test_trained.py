@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
+from megabench.checkpoint.blocks import whole
+from megabench.checkpoint.weights import open_weights
 from megabench.config import ResolvedConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
@@ -86,3 +89,18 @@ def test_fine_tuned_by_two_engines(tmp_path: Path, imported: Path) -> None:
     for name, tensor in exported["deepspeed"].items():
         assert relative_difference(exported["megatron"][name], tensor) < 1e-5, name
         assert relative_difference(tensor, start[name]) > 1e-4, f"{name} was not trained"
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("model", ["gpt2-tiny", "bloom-tiny"])
+def test_without_parallel_blocks(tmp_path: Path, model: str, engine: str) -> None:
+    save = tmp_path / "run"
+    run = resolve(2, model=model, num_layers=None, engine=engine, save=save, optimizer="adamw", lr=1e-3, steps=3)
+    distributed.run(train_and_save, 2, run, 3)
+    (comparison,) = distributed.run(export_here, 1, save, tmp_path / "exported")
+    assert comparison is not None and comparison.is_equal and comparison.num_tokens == 256
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    weights, names = open_weights(save), dict(loaded.named_parameters())
+    assert names.keys() == set(weights.names)
+    for name, parameter in names.items():
+        assert torch.equal(parameter, weights.read(whole(name, tuple(parameter.shape)).pieces[0])), name

@@ -39,7 +39,23 @@ def test_the_tolerance_is_the_precisions(precision, factor, verdict):
 def test_losses_that_cannot_be_compared_are_a_divergence(losses):
     judged, _ = judge_parity([make_record(losses, trial="tp2"), make_record(LOSSES, trial="zero3")], "zero3")
     assert judged.status == "diverged" and judged.parity.max_relative_difference is None
-    assert "not finite, or not of as many steps as those of zero3" in judged.error
+    assert "not finite, or not of the same steps as those of zero3" in judged.error
+
+
+def test_a_run_that_went_on_is_compared_from_its_first_step():
+    reference = make_record([6.0, 5.0, 4.0, 3.0], trial="zero3", grad_norms=[9.0, 8.0, 2.0, 3.0])
+    for losses, norms, verdict in (
+        ([4.0, 3.0], [2.0, 3.0], "equal"),
+        ([4.0, 3.5], [2.0, 3.0], "diverged"),
+        ([4.0, 3.0], [2.1, 3.2], "diverged"),
+        ([4.0], [2.0], "diverged"),
+    ):
+        later = make_record(losses, trial="tp2", first_step=3, grad_norms=norms)
+        judged, standard = judge_parity([later, reference], "zero3")
+        assert (judged.parity.verdict, standard.parity.verdict) == (verdict, "equal")
+    before = make_record([6.0, 5.0], trial="dp", grad_norms=[9.0, 8.0])
+    judged, _ = judge_parity([before, make_record([4.0], trial="zero3", first_step=3)], "zero3")
+    assert judged.status == "diverged" and "not of the same steps" in judged.error
 
 
 NORMS = [2.0, 3.0, 4.0] * 10

@@ -1,8 +1,9 @@
 """Charts of parity: the losses on one another, and how far losses and gradient norms are apart."""
 
 from collections.abc import Sequence
+from typing import Literal
 
-from megabench.study.parity import NUM_NORMS, relative_differences
+from megabench.study.parity import NUM_NORMS, from_same_step, relative_differences
 from megabench.study.report import lines
 from megabench.study.report.chart import Chart, Figures, letter_legend
 from megabench.study.report.trials import Shown, WorkClassOfTrials
@@ -51,7 +52,7 @@ def difference_charts(group: WorkClassOfTrials, slug: str) -> list[Chart]:
         f"How far losses are from those of {standard.name}",
         "As a share of the loss. Below the dashed line it is rounding, which depends on the order of summation; a "
         "trial above it trained something else and is not ranked.",
-        [(trial, relative_differences(trial.record.losses, standard.record.losses)) for trial in others],
+        [_differences(trial, standard, "losses") for trial in others],
         slug,
         parity.tolerance,
         Figures(("trial", "verdict"), tuple((trial.name, parity_words(trial)) for trial in group.measured)),
@@ -60,7 +61,7 @@ def difference_charts(group: WorkClassOfTrials, slug: str) -> list[Chart]:
         f"How far gradient norms are from those of {standard.name}",
         "As a share of the norm, which shows wrong gradients while the learning rate is too small for losses to. A "
         f"trial whose median of the first {NUM_NORMS} steps is above the dashed line is not ranked.",
-        [(trial, relative_differences(trial.record.grad_norms, standard.record.grad_norms)) for trial in others],
+        [_differences(trial, standard, "grad_norms") for trial in others],
         f"{slug}-norms",
         parity.grad_norm_tolerance,
         Figures(("trial", f"in the first {NUM_NORMS} steps"), tuple((t.name, _norm_words(t)) for t in others)),
@@ -68,18 +69,25 @@ def difference_charts(group: WorkClassOfTrials, slug: str) -> list[Chart]:
     return [chart for chart in (losses, norms) if chart]
 
 
+def _differences(
+    trial: Shown, standard: Shown, series: Literal["losses", "grad_norms"]
+) -> tuple[Shown, int, list[float | None]]:
+    first, mine, theirs = from_same_step(trial.record, standard.record, series)
+    return trial, first, relative_differences(mine, theirs)
+
+
 def _differences_chart(
     heading: str,
     words: str,
-    differences: Sequence[tuple[Shown, list[float | None]]],
+    differences: Sequence[tuple[Shown, int, list[float | None]]],
     slug: str,
     tolerance: float | None,
     figures: Figures,
 ) -> Chart | None:
     drawn = []
-    for trial, values in differences:
+    for trial, first, values in differences:
         drawable = [None if value is None else max(value, _LEAST_DIFFERENCE) for value in values]
-        drawn.append(lines.Line(trial.letter, trial.number, list(enumerate(drawable, trial.record.first_step))))
+        drawn.append(lines.Line(trial.letter, trial.number, list(enumerate(drawable, first))))
     everything = [value for line in drawn for _, value in line.points if value is not None]
     if not everything or tolerance is None:
         return None
@@ -87,7 +95,7 @@ def _differences_chart(
     limit = lines.Limit(tolerance, f"tolerance {tolerance:g}")
     description = "; ".join(": ".join(row) for row in figures.rows)
     picture = lines.lines(slug, heading, description, drawn, "step", (low, high), is_log=True, limit=limit)
-    return Chart(heading, words, picture, letter_legend([trial for trial, _ in differences]), figures)
+    return Chart(heading, words, picture, letter_legend([trial for trial, *_ in differences]), figures)
 
 
 def parity_words(trial: Shown) -> str:

@@ -1,0 +1,38 @@
+"""The proof for models without parallel blocks: transformers on the files, and on the weights that they were made of.
+
+Each side is a whole model in fp32, one after the other.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from megabench.checkpoint.blocks import whole
+from megabench.convert.compare import Advance, Comparison, difference
+from megabench.models.folder import HuggingFaceWeights
+from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.weights import Weights
+
+NUM_PARTS = 2  # how often a comparison advances
+
+
+@torch.no_grad()
+def compare_whole(reference: HuggingFaceWeights, weights: Weights, advance: Advance, *, tokens: Tensor) -> Comparison:
+    """Compares what transformers loads from the directory of `reference` with its model on `weights`; tokens [B, S]."""
+    disable_progress_bar()
+    loaded = AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.float32, local_files_only=True)
+    theirs = _logits(loaded, tokens)
+    del loaded
+    advance("transformers on the files")
+    model = build_model(transformers_config(reference.shape))
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights.read(whole(name, reference.sizes[name]).pieces[0]))
+    ours = _logits(model, tokens)
+    advance("transformers on the weights")
+    return difference(theirs, ours)
+
+
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
+    return logits

@@ -1,0 +1,92 @@
+"""A folder has one writer: a second run of this host is refused, and one whose folder was taken over stops writing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megabench.checkpoint.directory import steps_in
+from megabench.claim import Claim, ClaimedError, check_free
+from megabench.record import RunRecord
+from tests.train.resilience import Run
+
+ME = psutil.Process()
+
+
+def write_claim(folder: Path, **changes: object) -> None:
+    owner = {"host": "another-host", "pid": 4242, "began": 0.0, "since": "2026-01-01 00:00:00 +0000"}
+    (folder / ".claim.json").write_text(json.dumps(owner | changes))
+
+
+def claimed_here(folder: Path) -> dict[str, object]:
+    return dict(json.loads((folder / ".claim.json").read_text()))
+
+
+def test_a_claim_is_mine_until_another_host_takes_it(tmp_path):
+    claim = Claim(tmp_path)
+    again = Claim(tmp_path)  # --out and --save may be one folder
+    assert claim.loss is None and again.loss is None
+    write_claim(tmp_path)
+    assert claim.loss and claim.loss.startswith(
+        "process 4242 of another-host (since 2026-01-01 00:00:00 +0000) has taken"
+    )
+    check_free(tmp_path)  # who wrote from another host may be dead
+    assert Claim(tmp_path).loss is None
+
+
+def test_who_is_alive_here_is_not_taken_over(tmp_path):
+    Claim(tmp_path)
+    mine = claimed_here(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        began = psutil.Process(other.pid).create_time()
+        write_claim(tmp_path, host=mine["host"], pid=other.pid, began=began)
+        with pytest.raises(ClaimedError, match=f"process {other.pid} of .* writes into {tmp_path}; end it first"):
+            Claim(tmp_path)
+        assert claimed_here(tmp_path)["pid"] == other.pid
+        other.communicate(b"\n")
+    check_free(tmp_path)
+    write_claim(tmp_path, host=mine["host"], pid=os.getppid(), began=1.0)  # a later process of the same number
+    assert Claim(tmp_path).loss is None
+
+
+def test_what_is_no_claim_is_nobodys(tmp_path):
+    claim = Claim(tmp_path)
+    for text in ("", "{}", "[1]", '{"host": "x"}'):
+        (tmp_path / ".claim.json").write_text(text)
+        assert claim.loss is None
+        check_free(tmp_path)
+
+
+def test_a_run_started_twice_is_refused(tmp_path):
+    flags = ("--out", tmp_path / "out", "--save", tmp_path / "save", "--steps", 2000, "--save-every", 2)
+    first = Run.start(2, *flags)
+    try:
+        first.wait_for("step +[2-9]/2000|saved")
+        for names in (("--out", tmp_path / "out"), ("--save", tmp_path / "save")):
+            second = Run.start(2, *names, "--steps", 4)
+            assert second.finish() != 0
+            assert f"writes into {names[1]}; end it first, or give another folder" in second.output
+        assert first.process.poll() is None
+        # a job that was submitted twice, and started on another host
+        write_claim(tmp_path / "save")
+        assert first.finish() == 1
+    finally:
+        for process in first.alive():
+            process.kill()
+    assert "process 4242 of another-host" in first.output and "was this job started twice?" in first.output
+    assert steps_in(tmp_path / "save") and not list((tmp_path / "save").glob("*.partial"))
+    assert not (tmp_path / "out" / "record.json").exists()
+
+
+def test_a_record_does_not_replace_that_of_who_took_over(tmp_path):
+    run = Run.start(2, "--out", tmp_path, "--steps", 60)
+    run.wait_for("step +[1-9]")
+    write_claim(tmp_path)
+    assert run.finish() == 1
+    (kept,) = tmp_path.glob("record*.json")
+    assert kept.name.startswith("record-of-") and RunRecord.read(kept).num_steps == 60
+    assert f"was this job started twice? This run's record is {kept}" in run.output
