@@ -183,6 +183,8 @@ def topo(
     from megabench.parallel.layout import Layout
     from megabench.parallel.placement import place
 
+    if cluster and nproc:
+        raise UserError(f"--nproc {nproc} is of this machine, and --cluster {cluster} of another; leave one out")
     policy = room.read_policy(placement)
     asked = Layout(tp=tp, cp=cp, pp=pp, vp=vp)
     topology = room.find_topology(cluster, nproc, asked, _launcher_rank() is not None, emulate_hosts)

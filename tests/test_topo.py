@@ -101,6 +101,8 @@ def test_a_cluster_file_that_is_wrong(monkeypatch, capsys, tmp_path, content, se
         (["--tp", 3], "tp=3 × cp=1 × pp=1 needs a multiple of 3 processes, but the world size is 16"),
         (["--tp", 16, "--model", "llama3-8b"], "tp=16 does not divide num_kv_heads=8 of llama3-8b"),
         (["--placement", "random"], "placement=random is not known; use one of topology, launcher, spread-tp"),
+        (["--vp", 2], "vp=2 interleaves pipeline stages and needs pp > 1, but pp=1; use vp=1 or pp=2"),
+        (["--nproc", 4], "--nproc 4 is of this machine, and --cluster p4d.24xlarge:2 of another; leave one out"),
         (["--emulate-hosts", 2], "emulate_hosts=2 splits one machine, but the ranks are on 2 hosts"),
     ],
 )

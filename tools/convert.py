@@ -51,14 +51,15 @@ def import_command(
     from megabench.convert.compare import comparison_run, num_parts
     from megabench.convert.importing import check_new, import_model, owned_blocks
     from megabench.convert.memory import PeakMemory, largest_of_all
-    from megabench.convert.proof import reason_of
     from megabench.convert.samples import sample_tokens
     from megabench.models.folder import HuggingFaceWeights
     from megabench.runtime import ranks
 
     source = HuggingFaceWeights(hf)
     if not source.shape.table.has_parallel_blocks:
-        raise ConvertError(f"{reason_of(source.shape)}: it needs no checkpoint; train it with pretrain.py --model {hf}")
+        raise ConvertError(
+            f"{source.shape.why_no_blocks}: it needs no checkpoint; train it with pretrain.py --model {hf}"
+        )
     check_new(out)
     run = comparison_run(str(hf), tp, pp)
     with ranks.joined(tp * pp) as rank:
@@ -110,7 +111,7 @@ def verify_command(
     from megabench.convert import ConvertError
     from megabench.convert.exporting import Rounded, export_dtype
     from megabench.convert.importing import check_equal, check_same_model
-    from megabench.convert.proof import proof_of, reason_of
+    from megabench.convert.proof import proof_of
     from megabench.models.folder import HuggingFaceWeights
     from megabench.runtime import ranks
 
@@ -121,7 +122,7 @@ def verify_command(
         check_same_model(source, checkpoint)
         weights = Rounded(checkpoint, export_dtype(checkpoint))
     elif not source.shape.table.has_parallel_blocks:
-        raise ConvertError(f"{reason_of(source.shape)}: no blocks to compare it with; add --ckpt CKPT")
+        raise ConvertError(f"{source.shape.why_no_blocks}: no blocks to compare it with; add --ckpt CKPT")
     proof = proof_of(hf, source.shape, hf, tp, pp)
     with ranks.joined(tp * pp):
         with _progress(proof.num_parts) as advance:

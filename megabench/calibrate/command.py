@@ -4,6 +4,7 @@ import json
 import os
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import psutil
 import torch
@@ -91,9 +92,21 @@ def write(profile: Profile, path: Path) -> None:
     path.write_text(json.dumps(profile.model_dump(exclude_defaults=True), indent=2) + "\n")
 
 
+def _check_writable(path: Path) -> None:
+    """ConfigError where a file cannot be made at `path`; makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}; give another path") from None
+    if path.is_dir():
+        raise ConfigError(f"--out {path} is a folder; give the path of a file in it")
+
+
 def run(out: Path, model: str, seq_length: int | None, num_processes: int | None, emulate_hosts: int | None) -> None:
     """Measures with one process a GPU, or those of the launcher, and writes the profile on rank 0."""
     shape = find_model(model)
+    _check_writable(out)
     launched = rendezvous.world_size_from_environment() if "RANK" in os.environ else None
     size = launched or num_processes or torch.cuda.device_count() or 2
     device = choose_device("auto", size if launched is None else 1)

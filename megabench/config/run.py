@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 from megabench.config.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
 from megabench.config.reading import ConfigError, explain
 from megabench.metrics import output_layer_cost
-from megabench.models.find import find_model, is_directory
+from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
 from megabench.parallel.placement import Policy
@@ -120,7 +120,7 @@ class RunConfig(BaseModel):
     global_batch: PositiveInt | None = Field(
         None, description="Sequences of one optimizer step [default: the model's]."
     )
-    steps: PositiveInt = Field(100, description="Optimizer steps in all, warm-up steps included.")
+    steps: int = Field(100, ge=1, le=10**9, description="Optimizer steps in all, warm-up steps included.")
     warmup_steps: NonNegativeInt = Field(5, description="Steps before timing starts; in no reported figure.")
     optimizer: Literal["adamw", "sgd", "adafactor"] = Field(
         "adamw", description="Optimizer (SGD without momentum; Adafactor on ddp and ZeRO-0, which hold whole matrices)."
@@ -192,8 +192,7 @@ class RunConfig(BaseModel):
 
     @property
     def shape(self) -> ModelShape:
-        shape = find_model(self.model)
-        return shape.with_layers(self.num_layers) if self.num_layers else shape
+        return find_model(self.model, self.num_layers)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -288,15 +287,9 @@ class RunConfig(BaseModel):
 
     def _check_model_fits(self, shape: ModelShape) -> None:
         if self.engine == "megatron" and not shape.table.has_parallel_blocks:
-            why = shape.foreign.reason if shape.foreign else f"{self.model} is a {shape.family} model"
             raise ConfigError(
-                f"{why}; the megatron engine has no parallel blocks for it, and deepspeed, fsdp and ddp train it: add "
-                f"--engine deepspeed, or take a Llama, Mistral or Qwen model"
-            )
-        if self.num_layers and is_directory(self.model):
-            raise ConfigError(
-                f"num_layers={self.num_layers} cuts models of the catalogue, and model={self.model} has weights of its "
-                f"own; leave it out"
+                f"{shape.why_no_blocks}; the megatron engine has no parallel blocks for it, and deepspeed, fsdp and "
+                f"ddp train it: add --engine deepspeed, or take a Llama, Mistral or Qwen model"
             )
         length = self.seq_length or shape.seq_length
         if shape.table.positions == "learned" and shape.num_positions and length > shape.num_positions:

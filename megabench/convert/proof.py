@@ -35,10 +35,7 @@ def proof_of(model: Path, shape: ModelShape, tokenizer: Path, tp: int = 1, pp: i
         run = comparison_run(str(model), tp, pp)
         return Proof(partial(compare, run=run, tokens=tokens), num_parts(run))
     if tp * pp > 1:
-        raise ConvertError(f"tp={tp}, pp={pp}: {reason_of(shape)} and has no parallel blocks to be cut; leave both out")
+        raise ConvertError(
+            f"tp={tp}, pp={pp}: {shape.why_no_blocks} and has no parallel blocks to be cut; leave both out"
+        )
     return Proof(partial(compare_whole, tokens=tokens), NUM_PARTS)
-
-
-def reason_of(shape: ModelShape) -> str:
-    """Why a model has no parallel blocks."""
-    return shape.foreign.reason if shape.foreign else f"it is a {shape.family} model"

@@ -7,6 +7,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
+from megabench import UserError
 from megabench.models.catalog import CATALOG, UnknownModelError, get_model
 from megabench.models.shape import ModelShape
 
@@ -14,13 +15,24 @@ from megabench.models.shape import ModelShape
 ASSETS = "hugging_face"
 
 
-def find_model(name: str) -> ModelShape:
-    """The shape of a catalogue name or of a directory; UnknownModelError where there is none.
+class LayersError(UserError):
+    """A number of layers for a model that has its own."""
 
-    UnsupportedModelError where the directory's configuration is none that megabench computes.
+
+def find_model(name: str, num_layers: int | None = None) -> ModelShape:
+    """The shape of a catalogue name, cut or grown to `num_layers`, or of a directory.
+
+    UnknownModelError where there is none, UnsupportedModelError where the directory's configuration is none that
+    megabench computes, LayersError for a directory of other layers than it has.
     """
     if name in CATALOG or not (os.sep in name or Path(name).is_dir()):
-        return get_model(name)
+        shape = get_model(name)
+        return shape.with_layers(num_layers) if num_layers else shape
+    if num_layers:
+        raise LayersError(
+            f"num_layers={num_layers} cuts models of the catalogue, and model={name} has weights of its own; leave it "
+            f"out"
+        )
     return _read(name)
 
 

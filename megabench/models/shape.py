@@ -115,6 +115,11 @@ class ModelShape:
     def _sizes(self, rules: tuple[Rule, ...]) -> Iterator[tuple[int, ...]]:
         return (self.dims(dims) for rule in rules for dims in rule.tensors.values())
 
+    @property
+    def why_no_blocks(self) -> str:
+        """Of a model whose table has no parallel blocks."""
+        return self.foreign.reason if self.foreign else f"{self.name} is a {self.family} model"
+
     def with_layers(self, num_layers: int) -> "ModelShape":
         """The same width with another depth."""
         return replace(self, num_layers=num_layers)

@@ -58,6 +58,7 @@ class Layout:
 
     def with_world_size(self, world_size: int) -> "Layout":
         """The same layout with dp filled in so that tp·cp·pp·dp == world_size; LayoutError if it cannot be."""
+        self._check_chunks()
         model_ranks = self.tp * self.cp * self.pp
         if world_size % model_ranks:
             fits = [tp for tp in divisors(world_size, self.tp) if world_size % (tp * self.cp * self.pp) == 0]
@@ -80,8 +81,7 @@ class Layout:
                 raise LayoutError(
                     f"tp={self.tp} does not divide {what}={number} of {shape.name}; use tp in {_choices(fits_tp)}"
                 )
-        if self.vp > 1 and self.pp == 1:
-            raise LayoutError(f"vp={self.vp} interleaves pipeline stages and needs pp > 1, but pp=1; use vp=1 or pp=2")
+        self._check_chunks()
         if shape.num_layers < self.pp * self.vp:
             raise LayoutError(
                 f"{shape.name} has {shape.num_layers} layers, fewer than pp·vp = {self.pp}·{self.vp} = "
@@ -95,6 +95,10 @@ class Layout:
                 f"seq_length={seq_length} is not divisible by {' and '.join(cuts)}; "
                 f"use a multiple of {self.sequence_multiple}, e.g. {rounded}"
             )
+
+    def _check_chunks(self) -> None:
+        if self.vp > 1 and self.pp == 1:
+            raise LayoutError(f"vp={self.vp} interleaves pipeline stages and needs pp > 1, but pp=1; use vp=1 or pp=2")
 
     def check_batch(self, global_batch: int, micro_batch: int) -> None:
         """LayoutError unless the global batch is a whole number of micro-batches for every replica and chunk."""

@@ -30,9 +30,7 @@ def make_plan(
 
     if grad_dtype not in ("fp32", "bf16"):
         raise ConfigError(f"grad_dtype={grad_dtype!r} is not known; use one of fp32, bf16")
-    shape = find_model(model)
-    if num_layers:
-        shape = shape.with_layers(num_layers)
+    shape = find_model(model, num_layers)
     topology = find_topology(cluster, num_processes, Layout(), False, emulate_hosts)
     device = topology.hosts[0].device
     if device == "cpu" and not profile:

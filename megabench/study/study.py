@@ -19,6 +19,7 @@ from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_field
 # where a trial writes is the study's to say, and trials leave no checkpoints
 _NOT_A_TRIALS = ("out", "tensorboard", "save", "save_every", "keep", "save_mode")
 _TRIAL_FIELDS = [field for field in RunConfig.model_fields if field not in _NOT_A_TRIALS]
+_LONGEST_NAME = 200
 _EXTRAS = ["name", "env", "world_size", "timeout_seconds", "repeats"]
 SETTINGS = _TRIAL_FIELDS + _EXTRAS  # what a trial may say
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -317,6 +318,8 @@ def _named(drafts: Sequence[_Draft], source: Path) -> tuple[Trial, ...]:
     for name, proposal, draft in zip(numbered(proposals), proposals, drafts, strict=True):
         if name in trials or (draft.name and name != proposal):
             raise StudyError(f"{draft.where}: a trial before it is called {proposal!r} too; give it another name")
+        if len(name) > _LONGEST_NAME:
+            raise StudyError(f"{draft.where}: {name} is too long to name a folder; give it a name of its own")
         trial = Trial(name, draft.config, draft.resolved, draft.env, draft.timeout_seconds, draft.repeats)
         if twin := by_id.get(trial.id):
             raise StudyError(f"{draft.where} is the same run as trial {twin!r}; to run one several times use repeats")

@@ -180,13 +180,16 @@ def train(
     )
     record = build_record(run, given, source, placement, network, measured)
     record_path = run.out / "record.json" if run.out else None
-    taken_over: list[str | None] = [None]
+    wrong: list[str | None] = [None]
     if rank == 0 and record_path:
         if loss := claims[record_path.parent].loss:
             record_path = record_path.with_name(f"record-of-{os.getpid()}.json")
-            taken_over = [f"{loss} This run's record is {record_path}"]
-        record.write(record_path)
-    dist.broadcast_object_list(taken_over)
+            wrong = [f"{loss} This run's record is {record_path}"]
+        try:
+            record.write(record_path)
+        except OSError as error:
+            wrong, record_path = [f"{record_path} could not be written: {error.strerror}"], None
+    dist.broadcast_object_list(wrong)
     if console:
         console.last(record, record_path)
     if scalars:
@@ -197,8 +200,8 @@ def train(
     watch.close()
     dist.destroy_process_group()
     outlast(rendezvous.store, rendezvous.rank, rendezvous.world_size, "training")
-    if taken_over[0] or not_saved:
-        raise StoppedError(taken_over[0] or not_saved)
+    if reason := not_saved or wrong[0]:
+        raise StoppedError(reason)
     return record
 
 

@@ -54,6 +54,12 @@ trials:
     assert study.reference == "zero3"
 
 
+def test_a_name_must_name_a_folder(plan):
+    assert names(plan(BASE + f"trials: [{{tp: 2, name: {'x' * 200}}}]")) == ["x" * 200]
+    with pytest.raises(StudyError, match="xx is too long to name a folder; give it a name of its own"):
+        plan(BASE + f"trials: [{{tp: 2, name: {'x' * 201}}}]")
+
+
 def test_names_are_unique_and_safe(plan):
     assert numbered(["a", "b", "a", "a"]) == ["a", "b", "a-2", "a-3"]
     assert with_fields("tp2", {"data": "../other file.txt", "lr": 0.001}) == "tp2-data_.._other_file.txt-lr0.001"
@@ -229,6 +235,8 @@ def test_the_command_line_sets_fields_of_the_base(tmp_path):
     assert [trial.config.tp for trial in study.trials] == [1, 2], "what a trial says of itself stays"
     path.write_text(study.as_run)
     assert study.name == "study" and StudyFile.read(path).base["model"] == "llama-tiny"
+    emulated = Request(path, tmp_path, emulate_hosts=2).plan_here(2)[0]
+    assert emulated.as_run and "emulate_hosts: 2" in emulated.as_run
 
 
 @pytest.mark.parametrize(

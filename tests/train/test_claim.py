@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,18 @@ def test_a_run_started_twice_is_refused(tmp_path):
     assert "process 4242 of another-host" in first.output and "was this job started twice?" in first.output
     assert steps_in(tmp_path / "save") and not list((tmp_path / "save").glob("*.partial"))
     assert not (tmp_path / "out" / "record.json").exists()
+
+
+def test_a_record_that_finds_no_room_is_told(tmp_path):
+    """Files may not grow beyond 2 kB, a record's are more."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 10, resource.RLIM_INFINITY))
+    try:
+        run = Run.start(2, "--out", tmp_path, "--steps", 3)
+        assert run.finish() == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert f"Error: {tmp_path}/record.json could not be written: File too large\n" in run.output
+    assert "step 3/3 100%" in run.output
 
 
 def test_a_record_does_not_replace_that_of_who_took_over(tmp_path):
