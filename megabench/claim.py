@@ -19,10 +19,11 @@ from megabench import UserError
 from megabench.whole_file import write_whole
 
 _NAME = ".claim.json"
+_CLOCK_SECONDS = 2.0  # by which a process's age may seem to change, as the host's clock is set
 
 
 class ClaimedError(UserError):
-    """A folder that another process of this host writes into."""
+    """A folder that another process writes into, or that takes no files."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,6 @@ class _Owner:
     since: str
 
     @classmethod
-    def me(cls) -> "_Owner":
-        now = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time(), now)
-
-    @classmethod
     def of(cls, folder: Path) -> "_Owner | None":
         """Whom the folder belongs to; None where nobody can be read."""
         try:
@@ -49,16 +45,21 @@ class _Owner:
 
     @property
     def is_me(self) -> bool:
-        me = _Owner.me()
-        return (self.host, self.pid, self.began) == (me.host, me.pid, me.began)
+        return self._is_here and self.pid == os.getpid()
 
     @property
     def is_alive_here(self) -> bool:
+        try:
+            return self._is_here and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    @property
+    def _is_here(self) -> bool:
         if self.host != socket.gethostname():
             return False
         try:
-            process = psutil.Process(self.pid)
-            return process.create_time() == self.began and process.status() != psutil.STATUS_ZOMBIE
+            return abs(psutil.Process(self.pid).create_time() - self.began) < _CLOCK_SECONDS
         except psutil.Error:
             return False
 
@@ -70,10 +71,15 @@ class Claim:
     """This process's claim to write into a folder that exists."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ClaimedError as `check_free` does."""
+        """Raises ClaimedError as `check_free` does, and where no file can be written."""
         check_free(folder)
         self.folder = folder
-        write_whole(folder / _NAME, json.dumps(asdict(_Owner.me())) + "\n")
+        now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        me = _Owner(socket.gethostname(), os.getpid(), psutil.Process().create_time(), now)
+        try:
+            write_whole(folder / _NAME, json.dumps(asdict(me)) + "\n")
+        except OSError as error:
+            raise ClaimedError(f"{folder} takes no files: {error.strerror}; give another folder") from None
 
     @property
     def loss(self) -> str | None:

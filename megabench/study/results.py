@@ -117,12 +117,13 @@ class Results:
         """
         self.out.mkdir(parents=True, exist_ok=True)
         self._claim = Claim(self.out)
+        # first: what makes the folder a study's
+        self._environment.write_text(json.dumps(describe(), indent=2) + "\n")
         said = self._put_aside()
         if self.study.as_run is not None:
             self._copy.write_text(self.study.as_run)
         elif self._copy.absolute() != self.study.source.absolute():
             self._copy.write_bytes(self.study.source.read_bytes())
-        self._environment.write_text(json.dumps(describe(), indent=2) + "\n")
         return said
 
     def _put_aside(self) -> str | None:

@@ -200,8 +200,8 @@ def train(
     watch.close()
     dist.destroy_process_group()
     outlast(rendezvous.store, rendezvous.rank, rendezvous.world_size, "training")
-    if reason := not_saved or wrong[0]:
-        raise StoppedError(reason)
+    if reasons := [reason for reason in (not_saved, wrong[0]) if reason]:
+        raise StoppedError("; ".join(reasons))
     return record
 
 
