@@ -2,24 +2,25 @@
 
 A job that is submitted twice writes twice into the same places. A claim is a small file that names its owner. While
 that process is alive on the same host a second one is refused; from another host that cannot be known, so the folder
-changes hands, and the first finds out before it writes again. What a process that died leaves behind is in nobody's
-way.
+changes hands, and the first finds out when it looks. What a process that died leaves behind is in nobody's way.
 """
 
 import json
 import os
+import secrets
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
 from megabench import UserError
-from megabench.whole_file import write_whole
 
 _NAME = ".claim.json"
-_CLOCK_SECONDS = 2.0  # by which a process's age may seem to change, as the host's clock is set
+_TOKEN = secrets.token_hex(8)  # of this process
+_SAME_SECONDS = 0.1  # by which the age of one process may differ, by rounding
 
 
 class ClaimedError(UserError):
@@ -28,8 +29,12 @@ class ClaimedError(UserError):
 
 @dataclass(frozen=True)
 class _Owner:
-    """A process; `began` tells it from a later one of the same number, and `since` is when it claimed the folder."""
+    """A process, by a token of its own.
 
+    `began`, in seconds since the host booted, tells it from a later one of its number; `since` is when it claimed.
+    """
+
+    token: str
     host: str
     pid: int
     began: float
@@ -37,29 +42,21 @@ class _Owner:
 
     @classmethod
     def of(cls, folder: Path) -> "_Owner | None":
-        """Whom the folder belongs to; None where nobody can be read."""
+        """Whom the folder belongs to; None where nobody can be read. FileNotFoundError where it is nobody's."""
         try:
             return cls(**json.loads((folder / _NAME).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise
         except (OSError, ValueError, TypeError):
             return None
 
     @property
-    def is_me(self) -> bool:
-        return self._is_here and self.pid == os.getpid()
-
-    @property
     def is_alive_here(self) -> bool:
-        try:
-            return self._is_here and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
-
-    @property
-    def _is_here(self) -> bool:
         if self.host != socket.gethostname():
             return False
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.began) < _CLOCK_SECONDS
+            is_same = abs(_began(self.pid) - self.began) < _SAME_SECONDS
+            return is_same and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
 
@@ -72,31 +69,48 @@ class Claim:
 
     def __init__(self, folder: Path) -> None:
         """Raises ClaimedError as `check_free` does, and where no file can be written."""
-        check_free(folder)
         self.folder = folder
+        path, mine = folder / _NAME, folder / f".claim.{_TOKEN}.partial"
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        me = _Owner(socket.gethostname(), os.getpid(), psutil.Process().create_time(), now)
+        me = _Owner(_TOKEN, socket.gethostname(), os.getpid(), _began(os.getpid()), now)
         try:
-            write_whole(folder / _NAME, json.dumps(asdict(me)) + "\n")
+            mine.write_text(json.dumps(asdict(me)) + "\n", encoding="utf-8")
+            with suppress(OSError):  # it is somebody's, or links are unknown here
+                os.link(mine, path)  # of several that find it nobody's, one gets it
+                return
+            check_free(folder)
+            mine.replace(path)
         except OSError as error:
             raise ClaimedError(f"{folder} takes no files: {error.strerror}; give another folder") from None
+        finally:
+            mine.unlink(missing_ok=True)
 
     @property
     def loss(self) -> str | None:
-        """Who has taken the folder over, in a sentence; None while it is still this process's."""
-        owner = _Owner.of(self.folder)
-        if owner is None or owner.is_me:
+        """That another has the folder, or has had it since, in a sentence; None while it is this process's."""
+        try:
+            owner = _Owner.of(self.folder)
+        except FileNotFoundError:
+            return f"the claim to {self.folder} is gone: another run has ended there since; was this job started twice?"
+        if owner is None or owner.token == _TOKEN:
             return None
         return f"{owner} has taken over {self.folder}: was this job started twice?"
 
     def release(self) -> None:
         """Leaves the folder to whoever comes next, and no file behind."""
         if self.loss is None:
-            (self.folder / _NAME).unlink(missing_ok=True)
+            with suppress(OSError):
+                (self.folder / _NAME).unlink()
 
 
 def check_free(folder: Path) -> None:
     """Raises ClaimedError where another process of this host has claimed the folder and is alive."""
-    owner = _Owner.of(folder)
-    if owner and owner.is_alive_here and not owner.is_me:
-        raise ClaimedError(f"{owner} writes into {folder}; end it first, or give another folder")
+    with suppress(FileNotFoundError):
+        owner = _Owner.of(folder)
+        if owner and owner.token != _TOKEN and owner.is_alive_here:
+            raise ClaimedError(f"{owner} writes into {folder}; end it first, or give another folder")
+
+
+def _began(pid: int) -> float:
+    """When a process began, in seconds since its host booted: that stays when the clock is set."""
+    return psutil.Process(pid).create_time() - psutil.boot_time()

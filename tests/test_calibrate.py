@@ -42,6 +42,7 @@ def test_a_profile_that_cannot_be_written_is_not_measured(tmp_path: Path):
         assert ended.returncode == 2 and said in ended.stderr and ended.stderr.count("\n") == 1
 
 
+@pytest.mark.e2e
 def test_hosts_of_one_rank_say_nothing_of_what_compute_pays_inside_them(tmp_path: Path):
     path = tmp_path / "here.json"
     ended = megabench("calibrate", "--out", str(path), "--model", "llama-tiny", "--nproc", "2", "--emulate-hosts", "2")

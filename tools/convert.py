@@ -112,18 +112,20 @@ def verify_command(
     from megabench.convert.exporting import Rounded, export_dtype
     from megabench.convert.importing import check_equal, check_same_model
     from megabench.convert.proof import proof_of
+    from megabench.models.find import find_model
     from megabench.models.folder import HuggingFaceWeights
     from megabench.runtime import ranks
 
     source = HuggingFaceWeights(hf)
     weights: Weights = source
+    shape = source.shape
     if ckpt:
         checkpoint = open_weights(ckpt)
         check_same_model(source, checkpoint)
-        weights = Rounded(checkpoint, export_dtype(checkpoint))
+        weights, shape = Rounded(checkpoint, export_dtype(checkpoint)), find_model(str(checkpoint.folder))
     elif not source.shape.table.has_parallel_blocks:
         raise ConvertError(f"{source.shape.why_no_blocks}: no blocks to compare it with; add --ckpt CKPT")
-    proof = proof_of(hf, source.shape, hf, tp, pp)
+    proof = proof_of(hf, shape, hf, tp, pp)
     with ranks.joined(tp * pp):
         with _progress(proof.num_parts) as advance:
             comparison = proof.compare(source, weights, advance)

@@ -106,7 +106,8 @@ def _check_writable(path: Path) -> None:
 def run(out: Path, model: str, seq_length: int | None, num_processes: int | None, emulate_hosts: int | None) -> None:
     """Measures with one process a GPU, or those of the launcher, and writes the profile on rank 0."""
     shape = find_model(model)
-    _check_writable(out)
+    if rendezvous.rank_from_environment() == 0:
+        _check_writable(out)
     launched = rendezvous.world_size_from_environment() if "RANK" in os.environ else None
     size = launched or num_processes or torch.cuda.device_count() or 2
     device = choose_device("auto", size if launched is None else 1)

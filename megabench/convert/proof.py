@@ -26,7 +26,7 @@ class Proof:
 
 
 def proof_of(model: Path, shape: ModelShape, tokenizer: Path, tp: int = 1, pp: int = 1) -> Proof:
-    """The proof for a model of `shape`, described in the directory `model`, over tp·pp ranks.
+    """The proof for weights of `shape` and the model that the directory `model` describes, over tp·pp ranks.
 
     LayoutError where tp and pp do not fit the model, ConvertError where it has no blocks to be cut.
     """
@@ -38,4 +38,4 @@ def proof_of(model: Path, shape: ModelShape, tokenizer: Path, tp: int = 1, pp: i
         raise ConvertError(
             f"tp={tp}, pp={pp}: {shape.why_no_blocks} and has no parallel blocks to be cut; leave both out"
         )
-    return Proof(partial(compare_whole, tokens=tokens), NUM_PARTS)
+    return Proof(partial(compare_whole, shape=shape, tokens=tokens), NUM_PARTS)

@@ -12,20 +12,26 @@ from megabench.checkpoint.blocks import whole
 from megabench.convert.compare import Advance, Comparison, difference
 from megabench.models.folder import HuggingFaceWeights
 from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.shape import ModelShape
 from megabench.models.weights import Weights
 
 NUM_PARTS = 2  # how often a comparison advances
 
 
 @torch.no_grad()
-def compare_whole(reference: HuggingFaceWeights, weights: Weights, advance: Advance, *, tokens: Tensor) -> Comparison:
-    """Compares what transformers loads from the directory of `reference` with its model on `weights`; tokens [B, S]."""
+def compare_whole(
+    reference: HuggingFaceWeights, weights: Weights, advance: Advance, *, shape: ModelShape, tokens: Tensor
+) -> Comparison:
+    """Compares what transformers loads from the directory of `reference` with its model of `shape` on `weights`.
+
+    `shape` is by the configuration that belongs to `weights`: the directory's may say another. Tokens [B, S].
+    """
     disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.float32, local_files_only=True)
     theirs = _logits(loaded, tokens)
     del loaded
     advance("transformers on the files")
-    model = build_model(transformers_config(reference.shape))
+    model = build_model(transformers_config(shape))
     for name, parameter in model.named_parameters():
         parameter.copy_(weights.read(whole(name, reference.sizes[name]).pieces[0]))
     ours = _logits(model, tokens)

@@ -55,14 +55,24 @@ class Results:
         return results
 
     def _check_own(self) -> None:
-        """StudyError where files of the folder that a study overwrites are not from one."""
+        """StudyError where files of the folder that this study would write over are not from one."""
+        if self._is_source and self.study.as_run not in (None, self._copy.read_text()):
+            raise StudyError(
+                f"{self.study.source} would be written over with what --set, --plan or --emulate-hosts make of it; "
+                f"give another --out"
+            )
         if self._environment.exists() or self._jsonl.exists():
             return
-        others = [self.out / name for name in ("logs", "tensorboard")]
-        if self._copy.absolute() != self.study.source.absolute():
-            others.append(self._copy)
+        others = [] if self._is_source else [self._copy]
+        for attempt in self.study.attempts:
+            others += [self.logs(attempt), self.tensorboard(attempt)]
         if found := [path for path in others if path.exists()]:
             raise StudyError(f"{found[0]} is there already, and not from a study; give another --out")
+
+    @property
+    def _is_source(self) -> bool:
+        """Whether the study was read from where its copy will lie."""
+        return self._copy.exists() and self._copy.samefile(self.study.source)
 
     @property
     def records(self) -> list[RunRecord]:
@@ -122,7 +132,7 @@ class Results:
         said = self._put_aside()
         if self.study.as_run is not None:
             self._copy.write_text(self.study.as_run)
-        elif self._copy.absolute() != self.study.source.absolute():
+        elif not self._is_source:
             self._copy.write_bytes(self.study.source.read_bytes())
         return said
 

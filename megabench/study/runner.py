@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megabench import UserError
+from megabench.claim import ClaimedError
 from megabench.config.to_find import settle
 from megabench.study.crew import Crew, StudyStopped, note_signals
 from megabench.study.doctor.command import write_head
@@ -107,9 +108,22 @@ def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
 
 
 def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Attempt], trainer: Sequence[str]) -> int:
-    """Runs all attempts, keeps their records, prints the table and tells the others the verdict."""
-    console = standard_output()
+    """Runs all attempts, keeps their records, prints the table and tells the others the verdict.
+
+    2, with a line, where the folder of the results is another's by now.
+    """
     tasks = Tasks(crew, trainer)
+    try:
+        status = _run_all(tasks, request, results, attempts)
+    except ClaimedError as error:
+        print(f"Error: {error}", file=sys.stderr, flush=True)
+        status = 2
+    tasks.end(status)
+    return status
+
+
+def _run_all(tasks: Tasks, request: Request, results: Results, attempts: Sequence[Attempt]) -> int:
+    console = standard_output()
     if said := results.start():
         console.print(said, markup=False, highlight=False, soft_wrap=True)
     for number, attempt in enumerate(attempts):
@@ -128,9 +142,7 @@ def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Att
     if records:
         console.print(f"report: {results.write_report()}", markup=False, highlight=False, soft_wrap=True)
     results.close()
-    status = 0 if results.all_ok(results.select(request.only)) else 1
-    tasks.end(status)
-    return status
+    return 0 if results.all_ok(results.select(request.only)) else 1
 
 
 def _run_attempt(tasks: Tasks, results: Results, attempt: Attempt, display: RunDisplay) -> None:

@@ -3,6 +3,7 @@
 One that runs out of memory then takes nothing with it and leaves nothing behind.
 """
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,8 @@ def tune(
     while setting := search.next():
         short = probe_config(config, setting, run.world_size, run.device)
         folder = logs / "probes" / f"micro-batch{setting.micro_batch}-{setting.recompute}"
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that died while it tried, and was started again
+        folder.mkdir(parents=True)
         task = task_of(trial, short, folder)
         result = tasks.run(
             task, lambda progress: on_progress(replace(progress, activity=f"{progress.activity}, trying {setting}"))

@@ -1,5 +1,6 @@
 """tools/convert.py as a user types it, and the way from a Hugging Face model to a fine-tuned one."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,11 @@ def test_a_model_without_parallel_blocks(tmp_path: Path) -> None:
     save_model(tmp_path / "other", CATALOG["gpt2-tiny"].with_layers(2), seed=1)
     status, out, err = convert("verify", "--hf", tmp_path / "other", "--ckpt", tmp_path / "run")
     assert status == 1 and "NOT EQUAL: over" in out and "does not compute what transformers does" in err, out + err
+    shutil.copytree(tuned, tmp_path / "configured")
+    config = tmp_path / "configured" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"activation_function": "relu"}))
+    status, out, err = convert("verify", "--hf", tmp_path / "configured", "--ckpt", tmp_path / "run")
+    assert status == 1 and "NOT EQUAL: over" in out, "its weights are the same, and what is computed of them is not"
     save_model(tmp_path / "deeper", CATALOG["gpt2-tiny"].with_layers(3))
     for words, said in (
         (("verify", "--hf", tuned), "no blocks to compare it with; add --ckpt CKPT"),

@@ -159,6 +159,7 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "unmarked norms": _unmarked_norms,
     "built-in attention": _built_in_attention,
     "unseeded": _unseeded,
+    "waits at messages": _config(batch_p2p_sync=True),
     "megatron-core's own stages": _config(pipeline_model_parallel_layout=None),
     "unmasked padding": _unmasked_padding,
     "same data everywhere": _same_data_everywhere,
@@ -243,6 +244,19 @@ class _Largest(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.numel = max(self.numel, tensor.numel())
         return result
+
+
+def waits_for_the_device(run: ResolvedConfig, what: str | None) -> int:
+    train(run, 1)  # what stands in for CUDA on CPU is in place from here on
+    with BREAKS[what]() if what else nullcontext(), patch.object(torch.cuda, "synchronize") as waits:
+        train(run, 1)
+    return waits.call_count
+
+
+def test_a_pipeline_does_not_wait_at_every_message() -> None:
+    run = resolve(2, pp=2)
+    assert distributed.run(waits_for_the_device, 2, run, None) == [0, 0]
+    assert min(distributed.run(waits_for_the_device, 2, run, "waits at messages")) > 0
 
 
 def largest_tensor_of_attention(run: ResolvedConfig, what: str | None) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.study.compare_process import BASE, FAKE, compare, finish, start, wait_until_running
+from tests.study.compare_process import BASE, FAKE, compare, finish, start, torchrun, wait_until_running
 
 pytestmark = pytest.mark.distributed
 WAITS = BASE + (
@@ -29,7 +29,7 @@ def test_a_study_started_twice_ends_once(tmp_path):
     assert status == 2 and f"process {first.pid} of " in stderr and f"writes into {out}; end it first" in stderr
     assert first.poll() is None
     # the same command, on another host
-    owner = {"host": "another-host", "pid": 4242, "began": 0.0, "since": "2026-01-01"}
+    owner = {"host": "another-host", "pid": 4242, "began": 0.0, "since": "2026-01-01", "token": "1f"}
     (out / ".claim.json").write_text(json.dumps(owner))
     status, _, stderr = finish(first, 60)
     assert status == 2 and "Traceback" not in stderr
@@ -40,20 +40,38 @@ def test_a_study_started_twice_ends_once(tmp_path):
     assert compare(write(tmp_path, WAITS.replace("FAULT: hang", "FAULT: ''")), "--out", out, "--resume")[0] == 0
 
 
-@pytest.mark.parametrize("name", ["study.yaml", "logs", "tensorboard"])
+@pytest.mark.parametrize("name", ["study.yaml", "logs/dp2", "tensorboard/dp2"])
 def test_what_no_study_has_written_stays(tmp_path, name):
     study, out = write(tmp_path, BASE + "trials: [{world_size: 2}]"), tmp_path / "out"
     out.mkdir()
     if name == "study.yaml":
         (out / name).write_text("mine")
     else:
-        (out / name).mkdir()
+        (out / name).mkdir(parents=True)
     status, _, stderr = compare(study, "--out", out)
     assert status == 2 and f"{out / name} is there already, and not from a study; give another --out" in stderr
-    assert [path.name for path in out.iterdir()] == [name]
+    assert [path.name for path in out.iterdir()] == [name.partition("/")[0]]
 
 
 def test_a_study_may_lie_where_it_writes(tmp_path):
-    study = write(tmp_path, BASE + "trials: [{world_size: 2}]")
-    assert compare(study, "--out", tmp_path)[0] == 0
-    assert compare(study, "--out", tmp_path, "--resume")[0] == 0
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    (folder / "logs").mkdir()  # a scheduler's
+    text = BASE + "# mine\ntrials: [{world_size: 2}]"
+    study = write(folder, text)
+    status, _, stderr = compare(study, "--out", tmp_path / "link", "--set", "seed=5")
+    assert status == 2 and f"{study} would be written over" in stderr
+    assert compare(study, "--out", tmp_path / "link")[0] == 0
+    assert compare(study, "--out", folder, "--resume")[0] == 0
+    assert study.read_text() == text
+
+
+def test_all_supervisors_end_alike_where_the_folder_is_lost(tmp_path):
+    study, out = write(tmp_path, WAITS), tmp_path / "out"
+    first = start(torchrun(1, 2, study, "--out", out))
+    wait_until_running(out, {"logs/b/pid-1"})
+    (out / ".claim.json").unlink()  # another study was here, and has ended
+    _, stdout, stderr = finish(first, 90)
+    assert (stdout + stderr).count(f"Error: the claim to {out} is gone") == 1
+    assert "--resume goes on" not in stdout + stderr and "Stopped" not in stdout + stderr

