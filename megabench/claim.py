@@ -83,7 +83,8 @@ class Claim:
         except OSError as error:
             raise ClaimedError(f"{folder} takes no files: {error.strerror}; give another folder") from None
         finally:
-            mine.unlink(missing_ok=True)
+            with suppress(OSError):
+                mine.unlink()
 
     @property
     def loss(self) -> str | None:

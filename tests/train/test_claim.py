@@ -138,3 +138,9 @@ def test_a_record_does_not_replace_that_of_who_took_over(tmp_path):
     (kept,) = tmp_path.glob("record*.json")
     assert kept.name.startswith("record-of-") and RunRecord.read(kept).num_steps == 60
     assert f"was this job started twice? This run's record is {kept}" in run.output
+
+
+def test_a_folder_that_takes_no_files(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ClaimedError, match="file takes no files: Not a directory; give another folder"):
+        Claim(tmp_path / "file")
