@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -56,8 +57,9 @@ def train(
 ) -> RunRecord:
     """Trains `run` on this rank and returns its record, the same on every rank; rank 0 prints and writes.
 
-    `given` is the configuration as the user gave it, and `probes` what was tried to complete it. Raises StoppedError
-    where losses are not finite, and, behind the record, where the last state was not saved.
+    `given` is the configuration as the user gave it, and `probes` what was tried to complete it. Raises ClaimedError,
+    on rank 0, where another run writes into its folders, and StoppedError where one has taken them over, where losses
+    are not finite, and at the end where the last state was not saved or the record is not in its place.
     """
     started = time.perf_counter()
     report = rendezvous.store if is_supervised() else None
@@ -179,17 +181,10 @@ def train(
         profile=profile,
     )
     record = build_record(run, given, source, placement, network, measured)
-    record_path = run.out / "record.json" if run.out else None
-    wrong: list[str | None] = [None]
-    if rank == 0 and record_path:
-        if loss := claims[record_path.parent].loss:
-            record_path = record_path.with_name(f"record-of-{os.getpid()}.json")
-            wrong = [f"{loss} This run's record is {record_path}"]
-        try:
-            record.write(record_path)
-        except OSError as error:
-            wrong, record_path = [f"{record_path} could not be written: {error.strerror}"], None
-    dist.broadcast_object_list(wrong)
+    record_path, wrong = _write_record(record, claims[run.out]) if run.out in claims else (None, None)
+    everyone_hears = [wrong]
+    dist.broadcast_object_list(everyone_hears)
+    not_kept = [reason for reason in (not_saved, *everyone_hears) if reason]
     if console:
         console.last(record, record_path)
     if scalars:
@@ -200,9 +195,22 @@ def train(
     watch.close()
     dist.destroy_process_group()
     outlast(rendezvous.store, rendezvous.rank, rendezvous.world_size, "training")
-    if reasons := [reason for reason in (not_saved, wrong[0]) if reason]:
-        raise StoppedError("; ".join(reasons))
+    if not_kept:
+        raise StoppedError("; ".join(not_kept))
     return record
+
+
+def _write_record(record: RunRecord, claim: Claim) -> tuple[Path | None, str | None]:
+    """Where the record is, and a sentence where it is not, or not where it should be: another run's stays."""
+    path, wrong = claim.folder / "record.json", None
+    if loss := claim.loss:
+        path = path.with_name(f"record-of-{os.getpid()}.json")
+        wrong = f"{loss} This run's record is {path}"
+    try:
+        record.write(path)
+    except OSError as error:
+        return None, f"{path} could not be written: {error.strerror}"
+    return path, wrong
 
 
 def slowest_rank(seconds: Sequence[float], device: torch.device) -> list[float]:
