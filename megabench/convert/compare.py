@@ -122,7 +122,9 @@ def _reference_logits(weights: HuggingFaceWeights, tokens: Tensor, advance: Adva
 
 def _one_layer(folder: Path) -> Any:
     """transformers' model of one layer, without weights."""
-    config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
+    config = AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, attn_implementation="sdpa"
+    )
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1]

@@ -27,7 +27,9 @@ def compare_whole(
     `shape` is by the configuration that belongs to `weights`: the directory's may say another. Tokens [B, S].
     """
     disable_progress_bar()
-    loaded = AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.float32, local_files_only=True)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        reference.folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
     theirs = _logits(loaded, tokens)
     del loaded
     advance("transformers on the files")

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from megabench.data import DataError
 from megabench.data.text import Piece
+from megabench.models.hugging_face import own_code
 
 BYTES = "bytes"
 
@@ -45,8 +46,16 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer  # here, because it takes seconds that bytes need not pay
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            # without a value for trust_remote_code, transformers asks on standard input, and runs the code on a "y"
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # transformers raises whatever its parsers do
+            if code := own_code(directory):
+                raise DataError(
+                    f"tokenizer={directory} needs its own Python code ({code}), which megabench does not run. Use a "
+                    f"tokenizer that transformers supports without it."
+                ) from None
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(" :")
             raise DataError(
                 f"tokenizer={directory} holds no tokenizer that transformers can load ({reason}); give a directory "

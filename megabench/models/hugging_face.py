@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 CONFIG_NAME = "config.json"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 
 # what transformers' field must be, where a family has it, and what another value would mean
 _REQUIRED: dict[str, tuple[Any, str]] = {
@@ -130,6 +131,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
+def own_code(folder: Path) -> str | None:
+    """Where a directory asks for Python code of its own: `"auto_map in config.json"`; None if it does not."""
+    for name in (TOKENIZER_CONFIG_NAME, CONFIG_NAME):
+        try:
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(content, dict) and content.get("auto_map"):
+            return f"auto_map in {name}"
+    return None
+
+
 def read_shape(folder: Path) -> ModelShape:
     """The shape of the model whose config.json lies in `folder`, named by that folder.
 
@@ -141,6 +154,11 @@ def read_shape(folder: Path) -> ModelShape:
 
     family = content.get("model_type")
     if family not in CONFIG_MAPPING:
+        if code := own_code(folder):
+            raise UnsupportedModelError(
+                f"{folder} needs its own Python code ({code}), which megabench does not run. Use a model that "
+                f"transformers supports without it."
+            )
         raise UnsupportedModelError(f"{path}: model_type={family!r} is none that this transformers knows")
     if content.get("quantization_config"):
         raise UnsupportedModelError(f"{path}: quantization_config: quantized weights cannot be trained")
@@ -227,7 +245,7 @@ def _foreign_config(folder: Path) -> "PreTrainedConfig":
     """A foreign model's own configuration, but for dropout, under which no two engines would do the same work."""
     from transformers import AutoConfig
 
-    config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config.use_cache = False
     for field, value in config.to_dict().items():
         if isinstance(value, float) and field.endswith(("dropout", "pdrop", "drop")):

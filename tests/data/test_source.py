@@ -113,6 +113,23 @@ def test_hugging_face_tokenizer(jsonl, tokenizer_dir, resolve):
     assert corpus.sha256 != open_source(resolve(data=str(jsonl))).sha256
 
 
+@pytest.mark.parametrize("config", ["tokenizer_config.json", "config.json"])
+def test_a_tokenizer_with_its_own_code_is_refused(tmp_path, resolve, jsonl, monkeypatch, config):
+    """transformers asks on standard input whether to run it; here every answer would be yes."""
+    monkeypatch.setattr("builtins.input", lambda *arguments: "y")
+    ran = tmp_path / "ran"
+    directory = tmp_path / "tokenizer"
+    directory.mkdir()
+    (directory / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass T: pass\nclass C: pass\n")
+    auto_map = {"AutoTokenizer": ["own.T", None], "AutoConfig": "own.C"}
+    (directory / config).write_text(json.dumps({"auto_map": auto_map, "model_type": "own"}))
+    with pytest.raises(
+        DataError, match=rf"needs its own Python code \(auto_map in {config}\), which megabench does not"
+    ):
+        open_source(resolve(data=str(jsonl), tokenizer=str(directory)))
+    assert not ran.exists()
+
+
 def write(path, content):
     path.write_bytes(content)
     return path

@@ -13,7 +13,7 @@ from megabench import UserError
 from megabench.config import RunConfig
 from megabench.models.find import find_model
 from megabench.models.folder import INDEX, HuggingFaceWeights
-from megabench.models.hugging_face import read_shape
+from megabench.models.hugging_face import build_model, read_shape, transformers_config
 from tests.models.tiny import CATALOG, FAMILIES, save_model
 
 
@@ -183,3 +183,25 @@ def test_what_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "step-00000007" / "hugging_face" / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"give one of them, as .*step-00000007"):
         find_model(str(tmp_path))
+
+
+def test_a_model_with_its_own_code_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *arguments: "y")
+    ran = tmp_path / "ran"
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass C: pass\nclass M: pass\n")
+    auto_map = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}
+    edit(folder / "config.json", lambda config: config.update(model_type="own", auto_map=auto_map))
+    with pytest.raises(UserError, match=r"needs its own Python code \(auto_map in config.json\), which megabench does"):
+        read_shape(folder)
+    assert not ran.exists()
+
+
+def test_code_beside_a_known_model_is_not_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers has a model of this type itself, and that is the one that is used."""
+    monkeypatch.setattr("builtins.input", lambda *arguments: "y")
+    ran = tmp_path / "ran"
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass C: pass\nclass M: pass\n")
+    auto_map = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}
+    edit(folder / "config.json", lambda config: config.update(auto_map=auto_map))
+    assert build_model(transformers_config(read_shape(folder))).config.model_type == "llama"
+    assert not ran.exists()
