@@ -149,7 +149,8 @@ class PlacementUsed(_Part):
 class SaveTimes(_Part):
     """A checkpoint that was saved: seconds until it was good, and how long training waited for it.
 
-    `error` tells why there is none.
+    `check_seconds` is the part of the wait in which the state was searched for non-finite values; None in records of
+    versions that did not. `error` tells why there is no checkpoint.
     """
 
     step: int
@@ -157,6 +158,7 @@ class SaveTimes(_Part):
     num_bytes: int
     seconds: float
     stall_seconds: float
+    check_seconds: float | None = None
     gb_per_second: float | None
     error: str | None = None
 

@@ -1,19 +1,56 @@
 """A directory of checkpoints: their names, which are complete, and which may go. No torch.
 
-step-00000006/                  complete: files and a manifest
-.step-00000012.1f0c.partial/    being written, or left behind by a run that died
-step-00000012.damaged/          set aside by a run that went on from an older one
+.run-id                                     the identity of the run that saves here
+step-00000006/                              complete: files and a manifest
+.step-00000012.9a31c2-1f0c.partial/         being written by the run 9a31c2, or left behind when it died
+.step-00000003.9a31c2-77e0.partial.old/     being deleted by that run
+step-00000012.damaged/                      set aside by a run that resumed from an older one
+
+A run deletes only what it created. A checkpoint says so in its manifest, other directories in their names; symbolic
+links are never followed.
 """
 
 import re
+import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, Manifest, sync_folder
+from megabench.checkpoint import CheckpointError
+from megabench.checkpoint.manifest import DamagedError, Manifest, sync_folder
+from megabench.whole_file import write_whole
 
+RUN_ID_NAME = ".run-id"
 _COMPLETE = re.compile(r"step-(\d{8,})")
-_PARTIAL = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.partial(\.old)?")
+_PARTIAL = re.compile(r"\.step-\d{8,}\.(?P<run_id>[0-9a-f]+)(-[0-9a-f]+)?\.partial(\.old)?")
+
+
+def claim_run_id(directory: Path, continues: bool) -> str:
+    """The identity of the run that saves to `directory` from now on.
+
+    A run that continues the one that saved there before inherits its identity; any other run gets a new one.
+    CheckpointError if the directory takes no files.
+    """
+    path = directory / RUN_ID_NAME
+    if continues:
+        with suppress(OSError, UnicodeDecodeError):
+            if re.fullmatch("[0-9a-f]{12}", found := path.read_text(encoding="utf-8").strip()):
+                return found
+    run_id = secrets.token_hex(6)
+    try:
+        write_whole(path, f"{run_id}\n")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror}. Save to another directory.") from None
+    return run_id
+
+
+def new_token(run_id: str) -> str:
+    """Tells the partial directories of one start of a run from those of its earlier starts."""
+    return f"{run_id}-{secrets.token_hex(4)}"
+
+
+def run_id_of(token: str) -> str:
+    return token.partition("-")[0]
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -22,7 +59,7 @@ def folder_of(directory: Path, step: int) -> Path:
 
 
 def partial_folder(directory: Path, step: int, token: str) -> Path:
-    """Where it is being written; `token` (hexadecimal) tells this try from the remains of others."""
+    """The directory that a checkpoint is written to before it is complete; for `token` see `new_token`."""
     return directory / f".{folder_of(directory, step).name}.{token}.partial"
 
 
@@ -68,14 +105,29 @@ def looks_good(folder: Path) -> bool:
     return True
 
 
+def is_own(folder: Path, run_id: str) -> bool:
+    """Whether the run `run_id` created this checkpoint: a directory, not a link, whose manifest names the run."""
+    if folder.is_symlink():
+        return False
+    try:
+        training = Manifest.read(folder).training
+    except (DamagedError, CheckpointError):
+        return False
+    return training is not None and training.run_id == run_id
+
+
 def commit(partial: Path, final: Path) -> None:
-    """Gives a checkpoint that is whole its name; an older one of that name makes way."""
-    old = partial.with_name(f"{partial.name}.old")
-    if final.exists():
-        final.rename(old)
+    """Rename a complete checkpoint to its final name, which must be free."""
     partial.rename(final)
     sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def make_way(final: Path, token: str) -> None:
+    """Free the name of a checkpoint about to be committed; CheckpointError if this run did not write what has it."""
+    if final.exists() or final.is_symlink():
+        if not is_own(final, run_id_of(token)):
+            raise CheckpointError(f"{final} exists, and this run did not write it. Move it away.")
+        discard(final, token)
 
 
 def set_aside(folder: Path) -> Path:
@@ -89,22 +141,36 @@ def set_aside(folder: Path) -> Path:
     return target
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Removes what is older than the `keep` newest checkpoints that look good."""
-    good = [step for step in steps_in(directory) if looks_good(folder_of(directory, step))]
-    for step in steps_in(directory):
-        if len(good) >= keep and step < good[keep - 1]:
-            discard(folder_of(directory, step))
+def prune(directory: Path, keep: int, token: str, healthy_before: int) -> None:
+    """Delete all but the `keep` newest complete checkpoints of the run that `token` belongs to.
+
+    The newest one of a step below `healthy_before` is always kept: the loss and the gradients that were computed from
+    its weights are known to be finite.
+    """
+    own = [step for step in steps_in(directory) if is_own(folder_of(directory, step), run_id_of(token))]
+    good = [step for step in own if looks_good(folder_of(directory, step))]
+    if len(good) <= keep:
+        return
+    healthy = next((step for step in good if step < healthy_before), None)
+    for step in own:
+        if step < good[keep - 1] and step != healthy:
+            discard(folder_of(directory, step), token)
 
 
-def discard(folder: Path) -> None:
-    """Removes a checkpoint; a process that dies meanwhile leaves one without a manifest."""
-    (folder / MANIFEST_NAME).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+def discard(folder: Path, token: str) -> None:
+    """Delete a checkpoint of this run; if the process dies meanwhile, `remove_partial` deletes the rest."""
+    trash = folder.with_name(f".{folder.name}.{token}.partial.old")
+    folder.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
 
 
-def remove_partial(directory: Path) -> None:
-    """Removes what runs that died while saving left behind."""
-    for path in directory.iterdir():
-        if _PARTIAL.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+def remove_partial(directory: Path, run_id: str) -> list[Path]:
+    """Delete what earlier starts of this run left unfinished; return what other runs left, which stays."""
+    others = []
+    for path in sorted(directory.iterdir()):
+        if found := _PARTIAL.fullmatch(path.name):
+            if found["run_id"] == run_id and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                others.append(path)
+    return others

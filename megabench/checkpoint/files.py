@@ -8,6 +8,7 @@ import json
 import os
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megabench.checkpoint.blocks import key, overlap, parse_key, within
+from megabench.checkpoint.health import describe_non_finite, is_finite
 from megabench.checkpoint.manifest import DamagedError, FileEntry
 from megabench.models.find import ASSETS
 from megabench.models.mapping import Piece
@@ -134,18 +136,42 @@ def _check_file(folder: Path, entry: FileEntry) -> None:
         raise DamagedError(f"{entry.name} has checksum {checksum:08x}, and the manifest says {entry.crc32:08x}")
 
 
+def check_finite(folder: Path, files: Sequence[FileEntry]) -> None:
+    """Raise DamagedError, naming the first tensors, unless every value in the tensor files is finite."""
+    with ThreadPoolExecutor(num_threads()) as pool:
+        list(pool.map(lambda entry: _check_finite(folder, entry), _tensor_files(files)))
+
+
+def _check_finite(folder: Path, entry: FileEntry) -> None:
+    file = _open(folder, entry)
+    counts: Counter[str] = Counter()
+    for text in file.keys():  # noqa: SIM118  (it is no dict)
+        values = file.get_tensor(text)
+        if not all(is_finite([values])):
+            kind, piece = parse_key(text)
+            counts[f"{kind} {piece.name}"] += int((~values.isfinite()).sum())
+    if counts:
+        raise DamagedError(f"{entry.name}: {describe_non_finite(counts)}")
+
+
+def _tensor_files(files: Sequence[FileEntry]) -> list[FileEntry]:
+    return [entry for entry in files if entry.name.endswith(_SUFFIX)]
+
+
+def _open(folder: Path, entry: FileEntry) -> Any:
+    try:
+        return safe_open(str(folder / entry.name), framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise DamagedError(f"{entry.name} is no safetensors file: {error}") from None
+
+
 class TensorFiles:
     """The rectangles in the files of a checkpoint, by kind and tensor name; read where they lie, not before."""
 
     def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
         self._parts: dict[tuple[str, str], list[tuple[Piece, Any, str]]] = {}
-        for entry in files:
-            if not entry.name.endswith(_SUFFIX):
-                continue
-            try:
-                file = safe_open(str(folder / entry.name), framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
-                raise DamagedError(f"{entry.name} is no safetensors file: {error}") from None
+        for entry in _tensor_files(files):
+            file = _open(folder, entry)
             for text in file.keys():  # noqa: SIM118  (it is no dict)
                 kind, piece = parse_key(text)
                 self._parts.setdefault((kind, piece.name), []).append((piece, file, text))

@@ -12,7 +12,7 @@ from torch.distributed import Store
 from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.blocks import StateShard, view
 from megabench.checkpoint.directory import check_sizes, folder_of, is_checkpoint, steps_in
-from megabench.checkpoint.files import TensorFiles, check_files, num_threads
+from megabench.checkpoint.files import TensorFiles, check_files, check_finite, num_threads
 from megabench.checkpoint.manifest import DamagedError, Manifest
 from megabench.runtime.messages import wait_for
 
@@ -28,7 +28,7 @@ class Found:
 
 
 def find_newest_good(directory: Path, store: Store, rank: int, world_size: int, topic: str) -> Found | None:
-    """The newest checkpoint of a directory whose files all have the checksums that its manifest says.
+    """The newest checkpoint of a directory whose files match the manifest's checksums and hold finite values alone.
 
     The folder of a checkpoint itself stands for that one alone.
     Every rank must call it, and all get the same; each checks a part of the files. None where the directory holds no
@@ -46,7 +46,9 @@ def find_newest_good(directory: Path, store: Store, rank: int, world_size: int, 
         try:
             manifest = Manifest.read(folder)
             check_sizes(folder, manifest)
-            check_files(folder, manifest.files[rank::world_size])
+            mine = manifest.files[rank::world_size]
+            check_files(folder, mine)
+            check_finite(folder, mine)
         except DamagedError as error:
             problem = str(error)
         except CheckpointError as error:

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megabench.checkpoint import CheckpointError
 from megabench.models.shape import ModelShape
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_READABLE_VERSIONS = (1, 2)  # version 1 has no run_id
 MANIFEST_NAME = "manifest.json"
 
 # what a run may change without training another model
@@ -84,8 +85,12 @@ class DataEntry(_Part):
 
 
 class TrainingEntry(_Part):
-    """What a run needs to go on: `step` steps are done. `config` is the resolved configuration that wrote it."""
+    """What a run needs to go on: `step` steps are done. `config` is the resolved configuration that wrote it.
 
+    `run_id` identifies the run across restarts; None in checkpoints of schema version 1.
+    """
+
+    run_id: str | None = None
     step: int
     engine: str
     layout: dict[str, int]
@@ -129,9 +134,9 @@ class Manifest(_Part):
             raise DamagedError(f"{MANIFEST_NAME} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError):
             raise DamagedError(f"{MANIFEST_NAME} is not whole") from None
-        if (schema := body.get("schema_version")) != SCHEMA_VERSION:
+        if (schema := body.get("schema_version")) not in _READABLE_VERSIONS:
             raise CheckpointError(
-                f"{folder} has checkpoint schema {schema}, and this megabench reads schema {SCHEMA_VERSION}; "
+                f"{folder} has checkpoint schema {schema}, and this megabench reads schemas 1 to {SCHEMA_VERSION}; "
                 f"use the megabench that wrote it ({body.get('versions', {}).get('megabench', 'version unknown')})"
             )
         try:

@@ -16,9 +16,11 @@ from threading import Thread
 
 from torch.distributed import Store
 
+from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.blocks import StateShard, TrainingState, key, num_elements, view
-from megabench.checkpoint.directory import bytes_in, commit, folder_of, partial_folder, prune
+from megabench.checkpoint.directory import bytes_in, commit, folder_of, make_way, partial_folder, prune
 from megabench.checkpoint.files import Named, write_assets, write_files
+from megabench.checkpoint.health import count_non_finite, describe_non_finite
 from megabench.checkpoint.manifest import FileEntry, Manifest
 from megabench.checkpoint.staging import Staging
 from megabench.claim import Claim
@@ -35,23 +37,26 @@ Describe = Callable[[dict[str, int], list[FileEntry]], Manifest]
 class Save:
     """How a save ended, the same on every rank: its seconds from start to good; `error` is None for a good one.
 
-    `stall_seconds`, of this rank, is how long training waited for it; `is_taken_over` says that another run has claimed
-    the directory, so that no other save of this one will be good.
+    `stall_seconds` is how long training waited for it on this rank, `check_seconds` the part of that in which the state
+    was searched for non-finite values. `ends_run` says that no later save can succeed: the state is not finite, or
+    another run has taken the directory over.
     """
 
     step: int
     num_bytes: int
     seconds: float
     stall_seconds: float
+    check_seconds: float = 0.0
     error: str | None = None
-    is_taken_over: bool = False
+    ends_run: bool = False
 
 
 class Saver:
     """Saves the state of a run into a directory that all hosts share, one checkpoint at a time.
 
     `token` names this start of the run, `claim` is rank 0's to the directory, `staging` makes saves asynchronous,
-    `keep` limits how many checkpoints stay, and `assets` go into each.
+    `keep` limits how many checkpoints stay, and `assets` go into each. `last_finite_step` is for the caller to set: the
+    newest step whose loss and gradient norm were finite.
     """
 
     def __init__(
@@ -71,7 +76,9 @@ class Saver:
         self._rank, self._world_size, self._token, self._claim = rank, world_size, token, claim
         self._thread: Thread | None = None
         self._started, self._step = 0.0, 0
-        self._stall = 0.0
+        self._stall = self._check = 0.0
+        self._non_finite: Counter[str] = Counter()
+        self.last_finite_step = 0
         self._outcome: Save | None = None
 
     def start(self, step: int, state: TrainingState, describe: Describe) -> None:
@@ -81,7 +88,11 @@ class Saver:
         """
         assert self._thread is None
         self._started, self._step = time.perf_counter(), step
-        shards = state.shards if self.staging is None else self.staging.fill(state.shards)
+        self._non_finite = count_non_finite(state.shards)
+        self._check = time.perf_counter() - self._started
+        shards = state.shards
+        if self.staging and not self._non_finite:
+            shards = self.staging.fill(shards)
         self._thread = Thread(target=self._save, args=(step, shards, describe), name=f"save-{step}", daemon=True)
         self._thread.start()
         self._stall = time.perf_counter() - self._started
@@ -108,7 +119,7 @@ class Saver:
         self._thread = None
         assert self._outcome is not None
         stall = self._stall + time.perf_counter() - waited
-        return replace(self._outcome, stall_seconds=stall)
+        return replace(self._outcome, stall_seconds=stall, check_seconds=self._check)
 
     def _save(self, step: int, shards: list[StateShard], describe: Describe) -> None:
         """One rank's part: its files, its report, and the word of rank 0 on the whole."""
@@ -120,11 +131,15 @@ class Saver:
             wait_for(self._store, [f"{topic}/outcome"])
             self._outcome = Save(**json.loads(self._store.get(f"{topic}/outcome")))
         except Exception as error:  # the store is gone, and so is the run
-            self._outcome = Save(step, 0, 0.0, 0.0, f"{_here(self._rank)}: {_words(error)}")
+            self._outcome = Save(step, 0, 0.0, 0.0, error=f"{_here(self._rank)}: {_words(error)}")
 
     def _write(self, step: int, shards: list[StateShard]) -> dict[str, object]:
+        if self._non_finite:
+            return {"non_finite": self._non_finite}
         folder = partial_folder(self.directory, step, self._token)
         try:
+            if self._rank == 0:
+                self._prune()  # a step since the last save may have shown that its checkpoint is healthy
             folder.mkdir(parents=True, exist_ok=True)
             named = tensors_of(shards)
             files = write_files(folder, f"rank-{self._rank:05d}", named)
@@ -145,8 +160,16 @@ class Saver:
         reports = [json.loads(self._store.get(key)) for key in keys]
         partial = partial_folder(self.directory, step, self._token)
         loss = self._claim.loss if self._claim else None
-        # first: where another run clears up, files of this one go missing as well
-        errors = [loss] if loss else [report["error"] for report in reports if "error" in report]
+        non_finite: Counter[str] = Counter()
+        for report in reports:
+            non_finite.update(report.get("non_finite", {}))
+        # the loss of the directory comes first: where another run clears up, files of this one go missing as well
+        if loss:
+            errors = [loss]
+        elif non_finite:
+            errors = [describe_non_finite(non_finite)]
+        else:
+            errors = [report["error"] for report in reports if "error" in report]
         files = [FileEntry(**file) for report in reports for file in report.get("files", ())]
         if not errors:
             try:
@@ -162,7 +185,7 @@ class Saver:
             "seconds": time.perf_counter() - self._started,
             "stall_seconds": 0.0,
             "error": errors[0] if errors else None,
-            "is_taken_over": bool(loss),
+            "ends_run": bool(loss or non_finite),
         }
 
     def _commit(self, step: int, partial: Path, manifest: Manifest) -> None:
@@ -170,9 +193,14 @@ class Saver:
             if not (partial / file.name).exists():
                 raise FileNotFoundError(f"{file.name} was written but is not here: do all hosts share this directory?")
         manifest.write(partial)
-        commit(partial, folder_of(self.directory, step))
+        final = folder_of(self.directory, step)
+        make_way(final, self._token)
+        commit(partial, final)
+        self._prune()
+
+    def _prune(self) -> None:
         if self.keep is not None:
-            prune(self.directory, self.keep)
+            prune(self.directory, self.keep, self._token, healthy_before=self.last_finite_step)
 
 
 def tensors_of(shards: list[StateShard]) -> list[Named]:
@@ -190,4 +218,6 @@ def _here(rank: int) -> str:
 
 
 def _words(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

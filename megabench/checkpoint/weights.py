@@ -13,7 +13,7 @@ from torch import Tensor
 from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.blocks import key, size
 from megabench.checkpoint.directory import check_sizes, folder_of, steps_in
-from megabench.checkpoint.files import Named, TensorFiles, check_files, num_bytes, write_files
+from megabench.checkpoint.files import Named, TensorFiles, check_files, check_finite, num_bytes, write_files
 from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, FileEntry, Manifest, ModelEntry
 from megabench.models.mapping import Piece
 from megabench.models.shape import ModelShape
@@ -99,7 +99,9 @@ def open_weights(folder: Path, rank: int = 0, world_size: int = 1) -> Weights:
     try:
         manifest = Manifest.read(folder)
         check_sizes(folder, manifest)
-        check_files(folder, manifest.files[rank::world_size])
+        mine = manifest.files[rank::world_size]
+        check_files(folder, mine)
+        check_finite(folder, mine)
         return Weights(folder, manifest, TensorFiles(folder, manifest.files))
     except DamagedError as error:
         raise CheckpointError(f"{folder} is damaged: {error}; use another checkpoint") from None

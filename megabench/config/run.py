@@ -159,7 +159,11 @@ class RunConfig(BaseModel):
         None, description="Directory for checkpoints, shared by all hosts; the last step is saved."
     )
     save_every: PositiveInt | None = Field(None, description="Save every so many steps, too.")
-    keep: PositiveInt | None = Field(None, description="Keep this many checkpoints, the newest [default: all].")
+    keep: PositiveInt | None = Field(
+        None,
+        description="Number of this run's newest checkpoints to keep; the newest one that is known to be healthy is "
+        "always kept [default: all].",
+    )
     save_mode: Literal["auto", "sync", "async"] = Field(
         "auto",
         description="Whether training waits for a checkpoint to be written, or for a copy in host memory alone "

@@ -100,7 +100,8 @@ class DeepSpeedEngine:
         self.engine.step()
         skipped = self.engine.skipped_steps > skipped_before
         if grad_norm is None:
-            grad_norm = float(self.engine.get_global_grad_norm() or 0.0)
+            norm = float(self.engine.get_global_grad_norm() or 0.0)
+            grad_norm = norm if norm >= 0 else float("inf")  # DeepSpeed's -1 stands for a norm that is not finite
         total = self.loss.clone()
         dist.all_reduce(total)
         return StepResult(

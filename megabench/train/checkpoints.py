@@ -1,8 +1,8 @@
 """When a run saves its state, how it takes that up again, and what is told about both."""
 
-import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -10,7 +10,16 @@ import torch.distributed as dist
 
 from megabench.checkpoint.assets import assets_of_run
 from megabench.checkpoint.blocks import TrainingState
-from megabench.checkpoint.directory import remove_partial, set_aside
+from megabench.checkpoint.directory import (
+    claim_run_id,
+    folder_of,
+    is_own,
+    new_token,
+    remove_partial,
+    run_id_of,
+    set_aside,
+    steps_in,
+)
 from megabench.checkpoint.load import Found, read_shards
 from megabench.checkpoint.manifest import (
     DataEntry,
@@ -31,7 +40,7 @@ from megabench.record import LayoutSizes, LoadTimes, SaveTimes
 from megabench.runtime import environment
 from megabench.runtime.rendezvous import Rendezvous
 from megabench.train.console import Console
-from megabench.train.resume import Resume
+from megabench.train.resume import Resume, continues_own_save
 from megabench.train.stopped import StoppedError
 
 
@@ -76,16 +85,21 @@ class Checkpoints:
         self._gets_on = gets_on
         self._run, self._source, self._engine, self._console = run, source, engine, console
         self._newest = resume.num_done
-        self._loss: str | None = None  # of the folder, to another run
+        self._is_finite = True  # the loss and the gradient norm of the newest step
+        self._is_postponed = False
+        self._end: str | None = None  # why no later save can succeed
         self.times: list[SaveTimes] = []
         rank = dist.get_rank()
         staging = self._stage(rendezvous.local_world_size, device)
         self._mode: Literal["sync", "async"] = "async" if staging else "sync"
+        token = [""]
         if rank == 0:
-            remove_partial(run.save)
+            run_id = claim_run_id(run.save, continues=continues_own_save(run))
+            token = [new_token(run_id)]
+            self._clean(run.save, run_id)
             self._set_aside(resume)
-        token = [secrets.token_hex(4)]
         dist.broadcast_object_list(token)  # behind the clearing up: who has it may begin to save
+        self._run_id = run_id_of(token[0])
         assets = assets_of_run(run) if rank == 0 else {}
         self._saver = Saver(
             run.save, rendezvous.store, rank, dist.get_world_size(), token[0], claim, staging, run.keep, assets
@@ -112,6 +126,15 @@ class Checkpoints:
         self._note(f"saving takes {gib:.1f} GiB of host memory on each rank, from now on")
         return Staging(shards)
 
+    def _clean(self, directory: Path, run_id: str) -> None:
+        """Delete what earlier starts of this run left unfinished, and name what stays because others created it."""
+        if others := remove_partial(directory, run_id):
+            self._note(f"unfinished saves of other runs stay where they are: {', '.join(map(str, others))}")
+        others = [folder for step in steps_in(directory) if not is_own(folder := folder_of(directory, step), run_id)]
+        if others and self._run.keep is not None:
+            names = ", ".join(folder.name for folder in others)
+            self._note(f"--keep leaves checkpoints alone that this run did not write: {names}")
+
     def _set_aside(self, resume: Resume) -> None:
         """Damaged checkpoints of this run, newer than the one that it goes on from: they must not count any more."""
         for folder in resume.found.passed_over if resume.found else ():
@@ -122,31 +145,45 @@ class Checkpoints:
         if self._console:
             self._console.note(f"checkpoints: {text}")
 
+    def observe(self, step: int, is_finite: bool) -> None:
+        """Take in whether the loss and the gradient norm of `step` were finite; every step, before `is_due`."""
+        self._is_finite = is_finite
+        if is_finite:
+            self._saver.last_finite_step = step
+
     def is_due(self, step: int, is_stopping: bool) -> bool:
-        """Whether the state behind `step` steps is to be saved."""
+        """Whether the state behind `step` steps is to be saved.
+
+        A save that falls on a non-finite step is postponed to the next finite one.
+        """
         every = self._run.save_every
         is_wanted = is_stopping or step == self._run.steps or (every is not None and step % every == 0)
-        return is_wanted and step > self._newest
+        if not self._is_finite and is_wanted:
+            self._is_postponed = True
+            self._note(f"no checkpoint of step {step}, whose loss or gradients are not finite; {self._kept()}")
+        return self._is_finite and (is_wanted or self._is_postponed) and step > self._newest
 
     def save(self, step: int) -> float:
         """Begins to save the state behind `step` steps; the seconds that training waited for it.
 
-        Raises StoppedError, on every rank, where another run has taken the folder over.
+        Raises StoppedError, on every rank, where no later save can succeed: another run has taken the folder over, or
+        the state that was to be saved is not finite.
         """
         began = time.perf_counter()
+        self._is_postponed = False
         self._finish()
-        self._check_claim()
+        self._check_end()
         state = self._engine.training_state()
         self._newest = step
         self._saver.start(step, state, lambda elements, files: self._manifest(step, state, elements, files))
         if self._mode == "sync":
             self._finish()
-            self._check_claim()
+            self._check_end()
         return time.perf_counter() - began
 
-    def _check_claim(self) -> None:
-        if self._loss:
-            raise StoppedError(self._loss)
+    def _check_end(self) -> None:
+        if self._end:
+            raise StoppedError(self._end)
 
     def look(self) -> None:
         """Tells of a save that ended meanwhile."""
@@ -156,6 +193,8 @@ class Checkpoints:
     def close(self) -> str | None:
         """Waits for the save under way. A sentence, the same on every rank, where the last save failed."""
         self._finish()
+        if self._is_postponed:
+            return f"the run ended without a checkpoint of its last step, which was not finite; {self._kept()}"
         if not self.times or not (error := self.times[-1].error):
             return None
         return f"the run's last checkpoint, of step {self._newest}, could not be saved: {error}; {self._kept()}"
@@ -165,7 +204,7 @@ class Checkpoints:
             return
         save = self._saver.finish(self._gets_on)
         self.times.append(self._times(save))
-        self._loss = save.error if save.is_taken_over else None
+        self._end = f"no checkpoint of step {save.step}: {save.error}; {self._kept()}" if save.ends_run else None
         if not self._console:
             return
         if save.error:
@@ -177,6 +216,12 @@ class Checkpoints:
         good = [times.step for times in self.times if not times.error]
         return f"the newest good one of this run is that of step {good[-1]}" if good else "this run has saved none yet"
 
+    @property
+    def newest_healthy(self) -> str:
+        """Which checkpoint of this run is known to be healthy: a later step was finite."""
+        healthy = [times.step for times in self.times if not times.error and times.step < self._saver.last_finite_step]
+        return f"the newest healthy checkpoint of this run is that of step {healthy[-1]}" if healthy else self._kept()
+
     def _times(self, save: Save) -> SaveTimes:
         return SaveTimes(
             step=save.step,
@@ -184,6 +229,7 @@ class Checkpoints:
             num_bytes=save.num_bytes,
             seconds=save.seconds,
             stall_seconds=save.stall_seconds,
+            check_seconds=save.check_seconds,
             gb_per_second=save.num_bytes / 1e9 / save.seconds if save.seconds and not save.error else None,
             error=save.error,
         )
@@ -198,6 +244,7 @@ class Checkpoints:
         return Manifest(
             model=ModelEntry.of(run.shape),
             training=TrainingEntry(
+                run_id=self._run_id,
                 step=step,
                 engine=run.engine,
                 layout=LayoutSizes(**vars(run.layout)).model_dump(),

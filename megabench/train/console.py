@@ -103,7 +103,7 @@ class Console:
         if self.num_steps_so_far <= run.warmup_steps:
             parts.append("warm-up")
         if result.skipped:
-            parts.append("SKIPPED: gradients not finite")
+            parts.append("SKIPPED: gradients not finite, weights not updated")
         print("  ".join(parts), flush=True)
 
     def last(self, record: RunRecord, record_path: Path | None) -> None:

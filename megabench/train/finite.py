@@ -1,7 +1,9 @@
 """Watches that losses and gradients stay finite."""
 
 import math
+from collections.abc import Mapping
 
+from megabench.checkpoint.health import describe_non_finite
 from megabench.config import ResolvedConfig
 from megabench.engines.base import StepResult
 
@@ -9,9 +11,9 @@ from megabench.engines.base import StepResult
 class FiniteWatch:
     """Counts the steps in a row that went wrong, and ends the run after more than `nan_tolerance` of them.
 
-    A step that was skipped left the weights as they were; one that was not (DeepSpeed updates with anything under
-    ZeRO 0 to 2 in fp32) ends the run at once. fp16 skips steps to find its loss scale, which is no fault while the loss
-    is finite.
+    A step that was skipped left the weights as they were. The run ends at once if the weights were updated (DeepSpeed
+    updates them in any case under ZeRO 0 to 2 in fp32), or if weights or moments are not finite: no later step can
+    recover. fp16 skips steps to find its loss scale, which is no fault while the loss is finite.
     """
 
     def __init__(self, run: ResolvedConfig) -> None:
@@ -20,26 +22,45 @@ class FiniteWatch:
 
     def is_wrong(self, result: StepResult) -> bool:
         """Takes in the result of the next step; whether it went wrong."""
-        wrong = not math.isfinite(result.loss) or (result.skipped and self._run.precision != "fp16")
+        is_finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+        is_scaling = self._run.precision == "fp16" and result.skipped and math.isfinite(result.loss)
+        wrong = not is_finite and not is_scaling
         self.num_in_a_row = self.num_in_a_row + 1 if wrong else 0
         return wrong
 
-    def reason_to_stop(self, step: int, result: StepResult, rank_losses: list[float], hosts: list[str]) -> str | None:
-        """A sentence when the step that just went wrong, counted from 1, was one too many.
+    def must_stop(self, result: StepResult, non_finite: Mapping[str, int]) -> bool:
+        """Whether the step that just went wrong was one too many; `non_finite` counts values of the training state."""
+        return not result.skipped or bool(non_finite) or self.num_in_a_row > self._run.nan_tolerance
 
-        `rank_losses` and `hosts` go by rank.
+    def describe(
+        self,
+        step: int,
+        result: StepResult,
+        rank_losses: list[float],
+        hosts: list[str],
+        non_finite: Mapping[str, int],
+    ) -> str:
+        """What went wrong at `step`, counted from 1, on which rank, and whether the weights were updated.
+
+        `rank_losses` and `hosts` go by rank; `non_finite` counts values of the training state, over all ranks.
         """
-        if result.skipped and self.num_in_a_row <= self._run.nan_tolerance:
-            return None
         wrong = [rank for rank, loss in enumerate(rank_losses) if not math.isfinite(loss)]
         what = "gradients are" if math.isfinite(result.loss) else f"loss is {result.loss}, which is"
         where = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in wrong[:4]) or "no rank's own loss is at fault"
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        weights = "the weights are as they were before" if result.skipped else "the weights were updated with them"
         return (
             f"the {what} not finite at step {step} of {self._run.steps}, the {_ordinal(self.num_in_a_row)} in a row "
-            f"(nan_tolerance={self._run.nan_tolerance}): {where}{more}; {weights}"
+            f"(nan_tolerance={self._run.nan_tolerance}): {where}{more}; {_weights(result.skipped, non_finite)}"
         )
+
+
+def _weights(skipped: bool, non_finite: Mapping[str, int]) -> str:
+    """What the step did to the weights, and what is known of them now."""
+    if not skipped:
+        updated = "the weights were updated with them"
+        return f"{updated}, and {describe_non_finite(non_finite)}" if non_finite else updated
+    kept = "the weights were not updated"
+    return f"{kept}, but {describe_non_finite(non_finite)}" if non_finite else f"{kept}, and are finite"
 
 
 def _ordinal(number: int) -> str:

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megabench.checkpoint.health import count_non_finite
 from megabench.claim import Claim
 from megabench.config import ResolvedConfig, RunConfig
 from megabench.data.batch import micro_batches
@@ -133,12 +135,20 @@ def train(
             scalars.step(step + 1, results[-1], learning_rate, seconds[-1], memory, sampler.latest)
         if report:
             report_progress(report, rendezvous.rank, Progress("training", step + 1, run.steps))
-        if finite.is_wrong(results[-1]):
-            reason = finite.reason_to_stop(step + 1, results[-1], gather(engine.rank_loss, device), _hosts(placement))
-            if reason:
+        is_finite = not finite.is_wrong(results[-1])
+        if checkpoints:
+            checkpoints.observe(step + 1, is_finite)
+        if not is_finite:
+            non_finite = _sum_of_all(count_non_finite(engine.training_state().shards))
+            rank_losses = gather(engine.rank_loss, device)
+            problem = finite.describe(step + 1, results[-1], rank_losses, _hosts(placement), non_finite)
+            if finite.must_stop(results[-1], non_finite):
                 if checkpoints:
                     checkpoints.close()
-                raise StoppedError(reason)
+                    problem += f"; {checkpoints.newest_healthy}"
+                raise StoppedError(problem)
+            if console:
+                console.note(f"WARNING: {problem}")
         if checkpoints:
             checkpoints.look()
             stopped_by = stop.agreed(device)
@@ -226,6 +236,13 @@ def gather(value: float, device: torch.device) -> list[float]:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return torch.cat(everyone).tolist()
+
+
+def _sum_of_all(mine: Counter[str]) -> Counter[str]:
+    """The counts of all ranks, added up."""
+    everyone: list[Counter[str]] = [Counter()] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return sum(everyone, Counter())
 
 
 def _mean_known(values: list[float]) -> float | None:

@@ -45,19 +45,26 @@ class Resume:
         return self.training.step if self.training else 0
 
 
+def _loads_own_save(run: ResolvedConfig) -> bool:
+    return bool(run.save and run.load and run.save.resolve() == run.load.resolve())
+
+
+def continues_own_save(run: ResolvedConfig) -> bool:
+    """Whether this start continues the run that saved to its `--save` directory before."""
+    return _loads_own_save(run) or restart_count() > 0
+
+
 def find_resume(run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous) -> Resume:
     """Where `run` begins, the same on every rank; each must call it.
 
     A run that the launcher started again goes on from its own last checkpoint. CheckpointError where `--load` names no
     good checkpoint, or one that does not belong to this run, and where `--save` names a directory of another run.
     """
-    restarted = restart_count() > 0
-    if run.save and restarted:
+    if run.save and restart_count() > 0:
         found = _find(run.save, rendezvous, "resume/own")
         if found:
             return _checked(found, run, source)
-    is_own = bool(run.save and run.load and run.save.resolve() == run.load.resolve())
-    if run.save and not is_own and not restarted and rendezvous.rank == 0 and (steps := steps_in(run.save)):
+    if run.save and not continues_own_save(run) and rendezvous.rank == 0 and (steps := steps_in(run.save)):
         raise CheckpointError(
             f"save={run.save} holds checkpoints already, the newest of step {steps[0]}; add --load {run.save} to go on "
             f"from it, or save to another directory"
@@ -67,7 +74,7 @@ def find_resume(run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous
     found = _find(run.load, rendezvous, "resume/load")
     if found:
         return _checked(found, run, source)
-    if is_own:
+    if _loads_own_save(run):
         return Resume(notes=[f"{run.load} holds no checkpoint yet: this run starts anew"])
     what = "holds no checkpoint" if run.load.is_dir() else "is no directory"
     raise CheckpointError(f"load={run.load} {what}; give a directory that a run has saved to")

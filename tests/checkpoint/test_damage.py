@@ -1,7 +1,9 @@
 """Only good checkpoints count: what is damaged is passed over, and said."""
 
 import json
+import math
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,29 +13,60 @@ from torch.distributed import HashStore
 
 from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.blocks import StateShard, blocks_of, whole
-from megabench.checkpoint.directory import folder_of, prune, remove_partial, set_aside, steps_in
+from megabench.checkpoint.directory import (
+    RUN_ID_NAME,
+    claim_run_id,
+    discard,
+    folder_of,
+    looks_good,
+    make_way,
+    partial_folder,
+    prune,
+    remove_partial,
+    set_aside,
+    steps_in,
+)
 from megabench.checkpoint.files import write_files
 from megabench.checkpoint.load import Found, find_newest_good, read_shards
-from megabench.checkpoint.manifest import MANIFEST_NAME, Manifest, ModelEntry
+from megabench.checkpoint.manifest import (
+    MANIFEST_NAME,
+    DataEntry,
+    Manifest,
+    ModelEntry,
+    OptimizerEntry,
+    TrainingEntry,
+)
 from megabench.checkpoint.save import tensors_of
 from megabench.models.catalog import get_model
 
 CUT = whole("lm_head.weight", (8, 4))
+RUN_ID = "0123456789ab"
+TOKEN = f"{RUN_ID}-77"
 
 
-def write(directory: Path, step: int) -> Path:
-    """A checkpoint of one small tensor in two files, of which every element is `step`."""
+def write(directory: Path, step: int, value: float | None = None, run_id: str | None = RUN_ID) -> Path:
+    """A checkpoint of one small tensor in two files, of which every element is `value`, by default `step`."""
+    value = float(step) if value is None else value
     folder = folder_of(directory, step)
     folder.mkdir(parents=True)
     files = []
     for rank in range(2):
         blocks = blocks_of(CUT, rank * 16, rank * 16 + 16)
         files += write_files(
-            folder, f"rank-{rank}", tensors_of([StateShard("weight", blocks, torch.full((16,), float(step)))])
+            folder, f"rank-{rank}", tensors_of([StateShard("weight", blocks, torch.full((16,), value))])
         )
     manifest = Manifest(
         model=ModelEntry.of(get_model("llama-tiny")),
-        training=None,
+        training=TrainingEntry(
+            run_id=run_id,
+            step=step,
+            engine="megatron",
+            layout={},
+            world_size=2,
+            optimizer=OptimizerEntry(name="sgd", step=step),
+            data=DataEntry(name="synthetic", sha256="", next_sequence=0),
+            config={},
+        ),
         num_elements={"weight": 32},
         versions={},
         files=tuple(files),
@@ -125,10 +158,10 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
 
     folder = write(tmp_path, 6)
     content = json.loads((folder / MANIFEST_NAME).read_text())
-    content["manifest"] |= {"schema_version": 2, "versions": {"megabench": "9.9"}}
+    content["manifest"] |= {"schema_version": 3, "versions": {"megabench": "9.9"}}
     content["crc32"] = manifest._checksum(content["manifest"])
     (folder / MANIFEST_NAME).write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"schema 2, .* reads schema 1; .*\(9\.9\)"):
+    with pytest.raises(CheckpointError, match=r"schema 3, .* reads schemas 1 to 2; .*\(9\.9\)"):
         find(tmp_path)
 
 
@@ -141,20 +174,109 @@ def test_missing_elements_are_no_zeros(tmp_path: Path) -> None:
         read_shards(folder, found.manifest, shards)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_passed_over(tmp_path: Path, value: float) -> None:
+    """Sizes and checksums are right: a version that did not check wrote it, or somebody made it."""
+    older, newest = write(tmp_path, 6), write(tmp_path, 12, value)
+    found = find(tmp_path)
+    assert found is not None and found.folder == older
+    problem = "16 values of the training state are NaN or infinite: weight lm_head.weight (16)"
+    assert found.passed_over == {newest: f"rank-0-00.safetensors: {problem}"}
+    with pytest.raises(CheckpointError, match=r"is damaged: in step-00000012, rank-0-00.safetensors: 16 values"):
+        find(newest)
+
+
+def test_a_checkpoint_of_schema_1_is_read(tmp_path: Path) -> None:
+    folder = write(tmp_path, 6)
+    content = json.loads((folder / MANIFEST_NAME).read_text())
+    content["manifest"]["schema_version"] = 1
+    del content["manifest"]["training"]["run_id"]
+    content["crc32"] = zlib.crc32(json.dumps(content["manifest"], sort_keys=True).encode())
+    (folder / MANIFEST_NAME).write_text(json.dumps(content))
+    found = find(tmp_path)
+    assert found is not None and found.manifest.training is not None and found.manifest.training.run_id is None
+
+
 def test_pruning_counts_good_ones_alone(tmp_path: Path) -> None:
     for step in (3, 6, 9, 12):
         write(tmp_path, step)
     truncate(folder_of(tmp_path, 12))
-    prune(tmp_path, keep=2)
+    prune(tmp_path, 2, TOKEN, healthy_before=0)
     assert steps_in(tmp_path) == [12, 9, 6]
     assert set_aside(folder_of(tmp_path, 12)).name == "step-00000012.damaged"
-    prune(tmp_path, keep=1)
+    prune(tmp_path, 1, TOKEN, healthy_before=0)
     assert steps_in(tmp_path) == [9]
 
 
+@pytest.mark.parametrize(
+    ("healthy_before", "left"),
+    [(0, [12]), (3, [12]), (4, [12, 3]), (10, [12, 9]), (12, [12, 9]), (13, [12])],
+)
+def test_the_newest_healthy_one_stays(tmp_path: Path, healthy_before: int, left: list[int]) -> None:
+    """Step 12 is new; steps up to `healthy_before` had finite losses, so that what they began with was healthy."""
+    for step in (3, 6, 9, 12):
+        write(tmp_path, step)
+    prune(tmp_path, 1, TOKEN, healthy_before)
+    assert steps_in(tmp_path) == left
+
+
+def test_pruning_leaves_alone_what_the_run_did_not_create(tmp_path: Path) -> None:
+    """Another run's checkpoint, one of schema 1, and the run's own behind a symbolic link."""
+    elsewhere = write(tmp_path / "elsewhere", 1)
+    directory = tmp_path / "run"
+    for step, run_id in ((2, "ffffffffffff"), (3, None), (4, RUN_ID), (5, RUN_ID)):
+        write(directory, step, run_id=run_id)
+    folder_of(directory, 1).symlink_to(elsewhere, target_is_directory=True)
+    prune(directory, 1, TOKEN, healthy_before=0)
+    assert steps_in(directory) == [5, 3, 2, 1]
+    assert looks_good(elsewhere) and folder_of(directory, 1).is_symlink()
+
+
+def test_a_name_that_another_run_uses_is_not_taken(tmp_path: Path) -> None:
+    own, other = write(tmp_path, 4), write(tmp_path, 5, run_id="ffffffffffff")
+    link = folder_of(tmp_path, 6)
+    link.symlink_to(own, target_is_directory=True)
+    for folder in (other, link):
+        with pytest.raises(CheckpointError, match=r"exists, and this run did not write it\. Move it away\."):
+            make_way(folder, TOKEN)
+        assert looks_good(folder)
+    make_way(own, TOKEN)
+    assert not own.exists()
+
+
 def test_remains_of_a_save_are_no_checkpoint(tmp_path: Path) -> None:
-    remains = tmp_path / ".step-00000006.0aff.partial"
+    remains = partial_folder(tmp_path, 6, f"{RUN_ID}-0aff")
     shutil.copytree(write(tmp_path / "other", 6), remains)
     assert find(tmp_path) is None
-    remove_partial(tmp_path)
+    assert remove_partial(tmp_path, RUN_ID) == []
     assert not remains.exists()
+
+
+def test_a_deletion_that_was_cut_short_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process dies right after the renaming: the rest is no checkpoint, and the next start deletes it."""
+    folder = write(tmp_path, 6)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda *arguments, **options: None)
+        discard(folder, TOKEN)
+    assert steps_in(tmp_path) == [] and len(list(tmp_path.iterdir())) == 1
+    assert remove_partial(tmp_path, RUN_ID) == [] and not list(tmp_path.iterdir())
+
+
+def test_remains_of_other_runs_stay(tmp_path: Path) -> None:
+    other = partial_folder(tmp_path, 6, "ffffffffffff-0aff")
+    shutil.copytree(write(tmp_path / "elsewhere", 6), other)
+    old = tmp_path / ".step-00000003.1f0c.partial"  # as version 0.1 named them
+    old.mkdir()
+    link = partial_folder(tmp_path, 9, f"{RUN_ID}-0aff")
+    link.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert remove_partial(tmp_path, RUN_ID) == sorted([old, other, link])
+    assert (other / MANIFEST_NAME).exists() and steps_in(tmp_path / "elsewhere") == [6]
+
+
+def test_a_run_that_continues_keeps_its_identity(tmp_path: Path) -> None:
+    first = claim_run_id(tmp_path, continues=False)
+    assert claim_run_id(tmp_path, continues=True) == first
+    other = claim_run_id(tmp_path, continues=False)
+    assert other != first and claim_run_id(tmp_path, continues=True) == other
+    (tmp_path / RUN_ID_NAME).write_text("nonsense")
+    assert claim_run_id(tmp_path, continues=True) not in (first, other, "nonsense")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megabench.checkpoint.directory import folder_of
+from megabench.checkpoint.directory import RUN_ID_NAME, folder_of, steps_in
 from megabench.checkpoint.load import find_newest_good, read_shards
 from megabench.checkpoint.manifest import Manifest
 from megabench.config import ResolvedConfig
@@ -22,6 +22,7 @@ from megabench.engines.base import build_engine
 from megabench.runtime.rendezvous import Rendezvous
 from megabench.train.checkpoints import Checkpoints, restore
 from megabench.train.resume import Resume, check_belongs
+from megabench.train.stopped import StoppedError
 from tests import distributed
 from tests.engines.equivalence import resolve
 
@@ -209,7 +210,7 @@ def test_a_save_that_fails_is_said_and_the_older_kept(tmp_path: Path, save_mode:
         words = [text for text in told if text]
         assert good is None and words and all("rank 1 (" in text and "No space left" in text for text in words)
         assert "the newest good one of this run is that of step 3" in words[-1]
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [RUN_ID_NAME, "step-00000003"]
 
 
 def signs_of_life(run: ResolvedConfig, gets_on: bool) -> int:
@@ -258,4 +259,101 @@ def test_an_element_saved_twice_is_no_checkpoint(tmp_path: Path) -> None:
     run = resolve(2, **SMALL, tp=2, save=tmp_path)
     error = distributed.run(elements_of_another_rank_twice, 2, run)[0]
     assert error is not None and "elements saved, for" in error
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [RUN_ID_NAME]
+
+
+def poisoned_saves(run: ResolvedConfig, kind: str) -> str:
+    """A good save of step 3, then one of step 6 after rank 1's state of `kind` was spoiled; why the run must end."""
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    rendezvous = Rendezvous(store, rank, 2, rank, 2)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    for step in (3, 6, 9):
+        _step(run, engine, source, step)
+        if rank == 1 and step == 6:
+            shard = next(shard for shard in engine.training_state().shards if shard.kind == kind and shard.is_owner)
+            shard.values[:2] = torch.tensor([float("nan"), float("inf")])
+        checkpoints.observe(step, is_finite=True)
+        assert checkpoints.is_due(step, is_stopping=False)
+        try:
+            checkpoints.save(step)
+        except StoppedError as error:
+            return str(error)
+    raise AssertionError("the state of step 6 was saved, and that of step 9")
+
+
+@pytest.mark.parametrize("save_mode", ["sync", "async"])
+@pytest.mark.parametrize("kind", ["weight", "exp_avg_sq"])
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"engine": "deepspeed", "zero_stage": 3}], ids=["megatron", "zero3"])
+def test_a_state_that_is_not_finite_is_not_saved(
+    tmp_path: Path, fields: dict[str, Any], kind: str, save_mode: str
+) -> None:
+    """One rank's two values end the run on all ranks; the only healthy checkpoint stays, whatever `keep` says."""
+    run = resolve(2, **SMALL | fields, save=tmp_path, save_every=3, keep=1, save_mode=save_mode)
+    for sentence in distributed.run(poisoned_saves, 2, run, kind):
+        assert f"no checkpoint of step 6: 2 values of the training state are NaN or infinite: {kind} model." in sentence
+        assert sentence.endswith("the newest good one of this run is that of step 3")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [RUN_ID_NAME, "step-00000003"]
+
+
+def saves_by_health(run: ResolvedConfig, healthy: Sequence[bool]) -> list[int]:
+    """The steps that are saved when the loss of step N is finite as `healthy[N - 1]` says; every step is due."""
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    store = dist.distributed_c10d._get_default_store()
+    rendezvous = Rendezvous(store, 0, 1, 0, 1)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    for step, is_finite in enumerate(healthy, 1):
+        checkpoints.observe(step, is_finite)
+        if checkpoints.is_due(step, is_stopping=False):
+            checkpoints.save(step)
+    closing = checkpoints.close()
+    assert (closing is None) == healthy[-1], closing
+    return [times.step for times in checkpoints.times if not times.error]
+
+
+@pytest.mark.parametrize("save_mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("healthy", "saved", "left"),
+    [
+        ([True, True, True, True], [2, 4], [4, 2]),
+        ([True, False, True, True], [3, 4], [4, 3]),  # the save of step 2 is postponed
+        ([True, True, True, False], [2], [2]),
+        ([True, True, False, False], [2], [2]),
+    ],
+)
+def test_only_finite_steps_are_saved(
+    tmp_path: Path, save_mode: str, healthy: list[bool], saved: list[int], left: list[int]
+) -> None:
+    """With --keep 1 the checkpoint before the newest stays until a step from the newest was finite."""
+    run = resolve(1, **SMALL | {"steps": 4}, save=tmp_path, save_every=2, keep=1, save_mode=save_mode)
+    assert distributed.run(saves_by_health, 1, run, healthy)[0] == saved
+    assert steps_in(tmp_path) == left
+
+
+@pytest.mark.parametrize("save_mode", ["sync", "async"])
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"engine": "deepspeed", "zero_stage": 3}], ids=["megatron", "zero3"])
+def test_keep_leaves_checkpoints_behind_links_alone(tmp_path: Path, fields: dict[str, Any], save_mode: str) -> None:
+    """Another run's checkpoint, linked into this run's directory, is neither counted nor deleted."""
+    fields = SMALL | fields | {"steps": 3, "save_every": 1, "save_mode": save_mode}
+    own = tmp_path / "own"
+    for directory in (tmp_path / "other", own):
+        directory.mkdir()
+    distributed.run(saves_of_all_steps, 2, resolve(2, **fields, save=tmp_path / "other"))
+    before = sorted(path.name for path in (tmp_path / "other").rglob("*"))
+    folder_of(own, 0).symlink_to(folder_of(tmp_path / "other", 3), target_is_directory=True)
+    distributed.run(saves_of_all_steps, 2, resolve(2, **fields, save=own, keep=1))
+    assert steps_in(own) == [3, 2, 0]
+    assert sorted(path.name for path in (tmp_path / "other").rglob("*")) == before
+
+
+def saves_of_all_steps(run: ResolvedConfig) -> None:
+    """Saves every step; all are finite."""
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rendezvous = Rendezvous(dist.distributed_c10d._get_default_store(), rank, size, rank, size)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    for step in range(1, run.steps + 1):
+        checkpoints.observe(step, is_finite=True)
+        checkpoints.save(step)
+    assert checkpoints.close() is None

@@ -1,12 +1,17 @@
 """Real runs that are stopped, killed, starved of disk, poisoned and frozen."""
 
+import re
 import resource
+import shutil
 import signal
+import zlib
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from megabench.checkpoint.directory import steps_in
+from megabench.checkpoint.directory import RUN_ID_NAME, folder_of, steps_in
+from megabench.checkpoint.manifest import FileEntry, Manifest
 from megabench.record import RunRecord
 from tests.train.kills import kill_many
 from tests.train.resilience import REPOSITORY, Run, losses
@@ -83,14 +88,80 @@ def test_a_save_that_fails_is_an_error_that_is_seen(tmp_path: Path) -> None:
     assert run.output.count("Error: the run's last checkpoint, of step 10, could not be saved") == 1
     record = RunRecord.read(tmp_path / "out" / "record.json")
     assert len(record.losses) == 10 and len(record.warnings) == 3
-    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [RUN_ID_NAME]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     run = Run.start(2, "--tp", 2, "--steps", 400, "--nan-tolerance", 1, PYTHONPATH=FAULTS, FAULT="nan", FAULT_RANK="1")
     assert run.finish() == 1
-    assert run.output.count("Error: the loss is nan, which is not finite at step 4 of 400, the 2nd in a row") == 1
+    # the weights hold NaN, so that no later step can be better: the run ends before the tolerated step
+    assert run.output.count("Error: the loss is nan, which is not finite at step 3 of 400, the 1st in a row") == 1
+    assert re.search(r"not updated, but [\d,]+ values of the training state are NaN or infinite: weight", run.output)
     assert "Traceback" not in run.output.split("Error: the loss")[0]
+
+
+def test_a_step_that_is_tolerated_says_what_became_of_the_weights() -> None:
+    """Weights of 1e30 are finite, and the gradients that they lead to are not."""
+    run = Run.start(1, "--steps", 12, "--lr", "1e30", "--lr-warmup", 3, "--nan-tolerance", 1)
+    assert run.finish() == 1
+    tolerated, rest = run.output.split("WARNING: the gradients are not finite at step ")[1].split("\n", 1)
+    assert tolerated.endswith("the weights were not updated, and are finite") and "the 1st in a row" in tolerated
+    assert "Error: the gradients are not finite at step " in rest and "the 2nd in a row (nan_tolerance=1)" in rest
+
+
+@pytest.fixture(scope="module", params=["megatron", "deepspeed"])
+def healthy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[object], Path]:
+    """The flags of an engine, and a directory with its checkpoint of step 2."""
+    flags = ["--tp", 2] if request.param == "megatron" else ["--engine", "deepspeed", "--zero-stage", 3]
+    save = tmp_path_factory.mktemp("healthy") / request.param
+    run = Run.start(2, *flags, "--steps", 2, "--save", save)
+    assert run.finish() == 0, run.output
+    return flags, save
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_weights_that_overflow_are_not_saved(tmp_path: Path, healthy: tuple[list[object], Path], mode: str) -> None:
+    """Step 3 leaves nothing but NaN, while its own loss is finite; --keep must not delete step 2 for it."""
+    flags, original = healthy
+    save = tmp_path / "checkpoints"
+    shutil.copytree(original, save)
+    saving = ("--save", save, "--load", save, "--save-every", 1, "--keep", 1, "--save-mode", mode)
+    run = Run.start(2, *flags, "--steps", 12, "--lr", "1e300", "--lr-warmup", 1, *saving)
+    assert run.finish() == 1, run.output
+    assert steps_in(save) == [2]
+    assert re.search(r"no checkpoint of step 3: [\d,]+ values of the training state are NaN or infinite: ", run.output)
+    assert "this run has saved none yet" in run.output
+
+
+def test_a_checkpoint_that_is_not_finite_is_not_loaded(tmp_path: Path, healthy: tuple[list[object], Path]) -> None:
+    """It was written by a version that did not check."""
+    flags, original = healthy
+    save = tmp_path / "checkpoints"
+    shutil.copytree(original, save)
+    spoil(original, folder_of(save, 3))
+    run = Run.start(2, *flags, "--steps", 4, "--load", save)
+    assert run.finish() == 0, run.output
+    assert (
+        f"passed over {folder_of(save, 3)}: rank-00000-00.safetensors: 1 value of the training state is" in run.output
+    )
+    assert f"resumed from {folder_of(save, 2)}" in run.output
+    shutil.rmtree(folder_of(save, 2))
+    run = Run.start(2, *flags, "--steps", 4, "--load", save)
+    assert run.finish() != 0
+    assert "has no good checkpoint left: in step-00000003, rank-00000-00.safetensors: 1 value of" in run.output
+
+
+def spoil(original: Path, folder: Path) -> None:
+    """A copy of the checkpoint in `original` whose first value is NaN, with the right checksums."""
+    shutil.copytree(folder_of(original, 2), folder)
+    path = folder / "rank-00000-00.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values())).view(-1)[0] = float("nan")
+    save_file(tensors, path)
+    manifest = Manifest.read(folder)
+    entry = FileEntry(name=path.name, num_bytes=path.stat().st_size, crc32=zlib.crc32(path.read_bytes()))
+    files = tuple(entry if file.name == path.name else file for file in manifest.files)
+    manifest.model_copy(update={"files": files}).write(folder)
 
 
 def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Non-finite values (NaN or infinity) in training state: a checkpoint that holds any cannot be trained from."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megabench.checkpoint.blocks import StateShard
+
+_NAMED = 3  # tensors that a sentence names
+
+
+def is_finite(values: Sequence[Tensor]) -> list[bool]:
+    """Whether every element of each tensor is finite.
+
+    Reads each tensor once, allocates nothing of its size, and synchronises once per device.
+    """
+    answers = [True] * len(values)
+    for device in {tensor.device for tensor in values}:
+        indices = [i for i, tensor in enumerate(values) if tensor.device == device and tensor.numel()]
+        # the maximum norm propagates NaN and infinity
+        norms = [torch.linalg.vector_norm(values[i], float("inf")).float() for i in indices]
+        if norms:
+            for i, answer in zip(indices, torch.stack(norms).isfinite().tolist(), strict=True):
+                answers[i] = answer
+    return answers
+
+
+def count_non_finite(shards: Iterable[StateShard]) -> Counter[str]:
+    """Count the non-finite elements that this rank saves, by kind and tensor: `{"weight model.norm.weight": 3}`."""
+    owned = [shard for shard in shards if shard.is_owner]
+    counts: Counter[str] = Counter()
+    for shard, finite in zip(owned, is_finite([shard.values for shard in owned]), strict=True):
+        if not finite:
+            counts[f"{shard.kind} {shard.blocks[0].piece.name}"] += int((~shard.values.isfinite()).sum())
+    return counts
+
+
+def describe_non_finite(counts: Mapping[str, int]) -> str:
+    """The counts of all ranks in words, the first tensors by name: `"3 values of the training state are NaN …"`."""
+    named = ", ".join(f"{name} ({number:,})" for name, number in list(counts.items())[:_NAMED])
+    more = f" and {len(counts) - _NAMED} more tensors" if len(counts) > _NAMED else ""
+    total = sum(counts.values())
+    values = "1 value of the training state is" if total == 1 else f"{total:,} values of the training state are"
+    return f"{values} NaN or infinite: {named}{more}"
