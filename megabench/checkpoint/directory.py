@@ -1,6 +1,6 @@
 """A directory of checkpoints: their names, which are complete, and which may go. No torch.
 
-.run-id                                     the identity of the run that saves here
+.run-id                                     the identity of the run that saves here, and what launched it
 step-00000006/                              complete: files and a manifest
 .step-00000012.9a31c2-1f0c.partial/         being written by the run 9a31c2, or left behind when it died
 .step-00000003.9a31c2-77e0.partial.old/     being deleted by that run
@@ -22,26 +22,38 @@ from megabench.whole_file import write_whole
 
 RUN_ID_NAME = ".run-id"
 _COMPLETE = re.compile(r"step-(\d{8,})")
-_PARTIAL = re.compile(r"\.step-\d{8,}\.(?P<run_id>[0-9a-f]+)(-[0-9a-f]+)?\.partial(\.old)?")
+_PARTIAL = re.compile(r"\.step-\d{8,}\.(?P<run_id>[0-9a-f]+)(-[0-9a-f]+)*\.partial(\.old)?")
 
 
-def claim_run_id(directory: Path, continues: bool) -> str:
-    """The identity of the run that saves to `directory` from now on.
+def claim_run_id(directory: Path, launch: str, continues: bool) -> str:
+    """The identity of the run that saves to `directory` from now on, started by `launch`.
 
     A run that continues the one that saved there before inherits its identity; any other run gets a new one.
     CheckpointError if the directory takes no files.
     """
+    owner = _owner(directory) if continues else None
+    run_id = owner[0] if owner else secrets.token_hex(6)
     path = directory / RUN_ID_NAME
-    if continues:
-        with suppress(OSError, UnicodeDecodeError):
-            if re.fullmatch("[0-9a-f]{12}", found := path.read_text(encoding="utf-8").strip()):
-                return found
-    run_id = secrets.token_hex(6)
     try:
-        write_whole(path, f"{run_id}\n")
+        write_whole(path, f"{run_id}\n{launch}\n")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror}. Save to another directory.") from None
     return run_id
+
+
+def is_launched_by(directory: Path, launch: str) -> bool:
+    """Whether the run that saved to `directory` last was started by `launch`."""
+    owner = _owner(directory)
+    return owner is not None and owner[1] == launch
+
+
+def _owner(directory: Path) -> tuple[str, str] | None:
+    """The run that saved to `directory` last, and what launched it; None if that cannot be read."""
+    try:
+        run_id, launch = (directory / RUN_ID_NAME).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return None
+    return (run_id, launch) if re.fullmatch("[0-9a-f]{12}", run_id) else None
 
 
 def new_token(run_id: str) -> str:
@@ -145,21 +157,27 @@ def prune(directory: Path, keep: int, token: str, healthy_before: int) -> None:
     """Delete all but the `keep` newest complete checkpoints of the run that `token` belongs to.
 
     The newest one of a step below `healthy_before` is always kept: the loss and the gradients that were computed from
-    its weights are known to be finite.
+    its weights are known to be finite. Raises the OSError of the last deletion that failed, after trying them all.
     """
     own = [step for step in steps_in(directory) if is_own(folder_of(directory, step), run_id_of(token))]
     good = [step for step in own if looks_good(folder_of(directory, step))]
     if len(good) <= keep:
         return
     healthy = next((step for step in good if step < healthy_before), None)
+    problem: OSError | None = None
     for step in own:
         if step < good[keep - 1] and step != healthy:
-            discard(folder_of(directory, step), token)
+            try:
+                discard(folder_of(directory, step), token)
+            except OSError as error:
+                problem = error
+    if problem:
+        raise problem
 
 
 def discard(folder: Path, token: str) -> None:
     """Delete a checkpoint of this run; if the process dies meanwhile, `remove_partial` deletes the rest."""
-    trash = folder.with_name(f".{folder.name}.{token}.partial.old")
+    trash = folder.with_name(f".{folder.name}.{token}-{secrets.token_hex(2)}.partial.old")
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megabench.checkpoint.blocks import key, overlap, parse_key, within
-from megabench.checkpoint.health import describe_non_finite, is_finite
+from megabench.checkpoint.health import describe_non_finite, is_finite, num_non_finite
 from megabench.checkpoint.manifest import DamagedError, FileEntry
 from megabench.models.find import ASSETS
 from megabench.models.mapping import Piece
@@ -149,7 +149,7 @@ def _check_finite(folder: Path, entry: FileEntry) -> None:
         values = file.get_tensor(text)
         if not all(is_finite([values])):
             kind, piece = parse_key(text)
-            counts[f"{kind} {piece.name}"] += int((~values.isfinite()).sum())
+            counts[f"{kind} {piece.name}"] += num_non_finite(values)
     if counts:
         raise DamagedError(f"{entry.name}: {describe_non_finite(counts)}")
 

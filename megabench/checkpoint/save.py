@@ -39,7 +39,7 @@ class Save:
 
     `stall_seconds` is how long training waited for it on this rank, `check_seconds` the part of that in which the state
     was searched for non-finite values. `ends_run` says that no later save can succeed: the state is not finite, or
-    another run has taken the directory over.
+    another run has taken the directory over. `warning` tells why an old checkpoint could not be deleted.
     """
 
     step: int
@@ -49,6 +49,7 @@ class Save:
     check_seconds: float = 0.0
     error: str | None = None
     ends_run: bool = False
+    warning: str | None = None
 
 
 class Saver:
@@ -77,6 +78,7 @@ class Saver:
         self._thread: Thread | None = None
         self._started, self._step = 0.0, 0
         self._stall = self._check = 0.0
+        self._warning: str | None = None
         self._non_finite: Counter[str] = Counter()
         self.last_finite_step = 0
         self._outcome: Save | None = None
@@ -96,6 +98,11 @@ class Saver:
         self._thread = Thread(target=self._save, args=(step, shards, describe), name=f"save-{step}", daemon=True)
         self._thread.start()
         self._stall = time.perf_counter() - self._started
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the state that this rank saves was finite when the save began."""
+        return not self._non_finite
 
     @property
     def is_saving(self) -> bool:
@@ -125,6 +132,8 @@ class Saver:
         """One rank's part: its files, its report, and the word of rank 0 on the whole."""
         topic = f"save/{self._token}/{step}"
         try:
+            if self._rank == 0:
+                self._prune()  # a step since the last save may have shown that its checkpoint is healthy
             self._store.set(f"{topic}/{self._rank}", json.dumps(self._write(step, shards)))
             if self._rank == 0:
                 self._store.set(f"{topic}/outcome", json.dumps(self._conclude(step, topic, describe)))
@@ -138,8 +147,6 @@ class Saver:
             return {"non_finite": self._non_finite}
         folder = partial_folder(self.directory, step, self._token)
         try:
-            if self._rank == 0:
-                self._prune()  # a step since the last save may have shown that its checkpoint is healthy
             folder.mkdir(parents=True, exist_ok=True)
             named = tensors_of(shards)
             files = write_files(folder, f"rank-{self._rank:05d}", named)
@@ -186,6 +193,7 @@ class Saver:
             "stall_seconds": 0.0,
             "error": errors[0] if errors else None,
             "ends_run": bool(loss or non_finite),
+            "warning": self._warning,
         }
 
     def _commit(self, step: int, partial: Path, manifest: Manifest) -> None:
@@ -199,8 +207,13 @@ class Saver:
         self._prune()
 
     def _prune(self) -> None:
+        """What cannot be deleted costs room on the disk, but no save."""
+        self._warning = None
         if self.keep is not None:
-            prune(self.directory, self.keep, self._token, healthy_before=self.last_finite_step)
+            try:
+                prune(self.directory, self.keep, self._token, healthy_before=self.last_finite_step)
+            except OSError as error:
+                self._warning = f"--keep could not delete an old checkpoint: {error}"
 
 
 def tensors_of(shards: list[StateShard]) -> list[Named]:

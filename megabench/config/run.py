@@ -411,6 +411,11 @@ class ResolvedConfig(RunConfig):
     device: Literal["cpu", "cuda"]
 
     @property
+    def can_be_saved(self) -> bool:
+        """Whether the engine's training state can be read; DeepSpeed keeps ZeRO-0's masters out of reach."""
+        return self.zero_stage != 0 or (self.precision == "fp32" and self.optimizer != "adafactor")
+
+    @property
     def layout(self) -> Layout:
         return super().layout.with_world_size(self.world_size)
 

@@ -51,7 +51,7 @@ class HuggingFaceTokenizer:
                 str(directory), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # transformers raises whatever its parsers do
-            if code := own_code(directory):
+            if "trust_remote_code" in str(error) and (code := own_code(directory)):
                 raise DataError(
                     f"tokenizer={directory} needs its own Python code ({code}), which megabench does not run. Use a "
                     f"tokenizer that transformers supports without it."

@@ -5,9 +5,11 @@ supervisor's store, MEGABENCH_STORE_PREFIX: a prefix used twice would hand one t
 """
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
 
 PREFIX_VARIABLE = "MEGABENCH_STORE_PREFIX"
@@ -58,6 +60,16 @@ def reconnect(store: Store) -> Store:
 def restart_count() -> int:
     """How often the launcher has started this run again: torchrun after a failure, Slurm after a requeue."""
     return max(int(os.environ.get(name, "0")) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+def launch_identity() -> str:
+    """What tells this launch from others, the same after the launcher has started it again; for rank 0."""
+    if job := os.environ.get("SLURM_JOB_ID"):
+        return f"slurm {job}.{os.environ.get('SLURM_STEP_ID', '')}"
+    if (run := os.environ.get("TORCHELASTIC_RUN_ID", "none")) != "none":
+        return f"torchrun {run}"
+    parent = psutil.Process(os.getppid())
+    return f"process {parent.pid} of {socket.gethostname()} since {parent.create_time():.0f}"
 
 
 def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:

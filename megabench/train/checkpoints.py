@@ -1,5 +1,6 @@
 """When a run saves its state, how it takes that up again, and what is told about both."""
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,13 +35,13 @@ from megabench.checkpoint.staging import Staging, free_host_bytes, owned_bytes
 from megabench.claim import Claim
 from megabench.config import ResolvedConfig
 from megabench.data.source import TokenSource
-from megabench.engines.base import Engine
+from megabench.engines.base import Engine, StepResult
 from megabench.models.mapping import hugging_face_shapes
 from megabench.record import LayoutSizes, LoadTimes, SaveTimes
 from megabench.runtime import environment
-from megabench.runtime.rendezvous import Rendezvous
+from megabench.runtime.rendezvous import Rendezvous, launch_identity
 from megabench.train.console import Console
-from megabench.train.resume import Resume, continues_own_save
+from megabench.train.resume import Resume
 from megabench.train.stopped import StoppedError
 
 
@@ -84,8 +85,11 @@ class Checkpoints:
         assert run.save is not None
         self._gets_on = gets_on
         self._run, self._source, self._engine, self._console = run, source, engine, console
+        self._device = device
         self._newest = resume.num_done
-        self._is_finite = True  # the loss and the gradient norm of the newest step
+        is_own = resume.found and resume.found.folder.parent.resolve() == run.save.resolve()
+        self._resumed = resume.num_done if is_own else None
+        self._good_step = resume.num_done  # the newest step after which the state may be saved
         self._is_postponed = False
         self._end: str | None = None  # why no later save can succeed
         self.times: list[SaveTimes] = []
@@ -94,7 +98,7 @@ class Checkpoints:
         self._mode: Literal["sync", "async"] = "async" if staging else "sync"
         token = [""]
         if rank == 0:
-            run_id = claim_run_id(run.save, continues=continues_own_save(run))
+            run_id = claim_run_id(run.save, launch_identity(), resume.continues)
             token = [new_token(run_id)]
             self._clean(run.save, run_id)
             self._set_aside(resume)
@@ -145,23 +149,31 @@ class Checkpoints:
         if self._console:
             self._console.note(f"checkpoints: {text}")
 
-    def observe(self, step: int, is_finite: bool) -> None:
-        """Take in whether the loss and the gradient norm of `step` were finite; every step, before `is_due`."""
-        self._is_finite = is_finite
-        if is_finite:
+    def observe(self, step: int, result: StepResult, is_wrong: bool) -> None:
+        """Take in the result of `step`; every step, before `due_step`. A wrong step left the weights as they were."""
+        if not is_wrong:
+            self._good_step = step
+        # an fp16 step that was skipped for its loss scale is not wrong, and proves nothing either
+        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             self._saver.last_finite_step = step
 
-    def is_due(self, step: int, is_stopping: bool) -> bool:
-        """Whether the state behind `step` steps is to be saved.
+    def due_step(self, step: int, is_last: bool) -> int | None:
+        """The step whose state is to be saved behind `step`, if any; `is_last`: no other step follows.
 
-        A save that falls on a non-finite step is postponed to the next finite one.
+        A save that falls on a wrong step is postponed to the next good one. If none follows, the state is saved as that
+        of the newest good step, which it is.
         """
         every = self._run.save_every
-        is_wanted = is_stopping or step == self._run.steps or (every is not None and step % every == 0)
-        if not self._is_finite and is_wanted:
-            self._is_postponed = True
-            self._note(f"no checkpoint of step {step}, whose loss or gradients are not finite; {self._kept()}")
-        return self._is_finite and (is_wanted or self._is_postponed) and step > self._newest
+        is_wanted = is_last or self._is_postponed or (every is not None and step % every == 0)
+        if not is_wanted:
+            return None
+        if self._good_step < step:
+            newest = f"its state is still that of step {self._good_step}" if is_last else "the next good step is saved"
+            self._note(f"step {step} is not saved, because its loss or gradients are not finite; {newest}")
+            self._is_postponed = not is_last
+            if not is_last:
+                return None
+        return self._good_step if self._good_step > self._newest else None
 
     def save(self, step: int) -> float:
         """Begins to save the state behind `step` steps; the seconds that training waited for it.
@@ -176,10 +188,16 @@ class Checkpoints:
         state = self._engine.training_state()
         self._newest = step
         self._saver.start(step, state, lambda elements, files: self._manifest(step, state, elements, files))
-        if self._mode == "sync":
+        if self._mode == "sync" or not self._is_finite_everywhere():
             self._finish()
             self._check_end()
         return time.perf_counter() - began
+
+    def _is_finite_everywhere(self) -> bool:
+        """Whether the state of all ranks was finite when the save began; collective."""
+        is_finite = torch.tensor([self._saver.is_finite], dtype=torch.int, device=self._device)
+        dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
+        return bool(is_finite)
 
     def _check_end(self) -> None:
         if self._end:
@@ -193,8 +211,6 @@ class Checkpoints:
     def close(self) -> str | None:
         """Waits for the save under way. A sentence, the same on every rank, where the last save failed."""
         self._finish()
-        if self._is_postponed:
-            return f"the run ended without a checkpoint of its last step, which was not finite; {self._kept()}"
         if not self.times or not (error := self.times[-1].error):
             return None
         return f"the run's last checkpoint, of step {self._newest}, could not be saved: {error}; {self._kept()}"
@@ -207,20 +223,27 @@ class Checkpoints:
         self._end = f"no checkpoint of step {save.step}: {save.error}; {self._kept()}" if save.ends_run else None
         if not self._console:
             return
+        if save.warning:
+            self._note(save.warning)
         if save.error:
             self._console.note(f"ERROR: no checkpoint of step {save.step}: {save.error}; {self._kept()}")
         else:
             self._console.saved(self.times[-1])
 
     def _kept(self) -> str:
-        good = [times.step for times in self.times if not times.error]
+        good = self._good_saves()
         return f"the newest good one of this run is that of step {good[-1]}" if good else "this run has saved none yet"
 
     @property
     def newest_healthy(self) -> str:
         """Which checkpoint of this run is known to be healthy: a later step was finite."""
-        healthy = [times.step for times in self.times if not times.error and times.step < self._saver.last_finite_step]
+        healthy = [step for step in self._good_saves() if step < self._saver.last_finite_step]
         return f"the newest healthy checkpoint of this run is that of step {healthy[-1]}" if healthy else self._kept()
+
+    def _good_saves(self) -> list[int]:
+        """The steps of this run's checkpoints, the newest last: those of this start, behind the one it resumed from."""
+        resumed = [self._resumed] if self._resumed is not None else []
+        return resumed + [times.step for times in self.times if not times.error]
 
     def _times(self, save: Save) -> SaveTimes:
         return SaveTimes(

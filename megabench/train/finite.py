@@ -28,8 +28,8 @@ class FiniteWatch:
         self.num_in_a_row = self.num_in_a_row + 1 if wrong else 0
         return wrong
 
-    def must_stop(self, result: StepResult, non_finite: Mapping[str, int]) -> bool:
-        """Whether the step that just went wrong was one too many; `non_finite` counts values of the training state."""
+    def must_stop(self, result: StepResult, non_finite: Mapping[str, int] | None) -> bool:
+        """Whether the step that just went wrong was one too many; for `non_finite` see `describe`."""
         return not result.skipped or bool(non_finite) or self.num_in_a_row > self._run.nan_tolerance
 
     def describe(
@@ -38,11 +38,12 @@ class FiniteWatch:
         result: StepResult,
         rank_losses: list[float],
         hosts: list[str],
-        non_finite: Mapping[str, int],
+        non_finite: Mapping[str, int] | None,
     ) -> str:
         """What went wrong at `step`, counted from 1, on which rank, and whether the weights were updated.
 
-        `rank_losses` and `hosts` go by rank; `non_finite` counts values of the training state, over all ranks.
+        `rank_losses` and `hosts` go by rank; `non_finite` counts values of the training state, over all ranks; None
+        where that cannot be read.
         """
         wrong = [rank for rank, loss in enumerate(rank_losses) if not math.isfinite(loss)]
         what = "gradients are" if math.isfinite(result.loss) else f"loss is {result.loss}, which is"
@@ -54,13 +55,14 @@ class FiniteWatch:
         )
 
 
-def _weights(skipped: bool, non_finite: Mapping[str, int]) -> str:
+def _weights(skipped: bool, non_finite: Mapping[str, int] | None) -> str:
     """What the step did to the weights, and what is known of them now."""
+    if non_finite:
+        link = "were not updated, but" if skipped else "were updated with them, and"
+        return f"the weights {link} {describe_non_finite(non_finite)}"
     if not skipped:
-        updated = "the weights were updated with them"
-        return f"{updated}, and {describe_non_finite(non_finite)}" if non_finite else updated
-    kept = "the weights were not updated"
-    return f"{kept}, but {describe_non_finite(non_finite)}" if non_finite else f"{kept}, and are finite"
+        return "the weights were updated with them"
+    return "the weights were not updated" + (", and are finite" if non_finite is not None else "")
 
 
 def _ordinal(number: int) -> str:

@@ -135,11 +135,11 @@ def train(
             scalars.step(step + 1, results[-1], learning_rate, seconds[-1], memory, sampler.latest)
         if report:
             report_progress(report, rendezvous.rank, Progress("training", step + 1, run.steps))
-        is_finite = not finite.is_wrong(results[-1])
+        is_wrong = finite.is_wrong(results[-1])
         if checkpoints:
-            checkpoints.observe(step + 1, is_finite)
-        if not is_finite:
-            non_finite = _sum_of_all(count_non_finite(engine.training_state().shards))
+            checkpoints.observe(step + 1, results[-1], is_wrong)
+        if is_wrong:
+            non_finite = _sum_of_all(count_non_finite(engine.training_state().shards)) if run.can_be_saved else None
             rank_losses = gather(engine.rank_loss, device)
             problem = finite.describe(step + 1, results[-1], rank_losses, _hosts(placement), non_finite)
             if finite.must_stop(results[-1], non_finite):
@@ -152,9 +152,10 @@ def train(
         if checkpoints:
             checkpoints.look()
             stopped_by = stop.agreed(device)
-            if checkpoints.is_due(step + 1, stopped_by is not None):
+            is_last = stopped_by is not None or step + 1 == run.steps
+            if due_step := checkpoints.due_step(step + 1, is_last):
                 watch.at("saving", step + 1)
-                border += checkpoints.save(step + 1)
+                border += checkpoints.save(due_step)
         watch.at("training", step + 1)
         if stopped_by:
             break

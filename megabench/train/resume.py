@@ -1,15 +1,16 @@
 """Which checkpoint a run goes on from, and whether it is one of the same run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megabench.checkpoint import CheckpointError
-from megabench.checkpoint.directory import steps_in
+from megabench.checkpoint.directory import is_launched_by, steps_in
 from megabench.checkpoint.load import Found, find_newest_good
 from megabench.checkpoint.manifest import Manifest, ModelEntry, TrainingEntry
 from megabench.config import ResolvedConfig
 from megabench.data.source import TokenSource
-from megabench.runtime.rendezvous import Rendezvous, restart_count
+from megabench.runtime.messages import wait_for
+from megabench.runtime.rendezvous import Rendezvous, launch_identity, restart_count
 
 # what fixes the steps that are done and the sequences that were read: another value would be another run …
 _SAME = ("optimizer", "seed", "seq_length", "global_batch")
@@ -30,10 +31,14 @@ _MENTIONED = (
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run begins: behind `found`, or anew; `notes` is what the user should know about that."""
+    """Where a run begins: behind `found`, or anew; `notes` is what the user should know about that.
+
+    `continues` says that it continues the run that saved to its `--save` directory before.
+    """
 
     found: Found | None = None
     notes: list[str] = field(default_factory=list)
+    continues: bool = False
 
     @property
     def training(self) -> TrainingEntry | None:
@@ -49,9 +54,18 @@ def _loads_own_save(run: ResolvedConfig) -> bool:
     return bool(run.save and run.load and run.save.resolve() == run.load.resolve())
 
 
-def continues_own_save(run: ResolvedConfig) -> bool:
-    """Whether this start continues the run that saved to its `--save` directory before."""
-    return _loads_own_save(run) or restart_count() > 0
+def _is_own_restart(run: ResolvedConfig, rendezvous: Rendezvous) -> bool:
+    """Whether the launcher has started this run again, after it saved to `--save`; the same on every rank.
+
+    A restart alone proves nothing: the first try may have been refused because the directory is another run's.
+    """
+    if not run.save or restart_count() == 0:
+        return False
+    topic = "resume/is-own-restart"
+    if rendezvous.rank == 0:
+        rendezvous.store.set(topic, "yes" if is_launched_by(run.save, launch_identity()) else "no")
+    wait_for(rendezvous.store, [topic])
+    return bool(rendezvous.store.get(topic) == b"yes")
 
 
 def find_resume(run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous) -> Resume:
@@ -60,22 +74,24 @@ def find_resume(run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous
     A run that the launcher started again goes on from its own last checkpoint. CheckpointError where `--load` names no
     good checkpoint, or one that does not belong to this run, and where `--save` names a directory of another run.
     """
-    if run.save and restart_count() > 0:
+    is_own_restart = _is_own_restart(run, rendezvous)
+    if run.save and is_own_restart:
         found = _find(run.save, rendezvous, "resume/own")
         if found:
-            return _checked(found, run, source)
-    if run.save and not continues_own_save(run) and rendezvous.rank == 0 and (steps := steps_in(run.save)):
+            return replace(_checked(found, run, source), continues=True)
+    continues = _loads_own_save(run) or is_own_restart
+    if run.save and not continues and rendezvous.rank == 0 and (steps := steps_in(run.save)):
         raise CheckpointError(
             f"save={run.save} holds checkpoints already, the newest of step {steps[0]}; add --load {run.save} to go on "
             f"from it, or save to another directory"
         )
     if not run.load:
-        return Resume()
+        return Resume(continues=continues)
     found = _find(run.load, rendezvous, "resume/load")
     if found:
-        return _checked(found, run, source)
+        return replace(_checked(found, run, source), continues=continues)
     if _loads_own_save(run):
-        return Resume(notes=[f"{run.load} holds no checkpoint yet: this run starts anew"])
+        return Resume(notes=[f"{run.load} holds no checkpoint yet: this run starts anew"], continues=True)
     what = "holds no checkpoint" if run.load.is_dir() else "is no directory"
     raise CheckpointError(f"load={run.load} {what}; give a directory that a run has saved to")
 

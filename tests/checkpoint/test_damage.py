@@ -18,6 +18,7 @@ from megabench.checkpoint.directory import (
     claim_run_id,
     discard,
     folder_of,
+    is_launched_by,
     looks_good,
     make_way,
     partial_folder,
@@ -274,9 +275,11 @@ def test_remains_of_other_runs_stay(tmp_path: Path) -> None:
 
 
 def test_a_run_that_continues_keeps_its_identity(tmp_path: Path) -> None:
-    first = claim_run_id(tmp_path, continues=False)
-    assert claim_run_id(tmp_path, continues=True) == first
-    other = claim_run_id(tmp_path, continues=False)
-    assert other != first and claim_run_id(tmp_path, continues=True) == other
+    first = claim_run_id(tmp_path, "job 1", continues=False)
+    assert is_launched_by(tmp_path, "job 1") and not is_launched_by(tmp_path, "job 2")
+    assert claim_run_id(tmp_path, "job 2", continues=True) == first and is_launched_by(tmp_path, "job 2")
+    other = claim_run_id(tmp_path, "job 2", continues=False)
+    assert other != first and claim_run_id(tmp_path, "job 2", continues=True) == other
     (tmp_path / RUN_ID_NAME).write_text("nonsense")
-    assert claim_run_id(tmp_path, continues=True) not in (first, other, "nonsense")
+    assert not is_launched_by(tmp_path, "nonsense")
+    assert claim_run_id(tmp_path, "job 2", continues=True) not in (first, other)

@@ -1,5 +1,6 @@
 """A run that is resumed, under whatever layout, is the run that was not interrupted."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from megabench.checkpoint.manifest import Manifest
 from megabench.config import ResolvedConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
-from megabench.engines.base import build_engine
+from megabench.engines.base import StepResult, build_engine
 from megabench.runtime.rendezvous import Rendezvous
 from megabench.train.checkpoints import Checkpoints, restore
 from megabench.train.resume import Resume, check_belongs
@@ -33,6 +34,9 @@ ADAMW: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-3, "eps": 1e-8, "steps":
 SMALL = ADAMW | {"num_layers": 1, "seq_length": 16}
 ZERO = SMALL | {"engine": "deepspeed"}
 
+GOOD = StepResult(loss=1.0, grad_norm=1.0, num_tokens=1, skipped=False)
+BAD = StepResult(loss=math.nan, grad_norm=math.inf, num_tokens=1, skipped=True)
+
 Forget = Literal["nothing", "moments", "count", "spread"]
 
 
@@ -46,9 +50,10 @@ def whole_run(run: ResolvedConfig) -> list[float]:
     losses = []
     for step in range(run.steps):
         losses.append(_step(run, engine, source, step))
+        checkpoints.observe(step + 1, GOOD, is_wrong=False)
         checkpoints.look()
-        if checkpoints.is_due(step + 1, is_stopping=False):
-            checkpoints.save(step + 1)
+        if due_step := checkpoints.due_step(step + 1, is_last=step + 1 == run.steps):
+            checkpoints.save(due_step)
     assert checkpoints.close() is None
     assert [save.step for save in checkpoints.times] == [6, 12]
     return losses
@@ -274,11 +279,12 @@ def poisoned_saves(run: ResolvedConfig, kind: str) -> str:
         if rank == 1 and step == 6:
             shard = next(shard for shard in engine.training_state().shards if shard.kind == kind and shard.is_owner)
             shard.values[:2] = torch.tensor([float("nan"), float("inf")])
-        checkpoints.observe(step, is_finite=True)
-        assert checkpoints.is_due(step, is_stopping=False)
+        checkpoints.observe(step, GOOD, is_wrong=False)
+        assert checkpoints.due_step(step, is_last=False) == step
         try:
             checkpoints.save(step)
         except StoppedError as error:
+            assert step == 6, "an asynchronous save, too, ends the run at once"
             return str(error)
     raise AssertionError("the state of step 6 was saved, and that of step 9")
 
@@ -298,17 +304,16 @@ def test_a_state_that_is_not_finite_is_not_saved(
 
 
 def saves_by_health(run: ResolvedConfig, healthy: Sequence[bool]) -> list[int]:
-    """The steps that are saved when the loss of step N is finite as `healthy[N - 1]` says; every step is due."""
+    """The steps that are saved when step N is good as `healthy[N - 1]` says, and leaves the weights alone otherwise."""
     engine, source = build_engine(run, torch.device("cpu")), open_source(run)
     store = dist.distributed_c10d._get_default_store()
     rendezvous = Rendezvous(store, 0, 1, 0, 1)
     checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
-    for step, is_finite in enumerate(healthy, 1):
-        checkpoints.observe(step, is_finite)
-        if checkpoints.is_due(step, is_stopping=False):
-            checkpoints.save(step)
-    closing = checkpoints.close()
-    assert (closing is None) == healthy[-1], closing
+    for step, is_good in enumerate(healthy, 1):
+        checkpoints.observe(step, GOOD if is_good else BAD, is_wrong=not is_good)
+        if due_step := checkpoints.due_step(step, is_last=step == len(healthy)):
+            checkpoints.save(due_step)
+    assert checkpoints.close() is None
     return [times.step for times in checkpoints.times if not times.error]
 
 
@@ -316,19 +321,67 @@ def saves_by_health(run: ResolvedConfig, healthy: Sequence[bool]) -> list[int]:
 @pytest.mark.parametrize(
     ("healthy", "saved", "left"),
     [
-        ([True, True, True, True], [2, 4], [4, 2]),
-        ([True, False, True, True], [3, 4], [4, 3]),  # the save of step 2 is postponed
-        ([True, True, True, False], [2], [2]),
-        ([True, True, False, False], [2], [2]),
+        ("++++", [2, 4], [4, 2]),
+        ("+-++", [3, 4], [4, 3]),  # the save of step 2 is postponed
+        ("+++-", [2, 3], [3, 2]),  # no step follows: the state is that of step 3
+        ("++--", [2], [2]),
+        ("----", [], []),
+        ("++-+--", [2, 4], [4, 2]),
     ],
 )
-def test_only_finite_steps_are_saved(
-    tmp_path: Path, save_mode: str, healthy: list[bool], saved: list[int], left: list[int]
+def test_only_good_steps_are_saved(
+    tmp_path: Path, save_mode: str, healthy: str, saved: list[int], left: list[int]
 ) -> None:
     """With --keep 1 the checkpoint before the newest stays until a step from the newest was finite."""
-    run = resolve(1, **SMALL | {"steps": 4}, save=tmp_path, save_every=2, keep=1, save_mode=save_mode)
-    assert distributed.run(saves_by_health, 1, run, healthy)[0] == saved
+    run = resolve(1, **SMALL | {"steps": len(healthy)}, save=tmp_path, save_every=2, keep=1, save_mode=save_mode)
+    assert distributed.run(saves_by_health, 1, run, [sign == "+" for sign in healthy])[0] == saved
     assert steps_in(tmp_path) == left
+
+
+def health_under_fp16(run: ResolvedConfig) -> list[int]:
+    """Step 4 is skipped for its loss scale: the state may be saved, and is not known to be healthy."""
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    rendezvous = Rendezvous(dist.distributed_c10d._get_default_store(), 0, 1, 0, 1)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    overflow = replace(GOOD, grad_norm=math.inf, skipped=True)
+    for step, result in enumerate([GOOD, GOOD, overflow, overflow, overflow, overflow], 1):
+        checkpoints.observe(step, result, is_wrong=False)
+        if due_step := checkpoints.due_step(step, is_last=False):
+            checkpoints.save(due_step)
+    assert checkpoints.close() is None
+    return steps_in(run.save) if run.save else []
+
+
+def test_a_skipped_step_of_fp16_proves_no_checkpoint_healthy(tmp_path: Path) -> None:
+    run = resolve(1, **SMALL, save=tmp_path, save_every=1, keep=1)
+    assert distributed.run(health_under_fp16, 1, run)[0] == [6, 1]
+
+
+def cannot_delete(run: ResolvedConfig) -> list[str | None]:
+    """The errors of saves while the oldest checkpoint cannot be renamed."""
+    from pathlib import PosixPath
+
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    rendezvous = Rendezvous(dist.distributed_c10d._get_default_store(), 0, 1, 0, 1)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    rename = PosixPath.rename
+
+    def busy(path: Path, target: Path) -> Path:
+        if path.name == "step-00000001":
+            raise OSError(16, "Device or resource busy")
+        return rename(path, target)
+
+    with patch.object(PosixPath, "rename", busy):
+        for step in (1, 2, 3, 4):
+            checkpoints.observe(step, GOOD, is_wrong=False)
+            checkpoints.save(step)
+    return [times.error for times in checkpoints.times]
+
+
+def test_what_cannot_be_deleted_fails_no_save(tmp_path: Path) -> None:
+    run = resolve(1, **SMALL, save=tmp_path, keep=1)
+    assert distributed.run(cannot_delete, 1, run)[0] == [None] * 4
+    assert steps_in(tmp_path) == [4, 3, 1]
 
 
 @pytest.mark.parametrize("save_mode", ["sync", "async"])
@@ -354,6 +407,6 @@ def saves_of_all_steps(run: ResolvedConfig) -> None:
     rendezvous = Rendezvous(dist.distributed_c10d._get_default_store(), rank, size, rank, size)
     checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
     for step in range(1, run.steps + 1):
-        checkpoints.observe(step, is_finite=True)
+        checkpoints.observe(step, GOOD, is_wrong=False)
         checkpoints.save(step)
     assert checkpoints.close() is None

@@ -65,6 +65,12 @@ def test_a_state_that_is_not_finite_is_not_trained_on() -> None:
     )
 
 
+def test_of_a_state_that_cannot_be_read_nothing_is_said() -> None:
+    watch = FiniteWatch(RunConfig.parse({"model": "llama-tiny"}).resolve(2, "cpu"))
+    assert watch.is_wrong(BAD_LOSS) and not watch.must_stop(BAD_LOSS, None)
+    assert watch.describe(1, BAD_LOSS, [2.0, math.nan], ["a", "b"], None).endswith("; the weights were not updated")
+
+
 def test_fp16_may_look_for_its_loss_scale() -> None:
     run = RunConfig.parse({"model": "llama-tiny", "precision": "fp16"}).resolve(2, "cuda")
     watch = FiniteWatch(run)

@@ -61,6 +61,18 @@ def test_a_killed_rank_is_started_again_and_goes_on(tmp_path: Path, uninterrupte
     assert steps_in(tmp_path / "checkpoints") == [16, 15] and not run.alive()
 
 
+def test_a_restart_does_not_take_over_another_runs_checkpoints(tmp_path: Path) -> None:
+    """The first try is refused; that the launcher starts it again does not make the directory its own."""
+    save = tmp_path / "checkpoints"
+    first = Run.start(1, "--steps", 3, "--save", save, "--save-every", 1)
+    assert first.finish() == 0, first.output
+    flags = ("--steps", 6, "--save", save, "--save-every", 1, "--keep", 1)
+    other = Run.start(1, *flags, torchrun=("--max-restarts", "1"))
+    assert other.finish() != 0
+    assert "holds checkpoints already, the newest of step 3; add --load" in other.output
+    assert "resumed from" not in other.output and steps_in(save) == [3, 2, 1]
+
+
 def test_without_save_a_signal_ends_a_run_as_ever() -> None:
     run = Run.start(1, "--steps", 400)
     run.wait_for(r"^step +3/")
@@ -130,7 +142,7 @@ def test_weights_that_overflow_are_not_saved(tmp_path: Path, healthy: tuple[list
     assert run.finish() == 1, run.output
     assert steps_in(save) == [2]
     assert re.search(r"no checkpoint of step 3: [\d,]+ values of the training state are NaN or infinite: ", run.output)
-    assert "this run has saved none yet" in run.output
+    assert "the newest good one of this run is that of step 2" in run.output
 
 
 def test_a_checkpoint_that_is_not_finite_is_not_loaded(tmp_path: Path, healthy: tuple[list[object], Path]) -> None:

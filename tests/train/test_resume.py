@@ -9,13 +9,13 @@ from torch.distributed import HashStore
 
 from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.blocks import StateShard, blocks_of, whole
-from megabench.checkpoint.directory import folder_of
+from megabench.checkpoint.directory import claim_run_id, folder_of
 from megabench.checkpoint.files import write_files
 from megabench.checkpoint.manifest import DataEntry, Manifest, ModelEntry, OptimizerEntry, TrainingEntry
 from megabench.checkpoint.save import tensors_of
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.data.source import open_source
-from megabench.runtime.rendezvous import Rendezvous
+from megabench.runtime.rendezvous import Rendezvous, launch_identity
 from megabench.train.resume import Resume, find_resume
 from tests.checkpoint.test_weights import save_weights
 
@@ -119,7 +119,14 @@ def test_a_directory_of_another_run_is_not_saved_into(tmp_path: Path, monkeypatc
         find(save=tmp_path)
     assert find(save=tmp_path, load=tmp_path).num_done == 6
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert find(save=tmp_path).num_done == 6, "started again, it goes on from its own"
+    with pytest.raises(CheckpointError, match="holds checkpoints already"):
+        find(save=tmp_path)  # a restart alone does not make them its own
+    claim_run_id(tmp_path, launch_identity(), continues=False)
+    resume = find(save=tmp_path)
+    assert resume.num_done == 6 and resume.continues, "started again, it goes on from its own"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another launch")
+    with pytest.raises(CheckpointError, match="holds checkpoints already"):
+        find(save=tmp_path)
 
 
 @pytest.mark.parametrize(
