@@ -23,7 +23,7 @@ readme-tables: $(INSTALLED)
 
 # DATA: a table of published runs, which is no part of the repository; WRITE=--write ships what was fitted
 validate-planner: $(INSTALLED)
-	$(VENV)/bin/python -m megabench.planner.validation $(DATA) $(WRITE)
+	$(VENV)/bin/python -m tools.planner_validation $(DATA) $(WRITE)
 
 venv: $(INSTALLED)
 

@@ -16,8 +16,8 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["megabench", "megabench.*"]),
     package_data={
-        "megabench.planner": ["profiles/*.json"],
-        "megabench.study.report": ["page.html.jinja", "page.css", "page.js"],
+        "megabench.cost": ["profiles/*.json"],
+        "megabench.report": ["page.html.jinja", "page.css", "page.js"],
     },
     python_requires=">=3.11,<3.14",
     install_requires=[

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def find(given: RunConfig, rendezvous: "Rendezvous", device: Literal["cpu", "cuda"]) -> tuple[RunConfig, list[Probe]]:
-    from megabench.study.tune_launched import tune_launched  # --help needs no torch
+    from megabench.autotune.tune_launched import tune_launched  # --help needs no torch
 
     return tune_launched(given, rendezvous, device)
 

@@ -90,7 +90,7 @@ def compare(
             raise UserError("--nproc is for one machine without torchrun; here use torchrun's --nproc-per-node")
         if dry_run:
             raise UserError("--dry-run starts no processes: leave torchrun out, and say --nproc N for N processes")
-        from megabench.study.runner import run_launched
+        from megabench.compare.runner import run_launched
 
         sys.exit(run_launched(request))
     planned, num_processes = request.plan_here(nproc)
@@ -99,7 +99,7 @@ def compare(
 
         standard_output().print(planned.outline(request.only), markup=False, highlight=False, soft_wrap=True)
         return
-    from megabench.study.runner import run_here
+    from megabench.compare.runner import run_here
 
     sys.exit(run_here(request, planned, num_processes))
 
@@ -120,7 +120,7 @@ def doctor(
     Reads the records that compare or pretrain left, or a study before it is run. The worst comes first.
     Exit status: 0 with findings or without, 2 when there is nothing to read.
     """
-    from megabench.study.doctor.command import findings_at, write
+    from megabench.doctor.command import findings_at, write
     from megabench.terminal import standard_output
 
     write(standard_output(), findings_at(path, nproc, cluster), as_json)
@@ -138,9 +138,9 @@ def report(
 
     Exit status: 2 when DIR holds no study.
     """
-    from megabench.study.doctor import examine
+    from megabench.doctor import examine
+    from megabench.report import write_report
     from megabench.study.folder import read_folder
-    from megabench.study.report import write_report
     from megabench.study.table import show
     from megabench.terminal import standard_output
 
@@ -246,7 +246,7 @@ def plan(
 
     Exit status: 0 when a layout fits, 1 when none does, 2 when there is nothing to predict.
     """
-    from megabench import plan as room
+    from megabench.planner import plan_table as room
     from megabench.planner.request import make_plan
     from megabench.terminal import standard_output
 

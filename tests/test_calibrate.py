@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megabench.calibrate.links import _link_cost
+from megabench.cost import network
+from megabench.cost.profile import LinkCost, read_profile
 from megabench.hardware.topology import Host, build
-from megabench.planner import network
-from megabench.planner.profile import LinkCost, read_profile
 from tests.study.compare_process import REPOSITORY
 
 

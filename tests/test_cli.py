@@ -19,9 +19,9 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
         "megabench",
         "megabench.cli",
         "megabench.study.request",
-        "megabench.plan",
+        "megabench.planner.plan_table",
         "megabench.planner.request",
-        "megabench.planner.validation.__main__",
+        "tools.planner_validation.__main__",
     ],
 )
 def test_planning_loads_no_torch(module):

@@ -23,14 +23,14 @@ from megabench.calibrate.operations import (
 )
 from megabench.calibrate.timing import Bench
 from megabench.config import ConfigError
+from megabench.cost.profile import Profile, profile_for
 from megabench.hardware.facts import RankFacts, read_facts
 from megabench.hardware.topology import Topology, emulated_host, from_facts, split
 from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
-from megabench.planner.profile import Profile, profile_for
 from megabench.runtime import ranks, rendezvous
 from megabench.runtime.device import choose_device, device_name, gpu_uuid, memory_gib
-from megabench.train.placing import split_nccl
+from megabench.train.place_ranks import split_nccl
 
 _MOST_TOKENS = {"cuda": 8192, "cpu": 256}
 _ORIGIN = "megabench calibrate"

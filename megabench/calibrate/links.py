@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabench.calibrate.timing import Bench
+from megabench.cost import network
+from megabench.cost.profile import LinkCost, Measurement, Profile
 from megabench.hardware.topology import Link, Topology
 from megabench.models.shape import ModelShape
 from megabench.parallel.groups import create_mine
-from megabench.planner import network
-from megabench.planner.profile import LinkCost, Measurement, Profile
 from megabench.runtime.device import synchronize
 
 _SIZES = {"cuda": [2**16, 2**20, 2**24, 2**27, 2**29], "cpu": [2**12, 2**16, 2**20, 2**22]}  # bytes of a collective

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabench.planner.profile import Measurement
+from megabench.cost.profile import Measurement
 from megabench.runtime.device import DTYPES, synchronize
 
 # that a thing is repeated for: on a GPU until products have brought it to its power limit, where training runs

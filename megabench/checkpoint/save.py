@@ -23,9 +23,9 @@ from megabench.checkpoint.files import Named, write_assets, write_files
 from megabench.checkpoint.health import count_non_finite, describe_non_finite
 from megabench.checkpoint.manifest import FileEntry, Manifest
 from megabench.checkpoint.staging import Staging
-from megabench.claim import Claim
 from megabench.runtime.messages import wait_for
 from megabench.runtime.rendezvous import reconnect
+from megabench.runtime.run_lock import Claim
 
 _LOOK_SECONDS = 1.0
 

@@ -20,13 +20,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megabench.config.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
-from megabench.config.reading import ConfigError, explain
 from megabench.metrics import output_layer_cost
 from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
 from megabench.parallel.placement import Policy
+from megabench.settings.reading import ConfigError, explain
+from megabench.specs.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
 
 EngineName = Literal["megatron", "deepspeed", "fsdp", "ddp"]
 Precision = Literal["bf16", "fp16", "fp32"]

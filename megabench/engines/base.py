@@ -101,13 +101,13 @@ def build_engine(config: ResolvedConfig, device: torch.device) -> Engine:
 
         return MegatronEngine(config, device)
     if config.engine == "fsdp":
-        from megabench.engines.fsdp import FsdpEngine
+        from megabench.engines.fsdp.engine import FsdpEngine
 
         return FsdpEngine(config, device)
     if config.engine == "ddp":
-        from megabench.engines.ddp import DdpEngine
+        from megabench.engines.ddp.engine import DdpEngine
 
         return DdpEngine(config, device)
-    from megabench.engines.deepspeed import DeepSpeedEngine
+    from megabench.engines.deepspeed.engine import DeepSpeedEngine
 
     return DeepSpeedEngine(config, device)

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
+from megabench.cost.base import Base
+from megabench.cost.job import Candidate, Job
+from megabench.cost.memory import Memory, host_bytes, memory_of
+from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
-from megabench.planner.base import Base
-from megabench.planner.data_parallel import DataParallel
-from megabench.planner.job import Candidate, Job
-from megabench.planner.memory import Memory, host_bytes, memory_of
-from megabench.planner.pipeline import Pipeline
-from megabench.planner.profile import Profile
+from megabench.specs.data_parallel_cost import DataParallel
+from megabench.specs.megatron_cost import Pipeline
 
 
 @dataclass(frozen=True)

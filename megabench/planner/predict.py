@@ -6,13 +6,13 @@ from typing import Literal, cast
 
 from megabench import UserError
 from megabench.config import EngineName
+from megabench.cost.job import Candidate, Job, Offload, Recompute, Stack
+from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
 from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
 from megabench.planner.engines import Costs
-from megabench.planner.job import Candidate, Job, Offload, Recompute, Stack
-from megabench.planner.profile import Profile
 from megabench.record import Prediction, RunRecord
 
 _DATA_PARALLEL_STAGES = {"deepspeed": 3, "fsdp": 3, "ddp": 0, "megatron": 1}

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from megabench.config import ConfigError
+from megabench.cost.job import Job
+from megabench.cost.profile import profile_for, read_profile
 from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
-from megabench.planner.job import Job
-from megabench.planner.profile import profile_for, read_profile
 from megabench.planner.search import Plan, plan
 
 

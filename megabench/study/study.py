@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 from megabench import UserError
 from megabench.config import ConfigError, ResolvedConfig, RunConfig, explain, near_matches, read_yaml_mapping
-from megabench.config.to_find import resolve_first
+from megabench.config.auto import resolve_first
 from megabench.planner.predict import Predictor
 from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_fields, numbered, with_fields
 

@@ -32,7 +32,6 @@ from megabench.checkpoint.manifest import (
 )
 from megabench.checkpoint.save import Save, Saver
 from megabench.checkpoint.staging import Staging, free_host_bytes, owned_bytes
-from megabench.claim import Claim
 from megabench.config import ResolvedConfig
 from megabench.data.source import TokenSource
 from megabench.engines.base import Engine, StepResult
@@ -40,6 +39,7 @@ from megabench.models.mapping import hugging_face_shapes
 from megabench.record import LayoutSizes, LoadTimes, SaveTimes
 from megabench.runtime import environment
 from megabench.runtime.rendezvous import Rendezvous, launch_identity
+from megabench.runtime.run_lock import Claim
 from megabench.train.console import Console
 from megabench.train.resume import Resume
 from megabench.train.stopped import StoppedError

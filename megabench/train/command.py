@@ -17,11 +17,11 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from megabench import UserError
-from megabench.claim import check_free
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
-from megabench.config.to_find import resolve_first
+from megabench.config.auto import resolve_first
 from megabench.record import Probe, RunRecord
 from megabench.runtime.leave import leave
+from megabench.runtime.run_lock import check_free
 from megabench.train.flags import parse_flags
 from megabench.train.stopped import StoppedError
 
@@ -93,7 +93,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
     try:
         from megabench.train.loop import train
         from megabench.train.network import write_nccl_log
-        from megabench.train.placing import place_ranks
+        from megabench.train.place_ranks import place_ranks
 
         placement = place_ranks(run, rendezvous)
         if run.device == "cuda":

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from megabench.checkpoint.health import count_non_finite
-from megabench.claim import Claim
 from megabench.config import ResolvedConfig, RunConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import TokenSource
@@ -25,6 +24,7 @@ from megabench.record import Machine, NicTraffic, Probe, RunRecord
 from megabench.runtime import device as devices
 from megabench.runtime.messages import Progress, outlast, report_progress
 from megabench.runtime.rendezvous import Rendezvous, is_supervised
+from megabench.runtime.run_lock import Claim
 from megabench.train.checkpoints import Checkpoints, restore
 from megabench.train.console import Console
 from megabench.train.finite import FiniteWatch

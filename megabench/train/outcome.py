@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megabench.config import ResolvedConfig, RunConfig
+from megabench.config.requested_fields import asked_for
 from megabench.data.source import TokenSource
 from megabench.engines.base import StepResult
 from megabench.metrics import quantile, throughput
@@ -25,7 +26,6 @@ from megabench.record import (
     WorkClass,
 )
 from megabench.runtime import environment
-from megabench.train.asked import asked_for
 from megabench.train.network import Network
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megabench.engines.cross_entropy import linear_cross_entropy
+from megabench.engines.common.cross_entropy import linear_cross_entropy
 from tests import distributed
 
 TOKENS, WIDTH, VOCABULARY = 48, 16, 60

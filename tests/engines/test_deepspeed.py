@@ -22,7 +22,7 @@ def write(path: Path, content: dict[str, Any]) -> Path:
 
 
 def test_settings_follow_the_run() -> None:
-    from megabench.engines.deepspeed import deepspeed_settings
+    from megabench.engines.deepspeed.engine import deepspeed_settings
 
     run = resolve(2, engine="deepspeed", zero_stage=2, micro_batch=2, global_batch=8, clip_grad=0.5)
     settings = deepspeed_settings(run)
@@ -35,8 +35,8 @@ def test_settings_follow_the_run() -> None:
 
 
 def test_fp16_begins_as_with_every_engine() -> None:
-    from megabench.engines.deepspeed import deepspeed_settings
-    from megabench.engines.loss_scale import LossScale
+    from megabench.engines.common.loss_scale import LossScale
+    from megabench.engines.deepspeed.engine import deepspeed_settings
     from megabench.engines.megatron.optimizer import _grad_scaler
 
     run = resolve(2, engine="deepspeed").model_copy(update={"precision": "fp16"})
@@ -47,7 +47,7 @@ def test_fp16_begins_as_with_every_engine() -> None:
 
 
 def test_users_file_wins_where_the_run_is_silent(tmp_path: Path) -> None:
-    from megabench.engines.deepspeed import deepspeed_settings
+    from megabench.engines.deepspeed.engine import deepspeed_settings
 
     content = {
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 1234567},
@@ -142,7 +142,7 @@ def count_waits(run: ResolvedConfig) -> int:
     """How often DeepSpeed makes the host wait for the device in the third step; its timer lets two go."""
     from deepspeed.accelerator import get_accelerator
 
-    from megabench.engines.deepspeed import DeepSpeedEngine
+    from megabench.engines.deepspeed.engine import DeepSpeedEngine
 
     engine, source = DeepSpeedEngine(run, torch.device("cpu")), open_source(run)
     for step in range(3):
@@ -177,7 +177,7 @@ def test_zero_0_in_bf16_begins_where_others_do() -> None:
 
 @pytest.mark.parametrize(("model", "zero_stage", "bucket"), [("llama3-8b", 2, 128256 * 4096), ("llama-tiny", 1, 5e8)])
 def test_the_bucket_holds_the_largest_gradient(model: str, zero_stage: int, bucket: int) -> None:
-    from megabench.engines.deepspeed import deepspeed_settings
+    from megabench.engines.deepspeed.engine import deepspeed_settings
 
     run = resolve(2, engine="deepspeed", zero_stage=zero_stage, model=model)
     assert deepspeed_settings(run)["zero_optimization"]["reduce_bucket_size"] == bucket
@@ -186,7 +186,7 @@ def test_the_bucket_holds_the_largest_gradient(model: str, zero_stage: int, buck
 def leaf_modules(run: ResolvedConfig) -> list[str]:
     from deepspeed.utils import get_z3_leaf_modules
 
-    from megabench.engines.deepspeed import DeepSpeedEngine
+    from megabench.engines.deepspeed.engine import DeepSpeedEngine
 
     engine = DeepSpeedEngine(run, torch.device("cpu"))
     return [type(module).__name__ for module in get_z3_leaf_modules(engine.engine.module)]
@@ -199,7 +199,7 @@ def test_whole_layers_are_leaves() -> None:
 
 
 def buffer_dtypes(run: ResolvedConfig) -> set[torch.dtype]:
-    from megabench.engines.deepspeed import DeepSpeedEngine
+    from megabench.engines.deepspeed.engine import DeepSpeedEngine
 
     engine = DeepSpeedEngine(run, torch.device("cpu"))
     return {buffer.dtype for buffer in engine.engine.module.buffers()}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megabench.engines.cross_entropy import linear_cross_entropy
+from megabench.engines.common.cross_entropy import linear_cross_entropy
 from megabench.models.catalog import CATALOG
 from megabench.models.shape import ModelShape
 
@@ -95,7 +95,7 @@ def test_rotary_embedding(heads: int, kv_heads: int, width: int) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), of(SHAPES, "num_heads", "num_kv_heads", "head_dim"))
 def test_rotary_embedding_of_parallel_blocks(heads: int, kv_heads: int, width: int) -> None:
-    from megabench.engines.fused import fused
+    from megabench.engines.common.fused import fused
     from megabench.engines.megatron.blocks import rotate_heads
 
     torch.compiler.reset()
@@ -117,7 +117,7 @@ def test_rotary_embedding_of_parallel_blocks(heads: int, kv_heads: int, width: i
 @pytest.mark.parametrize(("width", "wide"), of(SHAPES, "hidden_size", "ffn_size"))
 def test_weight_gradients_are_summed_up(width: int, wide: int) -> None:
     """Two micro-batches, onto what is there already; no rounding but that of fp32."""
-    from megabench.engines.weight_gradient import accumulate
+    from megabench.engines.common.weight_gradient import accumulate
 
     total = random(wide, width, seed=3).float()
     expected = total.double()
@@ -161,7 +161,7 @@ def test_attention(heads: int, kv_heads: int, width: int) -> None:
 
 @pytest.mark.parametrize(("heads", "width"), of(BLOOM_SHAPES, "num_heads", "head_dim"))
 def test_attention_with_alibi(heads: int, width: int) -> None:
-    from megabench.engines.bloom import alibi_attention
+    from megabench.engines.common.bloom import alibi_attention
 
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device="cuda") / heads)
     alibi = (slopes[:, None] * torch.arange(SEQUENCE, device="cuda")).bfloat16().expand(BATCH, -1, -1)
@@ -178,7 +178,7 @@ def test_attention_with_alibi(heads: int, width: int) -> None:
 
 @pytest.mark.parametrize("width", [4 * width for (width,) in of(BLOOM_SHAPES, "hidden_size")])
 def test_bloom_gelu(width: int) -> None:
-    from megabench.engines.bloom import FusedGelu
+    from megabench.engines.common.bloom import FusedGelu
 
     def reference(states: Tensor) -> Tensor:
         return states * 0.5 * (1 + torch.tanh(0.79788456 * states * (1 + 0.044715 * states * states)))

@@ -16,7 +16,7 @@ from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch, micro_batches
 from megabench.data.source import open_source
 from megabench.engines.base import build_engine
-from megabench.engines.loss_scale import HYSTERESIS, INITIAL, WINDOW, LossScale
+from megabench.engines.common.loss_scale import HYSTERESIS, INITIAL, WINDOW, LossScale
 from tests import distributed
 from tests.engines.equivalence import (
     OPTIMIZERS,
@@ -210,7 +210,7 @@ def train_scaled(run: ResolvedConfig) -> Trace:
     """Trains in fp32 with fp16's loss scale, which must not show."""
     from unittest.mock import patch
 
-    from megabench.engines import transformers_model
+    from megabench.engines.common import transformers_model
 
     with patch.object(transformers_model, "loss_scale_of", lambda run: LossScale()):
         return train(run)
@@ -249,7 +249,7 @@ def test_fsdp_gathers_the_output_layer_by_itself() -> None:
 
 def overflow(run: ResolvedConfig) -> list[object]:
     """A step whose loss scale is beyond fp32, and the next."""
-    from megabench.engines.ddp import DdpEngine
+    from megabench.engines.ddp.engine import DdpEngine
 
     engine, source = DdpEngine(run, torch.device("cpu")), open_source(run)
     engine.loss_scale = LossScale(value=1e38, hysteresis=1)

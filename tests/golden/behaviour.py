@@ -17,13 +17,13 @@ from pathlib import Path
 from rich.console import Console
 
 from megabench import UserError
-from megabench.study.doctor import examine
-from megabench.study.doctor.command import write as write_findings
+from megabench.config.requested_fields import asked_for
+from megabench.doctor import examine
+from megabench.doctor.command import write as write_findings
+from megabench.report import render
 from megabench.study.folder import read_folder
-from megabench.study.report import render
 from megabench.study.study import StudyFile, plan_study
 from megabench.study.table import show
-from megabench.train.asked import asked_for
 
 ROOT = Path(__file__).parents[2]
 FILES = Path(__file__).parent / "files"

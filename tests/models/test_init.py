@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megabench.engines.common.initial_weights import TILE, InitialWeights, initial_piece, standard_deviation
 from megabench.models.catalog import get_model
-from megabench.models.init import TILE, InitialWeights, initial_piece, standard_deviation
 from megabench.models.mapping import (
     Piece,
     hugging_face_shapes,

@@ -4,12 +4,12 @@ from dataclasses import replace
 from functools import cache
 
 from megabench.config.clusters import read_cluster
+from megabench.cost.job import Candidate, Job
+from megabench.cost.profile import profile_for
 from megabench.hardware.topology import Host, Link, Topology, build
 from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
 from megabench.planner.engines import Costs
-from megabench.planner.job import Candidate, Job
-from megabench.planner.profile import profile_for
 
 
 def job(model: str = "llama3-8b", seq_length: int = 4096, global_batch: int = 64, **settings) -> Job:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from megabench.cost.job import Candidate, Stack
+from megabench.cost.memory import memory_of
 from megabench.parallel.layout import Layout
-from megabench.planner.data_parallel import DataParallel
-from megabench.planner.job import Candidate, Stack
-from megabench.planner.memory import memory_of
+from megabench.specs.data_parallel_cost import DataParallel
 from tests.planner.jobs import costs, hosts, job, megatron, zero
 
 FOUR = hosts(1, 4)

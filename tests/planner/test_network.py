@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from megabench.cost import network
+from megabench.cost.geometry import Geometry
+from megabench.cost.job import Candidate
+from megabench.cost.network import Span
+from megabench.cost.profile import profile_for, shipped_profiles
 from megabench.parallel.layout import Layout
-from megabench.planner import network
 from megabench.planner.engines import Costs
-from megabench.planner.geometry import Geometry
-from megabench.planner.job import Candidate
-from megabench.planner.network import Span
-from megabench.planner.profile import profile_for, shipped_profiles
 from tests.planner.jobs import costs, hosts, job, megatron
 
 H200 = shipped_profiles()["h200"]

@@ -10,10 +10,10 @@ import time
 import pytest
 
 from megabench.config import ConfigError
+from megabench.cost.job import Job
+from megabench.cost.profile import profile_for, shipped_profiles
 from megabench.models.find import find_model
-from megabench.plan import certainty, chosen, find_trial, sweet_spot
-from megabench.planner.job import Job
-from megabench.planner.profile import profile_for, shipped_profiles
+from megabench.planner.plan_table import certainty, chosen, find_trial, sweet_spot
 from megabench.planner.search import candidates, plan
 from megabench.train.flags import parse_flags
 from tests.planner.jobs import cluster, costs, hosts, job
@@ -59,7 +59,7 @@ def test_the_documented_command():
     ],
 )
 def test_what_a_profile_was_measured_on_is_said(cluster, words):
-    shown = megabench("plan", "--cluster", cluster, "--profile", "megabench/planner/profiles/h200.json")
+    shown = megabench("plan", "--cluster", cluster, "--profile", "megabench/cost/profiles/h200.json")
     assert f"profile h200: {words}" in shown.stdout
 
 

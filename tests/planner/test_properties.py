@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabench.planner import network
-from megabench.planner.geometry import Geometry
-from megabench.planner.job import Stack
-from megabench.planner.memory import held_bytes
+from megabench.cost import network
+from megabench.cost.geometry import Geometry
+from megabench.cost.job import Stack
+from megabench.cost.memory import held_bytes
 from megabench.planner.search import candidates
 from tests.planner.jobs import cluster, costs, hosts, job, megatron, zero
 

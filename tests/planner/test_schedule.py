@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabench.planner import schedule
-from megabench.planner.memory import in_flight
-from megabench.planner.schedule import Stage, simulate
+from megabench.cost import schedule
+from megabench.cost.memory import in_flight
+from megabench.cost.schedule import Stage, simulate
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4, 8])

@@ -4,15 +4,15 @@ import math
 
 import pytest
 
-from megabench.planner.profile import profile_for, shipped_profiles
-from megabench.planner.validation.__main__ import _parts
-from megabench.planner.validation.fit import MEMORY, predicted_gib
-from megabench.planner.validation.own import read_own
-from megabench.planner.validation.profiles import OWN_FITTED_MEMORY, Measurements, for_own_engines, is_memory_fitted
-from megabench.planner.validation.published import DataError, read_rows
-from megabench.planner.validation.score import accuracy, alarm, regret, spearman
+from megabench.cost.profile import profile_for, shipped_profiles
 from tests.planner.jobs import costs
 from tests.study.compare_process import REPOSITORY
+from tools.planner_validation.__main__ import _parts
+from tools.planner_validation.fit import MEMORY, predicted_gib
+from tools.planner_validation.own import read_own
+from tools.planner_validation.profiles import OWN_FITTED_MEMORY, Measurements, for_own_engines, is_memory_fitted
+from tools.planner_validation.published import DataError, read_rows
+from tools.planner_validation.score import accuracy, alarm, regret, spearman
 
 HEAD = (
     "source,model,params_b,layers,hidden,heads,kv_heads,ffn,vocab,seq,gpu,gpus,gpus_per_node,inter_node_gbps_per_node,"

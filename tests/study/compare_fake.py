@@ -3,7 +3,8 @@
 import sys
 
 from megabench import cli
-from megabench.study import crew, runner
+from megabench.compare import runner
+from megabench.supervisor import crew
 
 runner.run_here.__defaults__ = runner.run_launched.__defaults__ = ((sys.executable, "-m", "tests.study.fake_trainer"),)
 crew.LOST_AFTER_SECONDS = 8.0

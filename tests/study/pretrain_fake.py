@@ -3,7 +3,8 @@
 import runpy
 import sys
 
-from megabench.study import crew, tune_launched
+from megabench.autotune import tune_launched
+from megabench.supervisor import crew
 
 tune_launched.TRAINER = (sys.executable, "-m", "tests.study.fake_trainer")
 crew.LOST_AFTER_SECONDS = 8.0

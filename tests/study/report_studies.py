@@ -2,6 +2,7 @@
 
 import math
 
+from megabench.doctor import Finding
 from megabench.parallel.groups import rank_groups
 from megabench.parallel.layout import Layout
 from megabench.record import (
@@ -17,7 +18,6 @@ from megabench.record import (
     StepProfile,
     StepSeconds,
 )
-from megabench.study.doctor import Finding
 from megabench.study.folder import StudyRecords
 from megabench.study.parity import judge_parity
 from tests.study.records import make_record, work_class

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import DistNetworkError, TCPStore
 
-from megabench.study import crew
-from megabench.study.crew import Crew, StudyStopped
-from megabench.study.launch import Launch
+from megabench.supervisor import crew
+from megabench.supervisor.crew import Crew, StudyStopped
+from megabench.supervisor.launch import Launch
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megabench.doctor import Finding, examine
+from megabench.doctor.command import WELL, findings_at, write, write_head
 from megabench.record import (
     Environment,
     Group,
@@ -22,8 +24,6 @@ from megabench.record import (
     read_records,
     write_records,
 )
-from megabench.study.doctor import Finding, examine
-from megabench.study.doctor.command import WELL, findings_at, write, write_head
 from megabench.study.parity import judge_parity
 from tests.study.compare_process import REPOSITORY
 from tests.study.records import make_record, work_class
@@ -658,7 +658,7 @@ def test_a_single_run_is_read_as_well(tmp_path):
 
 
 def test_the_doctor_loads_no_torch():
-    code = "import sys, megabench.study.doctor.command; sys.exit('torch' in sys.modules)"
+    code = "import sys, megabench.doctor.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
 
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from megabench.runtime.messages import Failure
-from megabench.study.outcome import RankEnd, judge
-from megabench.study.stacks import where_it_stands
+from megabench.supervisor.outcome import RankEnd, judge
+from megabench.supervisor.stacks import where_it_stands
 
 LOST = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:32400"
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from megabench.cost.profile import shipped_profiles
+from megabench.doctor import examine
 from megabench.planner.predict import Predictor
-from megabench.planner.profile import shipped_profiles
 from megabench.record import Prediction, RunRecord
-from megabench.study.doctor import examine
+from megabench.report import StudyRecords, write_report
 from megabench.study.planned import Planning, regret_sentence
-from megabench.study.report import StudyRecords, write_report
 from megabench.study.request import Request
 from megabench.study.study import StudyError, StudyFile
 from tests.planner.jobs import hosts

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from megabench.autotune.probe import heard_of, probe_config
 from megabench.config import RunConfig
+from megabench.config.auto import Setting, legal_settings
 from megabench.config.run import POWERSGD_PLAIN_STEPS
-from megabench.config.to_find import Setting, legal_settings
 from megabench.record import StepSeconds
-from megabench.study.probe import heard_of, probe_config
 from tests.study.records import make_record
 
 WORLD_SIZE = 4

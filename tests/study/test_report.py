@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from megabench.doctor import examine
 from megabench.record import RecordError, read_records, write_records
-from megabench.study.doctor import examine
+from megabench.report import render, write_report
+from megabench.report.trials import StudyView, where_it_ran
 from megabench.study.folder import StudyRecords, read_folder
 from megabench.study.parity import judge_parity
-from megabench.study.report import render, write_report
-from megabench.study.report.trials import StudyView, where_it_ran
 from megabench.study.summary import summarize, write_csv
 from tests.study import report_studies
 from tests.study.compare_process import REPOSITORY

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megabench.study.doctor import examine
-from megabench.study.report import write_report
+from megabench.doctor import examine
+from megabench.report import write_report
 from tests.study.report_studies import FINDINGS, STUDIES, yesterday
 
 pytestmark = pytest.mark.e2e

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megabench.doctor.command import findings_at
 from megabench.record import RunRecord, read_records
-from megabench.study.doctor.command import findings_at
 from tests.study.compare_process import (
     BASE,
     FAKE,

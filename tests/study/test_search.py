@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from megabench.autotune.probe import probe_config
+from megabench.autotune.search import MOST_PROBES, Search
+from megabench.autotune.step_model import StepModel
 from megabench.config import ConfigError, RunConfig
-from megabench.config.to_find import Setting, legal_settings, settle
+from megabench.config.auto import Setting, legal_settings, settle
 from megabench.record import Probe
-from megabench.study.probe import probe_config
-from megabench.study.search import MOST_PROBES, Search
-from megabench.study.step_model import StepModel
 
 WORLD_SIZE = 4
 

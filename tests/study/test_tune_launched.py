@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
+from megabench.autotune import tune_launched
 from megabench.config import RunConfig
-from megabench.config.to_find import Setting
+from megabench.config.auto import Setting
 from megabench.record import Probe
 from megabench.runtime import rendezvous
-from megabench.study import crew, tune_launched
+from megabench.supervisor import crew
 from tests.study.compare_process import finish, free_port, start, torchrun, wait_until_gone, wait_until_running
 
 pytestmark = pytest.mark.distributed

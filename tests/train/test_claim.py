@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from megabench.checkpoint.directory import steps_in
-from megabench.claim import Claim, ClaimedError, check_free
 from megabench.record import RunRecord
+from megabench.runtime.run_lock import Claim, ClaimedError, check_free
 from tests.train.resilience import Run
 
 

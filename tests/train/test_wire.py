@@ -11,7 +11,7 @@ from megabench.config import ResolvedConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
 from megabench.engines.base import build_engine
-from megabench.engines.deepspeed import deepspeed_settings
+from megabench.engines.deepspeed.engine import deepspeed_settings
 from megabench.train.wire import WireBytes
 from tests import distributed
 from tests.engines.equivalence import resolve

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from megabench.config import ResolvedConfig
-from megabench.engines.fused import fused
-from megabench.engines.kernels import fuses_blocks
+from megabench.engines.common.fused import fused
+from megabench.engines.common.kernels import fuses_blocks
 from megabench.engines.megatron.linear import ColumnLinear, RowLinear
 from megabench.engines.megatron.swiglu import SwiGLU
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines import kernels
 from megabench.engines.base import StepResult, TensorKind
-from megabench.engines.initial import initial_weights
+from megabench.engines.common import kernels
+from megabench.engines.common.initial import initial_weights
+from megabench.engines.common.optim import apex_adam
 from megabench.engines.megatron.blocks import zigzag_slice
 from megabench.engines.megatron.gather import full_tensors
 from megabench.engines.megatron.model import (
@@ -31,7 +32,6 @@ from megabench.engines.megatron.model import (
 )
 from megabench.engines.megatron.optimizer import build_optimizer
 from megabench.engines.megatron.state import loss_scale_of, optimizer_step, set_loss_scale, set_optimizer_step, shards
-from megabench.engines.optim import apex_adam
 from megabench.parallel import groups
 
 

@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megabench.config import ResolvedConfig
-from megabench.engines.cross_entropy import linear_cross_entropy
-from megabench.engines.kernels import fuses_blocks, fuses_cross_entropy
+from megabench.engines.common.cross_entropy import linear_cross_entropy
+from megabench.engines.common.kernels import fuses_blocks, fuses_cross_entropy
 from megabench.engines.megatron.blocks import llama_blocks
 from megabench.models.mapping import padded_vocab_size, shard
 from megabench.models.rotary import rotary_frequencies

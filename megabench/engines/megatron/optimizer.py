@@ -10,8 +10,8 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megabench.config import ResolvedConfig
-from megabench.engines import loss_scale
-from megabench.engines.optim import GroupStepAdamW, GroupStepOptimizer, GroupStepSGD, apex_adam
+from megabench.engines.common import loss_scale
+from megabench.engines.common.optim import GroupStepAdamW, GroupStepOptimizer, GroupStepSGD, apex_adam
 
 
 def build_optimizer(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megabench.engines.fused import fused
+from megabench.engines.common.fused import fused
 
 _BLOCK = 1024  # elements of a program: 16 bytes of bf16 to each of 128 threads
 

@@ -1,0 +1,73 @@
+"""The short run that tries a setting, and what its record tells. Loads no torch."""
+
+import statistics
+from math import lcm
+from typing import Literal
+
+from megabench.config import RunConfig
+from megabench.config.auto import Setting, settle
+from megabench.config.run import POWERSGD_PLAIN_STEPS, ResolvedConfig
+from megabench.parallel.layout import divisors
+from megabench.record import Probe, RunRecord, Status
+from megabench.specs.deepspeed_json import names_batch, read_deepspeed_json
+
+_WARMUP, _TIMED = 1, 2  # steps
+_SEARCHED = 8  # more steps of fp16, in which the loss scale may be searched for
+
+# what tells settings apart, in a step of a replica: sequences of each stage, and tokens
+_ENOUGH_SEQUENCES, _ENOUGH_TOKENS = 16, 65536
+_ROUNDS = 2  # of a micro-batch on each stage: the second meets the gradients of the first in memory
+_SMALL = 8  # micro-batches up to this are tried with the same sequences
+
+
+def probe_config(config: RunConfig, setting: Setting, world_size: int, device: Literal["cpu", "cuda"]) -> RunConfig:
+    """The short run that tries a legal `setting` of `config`: few steps, and not more sequences than it takes."""
+    run = settle(config, setting).resolve(world_size, device)
+    plain = POWERSGD_PLAIN_STEPS if run.powersgd_rank else 0
+    changes = {
+        "global_batch": _sequences(run) * run.layout.data_parallel,
+        "steps": plain + _WARMUP + _TIMED + (_SEARCHED if run.precision == "fp16" else 0),
+        "warmup_steps": plain + _WARMUP,
+        "profile": False,
+        **dict.fromkeys(("save", "save_every", "keep", "load", "out", "tensorboard")),
+    }
+    return settle(config, setting).model_copy(update=changes)
+
+
+def _sequences(run: ResolvedConfig) -> int:
+    """Sequences of a replica in a step of the probe: the same for all small micro-batches, whose steps then compare
+    as they are, and more only for those that need more."""
+    of_run = run.global_batch // run.layout.data_parallel
+    if run.deepspeed_config and names_batch(read_deepspeed_json(run.deepspeed_config)):
+        return of_run
+    chunk = run.pp if run.vp > 1 else 1  # an interleaved schedule takes its micro-batches by so many
+    small = lcm(*(size * chunk for size in divisors(of_run, _SMALL) if of_run % (size * chunk) == 0))
+    whole = lcm(small, run.micro_batch * chunk)
+    enough = max(_ENOUGH_SEQUENCES * run.pp, _ENOUGH_TOKENS // run.seq_length, _ROUNDS * run.pp * run.micro_batch)
+    return min((number for number in divisors(of_run) if number >= enough and number % whole == 0), default=of_run)
+
+
+def heard_of(setting: Setting, short: RunConfig, status: Status, error: str | None, record: RunRecord | None) -> Probe:
+    """What came of the probe `short`: the median of its steps that updated the weights, and its peak memory."""
+    seconds = _step_seconds(record) if record else None
+    if record and seconds is None:
+        status, error = "failed", f"none of its {record.num_steps} steps had finite gradients and could be timed"
+    return Probe(
+        micro_batch=setting.micro_batch,
+        recompute=setting.recompute,
+        global_batch=short.global_batch or 0,
+        status=status,
+        error=error,
+        step_seconds=seconds,
+        peak_memory_gib=record.peak_memory_gib.max if record and record.peak_memory_gib else None,
+    )
+
+
+def _step_seconds(record: RunRecord) -> float | None:
+    """None where no step can be counted: not those of the warm-up, nor such as were skipped (fp16's first, in which
+    the loss scale is searched for), nor the first that was not, in which the optimizer makes its state."""
+    timed = record.step_seconds.all if record.step_seconds else []
+    seconds = [None] * (len(record.grad_norms) - len(timed)) + timed
+    updates = [took for took, norm in zip(seconds, record.grad_norms, strict=True) if norm is not None]
+    counted = [took for took in updates[1:] if took is not None]
+    return statistics.median(counted) if counted else None

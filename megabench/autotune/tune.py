@@ -1,0 +1,73 @@
+"""Finds what a configuration leaves to be found ("auto") by short runs of it, each in fresh processes.
+
+One that runs out of memory then takes nothing with it and leaves nothing behind.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from megabench import UserError
+from megabench.autotune.probe import heard_of, probe_config
+from megabench.autotune.search import Search
+from megabench.config.auto import Setting, legal_settings
+from megabench.record import Probe, Status
+from megabench.runtime.messages import Progress
+from megabench.study.study import Trial
+from megabench.supervisor.tasks import Tasks, task_of
+
+
+class NothingFitsError(UserError):
+    """No setting that was tried could run; `status` is that of the last of `probes`."""
+
+    def __init__(self, sentence: str, probes: list[Probe], num_hosts: int) -> None:
+        super().__init__(sentence)
+        self.probes, self.num_hosts = probes, num_hosts
+
+    @property
+    def status(self) -> Status:
+        return self.probes[-1].status
+
+
+def tune(
+    tasks: Tasks,
+    trial: Trial,
+    logs: Path,
+    say: Callable[[str], None],
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> tuple[Setting, list[Probe]]:
+    """The fastest setting that fits of what `trial` leaves to be found, with all that was tried. For the lead alone.
+
+    Each probe logs to a folder of its own in `logs`. Raises NothingFitsError where none could run, and where one
+    failed by anything but a lack of memory while none before it was good.
+    """
+    config, run = trial.config, trial.resolved
+    search = Search(legal_settings(config, run.world_size, run.device), run)
+    while setting := search.next():
+        short = probe_config(config, setting, run.world_size, run.device)
+        folder = logs / "probes" / f"micro-batch{setting.micro_batch}-{setting.recompute}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that died while it tried, and was started again
+        folder.mkdir(parents=True)
+        task = task_of(trial, short, folder)
+        result = tasks.run(
+            task, lambda progress: on_progress(replace(progress, activity=f"{progress.activity}, trying {setting}"))
+        )
+        probe = heard_of(setting, short, result.status, result.error, result.record)
+        search.heard(probe, result.record.device_memory_gib if result.record else None)
+        say(f"{setting}: {_words(probe)}")
+        if probe.status not in ("ok", "oom") and not search.best:
+            raise NothingFitsError(f"{setting}: {probe.error}", search.probes, result.num_hosts)
+    if not (best := search.best):
+        last = search.probes[-1]
+        tried = Setting(last.micro_batch, last.recompute)
+        raise NothingFitsError(f"no setting fits: {tried}: {last.error}", search.probes, result.num_hosts)
+    say(f"chosen: {best}")
+    return best, search.probes
+
+
+def _words(probe: Probe) -> str:
+    if probe.step_seconds is None:
+        return f"{probe.status}: {probe.error}"
+    memory = "" if probe.peak_memory_gib is None else f", {probe.peak_memory_gib:.1f} GiB"
+    return f"{probe.step_seconds:.4g} s a step of {probe.global_batch} sequences{memory}"

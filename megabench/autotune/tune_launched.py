@@ -1,0 +1,142 @@
+"""What a launch leaves to be found, its own processes find before they train: each is the supervisor of its rank."""
+
+import os
+import shutil
+import signal
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from megabench import UserError
+from megabench.autotune.probe import probe_config
+from megabench.autotune.tune import NothingFitsError, tune
+from megabench.config import RunConfig
+from megabench.config.auto import Setting, resolve_first, settle
+from megabench.record import Probe
+from megabench.runtime.device import DeviceKind
+from megabench.runtime.rendezvous import Rendezvous, restart_count
+from megabench.study.machine import gpu_names
+from megabench.study.study import Trial
+from megabench.supervisor.crew import Crew, StudyStopped, note_signals
+from megabench.supervisor.launch import launch_of
+from megabench.supervisor.tasks import TRAINER, Tasks
+from megabench.train.stopped import StoppedError
+from megabench.whole_file import write_whole
+
+FOUND_NAME = "found.json"
+
+# a trial's processes do not inherit it, for each layout wants its own; probes run as the run itself will
+_OWN_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS",)
+
+
+class Found(BaseModel):
+    """What an earlier start of the same run found, kept beside its checkpoints or its record."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    identity: str  # of the probes
+    micro_batch: int
+    recompute: str
+    probes: list[Probe]
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.micro_batch, self.recompute)
+
+    @property
+    def verdict(self) -> dict[str, Any]:
+        return {"setting": asdict(self.setting), "probes": [probe.model_dump() for probe in self.probes]}
+
+
+def tune_launched(given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) -> tuple[RunConfig, list[Probe]]:
+    """`given` with nothing left to be found, for a launch whose every process calls this before it trains.
+
+    A run that goes on, started again by its launcher or with `--load`, takes what it found before. Raises UserError,
+    everywhere alike, where no setting can run, and StoppedError where the search cannot go on.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    received = note_signals()
+    try:
+        crew = Crew(launch_of(rendezvous), received)
+        verdict = crew.to_the_end(lambda: _join(crew, given, rendezvous, device))
+    except StudyStopped as stopped:
+        if not received:
+            raise StoppedError(f"looking for {' and '.join(given.to_find)} was given up: {stopped}") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:  # one that came behind the crew's last look counts as well
+        raise SystemExit(128 + received[0])
+    if "problem" in verdict:
+        raise UserError(verdict["problem"])
+    return settle(given, Setting(**verdict["setting"])), [Probe(**probe) for probe in verdict["probes"]]
+
+
+def _join(crew: Crew, given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) -> dict[str, Any]:
+    """One process's part in the search; the verdict that the lead tells all."""
+    run = resolve_first(given, rendezvous.world_size, device)
+    own = {name: os.environ[name] for name in _OWN_VARIABLES if name in os.environ}
+    trial = Trial("auto", given, run, own, timeout_seconds=1800.0)
+    tasks = Tasks(crew, TRAINER)
+    crew.report({})
+    if crew.launch.is_lead:
+        crew.reports()
+        crew.announce("plan", {"logs": str(given.out or tempfile.mkdtemp(prefix="megabench-"))})
+    logs = Path(crew.announced("plan")["logs"])
+    try:
+        if crew.launch.is_lead:
+            tasks.end(_lead(tasks, trial, logs))
+        verdict: dict[str, Any] = tasks.follow()
+        return verdict
+    finally:
+        if not given.out:
+            shutil.rmtree(logs, ignore_errors=True)  # on every host, since the processes of each have logged there
+
+
+def _lead(tasks: Tasks, trial: Trial, logs: Path) -> dict[str, Any]:
+    """The verdict for all processes of a launch; what is tried is told on standard output."""
+    config, identity = trial.config, _identity(trial)
+    own = config.save or config.out
+    folders = [folder for folder in (own, config.load) if folder] if restart_count() or config.load else []
+    for path in (folder / FOUND_NAME for folder in folders):
+        if (before := _read(path)) and before.identity == identity:
+            _say(f"chosen before: {before.setting} ({path})")
+            return before.verdict
+    try:
+        setting, probes = tune(tasks, trial, logs, _say)
+    except NothingFitsError as error:
+        return {"problem": str(error)}
+    found = Found(identity=identity, micro_batch=setting.micro_batch, recompute=setting.recompute, probes=probes)
+    if own:
+        _write(own / FOUND_NAME, found)
+    return found.verdict
+
+
+def _identity(trial: Trial) -> str:
+    """Hash of all that shapes the probes: where it is equal, so is what they find."""
+    config, run = trial.config, trial.resolved
+    first = Setting(run.micro_batch, run.recompute)
+    short = probe_config(config, first, run.world_size, run.device)
+    return short.identity(world_size=run.world_size, to_find=config.to_find, env=trial.env, gpus=gpu_names())
+
+
+def _read(path: Path) -> Found | None:
+    """What `path` holds; None where that is nothing that could be used."""
+    try:
+        return Found.model_validate_json(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: Path, found: Found) -> None:
+    try:
+        write_whole(path, found.model_dump_json(indent=2) + "\n")
+    except OSError as error:
+        _say(f"{path} could not be written ({error.strerror}): a run that goes on will search again")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,1 @@
+"""A study from its first trial to its report."""

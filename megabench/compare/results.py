@@ -1,0 +1,230 @@
+"""The results of a study on disk: which runs have one, and the files that are drawn from the records."""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from megabench.config.auto import Setting, settle
+from megabench.config.requested_fields import asked_for
+from megabench.doctor import examine
+from megabench.record import Probe, RecordError, RunRecord, Status, read_records, write_records
+from megabench.report import write_report
+from megabench.runtime.run_lock import Claim, ClaimedError, check_free
+from megabench.study.folder import StudyRecords
+from megabench.study.machine import describe, gpu_names
+from megabench.study.parity import judge_parity
+from megabench.study.study import Attempt, Study, StudyError, Trial
+from megabench.study.summary import summarize, write_csv
+
+
+class Results:
+    """The records of a study in the folder `out`, in the study's order, rewritten whole after every run."""
+
+    def __init__(self, out: Path, study: Study) -> None:
+        self.out, self.study = out, study
+        self._by_key: dict[tuple[str | None, int], RunRecord] = {}
+        self._of_others: list[RunRecord] = []
+        self._claim: Claim | None = None
+
+    @classmethod
+    def open(cls, out: Path, study: Study) -> "Results":
+        """The results that `out` holds of these very trials; `start` puts aside those of others.
+
+        Raises StudyError for a folder that cannot be written, or that something else has written, and ClaimedError for
+        one that another process writes.
+        """
+        results = cls(out, study)
+        nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise StudyError(f"--out {out} cannot be a folder: {nearest} cannot be written into; give another path")
+        check_free(out)
+        results._check_own()
+        try:
+            records = read_records(results._jsonl)
+        except RecordError as error:
+            raise StudyError(f"{error}; move the file away to begin anew") from None
+        known = {attempt.key: attempt for attempt in study.attempts}
+        for record in records:
+            key = (record.trial_id, record.repeat)
+            if key in known:
+                results._by_key[key] = record.model_copy(update={"trial": known[key].trial.name})
+            else:
+                results._of_others.append(record)
+        return results
+
+    def _check_own(self) -> None:
+        """StudyError where files of the folder that this study would write over are not from one."""
+        if self._is_source and self.study.as_run not in (None, self._copy.read_text()):
+            raise StudyError(
+                f"{self.study.source} would be written over with what --set, --plan or --emulate-hosts make of it; "
+                f"give another --out"
+            )
+        if self._environment.exists() or self._jsonl.exists():
+            return
+        others = [] if self._is_source else [self._copy]
+        for attempt in self.study.attempts:
+            others += [self.logs(attempt), self.tensorboard(attempt)]
+        if found := [path for path in others if path.exists()]:
+            raise StudyError(f"{found[0]} is there already, and not from a study; give another --out")
+
+    @property
+    def _is_source(self) -> bool:
+        """Whether the study was read from where its copy will lie."""
+        return self._copy.exists() and self._copy.samefile(self.study.source)
+
+    @property
+    def records(self) -> list[RunRecord]:
+        """The records so far, in the study's order, with parity judged over all of them."""
+        ordered = [self._by_key[attempt.key] for attempt in self.study.attempts if attempt.key in self._by_key]
+        return judge_parity(ordered, self.study.reference)
+
+    @property
+    def _jsonl(self) -> Path:
+        return self.out / "results.jsonl"
+
+    @property
+    def _copy(self) -> Path:
+        return self.out / "study.yaml"
+
+    @property
+    def _environment(self) -> Path:
+        return self.out / "environment.json"
+
+    def choose(self, resume: bool, only: Sequence[str]) -> list[Attempt]:
+        """The runs to do: all, those of the trials that `only` names or matches, and on `resume` those not ok yet.
+
+        Raises StudyError for a name that fits no trial, and where results would be overwritten unasked.
+        """
+        if self._jsonl.exists() and not resume and not only:
+            raise StudyError(f"{self._jsonl} holds results; add --resume to go on with them, or give another --out")
+        attempts = self.select(only)
+        if self._jsonl.exists() and not self.records and self._jsonl.stat().st_size:
+            raise StudyError(
+                f"{self._jsonl} holds results of other trials only, which would be lost; give another --out, or the "
+                f"study and the --set options that they were measured with"
+            )
+        if not resume:
+            return attempts
+        good = {(record.trial_id, record.repeat) for record in self.records if record.status == "ok"}
+        return [attempt for attempt in attempts if attempt.key not in good]
+
+    def select(self, only: Sequence[str]) -> list[Attempt]:
+        """The runs of the trials that `only` names or matches; of all when it is empty."""
+        chosen = self.study.select(only)
+        return [attempt for attempt in self.study.attempts if attempt.trial in chosen]
+
+    def all_ok(self, attempts: Sequence[Attempt]) -> bool:
+        """Whether each of these runs has a record that says ok."""
+        status = {(record.trial_id, record.repeat): record.status for record in self.records}
+        return all(status.get(attempt.key) == "ok" for attempt in attempts)
+
+    def start(self) -> str | None:
+        """Writes what is known before the first run: the study as run, and the environment.
+
+        Returns what was done with records of trials that the study has no more, or has otherwise, if there are any.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._claim = Claim(self.out)
+        # first: what makes the folder a study's
+        self._environment.write_text(json.dumps(describe(), indent=2) + "\n")
+        said = self._put_aside()
+        if self.study.as_run is not None:
+            self._copy.write_text(self.study.as_run)
+        elif not self._is_source:
+            self._copy.write_bytes(self.study.source.read_bytes())
+        return said
+
+    def _put_aside(self) -> str | None:
+        if not self._of_others:
+            return None
+        aside = self.out / "results-of-others.jsonl"
+        write_records(aside, [*read_records(aside), *self._of_others])
+        names = ", ".join(dict.fromkeys(record.trial for record in self._of_others))
+        self._of_others = []
+        self._write()
+        return f"Measured under other settings, and put aside in {aside}: {names}"
+
+    def logs(self, attempt: Attempt) -> Path:
+        return self.out / "logs" / attempt.folder
+
+    def tensorboard(self, attempt: Attempt) -> Path:
+        return self.out / "tensorboard" / attempt.folder
+
+    def found(self, trial: Trial) -> tuple[Setting, list[Probe]] | None:
+        """What an earlier run of `trial` found by trying; None when there is none."""
+        for record in self._by_key.values():
+            is_found = any(probe.status == "ok" for probe in record.probes or ())
+            if record.trial_id == trial.id and is_found and record.probes:
+                return Setting(record.micro_batch, record.options["recompute"]), record.probes
+        return None
+
+    def clear(self, attempt: Attempt) -> None:
+        """Removes what an earlier try of this run left, so that nothing of it can be taken for the new one's."""
+        for folder in (self.logs(attempt), self.tensorboard(attempt)):
+            shutil.rmtree(folder, ignore_errors=True)
+        self.logs(attempt).mkdir(parents=True)
+
+    def add(self, attempt: Attempt, record: RunRecord) -> RunRecord:
+        """Keeps the record of a run, writes all files anew, and returns the record with its parity."""
+        trial = attempt.trial
+        update = {
+            "trial": trial.name,
+            "trial_id": trial.id,
+            "repeat": attempt.repeat,
+        }
+        record = record.model_copy(update=update)
+        if self.study.predictor:
+            record.prediction = self.study.predictor.predict(record)
+        self._by_key[attempt.key] = record
+        return next(record for record in self._write() if (record.trial_id, record.repeat) == attempt.key)
+
+    def _write(self) -> list[RunRecord]:
+        """Writes all files anew, and returns what they hold. Raises ClaimedError where another has taken them over."""
+        if self._claim and (loss := self._claim.loss):
+            raise ClaimedError(loss)
+        records = self.records
+        write_records(self._jsonl, records)
+        write_csv(self.out / "summary.csv", summarize(records, self.study.reference))
+        self.write_report()
+        return records
+
+    def close(self) -> None:
+        """Leaves the folder to others."""
+        if self._claim:
+            self._claim.release()
+
+    def write_report(self) -> Path:
+        """Draws the report of what there is so far, and returns its path."""
+        path, study, records = self.out / "report.html", self.study, tuple(self.records)
+        findings = examine(records, study.reference)
+        write_report(path, StudyRecords(study.name, study.question, study.reference, records), findings)
+        return path
+
+
+def failed_record(
+    trial: Trial,
+    status: Status,
+    error: str,
+    num_hosts: int | None,
+    found: Setting | None = None,
+    probes: list[Probe] | None = None,
+) -> RunRecord:
+    """The record of a run without a result: what was asked for, and why nothing was measured.
+
+    `found` is what was found by trying, if the run came so far, and `probes` all that was tried.
+    """
+    gpus = gpu_names()
+    config = settle(trial.config, found) if found else trial.config
+    resolved = config.resolve(trial.world_size, trial.resolved.device) if found else trial.resolved
+    return RunRecord(
+        **asked_for(resolved, config, trial.env),
+        trial=trial.name,
+        work_class=None,
+        status=status,
+        error=error,
+        num_hosts=num_hosts,
+        probes=probes,
+        device=(gpus[0] if gpus else None) if trial.resolved.device == "cuda" else "cpu",
+    )

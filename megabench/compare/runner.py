@@ -1,0 +1,170 @@
+"""Runs a study: one supervisor for all ranks of this machine, or one a rank under torchrun; the same code for both."""
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megabench import UserError
+from megabench.autotune.tune import NothingFitsError, tune
+from megabench.compare.hparams import write_hparams
+from megabench.compare.progress import RunDisplay
+from megabench.compare.results import Results, failed_record
+from megabench.config.auto import settle
+from megabench.doctor.command import write_head
+from megabench.runtime.run_lock import ClaimedError
+from megabench.study.planned import regret_sentence
+from megabench.study.request import Request
+from megabench.study.study import Attempt, Study
+from megabench.study.summary import summarize
+from megabench.study.table import show
+from megabench.supervisor.crew import Crew, StudyStopped, note_signals
+from megabench.supervisor.launch import join_launcher, open_here
+from megabench.supervisor.tasks import TRAINER, Tasks, task_of
+from megabench.terminal import standard_output
+
+
+def run_here(request: Request, study: Study, num_processes: int, trainer: Sequence[str] = TRAINER) -> int:
+    """Runs a study on this machine alone. Returns the exit status: 0 when every trial is ok, else 1.
+
+    `trainer` is the command that trains; it gets the flags of a RunConfig. Raises StudyError before any start.
+    """
+    results = Results.open(request.out, study)
+    attempts = results.choose(request.resume, request.only)
+    crew = Crew(open_here(num_processes), note_signals())
+    return _to_the_end(crew, lambda: _lead(crew, request, results, attempts, trainer))
+
+
+def run_launched(request: Request, trainer: Sequence[str] = TRAINER) -> int:
+    """Runs a study as one of the processes that torchrun started, each the supervisor of its own rank.
+
+    Returns the same exit status on all of them: as `run_here`, and 2, with one line by the lead, for a study that
+    cannot be run.
+    """
+    crew = Crew(join_launcher(), note_signals())
+    try:
+        return _to_the_end(crew, lambda: _join_study(crew, request, trainer))
+    finally:
+        # torchrun sends SIGTERM to all others once the first has ended; each shall end with its own status
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _to_the_end(crew: Crew, run: Callable[[], int]) -> int:
+    """The exit status of `run`, also when the study stops before its end."""
+    try:
+        return crew.to_the_end(run)
+    except StudyStopped as stopped:
+        if crew.launch.is_lead or not stopped.signal:
+            print(f"Stopped: {stopped}. The same command with --resume goes on.", file=sys.stderr, flush=True)
+        return 128 + stopped.signal if stopped.signal else 1
+
+
+def _join_study(crew: Crew, request: Request, trainer: Sequence[str]) -> int:
+    """Every supervisor reads the study; the lead chooses the runs once all are known to have read the same."""
+    study: Study | None = None
+    try:
+        study = request.plan_launched(len(crew.launch.supervisors))
+        crew.report({"digest": study.digest})
+    except UserError as error:
+        crew.report({"problem": str(error)})
+    if crew.launch.is_lead:
+        return _lead_launched(crew, request, study, trainer)
+    plan = crew.announced("plan")
+    if "problem" in plan:
+        return 2
+    assert study is not None
+    verdict: int = Tasks(crew, trainer).follow()
+    return verdict
+
+
+def _lead_launched(crew: Crew, request: Request, study: Study | None, trainer: Sequence[str]) -> int:
+    try:
+        _check_reports(crew.reports())
+        assert study is not None
+        results = Results.open(request.out, study)
+        attempts = results.choose(request.resume, request.only)
+    except UserError as error:
+        # printed before the others hear of it: the first to leave makes torchrun end the rest
+        print(f"Error: {error}", file=sys.stderr, flush=True)
+        crew.announce("plan", {"problem": str(error)})
+        return 2
+    crew.announce("plan", {})
+    return _lead(crew, request, results, attempts, trainer)
+
+
+def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
+    """UserError unless every supervisor could read the study, and all read the same."""
+    first = reports[0]
+    for report in reports:
+        if "problem" in report:
+            elsewhere = f" (on {report['host']})" if report["host"] != first["host"] else ""
+            raise UserError(report["problem"] + elsewhere)
+    for report in reports:
+        if report["digest"] != first["digest"]:
+            raise UserError(
+                f"the study differs between {first['host']} and {report['host']}; give every host the same file and "
+                f"the same --set options"
+            )
+
+
+def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Attempt], trainer: Sequence[str]) -> int:
+    """Runs all attempts, keeps their records, prints the table and tells the others the verdict.
+
+    2, with a line, where the folder of the results is another's by now.
+    """
+    tasks = Tasks(crew, trainer)
+    try:
+        status = _run_all(tasks, request, results, attempts)
+    except ClaimedError as error:
+        print(f"Error: {error}", file=sys.stderr, flush=True)
+        status = 2
+    tasks.end(status)
+    return status
+
+
+def _run_all(tasks: Tasks, request: Request, results: Results, attempts: Sequence[Attempt]) -> int:
+    console = standard_output()
+    if said := results.start():
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+    for number, attempt in enumerate(attempts):
+        results.clear(attempt)
+        with RunDisplay(console, number + 1, len(attempts), attempt.folder.as_posix()) as display:
+            _run_attempt(tasks, results, attempt, display)
+    if results.study.question:
+        console.print(results.study.question, markup=False, highlight=False, soft_wrap=True)
+    records, reference = results.records, results.study.reference
+    show(console, records, reference)
+    write_head(console, records, reference, results.out)
+    if sentence := regret_sentence(records):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    write_hparams(results.out / "tensorboard", summarize(records, reference))
+    console.print(f"records: {results.out / 'results.jsonl'}", markup=False, highlight=False, soft_wrap=True)
+    if records:
+        console.print(f"report: {results.write_report()}", markup=False, highlight=False, soft_wrap=True)
+    results.close()
+    return 0 if results.all_ok(results.select(request.only)) else 1
+
+
+def _run_attempt(tasks: Tasks, results: Results, attempt: Attempt, display: RunDisplay) -> None:
+    """Keeps the record of one run: what its rank 0 wrote, or why there is none."""
+    trial, logs = attempt.trial, results.logs(attempt)
+    found, probes = None, None
+    try:
+        if trial.config.to_find:
+            found, probes = results.found(trial) or tune(tasks, trial, logs, display.note, display.update)
+        config = settle(trial.config, found) if found else trial.config
+        task = task_of(trial, config.model_copy(update={"tensorboard": results.tensorboard(attempt)}), logs)
+        result = tasks.run(task, display.update)
+        if result.record:
+            command = config.command(trial.world_size, trial.env)  # without the folders of this study
+            record = result.record.model_copy(update={"probes": probes, "command": command})
+        else:
+            record = failed_record(trial, result.status, result.error or "", result.num_hosts, found, probes)
+    except NothingFitsError as error:
+        record = failed_record(trial, error.status, str(error), error.num_hosts, probes=error.probes)
+    except StudyStopped as stopped:
+        if not stopped.signal:  # what broke the crew may have been this very run
+            record = failed_record(trial, "failed", str(stopped), None, found, probes)
+            display.end(results.add(attempt, record))
+        raise
+    display.end(results.add(attempt, record))

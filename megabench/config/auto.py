@@ -1,0 +1,59 @@
+"""What a configuration leaves to be found ("auto"): the settings that it may have instead. Loads no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megabench.config.run import ResolvedConfig, RunConfig
+from megabench.parallel.layout import LayoutError, divisors
+from megabench.settings.reading import ConfigError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A micro-batch and a level of recomputation."""
+
+    micro_batch: int
+    recompute: str
+
+    def __str__(self) -> str:
+        return f"micro-batch {self.micro_batch}, recompute {self.recompute}"
+
+
+def settle(config: RunConfig, setting: Setting) -> RunConfig:
+    """`config` with what `setting` says in the place of "auto"."""
+    return config.model_copy(update={name: getattr(setting, name) for name in config.to_find})
+
+
+def legal_settings(config: RunConfig, world_size: int, device: Literal["cpu", "cuda"]) -> list[Setting]:
+    """The settings that `config` leaves open and may have: less recomputation first, then smaller micro-batches.
+
+    The only one of a configuration that leaves nothing open. Raises what the first raises when none is legal.
+    """
+    legal, first_error = [], None
+    for setting in _settings(config, world_size):
+        try:
+            settle(config, setting).resolve(world_size, device)
+            legal.append(setting)
+        except (ConfigError, LayoutError) as error:
+            first_error = first_error or error
+    if not legal and first_error:
+        raise first_error
+    return legal
+
+
+def resolve_first(config: RunConfig, world_size: int, device: Literal["cpu", "cuda"]) -> ResolvedConfig:
+    """The run that `config` is under the first of its legal settings, where it leaves any open."""
+    first = legal_settings(config, world_size, device)[0]
+    return settle(config, first).resolve(world_size, device)
+
+
+def _settings(config: RunConfig, world_size: int) -> list[Setting]:
+    shape = config.shape
+    if config.micro_batch == "auto":
+        replicas = config.layout.with_world_size(world_size).data_parallel
+        named = RunConfig.parse(config.model_dump(exclude_unset=True, exclude={*config.to_find})).with_deepspeed_json()
+        micro_batches = divisors(max(1, (named.global_batch or shape.global_batch) // replicas))
+    else:
+        micro_batches = [config.micro_batch or shape.micro_batch]
+    levels = ["none", "selective", "full"] if config.recompute == "auto" else [config.recompute]
+    return [Setting(micro_batch, level) for level in levels for micro_batch in micro_batches]

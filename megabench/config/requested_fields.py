@@ -1,0 +1,40 @@
+"""What a record holds before anything runs. Loads no torch."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from megabench.config import ResolvedConfig, RunConfig
+from megabench.record import LayoutSizes
+from megabench.specs.deepspeed_json import read_deepspeed_json
+
+# settings that shape how a step runs, beside the layout
+_OPTIONS = (
+    "zero_stage", "offload", "hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers",
+    "shard_size", "reshard_after_forward", "powersgd_rank", "compile", "recompute", "keep_gathered", "stages",
+)  # fmt: skip
+
+
+def asked_for(run: ResolvedConfig, given: RunConfig, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The fields of a record that are known before anything runs; `env` is what a study sets beside the flags."""
+    return {
+        "engine": run.engine,
+        "layout": LayoutSizes(**asdict(run.layout)),
+        "options": {option: getattr(run, option) for option in _OPTIONS}
+        | {
+            "deepspeed_config": read_deepspeed_json(run.deepspeed_config) if run.deepspeed_config else None,
+        },
+        "optimizer": run.optimizer,
+        "world_size": run.world_size,
+        "emulated_hosts": run.emulate_hosts,
+        "model": run.model,
+        "num_parameters": run.shape.num_parameters,
+        "seq_length": run.seq_length,
+        "micro_batch": run.micro_batch,
+        "global_batch": run.global_batch,
+        "precision": run.precision,
+        "grad_dtype": run.grad_dtype,
+        "num_steps": run.steps,
+        "warmup_steps": run.warmup_steps,
+        "command": given.command(run.world_size, env),
+    }

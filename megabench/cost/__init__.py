@@ -1,0 +1,1 @@
+"""What a step costs, from formulas and measured constants. Loads no torch."""

@@ -1,0 +1,63 @@
+"""What the costs of all engines are made of: layers, groups, the host, computed once for all candidates of a job."""
+
+from functools import cache, lru_cache, partial
+
+from megabench.cost import compute, schedule
+from megabench.cost.compute import LayerSeconds, Machine
+from megabench.cost.geometry import Geometry
+from megabench.cost.job import Candidate, Job
+from megabench.cost.network import Span
+from megabench.cost.profile import Profile
+from megabench.hardware.topology import Topology
+from megabench.parallel.layout import Layout
+from megabench.parallel.placement import Policy
+
+Sizes = tuple[int, int, int, bool, Policy]
+
+
+@lru_cache(maxsize=4096)
+def _geometry(topology: Topology, tp: int, cp: int, pp: int, interleaved: bool, policy: Policy) -> Geometry:
+    """The geometry of a layout, for whatever job and profile."""
+    layout = Layout(tp=tp, cp=cp, pp=pp, vp=2 if interleaved else 1).with_world_size(topology.world_size)
+    return Geometry.of(topology, layout, policy)
+
+
+class Base:
+    """A job on a topology, with what its candidates share."""
+
+    def __init__(self, job: Job, topology: Topology, profile: Profile) -> None:
+        self.job, self.topology, self.profile = job, topology, profile
+        self.machine = Machine(profile, profile.peak(topology.hosts[0].device, job.precision))
+        self.geometry = cache(partial(_geometry, topology))
+        self.layer = cache(partial(compute.layer_seconds, self.machine, job))
+        self.output = cache(partial(compute.output_seconds, self.machine, job))
+        self.embedding = cache(partial(compute.embedding_seconds, self.machine, job))
+
+    def geometry_of(self, candidate: Candidate) -> Geometry:
+        return self.geometry(*self.sizes(candidate))
+
+    @staticmethod
+    def sizes(candidate: Candidate) -> Sizes:
+        """What the groups of a candidate depend on."""
+        layout = candidate.layout
+        return layout.tp, layout.cp, layout.pp, layout.vp > 1, candidate.placement
+
+    def host(self, candidate: Candidate, layer: LayerSeconds, collectives: float) -> tuple[float, float]:
+        """Seconds that the host needs to start a layer's kernels and collectives, forward and backward."""
+        each = self.profile.collective_launch_seconds
+        forward = layer.host_forward + collectives * each
+        backward = layer.host_backward + 1.5 * collectives * each
+        return forward, backward + (forward if candidate.recompute == "full" else 0.0)
+
+    def interference(self, where: Span) -> float:
+        """What a second of a group's hidden communication costs the work that hides it, in processors, memory bandwidth
+        and power; nothing over sockets, which move a hundredth of NVLink's bytes in that second.
+        """
+        return 0.0 if where.across == "socket" else self.profile.interference
+
+    def tail(self, work: float, communicate: float, pieces: int, where: Span, overlaps: bool) -> float:
+        """What is left of a communication behind the work that hides it, and what the hidden part costs that work."""
+        if not overlaps:
+            return communicate
+        tail = schedule.hidden_tail(work, communicate, pieces)
+        return tail + self.interference(where) * (communicate - tail)

@@ -1,0 +1,193 @@
+"""Seconds that a GPU computes: matrix products, attention, element-wise operations, the optimizer. Loads no torch.
+
+Everything is of one rank and one micro-batch.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from megabench.cost.job import Job
+from megabench.cost.profile import Profile
+
+# tiles of the output that a thread block makes (CUTLASS, efficient GEMM; the larger ones reach the peak)
+_TILES = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 64))
+_TILE_SHARE = (1.0, 1.0, 0.92, 0.8, 0.6)
+# kernels that PyTorch starts for a layer, forward; backward has about twice as many
+_KERNELS_FORWARD = 22
+_KERNELS_UNFUSED = 20  # more, without fused norms, rotary embedding and activation
+_LONG = 8192  # inner size from which a product's efficiency counts as full: it is measured there
+_BACKWARD_ATTENTION = 2.5  # FLOPs of flash attention's backward ÷ forward's (arXiv 2307.08691, section 3.1)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU as the formulas see it: its profile and its dense peak in FLOP/s."""
+
+    profile: Profile
+    peak: float
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Of one layer and micro-batch. `weight_gradients` are in `backward`, `attention` (its forward) in `forward`.
+
+    `host_forward` and `host_backward` are what the host needs to start the kernels, collectives left out.
+    """
+
+    forward: float
+    backward: float
+    attention: float
+    weight_gradients: float
+    input_gradients: float
+    host_forward: float
+    host_backward: float
+
+
+def gemm_seconds(machine: Machine, m: float, n: float, k: float) -> float:
+    """A product [m, k] · [k, n] in 16 bits: FLOPs under the peak, or bytes under the memory's rate, the slower.
+
+    Efficiency falls with tiles that stick out, with waves of thread blocks that do not fill the GPU (NVIDIA's Matrix
+    Multiplication Background guide), and with a short inner size k, over which a tile's prologue does not pay.
+    """
+    profile = machine.profile
+    fill = 0.0
+    for (rows, columns), share in zip(_TILES, _TILE_SHARE, strict=True):
+        down, across = ceil(m / rows), ceil(n / columns)
+        waves = ceil(down * across / profile.num_sms)
+        used = m * n / (waves * profile.num_sms * rows * columns)
+        fill = max(fill, share * used)
+    length = min(1.0, k / (k + profile.gemm_half_k) * (1 + profile.gemm_half_k / _LONG))
+    rate = machine.peak * profile.gemm_efficiency * fill * length
+    bytes_moved = 2 * (m * k + k * n + m * n)
+    return max(2 * m * n * k / rate, bytes_moved / (profile.memory_gb_per_s * 1e9))
+
+
+def memory_seconds(machine: Machine, num_bytes: float) -> float:
+    """Element-wise work that reads and writes so many bytes."""
+    return num_bytes / (machine.profile.memory_gb_per_s * 1e9)
+
+
+def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
+    """Causal attention, forward and backward.
+
+    Flash: 2·S²·N·D FLOPs a sequence (half the square), 2.5 × that in backward. Without it the full square, 4·S²·N·D, as
+    batched products, and the scores [B, N, S, S] written and read by softmax (and dropout): arXiv 2205.05198, figure 3.
+    """
+    shape, seq = job.shape, job.seq_length
+    square = micro_batch * seq * seq / cp * shape.num_heads / tp
+    profile = machine.profile
+    if job.stack.flash_attention:
+        has_chunks = cp > 1 and not job.exchanges_heads(tp, cp)
+        is_version_2 = job.stack.flash_version_2 or (has_chunks and job.stack.chunks_by_flash_2)
+        rate = machine.peak * (profile.flash_2_share if is_version_2 else 1.0)
+        forward = 2 * square * shape.head_dim / rate
+        return forward / profile.attention_forward, _BACKWARD_ATTENTION * forward / profile.attention_backward
+    products = 4 * square * shape.head_dim / (machine.peak * profile.gemm_efficiency)
+    # inner sizes are a head's: the products are bound by the scores that they write and read
+    products = max(products, memory_seconds(machine, 4 * square))
+    # softmax 2 + 2, dropout 2 + 2 + 1 for its mask; backward reads and writes them again
+    passes = 4 + (5 if job.stack.dropout else 0)
+    softmax = memory_seconds(machine, passes * square)
+    return products + softmax, 2 * products + 1.5 * softmax
+
+
+def elementwise_bytes(job: Job, tp: int, cp: int, micro_batch: int) -> float:
+    """Bytes that a layer's norms, residual sums, rotary embedding and activation read and write, forward, if fused.
+
+    Norm and residual 2 · (4 + 6)·H a token, cut by tp under sequence parallelism alone; rotary 4·(N + K)·D/T, and the
+    same for norms of queries and keys (Qwen3);
+    activation with its products (2 in, 1 out with a gate; 1 in, 1 out without) 2·F/T each; dropout 2 · 5·H.
+    """
+    shape, tokens = job.shape, micro_batch * job.seq_length / cp
+    cut = tp if job.stack.sequence_parallel else 1
+    residual = (20 + (10 if job.stack.dropout else 0)) * shape.hidden_size / cut
+    rotary = 4 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / tp * (1 + shape.table.qk_norm)
+    activation = 2 * job.ffn_matrices * shape.ffn_size / tp
+    return tokens * (residual + rotary + activation) * job.bytes_of_value / 2
+
+
+def kernels_forward(job: Job) -> int:
+    """Kernels of a layer, forward; backward has twice as many."""
+    return _KERNELS_FORWARD + (0 if job.stack.fused else _KERNELS_UNFUSED)
+
+
+def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> LayerSeconds:
+    """One layer: QKV, projection and FFN products, attention, and what lies in between."""
+    shape, tokens = job.shape, micro_batch * job.seq_length / cp
+    h, q, kv, f = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, 0
+    f = shape.ffn_size
+    products = (((q + 2 * kv) / tp, h), (h, q / tp), ((job.ffn_matrices - 1) * f / tp, h), (h, f / tp))
+    forward = sum(gemm_seconds(machine, tokens, n, k) for n, k in products)
+    inputs = sum(gemm_seconds(machine, tokens, k, n) for n, k in products)
+    weights = sum(gemm_seconds(machine, n, k, tokens) for n, k in products)
+    attention, attention_backward = attention_seconds(machine, job, tp, cp, micro_batch)
+    traffic = elementwise_bytes(job, tp, cp, micro_batch)
+    if not job.stack.fused:
+        traffic *= machine.profile.unfused_traffic
+    between = memory_seconds(machine, traffic)
+    accumulate = memory_seconds(machine, accumulated_bytes(job) * job.layer_parameters / tp)
+    host = kernels_forward(job) * machine.profile.launch_seconds
+    return LayerSeconds(
+        forward=forward + attention + between,
+        backward=inputs + weights + attention_backward + 1.5 * between + accumulate,
+        attention=attention,
+        weight_gradients=weights,
+        input_gradients=inputs,
+        host_forward=host,
+        host_backward=2 * host,
+    )
+
+
+def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
+    """Output layer and cross-entropy, forward and backward: 2·H·V FLOPs a token and product; logits [B·S, V/T].
+
+    The fused loss makes its gradients in forward (megabench/engines/cross_entropy.py): of a logit it writes and reads
+    16 bits 6 times, and of a weight's gradient in fp32 zeroes, sums, scales and casts 18 bytes. Any other moves
+    `loss_bytes` a logit.
+    """
+    shape, tokens = job.shape, micro_batch * job.seq_length / cp
+    rows = shape.vocab_size / tp
+    forward = gemm_seconds(machine, tokens, rows, shape.hidden_size)
+    backward = gemm_seconds(machine, tokens, shape.hidden_size, rows)
+    backward += gemm_seconds(machine, rows, shape.hidden_size, tokens)
+    elements, weights = tokens * rows, rows * shape.hidden_size
+    accumulate = memory_seconds(machine, accumulated_bytes(job) * weights)
+    if job.stack.fused_loss:
+        return forward + backward + memory_seconds(machine, 12 * elements + 18 * weights), accumulate
+    loss_forward, loss_backward = (memory_seconds(machine, size * elements) for size in job.stack.loss_bytes)
+    return forward + loss_forward, backward + loss_backward + accumulate
+
+
+def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
+    """Looking tokens up, and adding their gradients: rows of H read and written; the gradient buffer zeroed, added."""
+    tokens = micro_batch * job.seq_length / cp
+    rows = tokens * job.shape.hidden_size * job.bytes_of_value
+    added = accumulated_bytes(job) * job.embedding_parameters / tp
+    return memory_seconds(machine, 2 * rows), memory_seconds(machine, 3 * rows + added)
+
+
+def flattening_seconds(machine: Machine, job: Job, parameters: float) -> float:
+    """What a program does that keeps whole gradients beside a sharded optimizer, and sums them in one flat piece.
+
+    It reads them for the norm, reads and writes them to clip them, and copies them twice to reduce them (itself, and
+    torch for collectives of lists); what is gathered is copied three times (nanotron's optim/zero.py, distributed.py).
+    """
+    return memory_seconds(machine, (7 * job.bytes_of_gradient + 6 * job.bytes_of_value) * parameters)
+
+
+def accumulated_bytes(job: Job) -> int:
+    """Bytes a parameter by which a gradient joins its buffer, which is read and written.
+
+    It is written in 16 bits and read before, unless the product itself adds it.
+    """
+    return 2 * job.bytes_of_gradient + (0 if job.stack.fuses_weight_gradient else 4)
+
+
+def optimizer_seconds(machine: Machine, job: Job, parameters: float, sharded: float) -> float:
+    """Norm, clipping and AdamW of `sharded` parameters, and zeroing the gradients of `parameters`.
+
+    AdamW reads gradient, master and two moments and writes three of them and the weight: 28 + 2 bytes; the norm reads
+    the gradient once more.
+    """
+    each = 28 + job.bytes_of_value + job.bytes_of_gradient
+    return memory_seconds(machine, each * sharded + job.bytes_of_gradient * parameters)

@@ -1,0 +1,192 @@
+"""What is to be predicted: the work, how a program does it, and one way to lay it out. Loads no torch."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from megabench.config import EngineName, RunConfig
+from megabench.metrics import flops_per_token, output_layer_cost
+from megabench.models.shape import ModelShape
+from megabench.parallel.layout import Layout
+from megabench.parallel.placement import Policy
+from megabench.specs.deepspeed_json import reduce_bucket
+
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer", "all"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a training program does, as far as it shapes cost. The defaults are megabench's own engines on GPUs.
+
+    `flash_attention` holds no S×S scores (`flash_version_2`: by FlashAttention-2, slow on Hopper, not cuDNN's or 3;
+    `chunks_by_flash_2`: only the chunks of context parallelism, for which torch has but its own FlashAttention-2;
+    where it `exchanges_heads` and can, there are none: ranks swap parts of the sequence for parts of the heads);
+    without it they are written and read in 16 bits, the full square of them. `fused` element-wise
+    kernels read and write once what unfused ones do several times. `fused_loss` makes output layer and cross-entropy in
+    chunks; any other reads and writes `loss_bytes` a logit, forward and backward (Megatron-LM's in fp32,
+    cross_entropy.py: cast 2 + 4, maximum 4, sum 4, subtraction, exponential and division 4 + 4 each; backward scales
+    4 + 4 and casts 4 + 2).
+    Where it `keeps_gathered` inputs of tensor-parallel layers, they are not gathered again.
+    `blocking_p2p` stages wait for what they send, but with interleaving. Gradients are summed by `bucket_parameters`,
+    beside backward or not; with a sharded optimizer as `overlaps_sharded_gradients` says.
+    `stages` hold as many layers each, or fewer beside the output layer (as megabench's engine, or nanotron, cuts them).
+    Of published runs alone: `accumulates_at_end` of a backward holds the 16-bit gradients of all weights; `copies_kept`
+    that leaner code has not; `holds_sent` what NCCL's stream was given, until the GPU is past it. `flattens_shards`
+    copies gradients and weights into one piece for a sharded optimizer's collectives. `flat_parameters` (FSDP1's) are
+    communicated where they lie.
+    """
+
+    flash_attention: bool = True
+    flash_version_2: bool = False
+    chunks_by_flash_2: bool = True
+    exchanges_heads: bool = True
+    sequence_parallel: bool = True
+    fused: bool = True
+    fused_loss: bool = True
+    loss_bytes: tuple[int, int] = (38, 14)
+    dropout: bool = False
+    overlaps_gradients: bool = True
+    overlaps_sharded_gradients: bool = True
+    overlaps_parameters: bool = True
+    overlaps_tp_backward: bool = True
+    keeps_gathered: bool = False
+    fuses_weight_gradient: bool = False
+    blocking_p2p: bool = True
+    bucket_parameters: float = 40e6
+    buckets_on_all_stages: bool = False
+    stages: Literal["balanced", "even", "filled"] = "balanced"
+    accumulates_at_end: bool = False
+    copies_kept: bool = False
+    holds_sent: bool = False
+    flattens_shards: bool = False
+    flat_parameters: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of one optimizer step. `bytes_of_gradient` is of one element: 4 for fp32, 2 for bf16."""
+
+    shape: ModelShape
+    seq_length: int
+    global_batch: int
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    bytes_of_gradient: int = 4
+    optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
+    stack: Stack = field(default_factory=Stack)
+
+    def exchanges_heads(self, tp: int, cp: int) -> bool:
+        """Whether context parallelism can give each rank KV heads of its own, and does."""
+        return cp > 1 and self.stack.exchanges_heads and self.shape.num_kv_heads % (tp * cp) == 0
+
+    @cached_property
+    def ffn_matrices(self) -> int:
+        """Matrices of H × F in a layer: three with a gate, two without."""
+        shape = self.shape
+        attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
+        return round((self.layer_parameters - attention) / (shape.hidden_size * shape.ffn_size))
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Of one layer's matrices."""
+        return self.shape.layer_matrix_parameters
+
+    @cached_property
+    def layer_tensors(self) -> int:
+        """How many tensors a layer's parameters are."""
+        return sum(len(rule.tensors) for rule in self.shape.table.layer)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return self.shape.num_parameters
+
+    @cached_property
+    def embedding_parameters(self) -> int:
+        return self.shape.vocab_size * self.shape.hidden_size
+
+    @cached_property
+    def reduce_bucket(self) -> int:
+        """Elements that ZeRO-1 and 2 reduce at once."""
+        return reduce_bucket(self.shape)
+
+    @cached_property
+    def output_cost(self) -> float:
+        """What the output layer counts as, in layers, where stages are cut."""
+        if self.stack.stages == "filled":
+            return self.embedding_parameters / self.layer_parameters
+        return output_layer_cost(self.shape, self.seq_length) if self.stack.stages == "balanced" else 0.0
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Useful FLOPs of a token's training, attention causal."""
+        return flops_per_token(self.shape, self.seq_length).causal
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.global_batch * self.seq_length
+
+    @property
+    def bytes_of_moments(self) -> int:
+        """Bytes a parameter of AdamW's two moments; the rows and columns that Adafactor keeps count as nothing."""
+        return 8 if self.optimizer == "adamw" else 0
+
+    @property
+    def bytes_of_state(self) -> int:
+        """Bytes a parameter of the optimizer: its moments and an fp32 master; in fp32 the weight is its own."""
+        return self.bytes_of_moments + (0 if self.precision == "fp32" else 4)
+
+    @property
+    def bytes_of_value(self) -> int:
+        """Bytes of a weight or an activation."""
+        return 4 if self.precision == "fp32" else 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a job. `zero_stage` of megatron says whether its optimizer is sharded over replicas (1) or not.
+
+    `keeps_weights`: ZeRO-3 and FSDP2 hold what a forward pass gathered until backward has used it.
+    """
+
+    engine: EngineName
+    layout: Layout
+    micro_batch: int
+    recompute: Recompute = "none"
+    placement: Policy = "topology"
+    zero_stage: int = 1
+    offload: Offload = "none"
+    shard_size: int | None = None
+    hpz_size: int | None = None
+    keeps_weights: bool = False
+
+    @property
+    def name(self) -> str:
+        """As people would call the trial, e.g. "tp8·pp2·dp2 mb1" or "zero3·dp32 mb2 full"."""
+        kind = {"deepspeed": f"zero{self.zero_stage}·", "megatron": ""}.get(self.engine, f"{self.engine}·")
+        words = [f"{kind}{self.layout}", f"mb{self.micro_batch}"]
+        words += [self.recompute] * (self.recompute != "none")
+        words += [self.placement] * (self.placement != "topology")
+        words += [f"offload-{self.offload}"] * (self.offload != "none")
+        words += ["kept"] * self.keeps_weights
+        words += [f"shard{self.shard_size}"] * bool(self.shard_size) + [f"hpz{self.hpz_size}"] * bool(self.hpz_size)
+        return " ".join(words)
+
+    def settings(self) -> dict[str, Any]:
+        """The fields of a RunConfig that make this candidate, those at their defaults left out."""
+        layout = self.layout
+        fields: dict[str, Any] = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vp": layout.vp}
+        fields = {"engine": self.engine, **fields, "micro_batch": self.micro_batch, "recompute": self.recompute}
+        fields |= {"placement": self.placement, "offload": self.offload}
+        fields |= {"shard_size": self.shard_size, "hpz_size": self.hpz_size}
+        fields["reshard_after_forward"] = not self.keeps_weights
+        if self.engine == "deepspeed":
+            fields["zero_stage"] = self.zero_stage
+            fields["zero_leaf_layers"] = self.zero_stage == 3  # what is predicted: a host that waits for no parts
+        kept = ("engine", "micro_batch", "zero_stage")
+        defaults = RunConfig.model_fields
+        return {name: value for name, value in fields.items() if name in kept or value != defaults[name].default}
+
+    def num_micro_batches(self, job: Job) -> int:
+        """Micro-batches of one replica and step."""
+        return job.global_batch // (self.micro_batch * self.layout.data_parallel)

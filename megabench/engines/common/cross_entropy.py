@@ -1,0 +1,108 @@
+"""Output layer and cross-entropy in one, for any engine: the logits of all tokens are never held, and never in fp32.
+
+The gradients are made in the forward pass, chunk by chunk of tokens, while a chunk's logits are there (as in Liger
+kernels, arXiv 2410.10989); the vocabulary may be cut over a tensor-parallel group (as in arXiv 1909.08053, section 3).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megabench.engines.common.fused import fused
+from megabench.engines.common.weight_gradient import accumulate
+
+_CHUNK_LOGITS = 2**29  # of one chunk, in elements: 1 GiB in bf16
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: ProcessGroup | None = None,
+    num_real_rows: int | None = None,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """The mean cross-entropy of `labels` [N] under softmax(hidden [N, H] · weightᵀ), an fp32 scalar in nats.
+
+    `weight` [V, H] is this rank's part of the vocabulary, the ranks of `group` holding equal parts in order; the loss
+    is then the same on all of them, and the gradient of `hidden` this rank's share of a sum over the group. Rows from
+    `num_real_rows` on are padding and get no probability. Logits are rounded to the dtype of `hidden`, everything after
+    is fp32.
+    """
+    rows = weight.shape[0]
+    chunk = chunk_tokens or max(1, _CHUNK_LOGITS // rows)
+    real = rows if num_real_rows is None else num_real_rows
+    with_grads = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, group, real, chunk, with_grads)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        group: ProcessGroup | None,
+        num_real_rows: int,
+        chunk: int,
+        with_grads: bool,
+    ) -> Tensor:
+        rows = weight.shape[0]
+        size = group.size() if group else 1
+        first_row = rows * group.rank() if group else 0
+        losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if with_grads else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_grads else None
+        for start in range(0, len(labels), chunk):
+            part = slice(start, start + chunk)
+            logits = hidden[part] @ weight.t()
+            logits[:, num_real_rows:] = -torch.inf
+            local = labels[part] - first_row
+            is_here = (local >= 0) & (local < rows)
+            local = local.clamp(0, rows - 1)
+            target = logits.gather(1, local[:, None]).squeeze(1).float().where(is_here, 0.0)
+            log_sum = fused(_log_sum_exp, logits)(logits)
+            if group and size > 1:
+                mine = torch.stack([log_sum, target])
+                everyone = torch.empty(size * 2, len(target), device=mine.device)
+                dist.all_gather_into_tensor(everyone, mine, group=group)
+                log_sum, target = everyone[0::2].logsumexp(0), everyone[1::2].sum(0)
+            losses[part] = log_sum - target
+            if grad_hidden is not None and grad_weight is not None:
+                # d loss / d logits, times the number of tokens: softmax less one at the label
+                grads = fused(_softmax, logits)(logits, log_sum)
+                grads[torch.arange(len(local), device=local.device), local] -= is_here.to(grads.dtype)
+                torch.mm(grads, weight, out=grad_hidden[part])
+                accumulate(grad_weight, grads, hidden[part])
+                del grads
+            del logits  # before the next chunk makes its own
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.num_tokens, ctx.dtype = len(labels), weight.dtype
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = grad_loss / ctx.num_tokens
+        scaled = fused(_scaled, grad_hidden)
+        grads = scaled(grad_hidden, scale, grad_hidden.dtype), scaled(grad_weight, scale, ctx.dtype)
+        return *grads, None, None, None, None, None
+
+
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """[C, V] -> [C] in fp32."""
+    return logits.float().logsumexp(1)
+
+
+def _softmax(logits: Tensor, log_sum: Tensor) -> Tensor:
+    """[C, V] and the log of the whole sum [C] -> probabilities [C, V] in the dtype of the logits."""
+    return torch.exp(logits.float() - log_sum[:, None]).to(logits.dtype)
+
+
+def _scaled(grads: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (grads * scale).to(dtype)

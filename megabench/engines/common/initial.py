@@ -1,0 +1,32 @@
+"""The weights that a run starts from."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megabench.checkpoint.manifest import MANIFEST_NAME
+from megabench.checkpoint.weights import open_weights
+from megabench.config import ResolvedConfig
+from megabench.engines.common.initial_weights import InitialWeights
+from megabench.models.find import is_directory
+from megabench.models.folder import HuggingFaceWeights
+from megabench.models.weights import Weights
+
+
+def _place() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def initial_weights(run: ResolvedConfig, device: torch.device) -> Weights:
+    """Those of the directory that `model` names, or drawn ones, on `device`, for a name of the catalogue.
+
+    ModelFilesError or CheckpointError where the directory's are not whole; none are read yet.
+    """
+    if not is_directory(run.model):
+        return InitialWeights(run.shape, run.seed, device)
+    folder = Path(run.model)
+    if (folder / MANIFEST_NAME).exists():
+        return open_weights(folder, *_place())
+    return HuggingFaceWeights(folder, run.shape)

@@ -1,0 +1,73 @@
+"""The state of an engine whose torch optimizer updates plain fp32 tensors, each a range of one parameter's elements."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megabench.checkpoint.blocks import StateKind, StateShard, TrainingState, blocks_of, whole
+from megabench.config import ResolvedConfig
+from megabench.engines.common.loss_scale import LossScale
+from megabench.models.mapping import hugging_face_shapes
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter's elements from `first` on, as this rank's optimizer updates them; its owner alone saves them."""
+
+    name: str
+    values: nn.Parameter
+    first: int
+    is_owner: bool
+
+
+class ReplicaState:
+    """Reads and restores the masters and moments of an optimizer."""
+
+    def __init__(
+        self,
+        run: ResolvedConfig,
+        optimizer: torch.optim.Optimizer,
+        held: Sequence[Held],
+        loss_scale: LossScale | None,
+    ) -> None:
+        self._run, self._optimizer, self._held, self._loss_scale = run, optimizer, held, loss_scale
+
+    def read(self) -> TrainingState:
+        """This rank's tensors, alive."""
+        shapes = hugging_face_shapes(self._run.shape)
+        shards = []
+        for held in self._held:
+            for kind, values in self._tensors(held.values).items():
+                # Adafactor's sums over rows and columns are as long as a matrix is high and wide
+                size = {"row_var": shapes[held.name][:1], "col_var": shapes[held.name][1:]}.get(kind, shapes[held.name])
+                blocks = blocks_of(whole(held.name, size), held.first, held.first + values.numel())
+                shards.append(StateShard(kind, blocks, values.detach().view(-1), held.is_owner))
+        steps = [int(state["step"]) for state in self._optimizer.state.values() if "step" in state]
+        scale = self._loss_scale.state() if self._loss_scale else None
+        return TrainingState(shards, optimizer_step=max(steps, default=0), loss_scale=scale)
+
+    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
+        """Counts on from `optimizer_step`, and from fp16's loss scale."""
+        if self._loss_scale and loss_scale:
+            self._loss_scale.restore(loss_scale)
+        for state in self._optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(optimizer_step)
+
+    def _tensors(self, parameter: nn.Parameter) -> dict[StateKind, Tensor]:
+        """The master and its moments, which torch makes in the first step: a run that is resumed has it behind it."""
+        state = self._optimizer.state[parameter]
+        if not state and self._run.optimizer != "sgd":
+            state |= {"step": torch.zeros((), device=parameter.device)} | self._empty_moments(parameter.detach())
+        tensors: dict[StateKind, Tensor] = {"weight": parameter}
+        return tensors | {kind: values for kind, values in state.items() if kind != "step"}
+
+    def _empty_moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        if self._run.optimizer == "adamw":
+            return {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
+        if parameter.ndim < 2:
+            return {"variance": torch.zeros_like(parameter)}
+        rows, columns = parameter.shape
+        return {"row_var": parameter.new_zeros(rows, 1), "col_var": parameter.new_zeros(1, columns)}

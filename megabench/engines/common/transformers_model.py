@@ -1,0 +1,184 @@
+"""What the engines that train a transformers model share: its loss, its optimizer, its initial weights."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from megabench.config import ResolvedConfig
+from megabench.data.batch import Batch
+from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.common.cross_entropy import linear_cross_entropy
+from megabench.engines.common.initial import initial_weights
+from megabench.engines.common.kernels import fuses_bloom, fuses_cross_entropy, patch_transformers
+from megabench.engines.common.loss_scale import LossScale
+from megabench.engines.common.optim import is_decayed
+from megabench.models.hugging_face import transformers_config
+from megabench.models.mapping import hugging_face_shapes
+from megabench.models.weights import read_flat
+from megabench.runtime.device import DTYPES
+
+
+class LossHead(nn.Linear):
+    """An output layer that ends in the loss: on [B, S, H] it returns the mean cross-entropy of `labels` [B, S].
+
+    It is called by the model as any output layer, so that whoever shards the model gathers its weight.
+    """
+
+    labels: Tensor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden.flatten(0, 1), self.weight, self.labels.flatten())
+
+
+def model_config(run: ResolvedConfig) -> PreTrainedConfig:
+    """The configuration of a run's model, whose kernels are in place now."""
+    patch_transformers(run)
+    return transformers_config(run.shape)
+
+
+def materialize(model: PreTrainedModel, device: torch.device) -> None:
+    """Gives a model of the meta device memory, with any weights, and its buffers their values."""
+    model.to_empty(device=device)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # so that transformers initializes buffers alone
+    model.initialize_weights()
+
+
+def blocks(model: PreTrainedModel, run: ResolvedConfig) -> list[nn.Module]:
+    """Its layers, in order."""
+    return list(model.get_submodule(run.shape.table.layer_prefix.rstrip(".")).children())
+
+
+def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
+    """Puts in the fused loss and the family's own kernels, while its modules are still of transformers' classes."""
+    if fuses_cross_entropy(run):
+        head = model.get_output_embeddings()
+        assert type(head) is nn.Linear and head.bias is None
+        head.__class__ = LossHead  # the same weight under the same name
+    if fuses_bloom(run):
+        from megabench.engines.common import bloom
+
+        bloom.fuse(model)
+
+
+def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:
+    """Gives a model that was built in another dtype, or on no device, what it must have before it trains."""
+    # made in fp32 again: rotary frequencies in half precision are other frequencies
+    if rotary := getattr(model.base_model, "rotary_emb", None):
+        model.base_model.rotary_emb = type(rotary)(model.config).to(device)
+    model.tie_weights()  # moving a model between devices makes two of one
+    if run.recompute == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+
+
+def mean_loss(wrapped: nn.Module, model: PreTrainedModel, batch: Batch) -> Tensor:
+    """The mean cross-entropy over all S labels of a micro-batch: transformers' own shift would lose one.
+
+    `wrapped` is what an engine made of `model`.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, LossHead):
+        head.labels = batch.labels
+        loss: Tensor = wrapped(input_ids=batch.inputs).logits
+        return loss
+    logits = wrapped(input_ids=batch.inputs).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
+
+
+def home(run: ResolvedConfig, device: torch.device) -> torch.device:
+    """Where weights are between steps: on `device`, but for those that are offloaded."""
+    return torch.device("cpu") if run.offload == "all" else device
+
+
+class InitialValues:
+    """The values that a run's parameters start from, by ranges of their elements, in fp32 on `device`.
+
+    Casts are made there: of the CPU torchrun leaves a process one thread.
+    """
+
+    def __init__(self, run: ResolvedConfig, device: torch.device) -> None:
+        self._weights, self._sizes = initial_weights(run, device), hugging_face_shapes(run.shape)
+        self._device = device
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop`, counted through the parameter's rows, and zeros beyond its end."""
+        return read_flat(self._weights, name, self._sizes, start, stop).to(self._device).float()
+
+
+def parameter_groups(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> list[dict[str, Any]]:
+    """(parameter, its number of dims when whole) pairs, with weight decay and without."""
+    decayed = [(param, is_decayed(num_dims)) for param, num_dims in params]
+    return [
+        {"params": [param for param, is_matrix in decayed if is_matrix], "weight_decay": run.weight_decay},
+        {"params": [param for param, is_matrix in decayed if not is_matrix], "weight_decay": 0.0},
+    ]
+
+
+def build_optimizer(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> torch.optim.Optimizer:
+    """torch's optimizer, as a single process would use it, over (parameter, its number of dims when whole) pairs."""
+    groups = parameter_groups(run, params)
+    if run.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=run.lr)
+    if run.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=run.lr)
+    return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
+
+
+def finish_step(
+    run: ResolvedConfig,
+    optimizer: torch.optim.Optimizer,
+    grads: list[Tensor],
+    loss: float,
+    grad_norm: float,
+    learning_rate: float,
+    loss_scale: LossScale | None,
+) -> StepResult:
+    """Clips this rank's `grads` by the norm of all and steps the optimizer, unless the norm is not finite.
+
+    Gradients and norm are `loss_scale` times too large.
+    """
+    is_finite = math.isfinite(grad_norm)
+    factor = 1.0
+    if loss_scale:
+        factor = 1 / loss_scale.value
+        grad_norm *= factor
+        loss_scale.update(is_finite)
+    if is_finite:
+        if run.clip_grad and grad_norm > run.clip_grad:
+            factor *= run.clip_grad / (grad_norm + 1e-6)
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+    return StepResult(
+        loss=loss,
+        grad_norm=grad_norm if is_finite else float("inf"),
+        num_tokens=run.global_batch * run.seq_length,
+        skipped=not is_finite,
+    )
+
+
+def loss_scale_of(run: ResolvedConfig) -> LossScale | None:
+    """fp16's; None in other precisions."""
+    return LossScale() if run.precision == "fp16" else None
+
+
+def shown(
+    name: str, tensor: Tensor | None, kind: TensorKind, run: ResolvedConfig, loss_scale: LossScale | None
+) -> Tensor:
+    """A whole fp32 tensor as `Engine.full_tensors` gives it: weights as the model computes with them."""
+    assert tensor is not None, f"{name} has no gradient; they exist between accumulate and update"
+    dtype = DTYPES[run.precision] if kind == "weights" else torch.float32
+    whole = tensor.detach().to(dtype).float().cpu().clone()
+    return whole / loss_scale.value if loss_scale and kind == "gradients" else whole
+
+
+def optimizer_name(run: ResolvedConfig) -> str:
+    return {"adamw": "torch fused AdamW", "sgd": "torch SGD", "adafactor": "torch Adafactor"}[run.optimizer]

@@ -1,0 +1,1 @@
+"""Data parallelism with whole replicas, by torch."""

@@ -1,0 +1,159 @@
+"""The DDP engine: every rank holds the whole transformers model, and gradients are all-reduced once a step.
+
+Weights are fp32 and cast to the training dtype where a layer uses them, so that gradients are accumulated over the
+micro-batches, and reduced, in fp32, overlapped with backward by torch's reducer.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
+
+from megabench.checkpoint.blocks import TrainingState
+from megabench.config import ResolvedConfig
+from megabench.config.run import POWERSGD_PLAIN_STEPS
+from megabench.data.batch import Batch
+from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.common import kernels
+from megabench.engines.common import transformers_model as shared
+from megabench.engines.common.replica_state import Held, ReplicaState
+from megabench.models.hugging_face import build_model
+from megabench.runtime.device import DTYPES
+
+
+class DdpEngine:
+    """Pure data parallelism with whole replicas; see `megabench.engines.base.Engine`."""
+
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
+        self.run = config
+        self.device = device
+        # PowerSGD waits inside gloo's two threads: with a second bucket none is left to communicate
+        one_bucket = 10**6 if config.powersgd_rank and device.type == "cpu" else None
+        self.model = DistributedDataParallel(
+            self._build_model(),
+            broadcast_buffers=False,
+            init_sync=False,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=one_bucket,
+        )
+        if config.powersgd_rank:
+            self.model.register_comm_hook(_power_sgd(config.powersgd_rank, config.seed), powerSGD_hook)
+        elif config.grad_dtype == "bf16":
+            self.model.register_comm_hook(None, _in_bf16)
+        params = [(parameter, parameter.ndim) for _, parameter in self._named_parameters()]
+        self.optimizer = shared.build_optimizer(config, params)
+        is_owner = dist.get_rank() == 0
+        held = [Held(name, parameter, 0, is_owner) for name, parameter in self._named_parameters()]
+        self.loss_scale = shared.loss_scale_of(config)
+        self.state = ReplicaState(config, self.optimizer, held, self.loss_scale)
+        self.loss = torch.zeros((), device=device)
+        # PowerSGD counts how often it reduces
+        self.may_reduce_early = not config.powersgd_rank
+
+    def _build_model(self) -> PreTrainedModel:
+        run, dtype = self.run, DTYPES[self.run.precision]
+        config = shared.model_config(run)
+        with torch.device("meta"):
+            model = build_model(config)
+        shared.fuse(model, run)
+        shared.materialize(model, self.device)
+        shared.prepare(model, run, self.device)
+        values = shared.InitialValues(run, self.device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(values.read(name, 0, parameter.numel()).to(dtype).view(parameter.shape))
+        if run.compile:
+            # DDP's optimizer for compiled graphs cuts them at buckets, through fused kernels as well, and fails there.
+            # Compiled a block at a time, they are short enough for reductions to overlap.
+            torch._dynamo.config.optimize_ddp = False
+            for block in shared.blocks(model, run):
+                block.compile()
+        if dtype != torch.float32:
+            for module in list(model.modules()):
+                for name in [name for name, _ in module.named_parameters(recurse=False)]:
+                    parametrize.register_parametrization(module, name, _Cast(dtype), unsafe=True)
+        return model
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The fp32 parameters by their Hugging Face names."""
+        for name, parameter in self.model.module.named_parameters():
+            yield re.sub(r"parametrizations\.(\w+)\.original", r"\1", name), parameter
+
+    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        self.accumulate(batches)
+        return self.update(learning_rate)
+
+    def accumulate(self, batches: Sequence[Batch]) -> None:
+        # Kept where they lie, in DDP's buckets, gradients are summed up there, and not held a second time. The first
+        # reduction puts them there: a mean of means is the same mean.
+        self.model.zero_grad(set_to_none=len(batches) == 1)
+        self.loss.zero_()
+        for number, batch in enumerate(batches):
+            reduces = number == len(batches) - 1 or self.may_reduce_early
+            self.may_reduce_early = False
+            with contextlib.nullcontext() if reduces else self.model.no_sync():
+                loss = shared.mean_loss(self.model, self.model.module, batch.to(self.device)) / len(batches)
+                (loss * self.loss_scale.value if self.loss_scale else loss).backward()
+            self.loss += loss.detach()
+
+    @torch.no_grad()
+    def update(self, learning_rate: float) -> StepResult:
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        total = self.loss.clone()
+        dist.all_reduce(total)
+        loss, grad_norm = torch.stack([total, torch.nn.utils.get_total_norm(grads)]).tolist()
+        return shared.finish_step(
+            self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate, self.loss_scale
+        )
+
+    def training_state(self) -> TrainingState:
+        return self.state.read()
+
+    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
+        self.state.restored(optimizer_step, loss_scale)
+
+    @property
+    def rank_loss(self) -> float:
+        return self.loss.item()
+
+    def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._named_parameters():
+            yield (
+                name,
+                shared.shown(name, parameter if kind == "weights" else parameter.grad, kind, self.run, self.loss_scale),
+            )
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
+
+
+def _power_sgd(rank: int, seed: int) -> PowerSGDState:
+    """PowerSGD (arXiv 1905.13727) with error feedback, behind the plain steps that torch asks for."""
+    return PowerSGDState(
+        None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_PLAIN_STEPS, random_seed=seed
+    )
+
+
+class _Cast(nn.Module):
+    """A parameter in another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.to(self.dtype)
+
+
+def _in_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """torch's own hook, which DDP refuses by its name on gloo, though that reduces bf16 as well."""
+    return bf16_compress_hook(group, bucket)  # type: ignore[arg-type]

@@ -1,0 +1,243 @@
+"""The DeepSpeed engine: ZeRO 0 to 3 on the transformers model, with megabench's weights, tokens and schedule."""
+
+import contextlib
+import io
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megabench.checkpoint.blocks import TrainingState
+from megabench.config import ResolvedConfig
+from megabench.data.batch import Batch
+from megabench.engines.base import EngineError, StepResult, TensorKind
+from megabench.engines.common import kernels, loss_scale
+from megabench.engines.common import transformers_model as shared
+from megabench.engines.deepspeed.state import ZeroState
+from megabench.models.hugging_face import build_model
+from megabench.runtime.device import DTYPES
+from megabench.specs.deepspeed_json import merge, read_deepspeed_json, reduce_bucket
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+import deepspeed
+from deepspeed.utils import safe_get_full_grad
+
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+class DeepSpeedEngine:
+    """Pure data parallelism under ZeRO; see `megabench.engines.base.Engine`."""
+
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
+        self.run = config
+        self.device = device
+        self.settings = deepspeed_settings(config)
+        self.zero_stage = self.settings["zero_optimization"]["stage"]
+        os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+        # a shared-memory op that it would compile on CPU, at a minute's cost, for the same losses
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+        model = self._build_model()
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with contextlib.redirect_stdout(io.StringIO()):  # reports of memory, a dozen lines a rank
+            self.engine, *_ = deepspeed.initialize(
+                model=model, optimizer=_build_optimizer(config, model), config=self.settings
+            )
+        if self.zero_stage == 3:
+            # hpZ's copies were made of the weights before the initial ones were loaded
+            self.engine.optimizer.invalidate_secondary_tensor()
+        if self.zero_stage == 0 and config.precision == "bf16":
+            _undo_first_step(self.engine.optimizer)
+        # and its engine casts buffers with the weights
+        for name, buffer in model.named_buffers():
+            buffer.data = buffers[name].to(self.device)
+        self.loss = torch.zeros((), device=device)
+        self.state = ZeroState(self.engine, self.zero_stage, config)
+
+    def _build_model(self) -> PreTrainedModel:
+        """The transformers model with the layout-independent initial weights, partitioned from birth under ZeRO-3."""
+        config = shared.model_config(self.run)  # not inside zero.Init, which reaches for every model that is made
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(DTYPES[self.run.precision])
+        try:
+            with self.device, deepspeed.zero.Init(config_dict_or_path=self.settings, enabled=self.zero_stage == 3):
+                model = build_model(config)
+        finally:
+            torch.set_default_dtype(default_dtype)
+        shared.fuse(model, self.run)
+        shared.prepare(model, self.run, self.device)
+        if self.run.zero_leaf_layers:
+            deepspeed.utils.set_z3_leaf_modules(model, [type(block) for block in shared.blocks(model, self.run)])
+        _load_initial_weights(model, shared.InitialValues(self.run, shared.home(self.run, self.device)))
+        return model
+
+    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        self.accumulate(batches)
+        return self.update(learning_rate)
+
+    def accumulate(self, batches: Sequence[Batch]) -> None:
+        self.loss.zero_()
+        for number, batch in enumerate(batches):
+            batch = batch.to(self.device)
+            loss = shared.mean_loss(self.engine, self.engine.module, batch)
+            self.engine.backward(loss)  # divides by the number of micro-batches
+            self.loss += loss.detach() / len(batches)
+            if number < len(batches) - 1:
+                self.engine.step()  # steps nothing before the last micro-batch, but counts them
+
+    def update(self, learning_rate: float) -> StepResult:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        grad_norm = self._plain_grad_norm() if self.zero_stage == 0 else None
+        skipped_before = self.engine.skipped_steps
+        self.engine.step()
+        skipped = self.engine.skipped_steps > skipped_before
+        if grad_norm is None:
+            norm = float(self.engine.get_global_grad_norm() or 0.0)
+            grad_norm = norm if norm >= 0 else float("inf")  # DeepSpeed's -1 stands for a norm that is not finite
+        total = self.loss.clone()
+        dist.all_reduce(total)
+        return StepResult(
+            loss=total.item() / dist.get_world_size(),
+            grad_norm=float("inf") if skipped else grad_norm,
+            num_tokens=self.run.global_batch * self.run.seq_length,
+            skipped=skipped,
+        )
+
+    def _plain_grad_norm(self) -> float:
+        """The gradient norm without ZeRO, where every rank holds every reduced gradient."""
+        grads = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(grads).item()
+
+    def training_state(self) -> TrainingState:
+        return self.state.read()
+
+    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
+        self.state.restored(optimizer_step, loss_scale)
+
+    @property
+    def rank_loss(self) -> float:
+        return self.loss.item()
+
+    def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.engine.module.named_parameters():
+            if kind == "gradients":
+                gradient = safe_get_full_grad(parameter)
+                assert gradient is not None, f"{name} has no gradient; they exist between accumulate and update"
+                yield name, gradient.detach().float().cpu().clone()
+            else:
+                with deepspeed.zero.GatheredParameters([parameter], enabled=self.zero_stage == 3):
+                    yield name, parameter.detach().float().cpu().clone()
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        optimizer = "DeepSpeed CPUAdam" if _uses_cpu_adam(self.run) else shared.optimizer_name(self.run)
+        return kernels.names_for_transformers(self.run) | {"optimizer": optimizer}
+
+
+def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
+    """DeepSpeed's JSON for `run`; the user's own file, already found not to contradict it, wins where it speaks."""
+    ours: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": run.micro_batch,
+        "gradient_accumulation_steps": run.num_micro_batches,
+        "train_batch_size": run.global_batch,
+        "gradient_clipping": run.clip_grad,
+        "bf16": {"enabled": run.precision == "bf16"},
+        "fp16": _loss_scaling(run),
+        "data_types": {"grad_accum_dtype": run.grad_dtype},
+        "communication_data_type": run.grad_dtype,
+        "zero_optimization": _zero_settings(run),
+        "zero_allow_untested_optimizer": True,  # plain SGD
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own serves AdamW alone
+        "steps_per_print": 2**31,
+        "timers": {"throughput": {"enabled": False}},  # which makes the host wait for the GPU in every micro-batch
+    }
+    if run.deepspeed_config is None:
+        return ours
+    return merge(ours, read_deepspeed_json(run.deepspeed_config))
+
+
+def _loss_scaling(run: ResolvedConfig) -> dict[str, Any]:
+    return {
+        "enabled": run.precision == "fp16",
+        "initial_scale_power": int(math.log2(loss_scale.INITIAL)),
+        "loss_scale_window": loss_scale.WINDOW,
+        "hysteresis": loss_scale.HYSTERESIS,
+    }
+
+
+def _zero_settings(run: ResolvedConfig) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": run.zero_stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+    }
+    if run.zero_stage in (1, 2):
+        zero["reduce_bucket_size"] = reduce_bucket(run.shape)
+    host = {"device": "cpu", "pin_memory": run.device == "cuda"}
+    if run.offload != "none":
+        zero["offload_optimizer"] = host
+    if run.offload == "all":
+        zero["offload_param"] = host
+    given = {
+        "zero_hpz_partition_size": run.hpz_size,
+        "stage3_prefetch_bucket_size": run.zero_prefetch,
+        "stage3_param_persistence_threshold": run.zero_persistence,
+    }
+    if not run.reshard_after_forward:
+        # weights are kept that are used again within so many elements; between a layer's forward and backward lie all
+        # others, up to three times where they are recomputed
+        far = 4 * run.shape.num_parameters
+        given |= {"stage3_max_reuse_distance": far, "stage3_max_live_parameters": far}
+    return zero | {key: value for key, value in given.items() if value is not None}
+
+
+def _build_optimizer(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    # under ZeRO-3 a parameter is empty here and keeps its shape aside
+    params = [(p, len(getattr(p, "ds_shape", p.shape))) for p in model.parameters()]
+    return _cpu_adam(run, params) if _uses_cpu_adam(run) else shared.build_optimizer(run, params)
+
+
+@torch.no_grad()
+def _undo_first_step(wrapper: Any) -> None:
+    """Without ZeRO DeepSpeed allocates the optimizer's state by a step, which counts, and decays the masters."""
+    wrapper.optimizer.state.clear()
+    for weights, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+        for weight, master in zip(weights, masters, strict=True):
+            master.copy_(weight)
+
+
+def _uses_cpu_adam(run: ResolvedConfig) -> bool:
+    """Without a GPU nothing is offloaded, and torch's AdamW does the same sums without a minute of compiling."""
+    return run.offload != "none" and run.optimizer == "adamw" and run.device == "cuda"
+
+
+def _cpu_adam(run: ResolvedConfig, params: list[tuple[torch.nn.Parameter, int]]) -> torch.optim.Optimizer:
+    """DeepSpeed's AdamW on the host, which it compiles on first use."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    if not (shutil.which("c++") or os.environ.get("CXX")):
+        raise EngineError(f"offload={run.offload} needs a C++ compiler for DeepSpeed's CPU optimizer; install g++")
+    groups = shared.parameter_groups(run, params)
+    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=run.lr, betas=run.betas, eps=run.eps)
+    return optimizer
+
+
+@torch.no_grad()
+def _load_initial_weights(model: torch.nn.Module, values: shared.InitialValues) -> None:
+    """Fills each parameter, or this rank's partition of it under ZeRO-3."""
+    for name, parameter in model.named_parameters():
+        partition = getattr(parameter, "ds_tensor", None)
+        if partition is None:
+            parameter.copy_(values.read(name, 0, parameter.numel()).view(parameter.shape))
+        else:  # ZeRO-3 cuts the flat tensor, padded at its end, in equal parts
+            start = partition.numel() * dist.get_rank()
+            partition.copy_(values.read(name, start, start + partition.numel()))

@@ -1,0 +1,162 @@
+"""The FSDP2 engine: torch's fully_shard on the transformers model, a unit for each block and, if not tied, each end.
+
+Each rank keeps fp32 shards of the weights; units are gathered in the training dtype when they are needed, and
+gradients reduce-scattered in `grad_dtype` after every micro-batch. With `shard_size` below the world size the model is
+sharded inside groups of so many neighbouring ranks, and replicated over the groups (HSDP).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from megabench.checkpoint.blocks import TrainingState
+from megabench.config import ResolvedConfig
+from megabench.data.batch import Batch
+from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.common import kernels
+from megabench.engines.common import transformers_model as shared
+from megabench.engines.common.replica_state import Held, ReplicaState
+from megabench.models.hugging_face import build_model
+from megabench.runtime.device import DTYPES
+
+
+class FsdpEngine:
+    """Pure data parallelism under FSDP2; see `megabench.engines.base.Engine`."""
+
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
+        self.run = config
+        self.device = device
+        self.model = self._build_model()
+        # the optimizer works on plain tensors: the shards themselves
+        self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in self._named_parameters()}
+        dims = [parameter.ndim for _, parameter in self._named_parameters()]
+        self.optimizer = shared.build_optimizer(config, zip(self.shards.values(), dims, strict=True))
+        # the first of the replicas saves
+        is_owner = dist.get_rank() < (config.shard_size or dist.get_world_size())
+        held = [
+            Held(name, self.shards[name], _first_element(parameter), is_owner)
+            for name, parameter in self._named_parameters()
+        ]
+        self.loss_scale = shared.loss_scale_of(config)
+        self.state = ReplicaState(config, self.optimizer, held, self.loss_scale)
+        self.loss = torch.zeros((), device=device)
+
+    def _build_model(self) -> PreTrainedModel:
+        """The sharded model with the layout-independent initial weights; it is never whole on any rank."""
+        run = self.run
+        config = shared.model_config(run)
+        with torch.device("meta"):
+            model = build_model(config)
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[run.precision], reduce_dtype=DTYPES[run.grad_dtype])
+        mesh = self._mesh()
+        offload = CPUOffloadPolicy(pin_memory=run.device == "cuda") if run.offload == "all" else OffloadPolicy()
+        shared.fuse(model, run)
+        blocks, ends = shared.blocks(model, run), [model.get_input_embeddings(), model.get_output_embeddings()]
+        if run.shape.tied_embeddings:
+            ends = []  # the weight that they share stays in the model's unit
+        for unit in [*blocks, *ends, model]:
+            # the others stay whole: backward begins at the output layer, and needs no weight of the embedding
+            is_block = unit in blocks
+            if run.compile and is_block:
+                unit.compile()
+            reshard = run.reshard_after_forward and is_block
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
+        home = shared.home(run, self.device)
+        shared.materialize(model, home)
+        shared.prepare(model, run, self.device)
+        values = shared.InitialValues(run, home)
+        for name, parameter in model.named_parameters():
+            self._fill(name, parameter, values)
+        return model
+
+    def _mesh(self) -> DeviceMesh:
+        size = dist.get_world_size()
+        inside = self.run.shard_size or size
+        shape, names = ((size,), ("shard",)) if inside == size else ((size // inside, inside), ("replicate", "shard"))
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    @torch.no_grad()
+    def _fill(self, name: str, parameter: nn.Parameter, values: shared.InitialValues) -> None:
+        local, start = _local(parameter), _first_element(parameter)
+        initial = values.read(name, start, start + local.numel())
+        local.copy_(initial.to(DTYPES[self.run.precision]).view(local.shape))
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.model.named_parameters()
+
+    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        self.accumulate(batches)
+        return self.update(learning_rate)
+
+    def accumulate(self, batches: Sequence[Batch]) -> None:
+        self.model.zero_grad()
+        self.optimizer.zero_grad()  # the shards' gradients are parts of the model's
+        self.loss.zero_()
+        for number, batch in enumerate(batches):
+            # replicas of a shard add up their gradients once a step
+            self.model.set_requires_all_reduce(number == len(batches) - 1)
+            loss = shared.mean_loss(self.model, self.model, batch.to(self.device)) / len(batches)
+            (loss * self.loss_scale.value if self.loss_scale else loss).backward()
+            self.loss += loss.detach()
+
+    @torch.no_grad()
+    def update(self, learning_rate: float) -> StepResult:
+        for name, parameter in self._named_parameters():
+            assert parameter.grad is not None, f"{name} has no gradient"
+            self.shards[name].grad = _local(parameter.grad)
+        grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        # replicas of a shard hold the same gradient
+        replicas = dist.get_world_size() // (self.run.shard_size or dist.get_world_size())
+        if self.run.offload == "all":  # one by one on the device: on CPU an fp32 norm of so much is off by a thousandth
+            norms = [torch.linalg.vector_norm(grad.to(self.device)) for grad in grads]
+            squared_norm = torch.stack(norms).square().sum()
+        else:
+            squared_norm = torch.nn.utils.get_total_norm(grads).square()
+        totals = torch.stack([self.loss, squared_norm / replicas])
+        dist.all_reduce(totals)
+        loss, squared_norm_sum = totals.tolist()
+        grad_norm = squared_norm_sum**0.5
+        return shared.finish_step(
+            self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate, self.loss_scale
+        )
+
+    def training_state(self) -> TrainingState:
+        return self.state.read()
+
+    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
+        self.state.restored(optimizer_step, loss_scale)
+
+    @property
+    def rank_loss(self) -> float:
+        return self.loss.item()
+
+    def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._named_parameters():
+            tensor: Any = parameter if kind == "weights" else parameter.grad
+            if tensor is not None:
+                tensor = tensor.detach().to(self.device).full_tensor()  # offloaded, it is where NCCL cannot gather it
+            yield name, shared.shown(name, tensor, kind, self.run, self.loss_scale)
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
+
+
+def _first_element(tensor: Any) -> int:
+    """Where this rank's rows of a DTensor begin, counted in elements of the whole."""
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0] * math.prod(tensor.shape[1:])
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor, sharing its memory."""
+    local: Tensor = tensor.detach().to_local()
+    return local

@@ -1,0 +1,281 @@
+"""`megabench plan`: what every layout will cost on a cluster, as a ranked table or as JSON. Loads no torch."""
+
+import json
+import re
+import shlex
+from dataclasses import fields
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megabench.config import ConfigError, RunConfig, near_matches
+from megabench.cost.job import Candidate
+from megabench.models.find import find_model
+from megabench.planner.engines import Costs, Estimate
+from megabench.planner.search import Plan, candidates
+
+_GIB = 2**30
+MOST_TOLD = 12  # layouts that may be called equal, however few are shown
+_BAR = 48  # characters of the longest part
+_KINDS = {
+    "measured": "measured on this kind of GPU",
+    "fitted": "fitted to measurements",
+    "assumed": "assumed, not tried",
+}
+# what a part of the step is, where a sentence names it
+_WORDS = {
+    "compute": "computing",
+    "recompute": "computing activations again",
+    "launch": "waiting for the host to start kernels",
+    "tp": "tensor-parallel communication",
+    "cp": "context-parallel communication",
+    "pp": "sending between stages",
+    "dp": "data-parallel communication",
+    "bubble": "the pipeline's bubble",
+    "optimizer": "the optimizer",
+    "offload": "host memory",
+}
+
+
+def _origin(plan: Plan) -> str:
+    """Where the profile is from, and whether it is of other devices than planned for."""
+    device, devices = plan.topology.hosts[0].device, plan.profile.devices
+    if plan.profile.kind == "measured" and device not in devices:
+        return f"measured on {' and '.join(devices)}, and NOT on {device}"
+    return _KINDS[plan.profile.kind]
+
+
+def write(console: Console, plan: Plan, top: int) -> None:
+    """Prints the table of the `top` best and of what runs without megatron, the sweet spot and its reason, how sure it
+    is, what to type, and what does not fit.
+    """
+    job, topology = plan.job, plan.topology
+    head = f"{job.shape.name} on {topology.world_size} × {topology.hosts[0].device}, {len(topology.hosts)} host"
+    head += f"{'s' * (len(topology.hosts) > 1)} · sequence {job.seq_length}, global batch {job.global_batch}"
+    console.print(Text(head, style="bold"), soft_wrap=True)
+    told = f"{plan.num_candidates:,} candidates, {plan.num_fitting:,} fit in {plan.usable_bytes / _GIB:.1f} GiB"
+    console.print(Text(f"{told} · profile {plan.profile.name}: {_origin(plan)}", style="dim"), soft_wrap=True)
+    if plan.ranked:
+        console.print(_table(plan, top))
+        console.print(Text(sweet_spot(plan)), soft_wrap=True)
+        console.print(Text(certainty(plan)), soft_wrap=True)
+        console.print(Text(f"To train it: {command(plan)}"), soft_wrap=True)
+    for line in what_is_missing(plan):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _table(plan: Plan, top: int) -> Table:
+    """The `top` best by rank; below them, without one, the best of each data-parallel kind that is not among them."""
+    best = plan.ranked[:top]
+    heads = ("", "trial", "step s", "tok/s per GPU", "MFU", "GiB", "state", "activations", "rest", "bubble", "exposed")
+    table = Table(*heads, box=box.MARKDOWN)
+    for column in table.columns[2:10]:
+        column.justify = "right"
+    for number, estimate in enumerate([*best, *(one for one in plan.baselines if one not in best)], 1):
+        rank = f"{number}{'=' * (number <= plan.equals and plan.equals > 1)}"
+        memory = estimate.memory
+        state = memory.weights + memory.gradients + memory.optimizer
+        table.add_row(
+            rank if number <= len(best) else "",
+            estimate.candidate.name,
+            f"{estimate.step_seconds:.3f}",
+            f"{estimate.tokens_per_second_per_device:,.0f}",
+            f"{100 * estimate.mfu:.1f}%",
+            f"{memory.total / _GIB:.1f}",
+            f"{state / _GIB:.1f}",
+            f"{memory.activations / _GIB:.1f}",
+            f"{(memory.total - state - memory.activations) / _GIB:.1f}",
+            f"{100 * estimate.parts.get('bubble', 0.0) / estimate.step_seconds:.1f}%",
+            _exposed(estimate),
+        )
+    return table
+
+
+def _exposed(estimate: Estimate) -> str:
+    """Communication that nothing hides, as shares of the step, by group."""
+    shares = {axis: seconds / estimate.step_seconds for axis, seconds in estimate.exposed.items()}
+    return " ".join(f"{axis} {100 * share:.1f}%" for axis, share in shares.items() if share >= 0.0005) or "–"
+
+
+def chosen(plan: Plan) -> Estimate:
+    """The sweet spot: of those that cannot be told apart the fastest, one without host memory where there is one."""
+    equal = plan.ranked[: plan.equals]
+    return next((estimate for estimate in equal if estimate.candidate.offload == "none"), equal[0])
+
+
+def sweet_spot(plan: Plan) -> str:
+    """What to take and why, in a sentence: against the best of the other kind, and what that one loses."""
+    best = chosen(plan)
+    said = f"Sweet spot: {best.candidate.name}, {best.tokens_per_second_per_device:,.0f} tok/s per GPU"
+    is_parallel = best.candidate.engine == "megatron"
+    others = plan.baselines if is_parallel else [one for one in plan.ranked if one.candidate.engine == "megatron"]
+    if not others:
+        return f"{said}; {_no_alternative(plan, is_parallel)}."
+    other = others[0]
+    ratio = other.step_seconds / best.step_seconds
+    loses = {part: other.parts.get(part, 0.0) - best.parts.get(part, 0.0) for part in (*other.parts, *best.parts)}
+    worst = max(loses, key=lambda part: loses[part])
+    why = f"{other.candidate.name} spends {loses[worst]:.2f} s more of a step on {_WORDS[worst]}"
+    saved = min(loses, key=lambda part: loses[part])
+    if -loses[saved] > 0.01 * best.step_seconds:
+        why += f" and {-loses[saved]:.2f} s less on {_WORDS[saved]}"
+    if best is not plan.ranked[0]:
+        said += ", equal to the fastest within the model's error, and without host memory"
+    return f"{said}, {ratio:.2f} × the best {'data-parallel' if is_parallel else 'parallel'} alternative: {why}."
+
+
+def _no_alternative(plan: Plan, is_parallel: bool) -> str:
+    """Why nothing of the other kind is ranked."""
+    job, world_size = plan.job, plan.topology.world_size
+    if is_parallel:
+        if job.global_batch % world_size:
+            return f"ZeRO, FSDP2 and DDP need a global batch that is a multiple of the {world_size} GPUs"
+        return "no ZeRO, FSDP2 or DDP fits"
+    if not job.shape.table.has_parallel_blocks:
+        return f"{job.shape.name} has no tensor- or pipeline-parallel blocks here"
+    return "no tensor- or pipeline-parallel layout fits"
+
+
+def command(plan: Plan) -> str:
+    """What trains the sweet spot, typed on every host of the cluster."""
+    job, topology = plan.job, plan.topology
+    shape, hosts = job.shape, len(topology.hosts)
+    is_whole = shape.num_layers == find_model(shape.name).num_layers
+    run = RunConfig.parse(
+        chosen(plan).candidate.settings()
+        | {"model": shape.name, "seq_length": job.seq_length, "global_batch": job.global_batch}
+        | {"num_layers": None if is_whole else shape.num_layers, "emulate_hosts": hosts if topology.emulated else None}
+        | {"grad_dtype": "fp32" if job.bytes_of_gradient == 4 else "bf16"}
+    )
+    if hosts == 1 or topology.emulated:
+        return run.command(topology.world_size)
+    sizes = {len(ranks) for ranks in topology.ranks_by_host}
+    where = ["--nnodes", str(hosts), "--nproc-per-node", str(sizes.pop()) if len(sizes) == 1 else "gpu"]
+    where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+    return shlex.join(["torchrun", *where, "launch/pretrain.py", *run.flags()])
+
+
+def certainty(plan: Plan) -> str:
+    """How sure the ranking is, in a sentence."""
+    error = f"{100 * plan.profile.relative_error:.0f}%"
+    if plan.equals > 1:
+        more = ", and perhaps more," if plan.equals == len(plan.ranked) < plan.num_fitting else ""
+        count = f"The first {plan.equals}{more} are equal"
+        return f"{count}: they lie within the model's own error of {error}. Measuring tells them apart."
+    return f"The first is ahead by more than the model's own error of {error}."
+
+
+def what_is_missing(plan: Plan) -> list[str]:
+    """What does not fit, and by how much; with what is missing where nothing does."""
+    lines = []
+    if not plan.ranked:
+        nearest = plan.misfits[0]
+        lines.append(
+            f"{plan.job.shape.name} fits on this cluster under no layout: the nearest, {nearest.candidate.name}, needs "
+            f"{nearest.memory.total / _GIB:.1f} GiB of a GPU's {plan.usable_bytes / _GIB:.1f} usable GiB, so "
+            f"{nearest.missing_bytes / _GIB:.1f} GiB are missing on each; use more GPUs, larger ones, or fewer layers."
+        )
+    else:
+        lines += [
+            f"Host memory: {one.candidate.name} takes {one.host_bytes / _GIB:,.0f} GiB of each host."
+            for one in plan.ranked[:3]
+            if one.host_bytes
+        ]
+    if plan.misfits:
+        short = ", ".join(f"{one.candidate.name} (by {one.missing_bytes / _GIB:.1f} GiB)" for one in plan.misfits)
+        lines.append(f"Nearest of what does not fit: {short}.")
+    return lines
+
+
+def explain(console: Console, plan: Plan, trial: str) -> None:
+    """Prints where the step of one trial goes, as bars; ConfigError where there is no such trial."""
+    estimate = estimate_of(plan, trial)
+    lacks = f", and lacks {estimate.missing_bytes / _GIB:.1f} GiB a GPU" if not estimate.fits else ""
+    title = f"{estimate.candidate.name}: {estimate.step_seconds:.3f} s a step{lacks}"
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    _bars(console, estimate.parts, "s")
+    console.print(Text(f"memory of the fullest GPU: {estimate.memory.total / _GIB:.1f} GiB", style="bold"))
+    memory = {field.name: getattr(estimate.memory, field.name) / _GIB for field in fields(estimate.memory)}
+    _bars(console, memory, "GiB")
+
+
+def _bars(console: Console, parts: dict[str, float], unit: str) -> None:
+    total, longest = sum(parts.values()), max(parts.values())
+    for name, value in parts.items():
+        if value > total / 1e4:
+            bar = "█" * max(1, round(_BAR * value / longest))
+            console.print(Text(f"{name:>11} {value:9.3f} {unit} {100 * value / total:5.1f}%  {bar}"), soft_wrap=True)
+
+
+def estimate_of(plan: Plan, trial: str) -> Estimate:
+    """What the trial of a name costs; ConfigError where there is no such trial."""
+    return Costs(plan.job, plan.topology, plan.profile).estimate(find_trial(plan, trial))
+
+
+def find_trial(plan: Plan, trial: str) -> Candidate:
+    """The candidate that a name means, whatever stands between its words; ConfigError with near matches."""
+    by_key = {_key(candidate.name): candidate for candidate in candidates(plan.job, plan.topology)}
+    if _key(trial) in by_key:
+        return by_key[_key(trial)]
+    names = [candidate.name for candidate in by_key.values()]
+    shown = [estimate.candidate.name for estimate in plan.ranked + plan.baselines]
+    near = near_matches(trial, names)
+    raise ConfigError(
+        f"trial {trial!r} is no candidate; {near if near.startswith('did') else 'e.g. ' + ', '.join(shown[:3])}"
+    )
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[\W_]+", " ", name.lower()).strip()
+
+
+def describe(plan: Plan, top: int) -> dict[str, Any]:
+    """All that the table shows, for programs."""
+    return {
+        "model": plan.job.shape.name,
+        "world_size": plan.topology.world_size,
+        "device": plan.topology.hosts[0].device,
+        "seq_length": plan.job.seq_length,
+        "global_batch": plan.job.global_batch,
+        "profile": {
+            "name": plan.profile.name,
+            "kind": plan.profile.kind,
+            "relative_error": plan.profile.relative_error,
+        },
+        "num_candidates": plan.num_candidates,
+        "num_fitting": plan.num_fitting,
+        "usable_gib": plan.usable_bytes / _GIB,
+        "sweet_spot": chosen(plan).candidate.name if plan.ranked else None,
+        "reason": sweet_spot(plan) if plan.ranked else None,
+        "command": command(plan) if plan.ranked else None,
+        "num_equal": plan.equals,
+        "ranked": [describe_estimate(estimate) for estimate in plan.ranked[:top]],
+        "baselines": [describe_estimate(estimate) for estimate in plan.baselines],
+        "misfits": [describe_estimate(estimate) for estimate in plan.misfits],
+    }
+
+
+def describe_estimate(estimate: Estimate) -> dict[str, Any]:
+    """One prediction, for programs."""
+    memory = {field.name: getattr(estimate.memory, field.name) / _GIB for field in fields(estimate.memory)}
+    return {
+        "trial": estimate.candidate.name,
+        "settings": estimate.candidate.settings(),
+        "step_seconds": estimate.step_seconds,
+        "tokens_per_second_per_device": estimate.tokens_per_second_per_device,
+        "mfu": estimate.mfu,
+        "seconds": estimate.parts,
+        "exposed": estimate.exposed,
+        "memory_gib": memory | {"total": estimate.memory.total / _GIB},
+        "missing_gib": estimate.missing_bytes / _GIB,
+        "host_gib": estimate.host_bytes / _GIB,
+    }
+
+
+def as_json(plan: Plan, top: int, trial: str | None = None) -> str:
+    """The `top` best, or one trial alone; ConfigError where there is no such trial."""
+    found = describe(plan, top) if trial is None else describe_estimate(estimate_of(plan, trial))
+    return json.dumps(found, indent=2)

@@ -1,0 +1,118 @@
+"""The charts of a work class: speeds, steps and memory here, the others beside; absent where nothing was measured."""
+
+from collections.abc import Sequence
+
+from megabench.metrics import quantile
+from megabench.report import strips
+from megabench.report.chart import Chart, Figures, strip_class, strip_name
+from megabench.report.parity import difference_charts, losses_chart
+from megabench.report.predictions import predictions_chart
+from megabench.report.profiles import profiles_chart
+from megabench.report.scaling import scaling_charts
+from megabench.report.strips import Strip
+from megabench.report.trials import WorkClassOfTrials
+
+
+def charts_of(group: WorkClassOfTrials, slug: str, device: str) -> list[Chart]:
+    """All charts of a work class that its records can fill, the speeds first."""
+    made = [
+        _speeds(group, f"{slug}-speed", device),
+        losses_chart(group, f"{slug}-loss"),
+        *difference_charts(group, f"{slug}-difference"),
+        _steps(group, f"{slug}-steps"),
+        _memory(group, f"{slug}-memory", device),
+        profiles_chart(group, f"{slug}-profile"),
+        predictions_chart(group, f"{slug}-prediction"),
+        *scaling_charts(group, f"{slug}-scaling", device),
+    ]
+    return [chart for chart in made if chart]
+
+
+def _speeds(group: WorkClassOfTrials, slug: str, device: str) -> Chart | None:
+    shown = group.measured
+    if not shown:
+        return None
+    made = [
+        Strip(
+            name=strip_name(trial, group),
+            figure=f"{trial.row.tokens_per_second_per_device:,.0f}"
+            + (f" · {trial.row.ratio:.2f} ×" if trial.row.ratio is not None else ""),
+            class_=strip_class(trial, group),
+            value=trial.row.tokens_per_second_per_device or 0.0,
+            spread=trial.spread,
+        )
+        for trial in shown
+    ]
+    of = {trial.spread.of for trial in shown if trial.spread}
+    line = "the slowest run to the fastest" if of == {"runs"} else "the slow tenth of steps to the fast tenth"
+    words = f"Longer is better. The figure is tokens a second on one {device}" + (
+        f", and how many times that is what {group.decision.head} reaches." if group.decision.reference else "."
+    )
+    words += f" The thin line is the spread, from {line}." if of else ""
+    description = "; ".join(f"{strip.name}: {strip.figure}" for strip in made)
+    title = f"Tokens a second per {device}"
+    return Chart(title, words, strips.bars(slug, title, description, made, f"tok/s per {device}"), is_wide=True)
+
+
+def _steps(group: WorkClassOfTrials, slug: str) -> Chart | None:
+    made, figures = [], []
+    for trial in group.measured:
+        values = [seconds for run in trial.runs if run.step_seconds for seconds in run.step_seconds.all]
+        if not values or not trial.row.step_seconds:
+            continue
+        median = trial.row.step_seconds
+        made.append(
+            Strip(
+                name=strip_name(trial, group),
+                figure=f"{median:.4g} s",
+                class_=strip_class(trial, group),
+                value=median,
+                values=_thinned(values),
+            )
+        )
+        cells = (f"{median:.4g}", f"{quantile(values, 0.1):.4g}", f"{quantile(values, 0.9):.4g}", f"{max(values):.4g}")
+        figures.append((trial.name, str(len(values)), *cells))
+    if not made:
+        return None
+    description = "; ".join(f"{strip.name}: median {strip.figure}" for strip in made)
+    return Chart(
+        "How long each step took",
+        "One dot a timed step, the upright line their median. Dots far apart, or a few far to the right, mean that "
+        "something disturbs the run.",
+        strips.dots(slug, "Seconds of each timed step", description, made, "s a step"),
+        figures=Figures(("trial", "timed steps", "median s", "p10 s", "p90 s", "longest s"), tuple(figures)),
+    )
+
+
+def _memory(group: WorkClassOfTrials, slug: str, device: str) -> Chart | None:
+    shown = [trial for trial in group.measured if trial.record.peak_memory_gib]
+    if not shown:
+        return None
+    made, figures, tops = [], [], []
+    for trial in shown:
+        peak = trial.record.peak_memory_gib
+        assert peak is not None
+        made.append(
+            Strip(strip_name(trial, group), f"{peak.max:.1f} GiB", strip_class(trial, group), 0.0, None, peak.per_rank)
+        )
+        figures.append((trial.name, f"{peak.max:.2f}", ", ".join(f"{gib:.2f}" for gib in peak.per_rank)))
+        tops.append(peak.max)
+    capacity = max((t.record.device_memory_gib for t in shown if t.record.device_memory_gib), default=None)
+    top = max([*tops, capacity or 0.0])
+    full = f"the {capacity:.0f} GiB that a GPU has" if capacity else f"the largest peak, {top:.1f} GiB"
+    what = "reserved on the GPU" if device == "GPU" else "resident memory of the process"
+    description = "; ".join(f"{strip.name}: {strip.figure} at most" for strip in made)
+    return Chart(
+        "Memory of each rank",
+        f"One column a rank, from rank 0 on the left: its peak, {what}. The full height is {full}.",
+        strips.columns(slug, "Peak memory of each rank in GiB", description, made, top),
+        figures=Figures(("trial", "largest GiB", "GiB by rank"), tuple(figures)),
+    )
+
+
+def _thinned(values: Sequence[float], most: int = 300) -> list[float]:
+    """At most about `most` of the values, evenly from the sorted ones, both ends among them."""
+    if len(values) <= most:
+        return list(values)
+    ordered = sorted(values)
+    return [ordered[round(number * (len(ordered) - 1) / (most - 1))] for number in range(most)]

@@ -1,0 +1,141 @@
+"""Charts of lines over a common axis: losses, differences, throughput against number of GPUs."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from megabench.report.svg import nice_ticks, percent, picture, spread_apart, tag, text, tick_words
+
+_HEIGHT, _ABOVE, _BELOW = 230, 12, 40
+_MOST_POINTS = 600
+_SHADES = 7  # colours that the style sheet has for lines; beyond them the dashes change
+
+Point = tuple[float, float | None]
+Scale = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A trial's line: its letter at the end, its place among the trials for colour and dashes, and its points.
+
+    None for a value breaks the line. A line with a `guide`, the class that draws it, stands for no trial.
+    """
+
+    letter: str
+    number: int
+    points: Sequence[Point]
+    guide: str = ""
+
+
+def line_classes(number: int) -> str:
+    """The classes that colour and dash the line of trial `number`."""
+    return f"line shade{number % _SHADES} dash{number // _SHADES % 3}"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A horizontal line with words on it."""
+
+    value: float
+    words: str
+
+
+def lines(
+    slug: str,
+    title: str,
+    description: str,
+    given: Sequence[Line],
+    x_label: str,
+    y_range: tuple[float, float],
+    is_log: bool = False,
+    limit: Limit | None = None,
+    with_dots: bool = False,
+) -> Markup:
+    """Lines within `y_range`; what leaves it is cut off at the border. `is_log` draws values by their logarithm.
+
+    `with_dots` is for trials of a point each: a dot with its letter beside it.
+    """
+    low, high = y_range
+    xs = [x for line in given for x, _ in line.points]
+    left, right = min(xs), max(xs)
+    margin = (right - left) * 0.05 if with_dots else 0
+    left, right = (left - margin, right + margin) if right > left else (left - 1, right + 1)
+
+    def across(x: float) -> float:
+        return (x - left) / (right - left)
+
+    def down(value: float) -> float:
+        position = _log(value, low) - _log(low, low) if is_log else value - low
+        span = _log(high, low) - _log(low, low) if is_log else high - low
+        return _ABOVE + _HEIGHT * (1 - position / span)
+
+    ticks = _decades(low, high) if is_log else nice_ticks(low, high)
+    words = [f"{tick:.0e}" for tick in ticks] if is_log else tick_words(ticks)
+    parts = [_level(down(tick), word) for tick, word in zip(ticks, words, strict=True)]
+    whole = sorted(set(xs)) if with_dots else [tick for tick in nice_ticks(left, right) if tick == int(tick)]
+    parts += [text(f"{tick:,.0f}", percent(across(tick)), _ABOVE + _HEIGHT + 17, "tick", "middle") for tick in whole]
+    parts.append(text(x_label, "50%", _ABOVE + _HEIGHT + 34, "tick", "middle"))
+    if limit and low <= limit.value <= high:
+        y = down(limit.value)
+        parts.append(tag("line", x1=0, x2="100%", y1=y, y2=y, class_="limit"))
+        parts.append(text(limit.words, 4, y - 5, "tick"))
+    parts.append(_curves(given, across, down))
+    trials = [line for line in given if not line.guide]
+    if with_dots:
+        for line in trials:
+            (x, value) = _last(line)
+            parts.append(tag("circle", cx=percent(across(x)), cy=down(value), r=4, class_=_shade("dot", line)))
+            parts.append(text(line.letter, percent(across(x)), down(value) + 4, _shade("letter", line), dx=8))
+    else:
+        wanted = [min(max(down(_last(line)[1]), _ABOVE), _ABOVE + _HEIGHT) for line in trials]
+        for line, at, place in zip(trials, wanted, spread_apart(wanted, 14, _ABOVE, _ABOVE + _HEIGHT), strict=True):
+            parts.append(tag("svg", _leader(line, at, place), x="100%", y=0, width=1, height=1, overflow="visible"))
+    return picture(slug, title, description, _ABOVE + _HEIGHT + _BELOW, *parts, class_="plot")
+
+
+def _log(value: float, least: float) -> float:
+    return math.log10(max(value, least))
+
+
+def _decades(low: float, high: float) -> list[float]:
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    step = max(1, (last - first) // 5)
+    return [10.0**power for power in range(first, last + 1, step)]
+
+
+def _level(y: float, words: str) -> Markup:
+    """A horizontal line of the grid with its number."""
+    return tag("line", x1=0, x2="100%", y1=y, y2=y, class_="grid") + text(words, 0, y + 4, "tick", "end", dx=-6)
+
+
+def _curves(given: Sequence[Line], across: Scale, down: Scale) -> Markup:
+    """The lines in a picture of their own that is stretched to the width, which their points cannot be in percent."""
+    curves = []
+    for line in given:
+        stride = max(1, len(line.points) // _MOST_POINTS)
+        steps, pen_down = [], False
+        for x, value in line.points[::stride]:
+            if value is not None:
+                steps.append(f"{'L' if pen_down else 'M'}{1000 * across(x):.1f} {down(value) - _ABOVE:.2f}")
+            pen_down = value is not None
+        class_ = f"line {line.guide}" if line.guide else line_classes(line.number)
+        curves.append(tag("path", d="".join(steps), class_=class_))
+    view = f"0 0 1000 {_HEIGHT}"
+    return tag("svg", *curves, x=0, y=_ABOVE, width="100%", height=_HEIGHT, viewBox=view, preserveAspectRatio="none")
+
+
+def _last(line: Line) -> tuple[float, float]:
+    known = [(x, value) for x, value in line.points if value is not None]
+    return known[-1] if known else (line.points[-1][0], 0.0)
+
+
+def _shade(what: str, line: Line) -> str:
+    return f"{what} shade{line.number % _SHADES}"
+
+
+def _leader(line: Line, at: float, place: float) -> Markup:
+    """The line's letter beside its end, and a thin line to it."""
+    letter = text(line.letter, 14, place + 4, _shade("letter", line))
+    return tag("line", x1=1, x2=11, y1=at, y2=place, class_=_shade("leader", line)) + letter

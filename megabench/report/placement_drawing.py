@@ -1,0 +1,129 @@
+"""Where the groups of a layout ran: hosts as boxes, one cell a GPU, and what each kind of group rode on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from megabench.parallel.layout import Coordinates, Layout
+from megabench.parallel.placement import LINK_NAMES, number_ranges
+from megabench.record import Group, HostRanks, RunRecord
+from megabench.report.svg import clip, picture, tag, text
+
+_CELL, _GAP, _LINE = 68, 6, 15
+_PER_ROW = 4
+_MOST_HOSTS = 8
+_SHADES = 7
+
+_AXIS_WORDS = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "dp": "data parallel"}
+
+
+@dataclass(frozen=True)
+class GroupLine:
+    """The groups of one kind that ride on one link, in words."""
+
+    kind: str
+    words: str
+    num_groups: int
+    ranks: str
+    link: str
+    transport: str
+
+
+def hosts_of(record: RunRecord) -> list[HostRanks]:
+    """The hosts of a run; one without a record of them is a single host, unless it had several."""
+    if record.placement:
+        return record.placement.hosts
+    if record.num_hosts in (None, 1) and record.status in ("ok", "diverged"):
+        name = (record.environment and record.environment.host) or "this host"
+        return [HostRanks(name=name, ranks=list(range(record.world_size)))]
+    return []
+
+
+def draw_hosts(slug: str, record: RunRecord) -> list[Markup]:
+    """A picture of each host, the first ones of many, with its ranks and what groups they are in."""
+    layout = Layout(**record.layout.model_dump())
+    return [
+        _host(f"{slug}-{number}", host, record, layout) for number, host in enumerate(hosts_of(record)[:_MOST_HOSTS])
+    ]
+
+
+def hosts_left_out(record: RunRecord) -> int:
+    """How many hosts have no picture."""
+    return max(0, len(hosts_of(record)) - _MOST_HOSTS)
+
+
+def group_lines(groups: Sequence[Group]) -> list[GroupLine]:
+    """The groups by kind, link and transport."""
+    alike: dict[tuple[str, str | None, str | None], list[Group]] = {}
+    for group in groups:
+        alike.setdefault((group.kind, group.link, group.transport), []).append(group)
+    return [
+        GroupLine(
+            kind=kind,
+            words=_AXIS_WORDS[kind],
+            num_groups=len(members),
+            ranks="; ".join(number_ranges(group.ranks) for group in members[:4]) + "; …" * (len(members) > 4),
+            link=LINK_NAMES.get(link or "", link or "not known"),
+            transport=transport or "not known",
+        )
+        for (kind, link, transport), members in alike.items()
+    ]
+
+
+def _host(slug: str, host: HostRanks, record: RunRecord, layout: Layout) -> Markup:
+    axes = [axis for axis in ("tp", "pp", "cp", "dp") if getattr(layout, axis) > 1]
+    height = _LINE * (len(axes) + 1) + 10
+    ranks = sorted(host.ranks)
+    num_rows, num_columns = -(-len(ranks) // _PER_ROW), min(len(ranks), _PER_ROW)
+    width = max(num_columns * (_CELL + _GAP) + _GAP + 8, 150)
+    cells = []
+    for number, rank in enumerate(ranks):
+        row, column = divmod(number, _PER_ROW)
+        cells.append(_cell(rank, layout, axes, _GAP + 4 + column * (_CELL + _GAP), 30 + row * (height + _GAP), height))
+    total = 30 + num_rows * (height + _GAP) + 4
+    described = "; ".join(f"rank {rank}: {', '.join(_words(layout.coordinates(rank), layout, axes))}" for rank in ranks)
+    title = f"Host {host.name}: {len(ranks)} × {record.device or 'GPU'}"
+    return Markup('<div class="host" style="width:{}px">{}</div>').format(
+        width,
+        picture(
+            slug,
+            title,
+            described,
+            total,
+            tag("rect", x=0.5, y=0.5, width=width - 1, height=total - 1, rx=6, class_="box"),
+            text(clip(host.name, 16 if num_columns < 3 else 34), 10, 20, "name"),
+            *cells,
+            full_width=width,
+        ),
+    )
+
+
+def _cell(rank: int, layout: Layout, axes: Sequence[str], x: float, y: float, height: float) -> Markup:
+    shade = f"shade{_group_number(layout, rank) % _SHADES}"
+    middle = x + _CELL / 2
+    words = [f"rank {rank}", *_words(layout.coordinates(rank), layout, axes)]
+    return (
+        tag("rect", x=x, y=y, width=_CELL, height=height, rx=4, class_=f"gpu {shade}")
+        + tag("rect", x=x, y=y, width=_CELL, height=4, class_=f"lid {shade}")
+        + Markup("").join(
+            text(word, middle, y + 18 + line * _LINE, "cell strong" if not line else "cell", "middle")
+            for line, word in enumerate(words)
+        )
+    )
+
+
+def _words(at: Coordinates, layout: Layout, axes: Sequence[str]) -> list[str]:
+    said = {"tp": f"tp {_tp_group(layout, at)}", "pp": f"stage {at.pp}", "cp": f"part {at.cp}"}
+    said["dp"] = f"data {at.dp}"
+    return [said[axis] for axis in axes]
+
+
+def _tp_group(layout: Layout, at: Coordinates) -> int:
+    return (at.pp * layout.data_parallel + at.dp) * layout.cp + at.cp
+
+
+def _group_number(layout: Layout, rank: int) -> int:
+    """What ranks of one colour share: the tensor-parallel group, else the stage, else nothing."""
+    at = layout.coordinates(rank)
+    return _tp_group(layout, at) if layout.tp > 1 else at.pp

@@ -1,0 +1,63 @@
+"""Charts against the number of devices: throughput, and days for a run of 100 billion tokens."""
+
+from collections.abc import Sequence
+
+from megabench.report import lines
+from megabench.report.chart import Chart, Figures, letter_legend
+from megabench.report.trials import Shown, WorkClassOfTrials
+
+
+def scaling_charts(group: WorkClassOfTrials, slug: str, device: str) -> list[Chart]:
+    """Throughput, and days for 100 billion tokens, against the number of devices, where trials differ in it."""
+    shown = [trial for trial in group.measured if trial.row.is_ok and trial.record.tokens_per_second]
+    if len({trial.row.world_size for trial in shown}) < 2:
+        return []
+    speeds = [(t, t.row.world_size, t.row.world_size * (t.row.tokens_per_second_per_device or 0.0)) for t in shown]
+    units = f"{device}s" if device == "GPU" else "processes"
+    first = min(speeds, key=lambda entry: (entry[1], -entry[2]))
+    sizes = [size for _, size, _ in speeds]
+    ideal = [(size, first[2] / first[1] * size) for size in (min(sizes), max(sizes))]
+    table = Figures(
+        ("trial", units, "tok/s", "days for 100 B tokens"),
+        tuple((t.name, str(size), f"{speed:,.0f}", f"{_days(speed):,.1f}") for t, size, speed in speeds),
+    )
+    top = 1.08 * max(speed for _, speed in [*ideal, *((size, speed) for _, size, speed in speeds)])
+    described = "; ".join(f"{trial.name}: {speed:,.0f} tokens/s on {size}" for trial, size, speed in speeds)
+    heading = f"Tokens a second against number of {units}"
+    dots = [lines.Line("", 0, ideal, "guide"), *_with_families(speeds)]
+    throughput = Chart(
+        heading,
+        f"All {units} together; a line joins trials that differ in their number alone. The dotted line is what "
+        f"{first[0].name} would reach without any loss.",
+        lines.lines(slug, heading, described, dots, units, (0, top), with_dots=True),
+        letter_legend(shown),
+        table,
+    )
+    days = [(trial, size, _days(speed)) for trial, size, speed in speeds]
+    top = 1.08 * max(count for _, _, count in days)
+    described = "; ".join(f"{trial.name}: {count:,.1f} days on {size}" for trial, size, count in days)
+    heading = f"Days for 100 billion tokens against number of {units}"
+    return [
+        throughput,
+        Chart(
+            heading,
+            "How long a training run of that length would take without a stop.",
+            lines.lines(f"{slug}-days", heading, described, _with_families(days), units, (0, top), with_dots=True),
+            letter_legend(shown),
+        ),
+    ]
+
+
+def _with_families(points: Sequence[tuple[Shown, int, float]]) -> list[lines.Line]:
+    """A dot a trial, and lines that join those of one engine and layout, data parallelism aside."""
+    families: dict[object, list[lines.Point]] = {}
+    for trial, size, value in sorted(points, key=lambda point: point[1]):
+        layout = trial.record.layout
+        family = (trial.row.engine, layout.tp, layout.cp, layout.pp, layout.vp)
+        families.setdefault(family, []).append((size, value))
+    joined = [lines.Line("", 0, members, "family") for members in families.values()]
+    return joined + [lines.Line(trial.letter, trial.number, [(size, value)]) for trial, size, value in points]
+
+
+def _days(tokens_per_second: float) -> float:
+    return 100e9 / tokens_per_second / 86400

@@ -1,0 +1,1 @@
+"""How settings are read and explained. Loads no torch."""

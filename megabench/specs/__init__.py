@@ -1,0 +1,1 @@
+"""What each engine accepts and costs, without torch."""

@@ -1,0 +1,176 @@
+"""What a step costs under data parallelism alone: ZeRO 0 to 3 with and without offload, FSDP2, DDP. Loads no torch."""
+
+from megabench.cost import compute, network, schedule
+from megabench.cost.base import Base
+from megabench.cost.geometry import Geometry
+from megabench.cost.job import Candidate
+from megabench.specs.deepspeed_json import REDUCE_BUCKET
+
+_DDP_BUCKET = 25e6 / 4  # parameters that torch's DDP reduces at once: 25 MB of fp32 gradients
+# What the host does beside starting kernels, forward and backward, in starts of a kernel: FSDP2 a layer, DeepSpeed a
+# parameter (its hooks and queues, in Python; from benchmarks/gpt2-zero, where they are all that a step waits for).
+_FSDP_HOOKS, _ZERO3_HOOKS, _ZERO_HOOKS = (40, 80), (17, 34), (0, 16)
+# what the host reads and writes a parameter: AdamW, in fp32; DeepSpeed's clipping and its cast of the new weight
+_ADAM_HOST_BYTES, _DEEPSPEED_HOST_BYTES = 28, 8 + 6
+
+
+class DataParallel:
+    """The parts of a step, in seconds, of data-parallel candidates."""
+
+    def __init__(self, base: Base) -> None:
+        self.base = base
+        self.job, self.profile, self.machine = base.job, base.profile, base.machine
+
+    def parts(self, candidate: Candidate) -> dict[str, float]:
+        job, geometry = self.job, self.base.geometry_of(candidate)
+        layers, micro_batches = job.shape.num_layers, candidate.num_micro_batches(job)
+        layer = self.base.layer(1, 1, candidate.micro_batch)
+        first, last = self.base.embedding(1, 1, candidate.micro_batch), self.base.output(1, 1, candidate.micro_batch)
+        again = layer.forward if candidate.recompute == "full" else 0.0
+        gather, gather_back, reduce, ends = self._sharded_seconds(candidate, geometry)
+        host, hooks = self.base.host(candidate, layer, 0.0), self._hook_seconds(candidate)
+        forward = max(layer.forward, host[0] + hooks[0])
+        backward = max(layer.backward + again, host[1] + hooks[1])
+        shards = candidate.shard_size
+        hidden_forward = self.base.interference(geometry.neighbours(shards) if shards else geometry.world)
+        hidden_backward = self.base.interference(geometry.apart(shards) if shards else geometry.world)
+        with_communication = (
+            schedule.two_streams(forward, gather, layers, hidden_forward)
+            + schedule.two_streams(backward, gather_back + reduce, layers, hidden_backward)
+            + ends
+        )
+        plain = layers * (layer.forward + layer.backward) + self._copying_seconds(candidate)
+        launch = layers * ((forward - layer.forward) + (backward - (layer.backward + again)))
+        exposed = with_communication - layers * (forward + backward)
+        once, update = self._once_a_step(candidate, geometry, layers * backward)
+        return {
+            "compute": micro_batches * (plain + sum(first) + sum(last)),
+            "recompute": micro_batches * layers * again,
+            "launch": micro_batches * launch,
+            "dp": max(0.0, micro_batches * exposed) + once,
+            "optimizer": update + self.profile.step_seconds,
+            "offload": self._offload_seconds(candidate, geometry, micro_batches),
+        }
+
+    def _hook_seconds(self, candidate: Candidate) -> tuple[float, float]:
+        """What a layer's hooks take on the host, forward and backward."""
+        if candidate.engine == "fsdp":
+            times, hooks = 1, _FSDP_HOOKS
+        elif candidate.engine == "deepspeed" and candidate.zero_stage:
+            times, hooks = self.job.layer_tensors, _ZERO3_HOOKS if candidate.zero_stage == 3 else _ZERO_HOOKS
+        else:
+            return 0.0, 0.0
+        return times * hooks[0] * self.profile.launch_seconds, times * hooks[1] * self.profile.launch_seconds
+
+    def _copying_seconds(self, candidate: Candidate) -> float:
+        """What an engine casts, copies and adds in every micro-batch, beyond the sums of gradients in `compute`.
+
+        Bytes a parameter, v of a value and g of a gradient; what a rank's own part sees alone, by 1/N. DeepSpeed
+        (stage3.py, stage_1_and_2.py, coalesced_collectives.py) casts gradients; stages 2 and 3 copy them into a bucket,
+        divide them and lay them out by rank; own parts are added up. FSDP2 (_fsdp_collectives.py) casts its fp32 shards
+        and copies them in, what it gathered out, and gradients in. DDP casts fp32 weights, and gradients back.
+        """
+        if self.job.stack.flat_parameters:
+            return 0.0
+        job, ranks = self.job, candidate.shard_size or candidate.layout.world_size
+        v, g, gathers = job.bytes_of_value, job.bytes_of_gradient, 1 if candidate.keeps_weights else 2
+        if candidate.engine == "ddp":
+            moved: float = _cast(4, v) * (2 if candidate.recompute == "full" else 1) + _cast(v, 4) + 3 * 4
+        elif candidate.engine == "fsdp":
+            moved = 2 * gathers * v + (v + g) + (gathers * (_cast(4, v) + 2 * v) + 3 * g) / ranks
+        elif candidate.zero_stage == 3:
+            moved = gathers * v + _cast(v, g) + 4 * g + 3 * g / ranks
+        elif candidate.zero_stage == 2:
+            moved = _cast(v, g) + 6 * g + 5 * g / ranks
+        else:
+            moved = _cast(v, g) + 3 * g
+        beyond = max(0.0, moved - compute.accumulated_bytes(job))
+        return compute.memory_seconds(self.machine, beyond * job.num_parameters)
+
+    def _sharded_seconds(self, candidate: Candidate, geometry: Geometry) -> tuple[float, float, float, float]:
+        """What a layer communicates in every micro-batch: gathers forward and backward, its gradient's reduction; and
+        what no layer hides: the embedding's gather at the start and its gradient at the end.
+
+        ZeRO-3 and FSDP2 gather 2 bytes a parameter twice and reduce-scatter g (arXiv 1910.02054, section 7). ZeRO-2
+        all-reduces g, of which each rank keeps its part (DeepSpeed's use_multi_rank_bucket_allreduce). hpZ gathers for
+        backward among neighbours (arXiv 2306.10209); HSDP shards among them. Weights that are kept are gathered once.
+        """
+        job, profile = self.job, self.profile
+        layer, ends = job.layer_parameters, job.embedding_parameters
+        value, g = job.bytes_of_value, job.bytes_of_gradient
+        if candidate.engine == "fsdp" or (candidate.zero_stage == 3 and candidate.engine == "deepspeed"):
+            shards = candidate.shard_size or candidate.layout.world_size
+            where = geometry.neighbours(shards) if candidate.shard_size else geometry.world
+            inner = geometry.neighbours(candidate.hpz_size) if candidate.hpz_size else where
+
+            def gather(parameters: float) -> float:
+                return network.gather_seconds(profile, where, value * parameters)
+
+            def reduce(parameters: float) -> float:
+                return network.gather_seconds(profile, where, g * parameters)
+
+            back = 0.0 if candidate.keeps_weights else network.gather_seconds(profile, inner, value * layer)
+            return gather(layer), back, reduce(layer), gather(ends) + reduce(ends)
+        if candidate.engine == "deepspeed" and candidate.zero_stage == 2:
+            reduce_layer = network.all_reduce_seconds(profile, geometry.world, g * layer)
+            return 0.0, 0.0, reduce_layer, network.all_reduce_seconds(profile, geometry.world, g * ends)
+        return 0.0, 0.0, 0.0, 0.0
+
+    def _once_a_step(self, candidate: Candidate, geometry: Geometry, backward: float) -> tuple[float, float]:
+        """Communication that comes once a step, exposed, and the optimizer."""
+        job, parameters = self.job, self.job.num_parameters
+        ranks, once, copied = candidate.layout.world_size, 0.0, 0.0
+        gradients, weights = job.bytes_of_gradient * parameters, job.bytes_of_value * parameters
+        sharded = parameters / (candidate.shard_size or ranks)
+        if candidate.engine == "ddp" or (candidate.zero_stage == 0 and candidate.engine == "deepspeed"):
+            pieces = max(1, round(parameters / (_DDP_BUCKET if candidate.engine == "ddp" else REDUCE_BUCKET)))
+            reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
+            once = self.base.tail(backward, reduce, pieces, geometry.world, overlaps=candidate.engine == "ddp")
+            sharded = parameters
+        elif candidate.shard_size:  # replicas of a shard add up their gradients behind the last micro-batch
+            across = geometry.apart(candidate.shard_size)
+            reduce = network.all_reduce_seconds(self.profile, across, gradients / candidate.shard_size)
+            once = self.base.tail(backward, reduce, job.shape.num_layers, across, overlaps=True)
+        elif candidate.engine == "deepspeed" and candidate.zero_stage < 3:
+            once = network.gather_seconds(self.profile, geometry.world, weights)
+            if candidate.zero_stage == 1:
+                pieces = max(1, round(parameters / REDUCE_BUCKET))
+                reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
+                once += self.base.tail(backward, reduce, pieces, geometry.world, overlaps=True)
+                copied = (6 + 2 / ranks) * gradients  # as stage 2 does, but once
+        if candidate.offload != "none":
+            return once, 0.0
+        update = compute.optimizer_seconds(self.machine, job, sharded, sharded)
+        return once, update + compute.memory_seconds(self.machine, copied)
+
+    def _offload_seconds(self, candidate: Candidate, geometry: Geometry, micro_batches: int) -> float:
+        """Host copies and the host's AdamW, over memory that all GPUs of a host share (arXiv 2101.06840).
+
+        Gradients of g bytes go out: FSDP2's in each of m micro-batches. ZeRO-3's go there and back m times, to be added
+        up and measured on the GPU (DeepSpeed's stage3.py, partition_grads); those of ZeRO-2 m times and back m - 1
+        times, but where they are in fp32, then they wait on the GPU, and ZeRO-1's always (stage_1_and_2.py,
+        copy_grads_in_partition). Then DeepSpeed sends them to the optimizer, in fp32. Weights come in once, offloaded
+        ones for every gather.
+        """
+        if candidate.offload == "none":
+            return 0.0
+        job, is_fsdp = self.job, candidate.engine == "fsdp"
+        g, on_host = job.bytes_of_gradient, _ADAM_HOST_BYTES + (0 if is_fsdp else _DEEPSPEED_HOST_BYTES)
+        if is_fsdp:
+            gradients = g * micro_batches
+        elif candidate.zero_stage == 3:
+            gradients = 2 * g * micro_batches + 4
+        elif candidate.zero_stage == 2 and g == job.bytes_of_value and micro_batches > 1:
+            gradients = g * (2 * micro_batches - 1) + 4
+        else:
+            gradients = 4
+        each = 4 if is_fsdp else job.bytes_of_value  # its shards are fp32
+        moved = gradients + each * (2 * micro_batches if candidate.offload == "all" else 1)
+        shard = job.num_parameters / candidate.layout.world_size
+        seconds = moved * shard / (self.profile.host_copy_gb_per_s * 1e9)
+        return seconds + on_host * shard * geometry.ranks_per_host / (self.profile.dram_gb_per_s * 1e9)
+
+
+def _cast(before: int, after: int) -> int:
+    """Bytes that an element moves when it is cast, from one size to another."""
+    return before + after if before != after else 0

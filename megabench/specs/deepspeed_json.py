@@ -1,0 +1,195 @@
+"""A user's own DeepSpeed JSON: its settings win where the run is silent, and must not contradict it elsewhere."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megabench.models.mapping import largest_parameter
+from megabench.models.shape import ModelShape
+from megabench.settings.reading import ConfigError, near_matches, read_text
+
+if TYPE_CHECKING:
+    from megabench.config.run import ResolvedConfig
+
+REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
+
+_RUN_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "communication_data_type",
+)
+_SECTIONS = (
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "data_types",
+    "activation_checkpointing",
+    "aio",
+    "comms_logger",
+    "flops_profiler",
+)
+_HARMLESS = (
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "zero_allow_untested_optimizer",
+)
+# what would make another run of it, beside other runs, and where it is set instead
+_ELSEWHERE = {
+    "optimizer": "--optimizer, --lr, --betas, --eps and --weight-decay",
+    "scheduler": "--lr, --lr-warmup and --min-lr",
+}
+_NO_MASTERS = "all engines train with masters and moments in fp32"
+_REFUSED = {
+    "zero_optimization": {
+        "zero_quantized_weights": "it changes the weights that are trained with",
+        "zero_quantized_gradients": "it changes the gradients",
+        "zero_quantized_nontrainable_weights": "it changes the weights that are trained with",
+        "stage3_module_granularity_threshold": "on GPUs its gradients are wrong (0.19.8); zero_leaf_layers is right",
+        "zenflow": "it updates weights by gradients of earlier steps",
+    },
+    "bf16": {"bf16_master_weights_and_grads": _NO_MASTERS, "bf16_optimizer_states": _NO_MASTERS},
+    "fp16": {"fp16_master_weights_and_grads": _NO_MASTERS},
+}
+
+
+def read_deepspeed_json(path: Path) -> dict[str, Any]:
+    """A DeepSpeed configuration without its "auto" entries, which leave the choice to the program that reads it.
+
+    ConfigError for what is no such configuration, and for settings that would change the work that is compared.
+    """
+    try:
+        content = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    for section in _SECTIONS:
+        if not isinstance(content.get(section, {}), dict):
+            raise ConfigError(f"{path}: {section} must be an object, e.g. {{}}, not {content[section]!r}")
+    for key in content:
+        if key in _ELSEWHERE:
+            raise ConfigError(
+                f"{path} sets {key!r}, which megabench sets for every engine alike; remove it there and use "
+                f"{_ELSEWHERE[key]}"
+            )
+        if key not in _RUN_KEYS + _SECTIONS + _HARMLESS:
+            raise ConfigError(
+                f"{path} sets {key!r}, which megabench does not pass on; remove it "
+                f"({near_matches(key, [*_RUN_KEYS, *_SECTIONS, *_HARMLESS])})"
+            )
+    for section, refused in _REFUSED.items():
+        for key, why in refused.items():
+            if content.get(section, {}).get(key):
+                raise ConfigError(f"{path} sets {section}.{key}, and {why}; remove it there")
+    if content.get("zero_optimization", {}).get("compute_grad_norm") is False:
+        raise ConfigError(
+            f"{path} sets zero_optimization.compute_grad_norm to false, and records hold the norm; remove it there"
+        )
+    return _without_auto(content)
+
+
+def names_batch(content: dict[str, Any]) -> bool:
+    """Whether the JSON itself says how many sequences a step has."""
+    return not content.keys().isdisjoint(("train_batch_size", "gradient_accumulation_steps"))
+
+
+def settings_of_run(content: dict[str, Any], given: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What the JSON says of the run, as RunConfig fields; ConfigError where `given`, the user's own, say otherwise."""
+    enabled = [precision for precision in ("bf16", "fp16") if content.get(precision, {}).get("enabled")]
+    if len(enabled) > 1:
+        raise ConfigError(f"{path} enables both bf16 and fp16; enable one of them")
+    said = {
+        "zero_stage": content.get("zero_optimization", {}).get("stage"),
+        "micro_batch": content.get("train_micro_batch_size_per_gpu"),
+        "global_batch": content.get("train_batch_size"),
+        "clip_grad": content.get("gradient_clipping"),
+        "grad_dtype": content.get("data_types", {}).get("grad_accum_dtype"),
+        "precision": enabled[0] if enabled else None,
+    }
+    said |= _zero_settings(content.get("zero_optimization", {}), path)
+    said = {name: value for name, value in said.items() if value is not None}
+    for name in given.keys() & said.keys():
+        if given[name] != said[name]:
+            raise ConfigError(
+                f"{path} says {name}={said[name]}, but the run says {name}={given[name]}; change one of them"
+            )
+    return said
+
+
+def _zero_settings(zero: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What the section zero_optimization says of the run."""
+    offloaded = []
+    for key in ("offload_optimizer", "offload_param"):
+        device = (zero.get(key) or {}).get("device", "none")
+        if device not in ("none", "cpu"):
+            raise ConfigError(f"{path} sets zero_optimization.{key}.device={device!r}, and offload goes to cpu alone")
+        offloaded.append(device == "cpu")
+    optimizer, parameters = offloaded
+    if parameters and not optimizer:
+        raise ConfigError(
+            f"{path} offloads parameters without their optimizer; add zero_optimization.offload_optimizer"
+        )
+    return {
+        "offload": "all" if parameters else "optimizer" if optimizer else None,
+        "hpz_size": zero.get("zero_hpz_partition_size"),
+        "zero_prefetch": zero.get("stage3_prefetch_bucket_size"),
+        "zero_persistence": zero.get("stage3_param_persistence_threshold"),
+    }
+
+
+def reduce_bucket(shape: ModelShape) -> int:
+    """Elements that ZeRO-1 and 2 reduce at once: all of any gradient.
+
+    DeepSpeed 0.19.8 frees one that is larger than its bucket while a slow link still reads it.
+    """
+    return max(REDUCE_BUCKET, largest_parameter(shape))
+
+
+def check_deepspeed_json(content: dict[str, Any], run: "ResolvedConfig", path: Path) -> None:
+    """ConfigError where the JSON contradicts what the run has become."""
+    for precision in ("bf16", "fp16"):
+        enabled = content.get(precision, {}).get("enabled")
+        if enabled is not None and bool(enabled) != (run.precision == precision):
+            raise ConfigError(f"{path} says {precision}.enabled={enabled}, but the run's precision is {run.precision}")
+    wire = content.get("communication_data_type")
+    if wire is not None and wire != run.grad_dtype:
+        raise ConfigError(
+            f"{path} says communication_data_type={wire}, but gradients are {run.grad_dtype}; "
+            f"use grad_dtype={wire} for both, or remove it"
+        )
+    bucket = content.get("zero_optimization", {}).get("reduce_bucket_size")
+    if run.zero_stage in (1, 2) and bucket is not None and bucket < (largest := largest_parameter(run.shape)):
+        raise ConfigError(
+            f"{path} says reduce_bucket_size={bucket}, and the largest gradient of {run.model} has {largest} elements: "
+            f"across a slow link DeepSpeed loses what is larger than the bucket; give that much, or leave it out"
+        )
+    steps = content.get("gradient_accumulation_steps")
+    if steps is not None and steps != run.num_micro_batches:
+        raise ConfigError(
+            f"{path} says gradient_accumulation_steps={steps}, but global_batch={run.global_batch} is "
+            f"{run.num_micro_batches} micro-batches of {run.micro_batch} on {run.layout.dp} replicas; "
+            f"remove it there, or change global_batch"
+        )
+
+
+def merge(base: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the entries of `winning` over it, mapping by mapping."""
+    merged = dict(base)
+    for key, value in winning.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = merge(base[key], value) if both else value
+    return merged
+
+
+def _without_auto(content: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in content.items()
+        if value != "auto"
+    }

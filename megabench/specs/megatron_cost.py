@@ -1,0 +1,205 @@
+"""What a step costs under tensor, context and pipeline parallelism (megatron's engine). Loads no torch."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from megabench.cost import compute, network, schedule
+from megabench.cost.base import Base, Sizes
+from megabench.cost.geometry import Geometry
+from megabench.cost.job import Candidate
+from megabench.cost.memory import all_stage_layers, stage_layers, stage_parameters
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Seconds of one model chunk and micro-batch, by part, and the timeline's view of them."""
+
+    stage: schedule.Stage
+    compute: float
+    recompute: float
+    launch: float
+    tp: float
+    cp: float
+
+
+class Pipeline:
+    """The parts of a step, in seconds, of parallel candidates."""
+
+    def __init__(self, base: Base) -> None:
+        self.base = base
+        self.job, self.profile, self.machine = base.job, base.profile, base.machine
+        self._communication = cache(self._layer_communication)
+
+    def shortest(self, candidate: Candidate) -> float:
+        """Seconds that a step will take at least: without its timeline and tail."""
+        stages = [chunk.stage for chunk in self._chunks(candidate)]
+        micro_batches = candidate.num_micro_batches(self.job)
+        blocking = self._is_blocking(candidate)
+        return schedule.shortest(stages, candidate.layout.vp, micro_batches, self._send(candidate), blocking)
+
+    def _layer_communication(self, sizes: Sizes, micro_batch: int) -> tuple[float, float, float, float, float]:
+        """Exposed seconds of a layer: tp forward, tp backward, cp forward, cp backward; and collectives forward.
+
+        With sequence parallelism a layer gathers 2·B·S·H/C bytes twice and reduce-scatters them twice, forward;
+        backward gathers twice, gathers inputs that were not kept again beside their gradients, and scatters beside the
+        weights' (arXiv 2205.05198, figure 5; megatron-core's layers). Without it, two all-reduces each way, of which
+        those of backward run beside the weight gradients. Context parallelism exchanges queries, keys and values, and
+        then what attention made of them, 4·B·S/C·(N + K)·D/T in all, or gathers keys and values, 4·B·S·K·D/T.
+        """
+        job, geometry, (tp, cp_size, *_) = self.job, self.base.geometry(*sizes), sizes
+        layer = self.base.layer(tp, cp_size, micro_batch)
+        values = micro_batch * job.seq_length * job.bytes_of_value
+        sequence = values / cp_size * job.shape.hidden_size
+        tp_forward = tp_backward = cp = 0.0
+        if tp > 1:
+            gather = network.gather_seconds(self.profile, geometry.tp, sequence)
+            if job.stack.sequence_parallel:
+                tp_forward = 4 * gather
+                waits = 2 * gather
+                again = 0.0 if job.stack.keeps_gathered else 2 * gather
+                hidden = [(again, layer.input_gradients), (2 * gather, layer.weight_gradients)]
+            else:
+                tp_forward = 2 * network.all_reduce_seconds(self.profile, geometry.tp, sequence)
+                waits, hidden = 0.0, [(tp_forward, layer.weight_gradients)]
+            if job.stack.overlaps_tp_backward:
+                share = self.base.interference(geometry.tp)
+                for communicate, work in hidden:
+                    waits += max(0.0, communicate - work) + share * min(communicate, work)
+                tp_backward = waits
+            else:
+                tp_backward = waits + sum(communicate for communicate, _ in hidden)
+        exchanges = 2 * job.exchanges_heads(tp, cp_size)
+        if exchanges:
+            heads = 2 * (job.shape.num_heads + job.shape.num_kv_heads) * job.shape.head_dim / tp
+            cp = network.exchange_seconds(self.profile, geometry.cp, values / cp_size * heads, exchanges)
+        elif cp_size > 1:
+            keys = 2 * values * job.shape.num_kv_heads * job.shape.head_dim / tp
+            cp = network.gather_seconds(self.profile, geometry.cp, keys)
+        collectives = (tp > 1) * 4 + (exchanges or cp_size > 1)
+        return tp_forward, tp_backward, cp, cp, collectives
+
+    def _chunks(self, candidate: Candidate) -> list[_Chunk]:
+        """The mean model chunk of every stage; stages between the ends are alike where they hold as many layers."""
+        counts = all_stage_layers(self.job, candidate)
+        last = len(counts) - 1
+        middle = {count: self._chunk(candidate, 1 + counts[1:last].index(count)) for count in set(counts[1:last])}
+        ends = [self._chunk(candidate, stage) for stage in sorted({0, last})]
+        return [ends[0], *(middle[count] for count in counts[1:last]), *ends[1:]]
+
+    def _chunk(self, candidate: Candidate, stage: int) -> _Chunk:
+        layout, size = candidate.layout, candidate.micro_batch
+        layer = self.base.layer(layout.tp, layout.cp, size)
+        communication = self._communication(self.base.sizes(candidate), size)
+        tp_forward, tp_backward, cp_forward, cp_backward, collectives = communication
+        layers = stage_layers(self.job, candidate, stage) / layout.vp
+        forward, backward = layers * layer.forward, layers * layer.backward
+        if stage == 0:
+            first = self.base.embedding(layout.tp, layout.cp, size)
+            forward, backward = forward + first[0] / layout.vp, backward + first[1] / layout.vp
+        if stage == layout.pp - 1:
+            last = self.base.output(layout.tp, layout.cp, size)
+            forward, backward = forward + last[0] / layout.vp, backward + last[1] / layout.vp
+        again = {"none": 0.0, "selective": layers * layer.attention, "full": layers * layer.forward}
+        recompute = again[candidate.recompute]
+        tp_again = tp_forward if candidate.recompute == "full" else 0.0
+        cp_again = cp_forward if candidate.recompute != "none" else 0.0
+        host = self.base.host(candidate, layer, collectives)
+        exposed_forward = layers * (tp_forward + cp_forward)
+        exposed_backward = layers * (tp_backward + tp_again + cp_backward + cp_again)
+        launch_forward = max(0.0, layers * host[0] - forward - exposed_forward)
+        launch_backward = max(0.0, layers * host[1] - backward - recompute - exposed_backward)
+        return _Chunk(
+            stage=schedule.Stage(
+                forward=forward + exposed_forward + launch_forward,
+                backward=backward + recompute + exposed_backward + launch_backward,
+            ),
+            compute=forward + backward,
+            recompute=recompute,
+            launch=launch_forward + launch_backward,
+            tp=layers * (tp_forward + tp_backward + tp_again),
+            cp=layers * (cp_forward + cp_backward + cp_again),
+        )
+
+    def _is_blocking(self, candidate: Candidate) -> bool:
+        return self.job.stack.blocking_p2p and candidate.layout.vp == 1
+
+    def _send(self, candidate: Candidate) -> float:
+        """A stage's output to the next: 2·B·S·H/C bytes, cut by tp under sequence parallelism."""
+        layout, geometry = candidate.layout, self.base.geometry_of(candidate)
+        if layout.pp == 1:
+            return 0.0
+        values = candidate.micro_batch * self.job.seq_length / layout.cp * self.job.shape.hidden_size
+        cut = layout.tp if self.job.stack.sequence_parallel else 1
+        num_bytes = values * self.job.bytes_of_value / cut
+        return network.send_seconds(self.profile, geometry.pp, num_bytes, geometry.ranks_per_host)
+
+    def parts(self, candidate: Candidate) -> dict[str, float]:
+        job, layout, geometry = self.job, candidate.layout, self.base.geometry_of(candidate)
+        micro_batches = candidate.num_micro_batches(job)
+        chunks, send, blocking = self._chunks(candidate), self._send(candidate), self._is_blocking(candidate)
+        timeline = schedule.simulate([chunk.stage for chunk in chunks], layout.vp, micro_batches, send, blocking)
+        reduces, gathers, updates = [], [], []
+        fill, replicas = 0.0, geometry.replicas
+        for stage, chunk in enumerate(chunks):
+            parameters = stage_parameters(job, candidate, stage)
+            pieces = self._num_buckets(candidate, stage, parameters)
+            reduce, gather = self._replica_seconds(candidate, geometry, parameters, pieces)
+            backward, forward = chunk.stage.backward * layout.vp, chunk.stage.forward * layout.vp
+            reduces.append(self.base.tail(backward, reduce, pieces, replicas, self._overlaps_gradients(candidate)))
+            waits = self.base.tail(forward, gather, pieces, replicas, job.stack.overlaps_parameters)
+            gathers.append(max(0.0, waits - fill))
+            fill += chunk.stage.forward + send
+            shards = replicas.size if candidate.zero_stage else 1
+            update = compute.optimizer_seconds(self.machine, job, parameters, parameters / shards)
+            if job.stack.flattens_shards and shards > 1:
+                update += compute.flattening_seconds(self.machine, job, parameters)
+            updates.append(update)
+        ends = [end + tail for end, tail in zip(timeline.ends, reduces, strict=True)]
+        last = max(range(layout.pp), key=ends.__getitem__)
+        chunk, times = chunks[last], micro_batches * layout.vp
+        return {
+            "compute": times * chunk.compute,
+            "recompute": times * chunk.recompute,
+            "launch": times * chunk.launch,
+            "tp": times * chunk.tp,
+            "cp": times * chunk.cp,
+            "pp": timeline.sending[last],
+            "bubble": max(0.0, timeline.ends[last] - timeline.busy[last] - timeline.sending[last]),
+            "dp": reduces[last] + self._tied_seconds(candidate, geometry) + max(gathers),
+            "optimizer": max(updates) + self.profile.step_seconds,
+        }
+
+    def _tied_seconds(self, candidate: Candidate, geometry: Geometry) -> float:
+        """Adding up both gradients of tied embeddings, behind all others (megatron-core's finalize_model_grads)."""
+        job, layout = self.job, candidate.layout
+        if layout.pp == 1 or not job.shape.tied_embeddings:
+            return 0.0
+        return network.all_reduce_seconds(
+            self.profile, geometry.ends, job.bytes_of_gradient * job.embedding_parameters / layout.tp
+        )
+
+    def _overlaps_gradients(self, candidate: Candidate) -> bool:
+        stack = self.job.stack
+        return stack.overlaps_gradients and (candidate.zero_stage == 0 or stack.overlaps_sharded_gradients)
+
+    def _num_buckets(self, candidate: Candidate, stage: int, parameters: float) -> int:
+        """Collectives in which a stage's gradients are summed: megatron-core cuts the first stage's alone, into 40 M
+        parameters or 1 M a replica (distributed_data_parallel.py).
+        """
+        if not self._overlaps_gradients(candidate) or (stage and not self.job.stack.buckets_on_all_stages):
+            return 1
+        size = max(self.job.stack.bucket_parameters, 1e6 * candidate.layout.data_parallel * candidate.layout.cp)
+        return max(1, round(parameters / size))
+
+    def _replica_seconds(
+        self, candidate: Candidate, geometry: Geometry, parameters: float, calls: int
+    ) -> tuple[float, float]:
+        """Summing the gradients of a rank's parameters over its replicas, and gathering what they updated.
+
+        With a sharded optimizer a reduce-scatter and an all-gather of the weights, else an all-reduce.
+        """
+        gradients, weights = self.job.bytes_of_gradient * parameters, self.job.bytes_of_value * parameters
+        if candidate.zero_stage == 0:
+            return network.all_reduce_seconds(self.profile, geometry.replicas, gradients, calls), 0.0
+        reduce = network.gather_seconds(self.profile, geometry.replicas, gradients, calls)
+        return reduce, network.gather_seconds(self.profile, geometry.replicas, weights, calls)

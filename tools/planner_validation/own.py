@@ -1,0 +1,97 @@
+"""This project's own records as jobs and candidates. Loads no torch."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+
+from megabench.cost.job import Stack
+from megabench.hardware.topology import Host, Topology, build
+from megabench.planner.predict import candidate_of, job_of
+from megabench.record import RunRecord, read_records
+from tools.planner_validation.published import Row, Source
+
+# what was wrong in a study, of which benchmarks/NOTES.md tells
+_FAULTS = {"engines-4-gpus": " (torch.compile off by a fault)"}
+# in which FSDP2, and DDP with several micro-batches, held gradients twice (ibid.): no measure of their memory since
+_GRADIENTS_HELD_TWICE = (
+    "bloom-7b1-scale",
+    "engines-4-gpus",
+    "engines-bf16",
+    "llama3-8b-nvlink",
+    "llama3-8b-nvlink-synthetic",
+    "llama3-8b-two-gpus",
+    "llama3-8b-two-gpus-synthetic",
+    "llama3-8b-two-hosts",
+    "llama3-8b-two-hosts-batch-64",
+    "options-4-gpus",
+    "qwen3-0.6b-dp",
+)
+_SOURCE = Source("own records", "", Stack(), "socket")
+
+
+def read_own(folder: Path) -> list[Row]:
+    """What was measured on GPUs in the studies below a folder."""
+    rows: list[Row] = []
+    seen: set[tuple[float, ...]] = set()  # a run may stand in two studies
+    for path in sorted(folder.glob("*/results.jsonl")):
+        name = path.parent.name + _FAULTS.get(path.parent.name, "")
+        records, trials = read_records(path), dict[str, list[Row]]()
+        for record in records:
+            steps = tuple(record.step_seconds.all) if record.step_seconds else ()
+            if steps not in seen and (row := row_of(record, records)):
+                seen.add(steps)
+                if path.parent.name in _GRADIENTS_HELD_TWICE and _held_twice(row):
+                    row.measured.pop("memory_gib", None)
+                trials.setdefault(record.trial, []).append(replace(row, source=replace(_SOURCE, name=name)))
+        rows += map(_mean, trials.values())
+    return rows
+
+
+def _held_twice(row: Row) -> bool:
+    engine = row.candidate.engine
+    return engine == "fsdp" or (engine == "ddp" and row.candidate.num_micro_batches(row.job) > 1)
+
+
+def _mean(runs: Sequence[Row]) -> Row:
+    """One row of the runs of a trial."""
+    first = runs[0]
+    measured = {kind: mean(row.measured[kind] for row in runs) for kind in first.measured}
+    return replace(first, measured=measured)
+
+
+def row_of(record: RunRecord, study: Sequence[RunRecord]) -> Row | None:
+    """A trial that ran on GPUs, beside the others of its `study`; None for any other."""
+    if record.status != "ok" or record.step_seconds is None or record.device in (None, "cpu"):
+        return None
+    row = Row(_SOURCE, job_of(record), _topology(record, study), candidate_of(record), is_fit=False)
+    row.measured["seconds"] = record.step_seconds.median
+    if record.peak_memory_gib:
+        row.measured["memory_gib"] = record.peak_memory_gib.max
+    return row
+
+
+def _topology(record: RunRecord, study: Sequence[RunRecord]) -> Topology:
+    """Equal hosts, emulated or not, with NVLink inside; between them the median of what the study's runs measured.
+
+    One run measures for a second, and differs by a fifth from the next one of the same link.
+    """
+    hosts = record.num_hosts or 1
+    same = [other for other in study if (other.num_hosts, other.world_size) == (record.num_hosts, record.world_size)]
+    measured = [other.link_bandwidth for other in same if other.link_bandwidth]
+    ring = _median_gbits([link.all_gather_gb_per_s for link in measured])
+    host = Host(
+        name="host",
+        device=record.device or "",
+        inside="pcie",
+        network="socket",
+        network_gbits=_median_gbits([link.all_rings_gb_per_s for link in measured if link.all_rings_gb_per_s]) or ring,
+        nvlink_gb_per_s=450.0,
+        ring_gbits=ring,
+    )
+    size = record.world_size // hosts
+    return build([(host, size, size)] * hosts)
+
+
+def _median_gbits(gb_per_s: Sequence[float]) -> float | None:
+    return 8 * median(gb_per_s) if gb_per_s else None

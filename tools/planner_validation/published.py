@@ -1,0 +1,291 @@
+"""Published measurements as jobs and candidates. The file is given: it is no part of the repository. Loads no torch.
+
+What a source's software did is a fact of that software, in `SOURCES`; nothing here is fitted.
+"""
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, cast
+
+from megabench import UserError
+from megabench.cost.job import Candidate, Job, Recompute, Stack
+from megabench.hardware.catalog import Network
+from megabench.hardware.topology import Host, Topology, build
+from megabench.models.shape import ModelShape
+from megabench.parallel.layout import Layout
+
+Kind = Literal["seconds", "memory_gib", "oom"]
+
+
+class DataError(UserError):
+    """A file that holds no published measurements."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A publication, found by a part of its name, and what its software did. `fits` allows one-node rows to be fitted.
+
+    `gradient` is bytes of one; `unstated_recompute` stands in where rows do not say (None leaves such rows out);
+    `first_rank_memory` is what its peaks are of, else of the fullest.
+    """
+
+    name: str
+    part: str
+    stack: Stack
+    network: Network
+    fits: bool = False
+    zero_stage: int = 0
+    gradient: int = 4
+    unstated_recompute: Recompute | None = None
+    first_rank_memory: bool = False
+
+
+_MEGATRON_2021 = Stack(
+    flash_attention=False,
+    sequence_parallel=False,
+    fused_loss=False,
+    dropout=True,
+    overlaps_gradients=False,
+    overlaps_parameters=False,
+    fuses_weight_gradient=True,
+    stages="even",
+)
+_MEGATRON_2022 = replace(_MEGATRON_2021, sequence_parallel=True)
+# nanotron 0.5: flash attention, sequence parallelism, full logits, fp32 accumulation behind each backward. Gradients go
+# in buckets of 25 MB of bf16 on every stage, as torch's DDP's, but under ZeRO-1, which makes no DDP (trainer.py): there
+# they are summed, and weights gathered, behind the step
+_NANOTRON = Stack(
+    flash_version_2=True,
+    fused=False,
+    fused_loss=False,
+    overlaps_parameters=False,
+    overlaps_sharded_gradients=False,
+    bucket_parameters=12.5e6,
+    buckets_on_all_stages=True,
+    stages="filled",
+    accumulates_at_end=True,
+    copies_kept=True,
+    holds_sent=True,
+    flattens_shards=True,
+)
+_NEMO = Stack(
+    chunks_by_flash_2=False,
+    exchanges_heads=False,
+    fused_loss=False,
+    fuses_weight_gradient=True,
+    blocking_p2p=False,
+    stages="even",
+)
+# llm-foundry's loss is flash-attn's, in 16 bits: 2 read, and 2 + 2 backward. torch's casts 2 + 4, takes maximum, sum,
+# logarithm 4 + 4 + 4 + 4; backward zeroes, sums, writes and casts 4 + 4 + 4 + 4 + 4 + 2
+_FOUNDRY = Stack(flash_version_2=True, fused=False, fused_loss=False, loss_bytes=(2, 4), flat_parameters=True)
+_FSDP = replace(_FOUNDRY, loss_bytes=(22, 22))
+_TITAN = replace(_FSDP, flat_parameters=False)
+_TITAN_COMPILED = replace(_TITAN, fused=True)
+
+SOURCES = (
+    # its table is written by the first rank (nanotron's log_throughput), in the third or fourth step of a run
+    Source(
+        "playbook sweep",
+        "Ultra-Scale",
+        _NANOTRON,
+        "efa",
+        fits=True,
+        unstated_recompute="none",
+        first_rank_memory=True,
+    ),
+    Source("vTrain", "vTrain", _MEGATRON_2021, "infiniband", fits=True),
+    Source("llm-foundry", "llm-foundry", _FOUNDRY, "infiniband", fits=True, zero_stage=3, gradient=2),
+    Source("SC21 table 1", "2104.04473 Table 1", _MEGATRON_2021, "infiniband"),
+    Source("Korthikanti", "2205.05198 Table 5", _MEGATRON_2021, "infiniband"),
+    Source("torchtitan", "llama3_h100_202412_torchtitan", _TITAN, "infiniband", zero_stage=3),
+    Source("NeMo 8B", "llama3.1/README_8b", _NEMO, "infiniband", zero_stage=1, unstated_recompute="none"),
+    Source("PyTorch FSDP", "pytorch.github.io", _FSDP, "infiniband", zero_stage=3, gradient=2),
+)
+
+_GPUS = {
+    "H100-80GB-SXM": "NVIDIA H100 80GB HBM3",
+    "H100-80GB": "NVIDIA H100 80GB HBM3",
+    "A100": "NVIDIA A100-SXM4-80GB",
+    "A100-80GB": "NVIDIA A100-SXM4-80GB",
+    "A100-80GB-SXM": "NVIDIA A100-SXM4-80GB",
+    "A100-40GB": "NVIDIA A100-SXM4-40GB",
+}
+_NVLINK_GB_PER_S = {"H100": 450.0, "A100": 300.0}
+# where a row states no network: p5's EFA (the sweep's cluster), and eight 400 or 200 Gbit/s ports a host
+_GBITS = {"H100": 3200.0, "A100": 1600.0}
+_VOCABULARY = 51200  # Megatron-LM's GPT-2 vocabulary, padded
+
+
+@dataclass
+class Row:
+    """One configuration that somebody ran, and what they measured; `is_fit` if constants may be fitted to it."""
+
+    source: Source
+    job: Job
+    topology: Topology
+    candidate: Candidate
+    is_fit: bool
+    measured: dict[Kind, float] = field(default_factory=dict)
+
+    @property
+    def group(self) -> tuple[str, str, str, int]:
+        """Rows that compete: one source, model, kind and number of GPUs."""
+        return self.source.name, self.job.shape.name, self.topology.hosts[0].device, self.topology.world_size
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the program itself ends such a run, however much memory there is.
+
+        nanotron fills a stage with blocks until they pass its part of the whole, then goes on to the next, and needs
+        the last block, the loss, on the last stage (models/base.py); with many stages it does not get there. (A stage
+        that has its part exactly is full: so say the sweep's own counts of a stage's parameters.)
+        """
+        if self.job.stack.stages != "filled":
+            return False
+        num_stages, output = self.candidate.layout.pp, self.job.output_cost
+        part = (self.job.shape.num_layers + output) / num_stages
+        stage, passed, found = 0, 0.0, 0
+        # layers; norm, output layer, cast, loss
+        for cost in (*[1.0] * self.job.shape.num_layers, 0.0, output, 0.0, 0.0):
+            passed, found = passed + cost, stage
+            if passed >= part * (stage + 1) * (1 - 1e-9) and stage < num_stages - 1:
+                stage += 1
+        return found < num_stages - 1
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The configurations that the planner can predict; DataError for a file that holds none."""
+    table = read_table(path, "give DATA=PATH of the published runs")
+    found: dict[tuple[object, ...], Row] = {}
+    for line in table:
+        if "source" not in line or "metric" not in line:
+            raise DataError(f"{path} has no columns source and metric; give the table of published runs")
+        source = next((source for source in SOURCES if source.part in line["source"]), None)
+        row = _row(source, line) if source else None
+        measured = _measured(line, row) if row else None
+        if row and measured:
+            key = (row.group, row.job.seq_length, row.job.global_batch, row.candidate, row.job.stack, row.topology)
+            _add(found.setdefault(key, row), *measured)
+    return list(found.values())
+
+
+def _add(row: Row, kind: Kind, value: float) -> None:
+    """Of runs that were repeated the fastest counts, and the fullest: what disturbs a run only adds."""
+    known = row.measured.get(kind, value)
+    row.measured[kind] = min(known, value) if kind == "seconds" else max(known, value)
+
+
+def read_table(path: Path, advice: str) -> list[dict[str, str]]:
+    """The lines of a CSV file by its heads; DataError, with `advice`, where it cannot be read."""
+    try:
+        with path.open(newline="", encoding="utf-8") as lines:
+            return list(csv.DictReader(lines))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; {advice}") from None
+
+
+def _row(source: Source, line: Mapping[str, str]) -> Row | None:
+    recompute = cast(Recompute, line["recompute"] or source.unstated_recompute)
+    needed = ("layers", "hidden", "heads", "seq", "gpus", "tp", "pp", "micro_batch", "global_batch")
+    gpu = _GPUS.get(line["gpu"])
+    if not all(line[name] for name in needed) or gpu is None or recompute not in ("none", "selective", "full"):
+        return None
+    if line["precision"] not in ("bf16", "fp16", ""):
+        return None
+    if "CPU offload=True" in line["note"]:
+        return None
+    gpus, tp, pp, cp = (int(line[name] or 1) for name in ("gpus", "tp", "pp", "cp"))
+    layout = Layout(tp=tp, cp=cp, pp=pp, vp=int(line["vp"] or 1), dp=gpus // (tp * pp * cp))
+    zero = int(line["zero_stage"] or source.zero_stage)
+    engine: Literal["fsdp", "megatron"] = "fsdp" if zero == 3 else "megatron"
+    if (engine == "fsdp" and tp * pp * cp > 1) or layout.world_size != gpus:
+        return None
+    candidate = Candidate(engine, layout, int(line["micro_batch"]), recompute, zero_stage=min(zero, 1))
+    global_batch = int(line["global_batch"])
+    if global_batch % (candidate.micro_batch * layout.data_parallel):
+        return None
+    stack = source.stack
+    if recompute == "selective" and stack is _MEGATRON_2021:
+        stack = _MEGATRON_2022
+    if "compile" in line["note"] and stack is _TITAN:
+        stack = _TITAN_COMPILED
+    job = Job(_shape(line), int(line["seq"]), global_batch, bytes_of_gradient=source.gradient, stack=stack)
+    nodes = int(line["gpus_per_node"] or 8)
+    topology = _topology(source, line, gpu, gpus, nodes)
+    return Row(source, job, topology, candidate, is_fit=source.fits and gpus <= nodes)
+
+
+def _shape(line: Mapping[str, str]) -> ModelShape:
+    hidden, heads = int(line["hidden"]), int(line["heads"])
+    is_llama = line["model"].startswith("llama")
+    shape = ModelShape(
+        name=line["model"],
+        family="llama" if is_llama else "gpt2",
+        num_layers=int(line["layers"]),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=int(line["kv_heads"] or heads) if is_llama else heads,
+        head_dim=hidden // heads,
+        ffn_size=int(line["ffn"] or 4 * hidden),
+        vocab_size=int(line["vocab"] or _VOCABULARY),
+        norm_eps=1e-5,
+        seq_length=int(line["seq"]),
+        micro_batch=1,
+        global_batch=1,
+        learning_rate=1e-4,
+        lr_warmup=0,
+        source=line["source"],
+        tied_embeddings=not is_llama,
+    )
+    return replace(shape, tied_embeddings=True) if _is_tied(shape, line["params_b"]) else shape
+
+
+def _is_tied(shape: ModelShape, stated_billions: str) -> bool:
+    """Whether the embedding is the output layer, too, by the number of parameters that a row states."""
+    if not stated_billions:
+        return shape.tied_embeddings
+    stated, tied = float(stated_billions) * 1e9, replace(shape, tied_embeddings=True)
+    return abs(tied.num_parameters - stated) < abs(shape.num_parameters - stated)
+
+
+def _topology(source: Source, line: Mapping[str, str], gpu: str, gpus: int, per_node: int) -> Topology:
+    chip = "H100" if "H100" in gpu else "A100"
+    stated = line["inter_node_gbps_per_node"]
+    hosts = max(1, gpus // per_node)
+    host = Host(
+        name="node",
+        device=gpu,
+        inside="pcie",
+        network=source.network,
+        network_gbits=float(stated) if stated else _GBITS[chip],
+        nvlink_gb_per_s=_NVLINK_GB_PER_S[chip],
+    )
+    size = min(gpus, per_node)
+    return build([(host, size, size)] * hosts)
+
+
+def _measured(line: Mapping[str, str], row: Row) -> tuple[Kind, float] | None:
+    """What a row measured, as seconds of a step, GiB, or an end for want of memory; None for anything else."""
+    value, metric = float(line["value"]), line["metric"]
+    if metric == "step_time_s":
+        return "seconds", value
+    if metric == "tokens_per_s_per_gpu":
+        return "seconds", row.job.tokens / value / row.candidate.layout.world_size
+    if metric == "hw_tflops_per_gpu":
+        return "seconds", _sc21_flops(row.job) / (value * 1e12 * row.candidate.layout.world_size)
+    if metric == "peak_mem_gb":
+        return "memory_gib", value
+    if metric == "oom_or_crash":
+        return "oom", 1.0
+    return None
+
+
+def _sc21_flops(job: Job) -> float:
+    """FLOPs of a step as arXiv 2104.04473 counts them: 96·B·S·L·H²·(1 + S/6H + V/16LH), recomputation included."""
+    shape, seq = job.shape, job.seq_length
+    h, layers = shape.hidden_size, shape.num_layers
+    scale = 1 + seq / (6 * h) + shape.vocab_size / (16 * layers * h)
+    return 96 * job.global_batch * seq * layers * h * h * scale

@@ -1,0 +1,142 @@
+"""The table of a validation: each source's accuracy beside that of a constant MFU. Loads no torch."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megabench.cost.profile import Profile
+from megabench.planner.engines import Costs
+from tools.planner_validation.fit import predicted_gib, predicted_seconds
+from tools.planner_validation.published import Row
+from tools.planner_validation.score import Accuracy, Alarm, accuracy, alarm, regret, spearman
+
+_HEAD = (
+    "| rows | n | MAPE | median error | Spearman | within a sweep | top-1 regret, mean | median "
+    "| memory: median error | within 10% | OOM precision | OOM recall |"
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table: what was predicted of some rows, by the planner or by the null model."""
+
+    name: str
+    accuracy: Accuracy
+    within: float | None
+    regrets: list[float]
+    memory_error: float | None = None
+    memory_within: float | None = None
+    oom: Alarm | None = None
+
+    def markdown(self) -> str:
+        cells = [
+            self.name,
+            str(self.accuracy.count),
+            _percent(self.accuracy.mape),
+            _percent(self.accuracy.median),
+            _number(self.accuracy.spearman),
+            _number(self.within),
+            _percent(statistics.mean(self.regrets) if self.regrets else None),
+            _percent(statistics.median(self.regrets) if self.regrets else None),
+            _percent(self.memory_error),
+            _percent(self.memory_within),
+            _number(self.oom.precision if self.oom else None),
+            _number(self.oom.recall if self.oom else None),
+        ]
+        return f"| {' | '.join(cells)} |"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}%"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def null_model(rows: Iterable[Row], profiles: Mapping[str, Profile]) -> Callable[[Row], float]:
+    """Step times under the median MFU of the fitted rows of each GPU: what one guesses who knows no layouts."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if "seconds" in row.measured:
+            found.setdefault(_profile(row, profiles).name, []).append(_ideal(row, profiles) / row.measured["seconds"])
+    mfu = {name: statistics.median(values) for name, values in found.items()}
+    return lambda row: _ideal(row, profiles) / mfu[_profile(row, profiles).name]
+
+
+def _profile(row: Row, profiles: Mapping[str, Profile]) -> Profile:
+    device = row.topology.hosts[0].device
+    return next(profile for profile in profiles.values() if device in profile.devices)
+
+
+def _ideal(row: Row, profiles: Mapping[str, Profile]) -> float:
+    """Seconds of a step at the peak."""
+    peak = _profile(row, profiles).peak(row.topology.hosts[0].device, row.job.precision)
+    return row.job.flops_per_token * row.job.tokens / (peak * row.candidate.layout.world_size)
+
+
+def lines(name: str, rows: Sequence[Row], profiles: Mapping[str, Profile], null: Callable[[Row], float]) -> list[Line]:
+    """The planner's line of some rows, and the null model's."""
+    timed = [row for row in rows if "seconds" in row.measured]
+    measured = [row.measured["seconds"] for row in timed]
+    found = []
+    predictors: tuple[tuple[str, Callable[[Row], float]], ...] = (
+        (name, lambda row: predicted_seconds(row, _profile(row, profiles))),
+        ("· constant MFU", null),
+    )
+    for title, predict in predictors:
+        predicted = [predict(row) for row in timed]
+        within = [value for a, b in _sweeps(timed, predicted) if (value := spearman(a, b)) is not None]
+        # a layout that is predicted not to fit is not chosen; the null model knows of none
+        may_be = [predict is null or not _misses(row, profiles) for row in timed]
+        chosen_from = [seconds if fits else math.inf for seconds, fits in zip(predicted, may_be, strict=True)]
+        regrets = [regret(a, b) for a, b in _sweeps(timed, chosen_from) if min(a) < math.inf]
+        found.append(
+            Line(
+                name=title,
+                accuracy=accuracy(predicted, measured),
+                within=statistics.mean(within) if within else None,
+                regrets=regrets,
+            )
+        )
+    found[0] = _with_memory(found[0], rows, profiles)
+    return found
+
+
+def _sweeps(rows: Sequence[Row], predicted: Sequence[float]) -> list[tuple[list[float], list[float]]]:
+    """Predicted and measured seconds of rows that did the same work on as many GPUs, three and more of them."""
+    groups: dict[object, tuple[list[float], list[float]]] = {}
+    for row, seconds in zip(rows, predicted, strict=True):
+        a, b = groups.setdefault((row.group, row.job.seq_length, row.job.global_batch), ([], []))
+        a.append(seconds)
+        b.append(row.measured["seconds"])
+    return [group for group in groups.values() if len(group[0]) >= 3]
+
+
+def _with_memory(line: Line, rows: Sequence[Row], profiles: Mapping[str, Profile]) -> Line:
+    peaks = [row for row in rows if "memory_gib" in row.measured]
+    errors = [abs(predicted_gib(row, _profile(row, profiles)) / row.measured["memory_gib"] - 1) for row in peaks]
+    # what both ran and failed says nothing
+    ended = [row for row in rows if ("oom" in row.measured) != ("seconds" in row.measured)]
+    happened = ["oom" in row.measured for row in ended]
+    said = [row.is_refused or _misses(row, profiles) for row in ended]
+    return Line(
+        line.name,
+        line.accuracy,
+        line.within,
+        line.regrets,
+        memory_error=statistics.median(errors) if errors else None,
+        memory_within=sum(error <= 0.1 for error in errors) / len(errors) if errors else None,
+        oom=alarm(said, happened) if any(happened) else None,
+    )
+
+
+def _misses(row: Row, profiles: Mapping[str, Profile]) -> bool:
+    return Costs(row.job, row.topology, _profile(row, profiles)).missing_bytes(row.candidate) > 0
+
+
+def table(found: Iterable[Line]) -> str:
+    """The lines as a Markdown table."""
+    rule = "|" + " --- |" * (_HEAD.count("|") - 1)
+    return "\n".join([_HEAD, rule, *(line.markdown() for line in found)])
