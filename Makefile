@@ -16,6 +16,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-logo
 
 # the tables of README.md, from the records in benchmarks/
 readme-tables: $(INSTALLED)

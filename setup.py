@@ -41,6 +41,7 @@ setup(
         "gpu": ["liger-kernel"],
         "test": [
             "hypothesis",
+            "import-linter",
             "mypy",
             "playwright",
             "pyarrow",

@@ -18,14 +18,30 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         "megabench",
         "megabench.cli",
-        "megabench.study.request",
-        "megabench.planner.plan_table",
-        "megabench.planner.request",
         "tools.planner_validation.__main__",
     ],
 )
 def test_planning_loads_no_torch(module):
-    assert python("-c", f"import sys, {module}; sys.exit('torch' in sys.modules)").returncode == 0
+    assert loads_no_torch(module)
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["record", "metrics", "parallel", "settings", "cost", "specs", "config", "planner", "study", "doctor", "report"],
+)
+def test_packages_for_planning_and_reports_load_no_torch(package):
+    folder = REPOSITORY / "megabench" / package
+    files = sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+    modules = [".".join(file.relative_to(REPOSITORY).with_suffix("").parts) for file in files]
+    assert modules and loads_no_torch(*modules)
+
+
+def loads_no_torch(*modules: str) -> bool:
+    return python("-c", f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)").returncode == 0
+
+
+def test_what_loads_torch_is_seen():
+    assert not loads_no_torch("megabench.record", "megabench.engines.base")
 
 
 def test_help_is_instant():

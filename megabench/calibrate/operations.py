@@ -10,12 +10,12 @@ from torch import Tensor
 from megabench.calibrate.timing import Bench
 from megabench.cost import compute
 from megabench.cost.compute import Machine
+from megabench.cost.fit import descend
 from megabench.cost.profile import Measurement, Profile
 from megabench.hardware.catalog import find_gpu
 from megabench.hardware.topology import Topology
 from megabench.models.shape import ModelShape
 from megabench.runtime.device import device_name
-from tools.planner_validation.fit import descend
 
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
 _TINY_OPERATIONS = 200

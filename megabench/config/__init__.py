@@ -1,12 +1,10 @@
 """All that one run is made of. Loads no torch."""
 
-from megabench.config.run import EngineName, Precision, ResolvedConfig, RunConfig
+from megabench.config.run import ResolvedConfig, RunConfig
 from megabench.settings.reading import ConfigError, explain, literal_values, near_matches, read_yaml_mapping
 
 __all__ = [
     "ConfigError",
-    "EngineName",
-    "Precision",
     "ResolvedConfig",
     "RunConfig",
     "explain",

@@ -25,11 +25,10 @@ from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
 from megabench.parallel.placement import Policy
+from megabench.settings.field import EngineName, Precision
 from megabench.settings.reading import ConfigError, explain
 from megabench.specs.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
 
-EngineName = Literal["megatron", "deepspeed", "fsdp", "ddp"]
-Precision = Literal["bf16", "fp16", "fp32"]
 Beta = PositiveFloat  # checked to be below 1 in resolve()
 
 POWERSGD_PLAIN_STEPS = 2  # uncompressed steps at the start, the fewest that torch's hook takes with error feedback

@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
-from megabench.config import EngineName, RunConfig
 from megabench.metrics import flops_per_token, output_layer_cost
+from megabench.models.mapping import largest_parameter
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
-from megabench.specs.deepspeed_json import reduce_bucket
+from megabench.settings.field import EngineName
+
+REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
 
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "all"]
@@ -172,21 +174,14 @@ class Candidate:
         words += [f"shard{self.shard_size}"] * bool(self.shard_size) + [f"hpz{self.hpz_size}"] * bool(self.hpz_size)
         return " ".join(words)
 
-    def settings(self) -> dict[str, Any]:
-        """The fields of a RunConfig that make this candidate, those at their defaults left out."""
-        layout = self.layout
-        fields: dict[str, Any] = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vp": layout.vp}
-        fields = {"engine": self.engine, **fields, "micro_batch": self.micro_batch, "recompute": self.recompute}
-        fields |= {"placement": self.placement, "offload": self.offload}
-        fields |= {"shard_size": self.shard_size, "hpz_size": self.hpz_size}
-        fields["reshard_after_forward"] = not self.keeps_weights
-        if self.engine == "deepspeed":
-            fields["zero_stage"] = self.zero_stage
-            fields["zero_leaf_layers"] = self.zero_stage == 3  # what is predicted: a host that waits for no parts
-        kept = ("engine", "micro_batch", "zero_stage")
-        defaults = RunConfig.model_fields
-        return {name: value for name, value in fields.items() if name in kept or value != defaults[name].default}
-
     def num_micro_batches(self, job: Job) -> int:
         """Micro-batches of one replica and step."""
         return job.global_batch // (self.micro_batch * self.layout.data_parallel)
+
+
+def reduce_bucket(shape: ModelShape) -> int:
+    """Elements that ZeRO-1 and 2 reduce at once: all of any gradient.
+
+    DeepSpeed 0.19.8 frees one that is larger than its bucket while a slow link still reads it.
+    """
+    return max(REDUCE_BUCKET, largest_parameter(shape))

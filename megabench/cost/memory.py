@@ -6,10 +6,9 @@ from itertools import pairwise
 from math import ceil
 
 from megabench.cost.compute import kernels_forward
-from megabench.cost.job import Candidate, Job
+from megabench.cost.job import REDUCE_BUCKET, Candidate, Job
 from megabench.cost.profile import Profile
 from megabench.parallel.layout import Layout
-from megabench.specs.deepspeed_json import REDUCE_BUCKET
 
 _FUSED_LOSS_CHUNK = 2**29  # logits of a chunk, in elements: megabench/engines/cross_entropy.py
 _GATHERED_LAYERS = 3  # that ZeRO-3 and FSDP hold whole: in use, prefetched, being reduced

@@ -4,15 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megabench import UserError
 from megabench.checkpoint.blocks import TrainingState
-from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.parallel.groups import AXES, Axis, create
 
 TensorKind = Literal["weights", "gradients"]
 
@@ -79,35 +75,3 @@ class Engine(Protocol):
     def kernels(self) -> dict[str, str]:
         """Which implementation serves each operation, for the record."""
         ...
-
-
-def process_groups(config: ResolvedConfig) -> dict[Axis, dist.ProcessGroup]:
-    """The process groups that the engine of `config` will use on this rank, by axis; those of one rank left out.
-
-    None of them has communicated yet, if the default group has not.
-    """
-    if config.engine == "megatron":
-        created = create(config.layout)
-        groups = {axis: getattr(created, axis) for axis in AXES}
-    else:
-        groups = {"dp": dist.group.WORLD}
-    return {axis: group for axis, group in groups.items() if group.size() > 1}
-
-
-def build_engine(config: ResolvedConfig, device: torch.device) -> Engine:
-    """The engine that `config` names, with its initial weights, on an initialized default process group."""
-    if config.engine == "megatron":
-        from megabench.engines.megatron.engine import MegatronEngine
-
-        return MegatronEngine(config, device)
-    if config.engine == "fsdp":
-        from megabench.engines.fsdp.engine import FsdpEngine
-
-        return FsdpEngine(config, device)
-    if config.engine == "ddp":
-        from megabench.engines.ddp.engine import DdpEngine
-
-        return DdpEngine(config, device)
-    from megabench.engines.deepspeed.engine import DeepSpeedEngine
-
-    return DeepSpeedEngine(config, device)

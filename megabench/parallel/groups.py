@@ -1,19 +1,12 @@
-"""The process groups of a placement: who is in them, over which link, and how they are made.
-
-Loads torch only to make them.
-"""
+"""The process groups of a placement: who is in them, and over which link. Loads no torch."""
 
 from collections.abc import Iterable, Sequence
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megabench.hardware.topology import Topology
 from megabench.parallel.layout import Layout
 from megabench.record import Group
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from torch.distributed import ProcessGroup
 
 Axis = Literal["tp", "cp", "pp", "dp"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "pp", "dp")
@@ -49,36 +42,3 @@ def groups_on(layout: Layout, topology: Topology) -> list[Group]:
 def neighbours(axis: Axis, ranks: Sequence[int]) -> Iterable[tuple[int, int]]:
     """The pairs of a group that talk to each other: any two, but of a pipeline one stage and the next."""
     return pairwise(ranks) if axis == "pp" else combinations(ranks, 2)
-
-
-def create(layout: Layout) -> "ProcessGroupCollection":
-    """megatron-core's process groups of a layout, on the default process group, whose ranks are placed already.
-
-    They live in its global state, which some of its layers and schedules read: a second call finds the same groups.
-    """
-    from megabench.runtime.megatron_core import prepare
-
-    prepare()
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
-            context_parallel_size=layout.cp,
-            create_gloo_process_groups=False,
-        )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    sizes = (groups.tp.size(), groups.cp.size(), groups.pp.size(), groups.dp.size())
-    assert sizes == (layout.tp, layout.cp, layout.pp, layout.dp), "one process, one layout"
-    return groups
-
-
-def create_mine(groups: Sequence[Sequence[int]]) -> "ProcessGroup | None":
-    """This rank's group of several that all ranks make at once; None where it is in none."""
-    import torch.distributed as dist
-
-    made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
-    return next((group for ranks, group in made if dist.get_rank() in ranks), None)

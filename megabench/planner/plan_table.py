@@ -14,6 +14,7 @@ from rich.text import Text
 from megabench.config import ConfigError, RunConfig, near_matches
 from megabench.cost.job import Candidate
 from megabench.models.find import find_model
+from megabench.planner.candidates import settings_of
 from megabench.planner.engines import Costs, Estimate
 from megabench.planner.search import Plan, candidates
 
@@ -145,7 +146,7 @@ def command(plan: Plan) -> str:
     shape, hosts = job.shape, len(topology.hosts)
     is_whole = shape.num_layers == find_model(shape.name).num_layers
     run = RunConfig.parse(
-        chosen(plan).candidate.settings()
+        settings_of(chosen(plan).candidate)
         | {"model": shape.name, "seq_length": job.seq_length, "global_batch": job.global_batch}
         | {"num_layers": None if is_whole else shape.num_layers, "emulate_hosts": hosts if topology.emulated else None}
         | {"grad_dtype": "fp32" if job.bytes_of_gradient == 4 else "bf16"}
@@ -263,7 +264,7 @@ def describe_estimate(estimate: Estimate) -> dict[str, Any]:
     memory = {field.name: getattr(estimate.memory, field.name) / _GIB for field in fields(estimate.memory)}
     return {
         "trial": estimate.candidate.name,
-        "settings": estimate.candidate.settings(),
+        "settings": settings_of(estimate.candidate),
         "step_seconds": estimate.step_seconds,
         "tokens_per_second_per_device": estimate.tokens_per_second_per_device,
         "mfu": estimate.mfu,

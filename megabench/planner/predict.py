@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from megabench import UserError
-from megabench.config import EngineName
 from megabench.cost.job import Candidate, Job, Offload, Recompute, Stack
 from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
@@ -14,6 +13,7 @@ from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
 from megabench.planner.engines import Costs
 from megabench.record import Prediction, RunRecord
+from megabench.settings.field import EngineName
 
 _DATA_PARALLEL_STAGES = {"deepspeed": 3, "fsdp": 3, "ddp": 0, "megatron": 1}
 

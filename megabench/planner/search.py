@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megabench.config import ConfigError, EngineName
+from megabench.config import ConfigError
 from megabench.cost.job import Candidate, Job, Offload, Recompute
 from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
 from megabench.parallel.layout import Layout, LayoutError, divisors
 from megabench.parallel.placement import Policy
 from megabench.planner.engines import Costs, Estimate
+from megabench.settings.field import EngineName
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_CP = 16

@@ -3,8 +3,7 @@
 from megabench.cost import compute, network, schedule
 from megabench.cost.base import Base
 from megabench.cost.geometry import Geometry
-from megabench.cost.job import Candidate
-from megabench.specs.deepspeed_json import REDUCE_BUCKET
+from megabench.cost.job import REDUCE_BUCKET, Candidate
 
 _DDP_BUCKET = 25e6 / 4  # parameters that torch's DDP reduces at once: 25 MB of fp32 gradients
 # What the host does beside starting kernels, forward and backward, in starts of a kernel: FSDP2 a layer, DeepSpeed a

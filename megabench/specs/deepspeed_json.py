@@ -2,16 +2,36 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from megabench.models.mapping import largest_parameter
 from megabench.models.shape import ModelShape
+from megabench.parallel.layout import Layout
 from megabench.settings.reading import ConfigError, near_matches, read_text
 
-if TYPE_CHECKING:
-    from megabench.config.run import ResolvedConfig
 
-REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
+class _Run(Protocol):
+    """What a DeepSpeed JSON is compared with: the settings of a run, complete."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def shape(self) -> ModelShape: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def grad_dtype(self) -> str: ...
+    @property
+    def zero_stage(self) -> int | None: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def num_micro_batches(self) -> int: ...
+
 
 _RUN_KEYS = (
     "train_batch_size",
@@ -143,15 +163,7 @@ def _zero_settings(zero: dict[str, Any], path: Path) -> dict[str, Any]:
     }
 
 
-def reduce_bucket(shape: ModelShape) -> int:
-    """Elements that ZeRO-1 and 2 reduce at once: all of any gradient.
-
-    DeepSpeed 0.19.8 frees one that is larger than its bucket while a slow link still reads it.
-    """
-    return max(REDUCE_BUCKET, largest_parameter(shape))
-
-
-def check_deepspeed_json(content: dict[str, Any], run: "ResolvedConfig", path: Path) -> None:
+def check_deepspeed_json(content: dict[str, Any], run: _Run, path: Path) -> None:
     """ConfigError where the JSON contradicts what the run has become."""
     for precision in ("bf16", "fp16"):
         enabled = content.get(precision, {}).get("enabled")

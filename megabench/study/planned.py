@@ -6,6 +6,7 @@ from statistics import mean
 from typing import Any
 
 from megabench.config import RunConfig
+from megabench.planner.candidates import settings_of
 from megabench.planner.predict import Predictor
 from megabench.planner.request import make_plan
 from megabench.record import RunRecord
@@ -63,7 +64,7 @@ class Planning:
         for number, estimate in enumerate(plan.ranked, 1):
             # what the plan leaves at its default, the study's base may have set
             defaults = {name: RunConfig.model_fields[name].default for name in _COMPARED if name in base}
-            settings = defaults | estimate.candidate.settings()
+            settings = defaults | settings_of(estimate.candidate)
             if _compared(base | settings) not in own:
                 added.append({"name": f"plan-{number}", **settings})
         extended = file.model_copy(update={"trials": [*file.trials, *added]})

@@ -15,7 +15,8 @@ from megabench.checkpoint.health import count_non_finite
 from megabench.config import ResolvedConfig, RunConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import TokenSource
-from megabench.engines.base import StepResult, build_engine, process_groups
+from megabench.engines.base import StepResult
+from megabench.engines.build import build_engine, process_groups
 from megabench.hardware.catalog import find_gpu
 from megabench.hardware.health import Checkup, worst_of_hosts
 from megabench.hardware.sampler import Sampler

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup, Store
 
 from megabench.hardware import transport
 from megabench.hardware.topology import Topology
-from megabench.parallel.groups import AXES, Axis, create_mine, groups_on
+from megabench.parallel.groups import AXES, Axis, groups_on
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import and_more, number_ranges
 from megabench.record import Group, LinkBandwidth
@@ -229,3 +229,9 @@ def describe(groups: Sequence[Group]) -> list[str]:
         f"{kind} {len(same)} × {len(same[0].ranks)} ranks over {link}" + (f" ({name})" if name else "")
         for (kind, link, name), same in by_kind.items()
     ]
+
+
+def create_mine(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
+    """This rank's group of several that all ranks make at once; None where it is in none."""
+    made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+    return next((group for ranks, group in made if dist.get_rank() in ranks), None)

@@ -13,7 +13,7 @@ from megabench.checkpoint.weights import open_weights
 from megabench.config import ResolvedConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
-from megabench.engines.base import build_engine
+from megabench.engines.build import build_engine
 from megabench.runtime.rendezvous import Rendezvous
 from megabench.train.checkpoints import Checkpoints
 from megabench.train.resume import Resume

@@ -12,7 +12,7 @@ from torch import Tensor
 from megabench.config import ResolvedConfig, RunConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
-from megabench.engines.base import build_engine
+from megabench.engines.build import build_engine
 from tests import distributed
 from tests.engines.reference import Reference
 from tests.models import tiny  # noqa: F401  (its shapes become names of the catalogue)

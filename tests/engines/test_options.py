@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch, micro_batches
 from megabench.data.source import open_source
-from megabench.engines.base import build_engine
+from megabench.engines.build import build_engine
 from megabench.engines.common.loss_scale import HYSTERESIS, INITIAL, WINDOW, LossScale
 from tests import distributed
 from tests.engines.equivalence import (

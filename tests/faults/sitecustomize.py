@@ -14,10 +14,10 @@ STEP = 3
 
 
 class EngineFault(importlib.abc.MetaPathFinder):
-    """Wraps build_engine once megabench.engines.base is imported."""
+    """Wraps build_engine once megabench.engines.build is imported."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "megabench.engines.base":
+        if name != "megabench.engines.build":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

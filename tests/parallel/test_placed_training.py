@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from megabench.config import ResolvedConfig
-from megabench.engines.base import process_groups
+from megabench.engines.build import process_groups
 from megabench.hardware.facts import read_facts
 from megabench.hardware.topology import discover
 from megabench.parallel.placement import Placement, place

@@ -7,6 +7,7 @@ import pytest
 from megabench.cost.job import Candidate, Stack
 from megabench.cost.memory import memory_of
 from megabench.parallel.layout import Layout
+from megabench.planner.candidates import settings_of
 from megabench.specs.data_parallel_cost import DataParallel
 from tests.planner.jobs import costs, hosts, job, megatron, zero
 
@@ -141,8 +142,8 @@ def test_zero3_holds_no_gradients_beside_an_offloaded_optimizer():
 
 
 def test_a_planned_zero3_is_the_one_that_is_predicted():
-    assert zero(FOUR).settings()["zero_leaf_layers"] is True
-    assert "zero_leaf_layers" not in zero(FOUR, stage=2).settings()
+    assert settings_of(zero(FOUR))["zero_leaf_layers"] is True
+    assert "zero_leaf_layers" not in settings_of(zero(FOUR, stage=2))
 
 
 @pytest.mark.parametrize(

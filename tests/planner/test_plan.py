@@ -13,6 +13,7 @@ from megabench.config import ConfigError
 from megabench.cost.job import Job
 from megabench.cost.profile import profile_for, shipped_profiles
 from megabench.models.find import find_model
+from megabench.planner.candidates import settings_of
 from megabench.planner.plan_table import certainty, chosen, find_trial, sweet_spot
 from megabench.planner.search import candidates, plan
 from megabench.train.flags import parse_flags
@@ -136,7 +137,7 @@ def test_what_is_shown_can_be_run():
 
     work, topology = job(seq_length=4096, global_batch=32), hosts(2, 4)
     for candidate in list(candidates(work, topology))[::5]:
-        fields = {"model": "llama3-8b", "seq_length": 4096, "global_batch": 32} | candidate.settings()
+        fields = {"model": "llama3-8b", "seq_length": 4096, "global_batch": 32} | settings_of(candidate)
         run = RunConfig.parse(fields).resolve(topology.world_size, "cuda")
         assert run.layout == candidate.layout and run.num_micro_batches == candidate.num_micro_batches(work)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megabench.config import ResolvedConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
-from megabench.engines.base import build_engine
+from megabench.engines.build import build_engine
 from megabench.engines.deepspeed.engine import deepspeed_settings
 from megabench.train.wire import WireBytes
 from tests import distributed

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
+from megabench.cost.job import reduce_bucket
 from megabench.data.batch import Batch
 from megabench.engines.base import EngineError, StepResult, TensorKind
 from megabench.engines.common import kernels, loss_scale
@@ -23,7 +24,7 @@ from megabench.engines.common import transformers_model as shared
 from megabench.engines.deepspeed.state import ZeroState
 from megabench.models.hugging_face import build_model
 from megabench.runtime.device import DTYPES
-from megabench.specs.deepspeed_json import merge, read_deepspeed_json, reduce_bucket
+from megabench.specs.deepspeed_json import merge, read_deepspeed_json
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed

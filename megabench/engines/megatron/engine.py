@@ -22,6 +22,7 @@ from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.common import kernels
 from megabench.engines.common.initial import initial_weights
 from megabench.engines.common.optim import apex_adam
+from megabench.engines.megatron import groups
 from megabench.engines.megatron.blocks import zigzag_slice
 from megabench.engines.megatron.gather import full_tensors
 from megabench.engines.megatron.model import (
@@ -32,7 +33,6 @@ from megabench.engines.megatron.model import (
 )
 from megabench.engines.megatron.optimizer import build_optimizer
 from megabench.engines.megatron.state import loss_scale_of, optimizer_step, set_loss_scale, set_optimizer_step, shards
-from megabench.parallel import groups
 
 
 class MegatronEngine:

@@ -9,9 +9,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megabench.config import ResolvedConfig
+from megabench.engines.megatron.groups import create
 from megabench.engines.megatron.model import ParallelLlama, load_weights, transformer_config
 from megabench.models.weights import Weights
-from megabench.parallel.groups import create
 
 
 class Parts:

@@ -1,0 +1,25 @@
+"""megatron-core's process groups of a layout."""
+
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megabench.parallel.layout import Layout
+
+
+def create(layout: Layout) -> ProcessGroupCollection:
+    """megatron-core's process groups of a layout, on the default process group, whose ranks are placed already.
+
+    They live in its global state, which some of its layers and schedules read: a second call finds the same groups.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+            context_parallel_size=layout.cp,
+            create_gloo_process_groups=False,
+        )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    sizes = (groups.tp.size(), groups.cp.size(), groups.pp.size(), groups.dp.size())
+    assert sizes == (layout.tp, layout.cp, layout.pp, layout.dp), "one process, one layout"
+    return groups

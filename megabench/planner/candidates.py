@@ -1,0 +1,27 @@
+"""A candidate of the planner as the settings of a run. Loads no torch."""
+
+from typing import Any
+
+from megabench.config import RunConfig
+from megabench.cost.job import Candidate
+
+
+def settings_of(candidate: Candidate) -> dict[str, Any]:
+    """The fields of a RunConfig that make a candidate, those at their defaults left out."""
+    layout = candidate.layout
+    fields: dict[str, Any] = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vp": layout.vp}
+    fields = {
+        "engine": candidate.engine,
+        **fields,
+        "micro_batch": candidate.micro_batch,
+        "recompute": candidate.recompute,
+    }
+    fields |= {"placement": candidate.placement, "offload": candidate.offload}
+    fields |= {"shard_size": candidate.shard_size, "hpz_size": candidate.hpz_size}
+    fields["reshard_after_forward"] = not candidate.keeps_weights
+    if candidate.engine == "deepspeed":
+        fields["zero_stage"] = candidate.zero_stage
+        fields["zero_leaf_layers"] = candidate.zero_stage == 3  # what is predicted: a host that waits for no parts
+    kept = ("engine", "micro_batch", "zero_stage")
+    defaults = RunConfig.model_fields
+    return {name: value for name, value in fields.items() if name in kept or value != defaults[name].default}
