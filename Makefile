@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test lint readme-tables validate-planner venv clean
+.PHONY: quickstart test lint readme-tables settings-page validate-planner venv clean
 
 quickstart: $(INSTALLED)
 	rm -rf runs/quickstart
@@ -21,6 +21,10 @@ lint: $(INSTALLED)
 # the tables of README.md, from the records in benchmarks/
 readme-tables: $(INSTALLED)
 	$(VENV)/bin/python tools/readme_tables.py
+
+# docs/settings.md, from the declarations in megabench/config/run_settings.py
+settings-page: $(INSTALLED)
+	$(VENV)/bin/python -m tools.settings_page
 
 # DATA: a table of published runs, which is no part of the repository; WRITE=--write ships what was fitted
 validate-planner: $(INSTALLED)

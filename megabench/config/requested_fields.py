@@ -4,15 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megabench.config import ResolvedConfig, RunConfig
+from megabench.config import SETTINGS, ResolvedConfig, RunConfig
 from megabench.record import LayoutSizes
+from megabench.settings.field import names
 from megabench.specs.deepspeed_json import read_deepspeed_json
-
-# settings that shape how a step runs, beside the layout
-_OPTIONS = (
-    "zero_stage", "offload", "hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers",
-    "shard_size", "reshard_after_forward", "powersgd_rank", "compile", "recompute", "keep_gathered", "stages",
-)  # fmt: skip
 
 
 def asked_for(run: ResolvedConfig, given: RunConfig, env: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -20,10 +15,8 @@ def asked_for(run: ResolvedConfig, given: RunConfig, env: Mapping[str, str] | No
     return {
         "engine": run.engine,
         "layout": LayoutSizes(**asdict(run.layout)),
-        "options": {option: getattr(run, option) for option in _OPTIONS}
-        | {
-            "deepspeed_config": read_deepspeed_json(run.deepspeed_config) if run.deepspeed_config else None,
-        },
+        "options": {option: getattr(run, option) for option in names(SETTINGS, role="option")}
+        | {"deepspeed_config": read_deepspeed_json(run.deepspeed_config) if run.deepspeed_config else None},
         "optimizer": run.optimizer,
         "world_size": run.world_size,
         "emulated_hosts": run.emulate_hosts,

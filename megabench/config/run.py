@@ -3,13 +3,9 @@
 import hashlib
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -20,12 +16,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from megabench.config.run_settings import SETTINGS, RunSettings, hint
 from megabench.metrics import output_layer_cost
 from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
-from megabench.parallel.placement import Policy
-from megabench.settings.field import EngineName, Precision
+from megabench.settings.field import Precision, names
 from megabench.settings.reading import ConfigError, explain
 from megabench.specs.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
 
@@ -33,157 +29,20 @@ Beta = PositiveFloat  # checked to be below 1 in resolve()
 
 POWERSGD_PLAIN_STEPS = 2  # uncompressed steps at the start, the fewest that torch's hook takes with error feedback
 
-# settings that some engines alone understand
-_ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
-    "zero_stage": ("deepspeed",),
-    "deepspeed_config": ("deepspeed",),
-    "hpz_size": ("deepspeed",),
-    "zero_prefetch": ("deepspeed",),
-    "zero_persistence": ("deepspeed",),
-    "offload": ("deepspeed", "fsdp"),
-    "shard_size": ("fsdp",),
-    "reshard_after_forward": ("fsdp", "deepspeed"),
-    "zero_leaf_layers": ("deepspeed",),
-    "compile": ("fsdp", "ddp"),
-    "powersgd_rank": ("ddp",),
-    "stages": ("megatron",),
-    "keep_gathered": ("megatron",),
-}
-
-# where a run writes and how it is watched shape no result
-_WRITES_ASIDE = ("out", "tensorboard", "save", "save_every", "keep", "save_mode", "stall_seconds", "profile")
+# The settings of version 0.1, which a trial's identity always contains. A newer setting is part of it only where it
+# differs from its default, so that the identities of older studies stay the same.
+_ALWAYS_IDENTIFYING = (
+    "model", "num_layers", "engine", "tp", "pp", "vp", "stages", "cp", "keep_gathered", "placement", "strict_placement",
+    "emulate_hosts", "zero_stage", "shard_size", "reshard_after_forward", "offload", "hpz_size", "zero_prefetch",
+    "zero_persistence", "zero_leaf_layers", "powersgd_rank", "compile", "deepspeed_config", "seq_length", "micro_batch",
+    "global_batch", "steps", "warmup_steps", "optimizer", "lr", "lr_warmup", "min_lr", "betas", "eps", "weight_decay",
+    "clip_grad", "precision", "grad_dtype", "kernels", "recompute", "data", "tokenizer", "seed", "device", "load",
+    "nan_tolerance", "world_size",
+)  # fmt: skip
 
 
-class RunConfig(BaseModel):
-    """Every setting of a run. Fields that default to None are filled by `resolve` from the model or the device."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    model: str = Field(
-        "llama3-8b", description="Model: a name of the catalogue, or a Hugging Face or checkpoint directory."
-    )
-    num_layers: PositiveInt | None = Field(None, description="Cut or grow the model to this many layers.")
-    engine: EngineName = Field("megatron", description="How a step runs.")
-    tp: PositiveInt = Field(1, description="Tensor-parallel size; sequence parallelism comes with it.")
-    pp: PositiveInt = Field(1, description="Pipeline stages.")
-    vp: PositiveInt = Field(1, description="Model chunks per pipeline stage (interleaved schedule).")
-    stages: Literal["balanced", "even"] = Field(
-        "balanced",
-        description="Layers of pipeline stages: so that all take as long, output layer included, or as many to each.",
-    )
-    cp: PositiveInt = Field(1, description="Context-parallel size.")
-    keep_gathered: bool = Field(
-        False, description="Keep what TP gathered for the backward pass: a fifth less to send, more memory."
-    )
-    placement: Policy = Field(
-        "topology",
-        description="Which rank sits where: TP inside NVLink domains, as the launcher counts, or TP across on purpose.",
-    )
-    strict_placement: bool = Field(False, description="Refuse to start when a TP group leaves its NVLink domain.")
-    emulate_hosts: PositiveInt | None = Field(
-        None, description="Split one machine's ranks into this many hosts, which talk over sockets."
-    )
-    zero_stage: Literal[0, 1, 2, 3] | None = Field(None, description="ZeRO stage of the deepspeed engine [default: 3].")
-    shard_size: PositiveInt | None = Field(
-        None, description="Neighbouring ranks that fsdp shards over, replicating beyond them (HSDP) [default: all]."
-    )
-    reshard_after_forward: bool = Field(
-        True,
-        description="Whether fsdp and ZeRO-3 drop a layer's weights after forward, to gather them again for backward.",
-    )
-    offload: Literal["none", "optimizer", "all"] = Field(
-        "none",
-        description="What deepspeed and fsdp keep in host memory: the optimizer (deepspeed), or all (ZeRO-3, fsdp).",
-    )
-    hpz_size: PositiveInt | None = Field(
-        None, description="Neighbouring ranks that keep a second copy of ZeRO-3's shards, for backward (ZeRO++ hpZ)."
-    )
-    zero_prefetch: NonNegativeInt | None = Field(
-        None, description="Elements that ZeRO-3 gathers ahead of their use [default: DeepSpeed's]."
-    )
-    zero_persistence: NonNegativeInt | None = Field(
-        None, description="Elements up to which ZeRO-3 keeps a parameter whole on every rank [default: DeepSpeed's]."
-    )
-    zero_leaf_layers: bool = Field(
-        False, description="Have ZeRO-3 gather and drop each layer whole (DeepSpeed's leaf modules), not by its parts."
-    )
-    powersgd_rank: PositiveInt | None = Field(
-        None, description="Compress ddp's gradients to matrices of this rank (PowerSGD): less to send, other gradients."
-    )
-    compile: bool = Field(False, description="Compile the blocks of fsdp and ddp with torch.compile.")
-    deepspeed_config: Path | None = Field(None, description="Your own DeepSpeed JSON; its settings win.")
-    seq_length: PositiveInt | None = Field(None, description="Tokens of a sequence [default: the model's].")
-    micro_batch: PositiveInt | Literal["auto"] | None = Field(
-        None, description="Sequences of one forward pass and replica; auto tries a few [default: the model's]."
-    )
-    global_batch: PositiveInt | None = Field(
-        None, description="Sequences of one optimizer step [default: the model's]."
-    )
-    steps: int = Field(100, ge=1, le=10**9, description="Optimizer steps in all, warm-up steps included.")
-    warmup_steps: NonNegativeInt = Field(5, description="Steps before timing starts; in no reported figure.")
-    optimizer: Literal["adamw", "sgd", "adafactor"] = Field(
-        "adamw", description="Optimizer (SGD without momentum; Adafactor on ddp and ZeRO-0, which hold whole matrices)."
-    )
-    lr: PositiveFloat | None = Field(None, description="Peak learning rate [default: the model's].")
-    lr_warmup: NonNegativeInt | None = Field(None, description="Steps of linear warm-up [default: the model's].")
-    min_lr: NonNegativeFloat | None = Field(
-        None, description="Learning rate at the end of the cosine [default: a tenth of lr]."
-    )
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's betas.")
-    eps: PositiveFloat = Field(1e-8, description="AdamW's epsilon.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="Weight decay of matrices; vectors have none.")
-    clip_grad: NonNegativeFloat = Field(1.0, description="Clip the global gradient norm to this; 0 is off.")
-    precision: Precision | None = Field(None, description="Training dtype [default: bf16 on GPU, fp32 on CPU].")
-    grad_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32",
-        description="Dtype in which gradients are reduced and at least accumulated, for every engine.",
-    )
-    kernels: Literal["auto", "reference"] = Field(
-        "auto", description="Fused kernels where they serve, or plain torch as transformers ships it."
-    )
-    recompute: Literal["none", "selective", "full", "auto"] = Field(
-        "none",
-        description="Activations computed again in backward: none, attention alone, whole layers; auto tries them.",
-    )
-    data: str = Field(
-        "stdlib",
-        description="stdlib, synthetic, a .txt/.jsonl/.parquet file, or the prefix of a .bin/.idx token file.",
-    )
-    tokenizer: str = Field("bytes", description="bytes, or a Hugging Face tokenizer directory.")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        1234, description="Seed of the initial weights and of the order of the data."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to run.")
-    save: Path | None = Field(
-        None, description="Directory for checkpoints, shared by all hosts; the last step is saved."
-    )
-    save_every: PositiveInt | None = Field(None, description="Save every so many steps, too.")
-    keep: PositiveInt | None = Field(
-        None,
-        description="Number of this run's newest checkpoints to keep; the newest one that is known to be healthy is "
-        "always kept [default: all].",
-    )
-    save_mode: Literal["auto", "sync", "async"] = Field(
-        "auto",
-        description="Whether training waits for a checkpoint to be written, or for a copy in host memory alone "
-        "(auto: on GPUs, where that memory suffices).",
-    )
-    load: Path | None = Field(
-        None,
-        description="Go on from the newest good checkpoint of this directory (that of --save may be empty yet), or "
-        "from DIR/step-N alone.",
-    )
-    nan_tolerance: NonNegativeInt = Field(
-        3, description="Steps in a row that may be skipped for a loss or gradients that are not finite."
-    )
-    stall_seconds: PositiveFloat = Field(
-        300.0, description="End the run when a step makes no progress for so long (the first step: four times that)."
-    )
-    profile: bool = Field(
-        False, description="Profile one more step behind the last: where it went, and a Chrome trace in OUT/trace."
-    )
-    tensorboard: Path | None = Field(None, description="TensorBoard directory [default: OUT/tensorboard].")
-    out: Path | None = Field(None, description="Directory for record.json and TensorBoard scalars.")
+class RunConfig(RunSettings):
+    """All that one run is made of. Fields that default to None are filled by `resolve` from the model or the device."""
 
     @classmethod
     def parse(cls, fields: dict[str, Any], where: str = "") -> Self:
@@ -191,7 +50,7 @@ class RunConfig(BaseModel):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise ConfigError(where + explain(error, cls)) from None
+            raise ConfigError(where + explain(error, cls, hint)) from None
 
     @property
     def shape(self) -> ModelShape:
@@ -213,7 +72,7 @@ class RunConfig(BaseModel):
     @property
     def to_find(self) -> tuple[str, ...]:
         """The settings that are "auto": to be found by trying, before the run can be resolved."""
-        return tuple(name for name in ("micro_batch", "recompute") if getattr(self, name) == "auto")
+        return tuple(name for name in names(SETTINGS, searchable=True) if getattr(self, name) == "auto")
 
     def resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
         """Fills every default and checks every rule; raises ConfigError, LayoutError or UnknownModelError."""
@@ -351,11 +210,13 @@ class RunConfig(BaseModel):
             )
 
     def _check_engine(self) -> None:
-        for setting, engines in _ENGINES_OF.items():
-            if self.engine not in engines and getattr(self, setting) != type(self).model_fields[setting].default:
+        for name, about in SETTINGS.items():
+            engines = about.engines
+            is_given = getattr(self, name) != RunConfig.model_fields[name].default
+            if engines and self.engine not in engines and is_given:
                 sizes = "" if "megatron" in engines else " with tp=1 and pp=1"
                 raise ConfigError(
-                    f"{setting} is a setting of the {' and '.join(engines)} engine{'s' * (len(engines) > 1)}, and the "
+                    f"{name} is a setting of the {' and '.join(engines)} engine{'s' * (len(engines) > 1)}, and the "
                     f"engine is {self.engine} (tp={self.tp}, pp={self.pp}); add --engine {engines[0]}{sizes}, or "
                     f"leave it out"
                 )
@@ -388,11 +249,16 @@ class RunConfig(BaseModel):
         return " ".join([*variables, shlex.join(words)])
 
     def identity(self, **more: object) -> str:
-        """Hash of all that shapes the run (where it writes aside), together with `more`."""
-        fields = self.model_dump(mode="json", exclude={*_WRITES_ASIDE}) | more
+        """Hash of all that shapes the run, together with `more`; where it writes and how it is watched play no part."""
+        aside = {*names(SETTINGS, role="output"), *names(SETTINGS, role="watch")}
+        newer = {name for name in SETTINGS.keys() - _ALWAYS_IDENTIFYING if self._is_default(name)}
+        fields = self.model_dump(mode="json", exclude=aside | newer) | more
         if self.deepspeed_config:
             fields["deepspeed_config"] = read_deepspeed_json(self.deepspeed_config)
         return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
+
+    def _is_default(self, name: str) -> bool:
+        return bool(getattr(self, name) == RunConfig.model_fields[name].default)
 
 
 class ResolvedConfig(RunConfig):

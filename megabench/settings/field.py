@@ -1,6 +1,83 @@
-"""The values of settings that several packages name."""
+"""A setting of a run, declared once: its type, default and help, and what it means to records and resumed runs.
 
-from typing import Literal
+Loads no torch.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
 
 EngineName = Literal["megatron", "deepspeed", "fsdp", "ddp"]
 Precision = Literal["bf16", "fp16", "fp32"]
+
+Panel = Literal[
+    "Model and data", "Engine and layout", "Batch", "Optimizer", "Precision and kernels", "Checkpoints", "Run"
+]
+Role = Literal["work", "layout", "option", "machine", "output", "watch"]
+Resume = Literal["same", "content", "mention", "free"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What code needs to know of a setting beside its type, default and help.
+
+    `role`: "work" is part of what must be equal for two runs to be comparable; "layout" has a record field of its own;
+    "option" shapes how a step runs and is recorded under `options`; "machine" is a condition under which the run takes
+    place; "output" says where it writes; "watch" says how it is watched. The last two shape no result.
+
+    `resume`: a resumed run must have the "same" value, is compared by "content" (model, data, engine), may change it
+    with a "mention" in the log, or is "free" to change it.
+
+    `engines` lists the engines that have the setting; all have it where the list is empty. `synonyms` are names that
+    other programs give it. A `searchable` setting may be "auto".
+    """
+
+    panel: Panel
+    role: Role
+    resume: Resume
+    engines: tuple[EngineName, ...] = ()
+    synonyms: tuple[str, ...] = ()
+    searchable: bool = False
+
+
+def setting(
+    default: Any,
+    description: str,
+    *,
+    panel: Panel,
+    role: Role,
+    resume: Resume,
+    engines: tuple[EngineName, ...] = (),
+    synonyms: tuple[str, ...] = (),
+    searchable: bool = False,
+    **bounds: Any,
+) -> Any:
+    """A pydantic field with its `Setting`; `bounds` (ge, le, …) go to pydantic."""
+    about = Setting(panel, role, resume, engines, synonyms, searchable)
+    return Field(default, description=description, json_schema_extra={"setting": about}, **bounds)  # type: ignore[dict-item]
+
+
+def settings_of(model: type[BaseModel]) -> dict[str, Setting]:
+    """The settings of a model by name, in the order of their declaration."""
+    found: dict[str, Setting] = {}
+    for name, field in model.model_fields.items():
+        extra: Any = field.json_schema_extra
+        assert isinstance(extra, dict) and isinstance(extra.get("setting"), Setting), (
+            f"{name} is declared without setting()"
+        )
+        found[name] = extra["setting"]
+    return found
+
+
+def names(settings: dict[str, Setting], **wanted: object) -> tuple[str, ...]:
+    """The names of the settings whose metadata have these values, e.g. `role="option"`."""
+    return tuple(
+        name for name, about in settings.items() if all(getattr(about, key) == value for key, value in wanted.items())
+    )
+
+
+def meant_by(word: str, settings: dict[str, Setting]) -> str | None:
+    """The setting that another program calls `word`, however it is spelled (`--tensor-parallel-size`)."""
+    plain = word.lstrip("-").replace("-", "_").lower()
+    return next((name for name, about in settings.items() if plain in about.synonyms), None)

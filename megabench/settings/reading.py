@@ -1,6 +1,6 @@
 """Reading settings from files, and saying in one sentence what is wrong with them."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
@@ -49,10 +49,13 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     return content
 
 
-def near_matches(word: str, known: list[str]) -> str:
-    """ "did you mean X?", or all that is known when nothing is near."""
+def near_matches(word: str, known: list[str], otherwise: str | None = None) -> str:
+    """ "did you mean X?"; when nothing is near, `otherwise`, or all that is known."""
     near = get_close_matches(word, known, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+    return f"did you mean {' or '.join(near)}?" if near else otherwise or f"known: {', '.join(known)}"
+
+
+Hint = Callable[[str, list[str]], str]
 
 
 def literal_values(annotation: Any) -> tuple[Any, ...]:
@@ -63,12 +66,12 @@ def literal_values(annotation: Any) -> tuple[Any, ...]:
     return get_args(arms[0]) if len(arms) == 1 and get_origin(arms[0]) is Literal else ()
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first problem of a ValidationError as one sentence with a way out."""
+def explain(error: ValidationError, model: type[BaseModel], hint: Hint = near_matches) -> str:
+    """The first problem of a ValidationError as one sentence with a way out; `hint` says what an unknown name means."""
     problem = error.errors()[0]
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
     if problem["type"] == "extra_forbidden":
-        return f"unknown setting {name!r}; {near_matches(name, list(model.model_fields))}"
+        return f"unknown setting {name!r}; {hint(name, list(model.model_fields))}"
     field = model.model_fields.get(name)
     if problem["type"] == "literal_error" and field:
         choices = ", ".join(map(str, literal_values(field.annotation)))

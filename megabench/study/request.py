@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import yaml
 
-from megabench.config import near_matches
+from megabench.config import hint
 from megabench.study.machine import gpu_names
 from megabench.study.planned import Planning
-from megabench.study.study import SETTINGS, Study, StudyError, StudyFile, plan_study
+from megabench.study.study import TRIAL_SETTINGS, Study, StudyError, StudyFile, plan_study
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def _setting(text: str) -> tuple[str, Any]:
         raise StudyError(f"--set {text} names no value; give a field of the study's base and its value, e.g. steps=20")
     if field in ("name", "env"):
         raise StudyError(f"--set {text}: {field} is no setting of a run; set it in the study file")
-    if field not in SETTINGS:
-        raise StudyError(f"--set {text}: unknown setting {field!r}; {near_matches(field, SETTINGS)}")
+    if field not in TRIAL_SETTINGS:
+        raise StudyError(f"--set {text}: unknown setting {field!r}; {hint(field, TRIAL_SETTINGS)}")
     try:
         return field, yaml.safe_load(value)
     except yaml.YAMLError:

@@ -11,17 +11,25 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from megabench import UserError
-from megabench.config import ConfigError, ResolvedConfig, RunConfig, explain, near_matches, read_yaml_mapping
+from megabench.config import (
+    SETTINGS,
+    ConfigError,
+    ResolvedConfig,
+    RunConfig,
+    explain,
+    hint,
+    near_matches,
+    read_yaml_mapping,
+)
 from megabench.config.auto import resolve_first
 from megabench.planner.predict import Predictor
 from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_fields, numbered, with_fields
 
 # where a trial writes is the study's to say, and trials leave no checkpoints
-_NOT_A_TRIALS = ("out", "tensorboard", "save", "save_every", "keep", "save_mode")
-_TRIAL_FIELDS = [field for field in RunConfig.model_fields if field not in _NOT_A_TRIALS]
+_TRIAL_FIELDS = [name for name, about in SETTINGS.items() if about.role != "output"]
 _LONGEST_NAME = 200
 _EXTRAS = ["name", "env", "world_size", "timeout_seconds", "repeats"]
-SETTINGS = _TRIAL_FIELDS + _EXTRAS  # what a trial may say
+TRIAL_SETTINGS = _TRIAL_FIELDS + _EXTRAS  # what a trial may say
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -237,8 +245,8 @@ def _draft(
 ) -> _Draft:
     both = {**base, **values}
     for field in both:
-        if field not in SETTINGS:
-            raise StudyError(f"{where}: unknown setting {field!r}; {near_matches(field, SETTINGS)}")
+        if field not in TRIAL_SETTINGS:
+            raise StudyError(f"{where}: unknown setting {field!r}; {hint(field, TRIAL_SETTINGS)}")
     world_size = both.get("world_size", num_processes)
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise StudyError(f"{where}: world_size={world_size!r} must be a whole number of processes, e.g. 8")

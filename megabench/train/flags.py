@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from megabench.config import ConfigError, RunConfig, literal_values, read_yaml_mapping
+from megabench.config import SETTINGS, ConfigError, RunConfig, hint, literal_values, read_yaml_mapping
 
 
 def parse_flags(arguments: Sequence[str] | None = None) -> RunConfig | None:
@@ -27,6 +27,8 @@ def parse_flags(arguments: Sequence[str] | None = None) -> RunConfig | None:
         # of click, or of the copy of click that newer versions of typer carry
         if (message := getattr(error, "format_message", None)) is None:
             raise
+        if option := getattr(error, "option_name", None):
+            raise ConfigError(f"unknown option {option}; {hint(option, SETTINGS, _flag, 'see --help')}") from None
         raise ConfigError(message()) from None
     return result if isinstance(result, RunConfig) else None
 
@@ -46,9 +48,9 @@ def _command() -> Any:
     config_option = typer.Option("--config", metavar="FILE", help="YAML file of the same settings; flags override it.")
     parameters = [_parameter("config_file", Path, config_option)]
     for name, field in RunConfig.model_fields.items():
-        flag = name.replace("_", "-")
+        flag = _flag(name)
         option = typer.Option(
-            f"--{flag}/--no-{flag}" if field.default is True else f"--{flag}",
+            f"{flag}/--no-{flag[2:]}" if field.default is True else flag,
             help=f"{field.description}{_shown(field.default)}",
             metavar="|".join(map(str, literal_values(field.annotation))) or None,
         )
@@ -56,6 +58,10 @@ def _command() -> Any:
     pretrain.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     pretrain.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return pretrain
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:

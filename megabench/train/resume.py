@@ -7,26 +7,11 @@ from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.directory import is_launched_by, steps_in
 from megabench.checkpoint.load import Found, find_newest_good
 from megabench.checkpoint.manifest import Manifest, ModelEntry, TrainingEntry
-from megabench.config import ResolvedConfig
+from megabench.config import SETTINGS, ResolvedConfig
 from megabench.data.source import TokenSource
 from megabench.runtime.messages import wait_for
 from megabench.runtime.rendezvous import Rendezvous, launch_identity, restart_count
-
-# what fixes the steps that are done and the sequences that were read: another value would be another run …
-_SAME = ("optimizer", "seed", "seq_length", "global_batch")
-# … and what may change on the way, and is then said
-_MENTIONED = (
-    "steps",
-    "lr",
-    "min_lr",
-    "lr_warmup",
-    "betas",
-    "eps",
-    "weight_decay",
-    "clip_grad",
-    "precision",
-    "grad_dtype",
-)
+from megabench.settings.field import names
 
 
 @dataclass(frozen=True)
@@ -106,7 +91,7 @@ def _checked(found: Found, run: ResolvedConfig, source: TokenSource) -> Resume:
     theirs = training.config
     changed = [
         f"{name} {_plain(theirs[name])} -> {_plain(value)}"
-        for name in _MENTIONED
+        for name in names(SETTINGS, resume="mention")
         if name in theirs and _plain(theirs[name]) != _plain(value := getattr(run, name))
     ]
     if changed:
@@ -137,7 +122,7 @@ def check_belongs(folder: Path, manifest: Manifest, run: ResolvedConfig, source:
             f"--engine {training.engine}, or take its weights alone by --model "
             f"{folder} (or tools/convert.py export)"
         )
-    for name in _SAME:
+    for name in names(SETTINGS, resume="same"):
         if name in training.config and training.config[name] != getattr(run, name):
             raise CheckpointError(
                 f"{folder} was trained with {name}={training.config[name]}, and the run has "

@@ -1,0 +1,49 @@
+"""Two runs are comparable only if all settings of role "work" are equal."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabench.config import SETTINGS, RunConfig
+from megabench.data.source import open_source
+from megabench.record import WorkClass
+from megabench.settings.field import names
+from megabench.train.outcome import work_class
+
+BASE: dict[str, Any] = {"model": "llama-tiny", "data": "stdlib", "steps": 10, "seq_length": 64}
+OTHER: dict[str, Any] = {
+    "model": "qwen3-tiny",
+    "num_layers": 1,
+    "data": "synthetic",
+    "seed": 2,
+    "seq_length": 32,
+    "global_batch": 64,
+    "steps": 12,
+    "optimizer": "sgd",
+    "lr": 0.123,
+    "lr_warmup": 3,
+    "min_lr": 1e-7,
+    "betas": (0.8, 0.9),
+    "eps": 1e-3,
+    "weight_decay": 0.2,
+    "clip_grad": 2.0,
+    "precision": "bf16",
+    "grad_dtype": "bf16",
+}
+
+
+def class_of(**fields: Any) -> WorkClass:
+    run = RunConfig.parse(BASE | fields).resolve(1, "cpu")
+    return work_class(run, open_source(run))
+
+
+@pytest.mark.parametrize("name", sorted({*names(SETTINGS, role="work")} - {"tokenizer"}))
+def test_another_value_is_another_work_class(name: str) -> None:
+    same = {"precision": "bf16"} if name == "grad_dtype" else {}
+    assert class_of(**same) == class_of(**same)
+    assert class_of(**same | {name: OTHER[name]}) != class_of(**same)
+
+
+def test_another_tokenizer_is_another_work_class(tokenizer_dir: Path) -> None:
+    assert class_of(tokenizer=str(tokenizer_dir)) != class_of()

@@ -1,0 +1,93 @@
+"""Writes docs/settings.md, the page of all settings, from their declarations: `make settings-page`.
+
+With --check it writes nothing, and exits with 1 where the page is out of date.
+"""
+
+from itertools import groupby
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from megabench.config import SETTINGS, literal_values
+from megabench.config.run_settings import RunSettings
+from megabench.settings.field import Setting
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+_HEAD = """# Settings of a run
+
+Every setting is a flag of `launch/pretrain.py` (`--global-batch 32`), a field of a YAML file (`global_batch: 32`), and
+a field of a study's trials. This page is generated from `megabench/config/run_settings.py` by `make settings-page`.
+
+"Resumed run" says what a run that continues a checkpoint may change: the value must be the *same*, is compared by
+*content*, may change and is then *logged*, or is *free*.
+"""
+_RESUME = {"same": "same", "content": "content", "mention": "logged", "free": "free"}
+
+
+def page() -> str:
+    """The page as Markdown: a table for each panel."""
+    parts = [_HEAD]
+    for panel, group in groupby(sorted(SETTINGS.items(), key=_panel_order), key=lambda item: item[1].panel):
+        parts.append(f"\n## {panel}\n\n| Setting | Meaning | Values | Default | Engines | Resumed run |\n")
+        parts.append("| --- | --- | --- | --- | --- | --- |\n")
+        parts += [_row(name, about) for name, about in group]
+    return "".join(parts)
+
+
+def _panel_order(item: tuple[str, Setting]) -> int:
+    panels = list(dict.fromkeys(about.panel for about in SETTINGS.values()))
+    return panels.index(item[1].panel)
+
+
+def _row(name: str, about: Setting) -> str:
+    field = RunSettings.model_fields[name]
+    cells = [
+        f"`{name}`",
+        str(field.description).partition(" [default:")[0].removesuffix("."),
+        _values(field.annotation),
+        _default(field),
+        ", ".join(about.engines) or "all",
+        _RESUME[about.resume],
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+_KINDS: dict[Any, str] = {bool: "true, false", int: "integer", float: "number", str: "text", Path: "path"}
+
+
+def _values(annotation: Any) -> str:
+    """What a setting may be: "integer or auto"."""
+    if choices := literal_values(annotation):
+        return ", ".join(map(str, choices))
+    arms = [arm for arm in get_args(annotation) if arm is not NoneType]
+    if get_origin(annotation) is Annotated:
+        return _values(arms[0])
+    if get_origin(annotation) is tuple:
+        return f"{len(arms)} × {_values(arms[0])}"
+    return " or ".join(map(_values, arms)) if arms else _KINDS[annotation]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is None:
+        described = str(field.description).partition("[default: ")[2]
+        return described.removesuffix(".").removesuffix("]") or "none"
+    if isinstance(field.default, bool):
+        return str(field.default).lower()
+    return " ".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
+
+
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if out of date.")] = False,
+) -> None:
+    """Write the page of settings."""
+    text = page()
+    if check:
+        raise typer.Exit(PAGE.read_text(encoding="utf-8") != text)
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
