@@ -11,15 +11,15 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from megabench.config import SETTINGS, literal_values
-from megabench.config.run_settings import RunSettings
+from megabench.config import SETTINGS, choices_of, literal_values
 from megabench.settings.field import Setting
+from megabench.settings.run import RunSettings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 _HEAD = """# Settings of a run
 
 Every setting is a flag of `launch/pretrain.py` (`--global-batch 32`), a field of a YAML file (`global_batch: 32`), and
-a field of a study's trials. This page is generated from `megabench/config/run_settings.py` by `make settings-page`.
+a field of a study's trials. This page is generated from `megabench/settings/run.py` by `make settings-page`.
 
 "Resumed run" says what a run that continues a checkpoint may change: the value must be the *same*, is compared by
 *content*, may change and is then *logged*, or is *free*.
@@ -47,7 +47,7 @@ def _row(name: str, about: Setting) -> str:
     cells = [
         f"`{name}`",
         str(field.description).partition(" [default:")[0].removesuffix("."),
-        _values(field.annotation),
+        ", ".join(map(str, choices_of(name))) or _values(field.annotation),
         _default(field),
         ", ".join(about.engines) or "all",
         _RESUME[about.resume],

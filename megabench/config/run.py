@@ -16,14 +16,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megabench.config.run_settings import SETTINGS, RunSettings, hint
 from megabench.metrics import output_layer_cost
 from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
 from megabench.settings.field import Precision, names
-from megabench.settings.reading import ConfigError, explain
+from megabench.settings.reading import ConfigError, explain, literal_values
+from megabench.settings.run import SETTINGS, RunSettings, hint
+from megabench.specs.base import EngineSpec
 from megabench.specs.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
+from megabench.specs.registry import ENGINES
 
 Beta = PositiveFloat  # checked to be below 1 in resolve()
 
@@ -63,6 +65,18 @@ class RunConfig(RunSettings):
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
             raise PydanticCustomError("truth", "it takes no true or false")
         return value
+
+    @field_validator("engine")
+    @classmethod
+    def _is_engine(cls, value: str) -> str:
+        if value not in ENGINES:
+            raise PydanticCustomError("choice", "is not known; use one of {names}", {"names": ", ".join(ENGINES)})
+        return value
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What is known of the engine."""
+        return ENGINES[self.engine]
 
     @property
     def layout(self) -> Layout:
@@ -111,11 +125,12 @@ class RunConfig(RunSettings):
                 raise ConfigError(
                     f"{name}={size} does not divide the {world_size} ranks; use one of {divisors(world_size)}"
                 )
-        self._check_engine_options()
-        if self.keep_gathered and (self.tp == 1 or self.kernels == "reference"):
+        self.spec.check(self)
+        if self.optimizer == "adafactor" and not self.spec.holds_matrices(self):
+            where = self.spec.described(self).partition(" of ")[0]
             raise ConfigError(
-                "keep_gathered keeps what megabench's tensor-parallel layers gather: it needs tp=2 or more and "
-                "kernels=auto; leave it out otherwise"
+                f"optimizer=adafactor needs whole matrices on every rank, and {where} cuts them; use --engine ddp, or "
+                f"optimizer=adamw"
             )
         if self.grad_dtype == "bf16" and precision != "bf16":
             raise ConfigError(f"grad_dtype=bf16 goes with precision=bf16 only, not {precision}; use grad_dtype=fp32")
@@ -130,7 +145,6 @@ class RunConfig(RunSettings):
         if min_lr > lr:
             raise ConfigError(f"min_lr={min_lr:g} is above lr={lr:g}; use a min_lr between 0 and lr")
         filled = {
-            "zero_stage": 3 if self.engine == "deepspeed" and self.zero_stage is None else self.zero_stage,
             "seq_length": self.seq_length or shape.seq_length,
             "micro_batch": self.micro_batch or shape.micro_batch,
             "global_batch": self.global_batch or shape.global_batch,
@@ -140,6 +154,7 @@ class RunConfig(RunSettings):
             "lr_warmup": shape.lr_warmup if self.lr_warmup is None else self.lr_warmup,
             "device": device,
             "tensorboard": self.tensorboard or (self.out / "tensorboard" if self.out else None),
+            **self.spec.complete(self),
         }
         self.layout.with_world_size(world_size)
         run = ResolvedConfig.model_validate(self.model_dump() | filled | {"world_size": world_size})
@@ -148,7 +163,7 @@ class RunConfig(RunSettings):
         return run
 
     def _check_model_fits(self, shape: ModelShape) -> None:
-        if self.engine == "megatron" and not shape.table.has_parallel_blocks:
+        if self.spec.needs_blocks and not shape.table.has_parallel_blocks:
             raise ConfigError(
                 f"{shape.why_no_blocks}; the megatron engine has no parallel blocks for it, and deepspeed, fsdp and "
                 f"ddp train it: add --engine deepspeed, or take a Llama, Mistral or Qwen model"
@@ -186,51 +201,27 @@ class RunConfig(RunSettings):
                 f"use zero_stage=1, or precision=fp32"
             )
 
-    def _check_engine_options(self) -> None:
-        """Combinations of an engine's own settings that it cannot have."""
-        stage = 3 if self.zero_stage is None else self.zero_stage
-        is_zero = self.engine == "deepspeed"
-        for name in ("hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers", "reshard_after_forward"):
-            if is_zero and getattr(self, name) != type(self).model_fields[name].default and stage != 3:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is a setting of zero_stage=3, not {stage}; leave it out"
-                )
-        if self.offload != "none" and is_zero and (stage == 0 or (self.offload == "all" and stage != 3)):
-            raise ConfigError(
-                f"offload={self.offload} needs {'zero_stage=3' if self.offload == 'all' else 'zero_stage 1 to 3'}, and "
-                f"zero_stage={stage}; use it with that, or offload=none"
-            )
-        if self.offload == "optimizer" and self.engine == "fsdp":
-            raise ConfigError("fsdp offloads its shards and their optimizer together; use offload=all")
-        if self.optimizer == "adafactor" and not (self.engine == "ddp" or (is_zero and stage == 0)):
-            where = f"zero_stage={stage}" if is_zero else f"the {self.engine} engine"
-            raise ConfigError(
-                f"optimizer=adafactor needs whole matrices on every rank, and {where} cuts them; use --engine ddp, or "
-                f"optimizer=adamw"
-            )
-
     def _check_engine(self) -> None:
         for name, about in SETTINGS.items():
             engines = about.engines
             is_given = getattr(self, name) != RunConfig.model_fields[name].default
             if engines and self.engine not in engines and is_given:
-                sizes = "" if "megatron" in engines else " with tp=1 and pp=1"
+                sizes = " with tp=1 and pp=1" if ENGINES[engines[0]].is_data_parallel else ""
                 raise ConfigError(
                     f"{name} is a setting of the {' and '.join(engines)} engine{'s' * (len(engines) > 1)}, and the "
                     f"engine is {self.engine} (tp={self.tp}, pp={self.pp}); add --engine {engines[0]}{sizes}, or "
                     f"leave it out"
                 )
-        if self.engine == "megatron":
-            return
-        stage = f"zero_stage={3 if self.zero_stage is None else self.zero_stage} of " * (self.engine == "deepspeed")
         for axis in ("tp", "pp", "vp", "cp"):
-            if (size := getattr(self, axis)) > 1:
+            if axis not in self.spec.axes and (size := getattr(self, axis)) > 1:
                 raise ConfigError(
-                    f"{stage}the {self.engine} engine is data-parallel alone, but "
+                    f"{self.spec.described(self)} is data-parallel alone, but "
                     f"{axis}={size}; use {axis}=1, or --engine megatron for {axis}={size}"
                 )
-        if self.recompute == "selective":
-            raise ConfigError(f"recompute=selective is the megatron engine's; use none or full with {self.engine}")
+        if self.recompute not in self.spec.recompute:
+            raise ConfigError(
+                f"recompute={self.recompute} is the megatron engine's; use none or full with {self.engine}"
+            )
 
     def flags(self) -> list[str]:
         """The command-line flags that reproduce this configuration: those that differ from the defaults."""
@@ -294,3 +285,8 @@ class ResolvedConfig(RunConfig):
     def num_micro_batches(self) -> int:
         """Micro-batches of one replica and step."""
         return self.global_batch // (self.micro_batch * self.layout.data_parallel)
+
+
+def choices_of(name: str) -> tuple[Any, ...]:
+    """The values that a setting may have, where they can be listed."""
+    return tuple(ENGINES) if name == "engine" else literal_values(RunConfig.model_fields[name].annotation)

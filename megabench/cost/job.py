@@ -9,7 +9,6 @@ from megabench.models.mapping import largest_parameter
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
-from megabench.settings.field import EngineName
 
 REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
 
@@ -151,7 +150,7 @@ class Candidate:
     `keeps_weights`: ZeRO-3 and FSDP2 hold what a forward pass gathered until backward has used it.
     """
 
-    engine: EngineName
+    engine: str
     layout: Layout
     micro_batch: int
     recompute: Recompute = "none"

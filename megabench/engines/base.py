@@ -4,13 +4,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megabench import UserError
 from megabench.checkpoint.blocks import TrainingState
+from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.parallel.groups import Axis
 
 TensorKind = Literal["weights", "gradients"]
+
+
+class DataParallelEngine:
+    """What engines have in common that use all ranks as replicas or shards."""
+
+    @staticmethod
+    def process_groups(config: ResolvedConfig) -> dict[Axis, dist.ProcessGroup]:
+        world = dist.group.WORLD
+        assert world is not None, "the default process group is initialized"
+        return {"dp": world}
 
 
 class EngineError(UserError):
@@ -33,7 +46,15 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """A model on its ranks, with its optimizer. All methods are collective: every rank calls them alike."""
+    """A model on its ranks, with its optimizer. All methods are collective: every rank calls them alike.
+
+    A data-parallel engine inherits from `DataParallelEngine`, which has its process groups.
+    """
+
+    @staticmethod
+    def process_groups(config: ResolvedConfig) -> dict[Axis, dist.ProcessGroup]:
+        """The groups that the engine of `config` will use on this rank, by axis."""
+        ...
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         """One optimizer step on the micro-batches of this data-parallel rank: `accumulate`, then `update`."""

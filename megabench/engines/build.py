@@ -5,7 +5,8 @@ import torch.distributed as dist
 
 from megabench.config import ResolvedConfig
 from megabench.engines.base import Engine
-from megabench.parallel.groups import AXES, Axis
+from megabench.parallel.groups import Axis
+from megabench.specs.registry import implementation_of
 
 
 def process_groups(config: ResolvedConfig) -> dict[Axis, dist.ProcessGroup]:
@@ -13,30 +14,11 @@ def process_groups(config: ResolvedConfig) -> dict[Axis, dist.ProcessGroup]:
 
     None of them has communicated yet, if the default group has not.
     """
-    if config.engine == "megatron":
-        from megabench.engines.megatron.groups import create
-
-        created = create(config.layout)
-        groups = {axis: getattr(created, axis) for axis in AXES}
-    else:
-        groups = {"dp": dist.group.WORLD}
+    groups: dict[Axis, dist.ProcessGroup] = implementation_of(config.engine).process_groups(config)
     return {axis: group for axis, group in groups.items() if group.size() > 1}
 
 
 def build_engine(config: ResolvedConfig, device: torch.device) -> Engine:
     """The engine that `config` names, with its initial weights, on an initialized default process group."""
-    if config.engine == "megatron":
-        from megabench.engines.megatron.engine import MegatronEngine
-
-        return MegatronEngine(config, device)
-    if config.engine == "fsdp":
-        from megabench.engines.fsdp.engine import FsdpEngine
-
-        return FsdpEngine(config, device)
-    if config.engine == "ddp":
-        from megabench.engines.ddp.engine import DdpEngine
-
-        return DdpEngine(config, device)
-    from megabench.engines.deepspeed.engine import DeepSpeedEngine
-
-    return DeepSpeedEngine(config, device)
+    engine: Engine = implementation_of(config.engine)(config, device)
+    return engine

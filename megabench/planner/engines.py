@@ -7,8 +7,7 @@ from megabench.cost.job import Candidate, Job
 from megabench.cost.memory import Memory, host_bytes, memory_of
 from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
-from megabench.specs.data_parallel_cost import DataParallel
-from megabench.specs.megatron_cost import Pipeline
+from megabench.specs.registry import ENGINES
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Costs:
     def __init__(self, job: Job, topology: Topology, profile: Profile) -> None:
         self.job, self.profile = job, profile
         self.base = Base(job, topology, profile)
-        self.pipeline, self.data_parallel = Pipeline(self.base), DataParallel(self.base)
+        self._models = {name: spec.cost(self.base) for name, spec in ENGINES.items()}
         self.usable_bytes = profile.usable_bytes(topology.hosts[0].device)
 
     def memory(self, candidate: Candidate) -> Memory:
@@ -56,14 +55,11 @@ class Costs:
 
     def shortest(self, candidate: Candidate) -> float:
         """Seconds that a step will take at least."""
-        if candidate.engine == "megatron":
-            return self.pipeline.shortest(candidate)
-        return sum(self.data_parallel.parts(candidate).values())
+        return self._models[candidate.engine].shortest(candidate)
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """The whole prediction."""
-        engine = self.pipeline if candidate.engine == "megatron" else self.data_parallel
-        parts = engine.parts(candidate)
+        parts = self._models[candidate.engine].parts(candidate)
         step = sum(parts.values())
         memory = self.memory(candidate)
         per_device = self.job.tokens / step / candidate.layout.world_size

@@ -13,9 +13,7 @@ from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
 from megabench.planner.engines import Costs
 from megabench.record import Prediction, RunRecord
-from megabench.settings.field import EngineName
-
-_DATA_PARALLEL_STAGES = {"deepspeed": 3, "fsdp": 3, "ddp": 0, "megatron": 1}
+from megabench.specs.registry import ENGINES
 
 
 def job_of(record: RunRecord) -> Job:
@@ -61,12 +59,12 @@ def candidate_of(record: RunRecord) -> Candidate:
     placement = record.placement.policy if record.placement else options.get("placement") or "topology"
     stage = options.get("zero_stage")
     return Candidate(
-        cast(EngineName, record.engine),
+        record.engine,
         Layout(tp=layout.tp, cp=layout.cp, pp=layout.pp, vp=layout.vp, dp=layout.dp),
         record.micro_batch,
         recompute=cast(Recompute, options.get("recompute", "none")),
         placement=cast(Policy, placement),
-        zero_stage=_DATA_PARALLEL_STAGES[record.engine] if stage is None else stage,
+        zero_stage=ENGINES[record.engine].sharding_stage if stage is None else stage,
         offload=cast(Offload, options.get("offload") or "none"),
         shard_size=options.get("shard_size"),
         hpz_size=options.get("hpz_size"),

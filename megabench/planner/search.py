@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 from megabench.config import ConfigError
-from megabench.cost.job import Candidate, Job, Offload, Recompute
+from megabench.cost.job import Candidate, Job, Recompute
 from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
 from megabench.parallel.layout import Layout, LayoutError, divisors
 from megabench.parallel.placement import Policy
 from megabench.planner.engines import Costs, Estimate
-from megabench.settings.field import EngineName
+from megabench.specs.registry import ENGINES
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_CP = 16
@@ -67,7 +67,7 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
     ranked = _fastest(costs, fitting, keep)
     kinds: dict[tuple[object, ...], list[Candidate]] = {}
     for candidate in fitting:
-        if candidate.engine != "megatron":
+        if ENGINES[candidate.engine].is_data_parallel:
             kinds.setdefault((candidate.engine, candidate.zero_stage, candidate.offload), []).append(candidate)
     baselines = [estimate for members in kinds.values() for estimate in _fastest(costs, members, 1)]
     nearest = sorted((pair for pair in missing if pair[0] > 0), key=lambda pair: pair[0])
@@ -167,19 +167,11 @@ def _data_parallel(job: Job, topology: Topology) -> Iterator[Candidate]:
     layout = Layout(dp=world)
     per_host = max(len(ranks) for ranks in topology.ranks_by_host)
     inside = per_host if per_host < world and world % per_host == 0 and per_host > 1 else None
-    kinds: list[tuple[EngineName, int, Offload, int | None, int | None]] = [("ddp", 0, "none", None, None)]
-    kinds += [("deepspeed", stage, "none", None, None) for stage in (1, 2, 3)]
-    kinds += [("deepspeed", stage, "optimizer", None, None) for stage in (1, 2, 3)]
-    kinds += [("deepspeed", 3, "all", None, None), ("fsdp", 3, "none", None, None), ("fsdp", 3, "all", None, None)]
-    if inside:
-        kinds += [("fsdp", 3, "none", inside, None), ("deepspeed", 3, "none", None, inside)]
-    recomputes: tuple[Recompute, ...] = ("none", "full")  # selective is the megatron engine's
+    specs = [spec for spec in ENGINES.values() if spec.is_data_parallel]
     for micro_batch in _micro_batches(job, layout):
-        for recompute in recomputes:
-            for engine, stage, offload, shard, hpz in kinds:
-                candidate = Candidate(
-                    engine, layout, micro_batch, recompute, "topology", stage, offload, shard_size=shard, hpz_size=hpz
-                )
-                yield candidate
-                if stage == 3 and (offload, shard, hpz) == ("none", None, None):
-                    yield replace(candidate, keeps_weights=True)
+        for spec in specs:
+            for recompute in _RECOMPUTES:
+                if recompute not in spec.recompute:
+                    continue
+                for variant in spec.variants(inside):
+                    yield Candidate(spec.name, layout, micro_batch, recompute, **asdict(variant))

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-EngineName = Literal["megatron", "deepspeed", "fsdp", "ddp"]
 Precision = Literal["bf16", "fp16", "fp32"]
 
 Panel = Literal[
@@ -36,7 +35,7 @@ class Setting:
     panel: Panel
     role: Role
     resume: Resume
-    engines: tuple[EngineName, ...] = ()
+    engines: tuple[str, ...] = ()
     synonyms: tuple[str, ...] = ()
     searchable: bool = False
 
@@ -48,7 +47,7 @@ def setting(
     panel: Panel,
     role: Role,
     resume: Resume,
-    engines: tuple[EngineName, ...] = (),
+    engines: tuple[str, ...] = (),
     synonyms: tuple[str, ...] = (),
     searchable: bool = False,
     **bounds: Any,

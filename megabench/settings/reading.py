@@ -76,4 +76,6 @@ def explain(error: ValidationError, model: type[BaseModel], hint: Hint = near_ma
     if problem["type"] == "literal_error" and field:
         choices = ", ".join(map(str, literal_values(field.annotation)))
         return f"{name}={problem['input']!r} is not known; use one of {choices}"
+    if problem["type"] == "choice":
+        return f"{name}={problem['input']!r} {problem['msg']}"
     return f"{name}={problem['input']!r} is not valid: {problem['msg'][0].lower()}{problem['msg'][1:]}"

@@ -51,6 +51,10 @@ class DataParallel:
             "offload": self._offload_seconds(candidate, geometry, micro_batches),
         }
 
+    def shortest(self, candidate: Candidate) -> float:
+        """The step itself, which is quick to compute."""
+        return sum(self.parts(candidate).values())
+
     def _hook_seconds(self, candidate: Candidate) -> tuple[float, float]:
         """What a layer's hooks take on the host, forward and backward."""
         if candidate.engine == "fsdp":

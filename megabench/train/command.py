@@ -22,6 +22,7 @@ from megabench.config.auto import resolve_first
 from megabench.record import Probe, RunRecord
 from megabench.runtime.leave import leave
 from megabench.runtime.run_lock import check_free
+from megabench.specs.registry import ENGINES
 from megabench.train.flags import parse_flags
 from megabench.train.stopped import StoppedError
 
@@ -88,7 +89,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
         run = given.resolve(rendezvous.world_size, device_kind)
         watch = Watch(rendezvous, given.stall_seconds, given.steps)
     watch.at("starting", resume.num_done)
-    _set_connections(run)
+    _set_environment(run)
     _set_threads(run)
     try:
         from megabench.train.loop import train
@@ -196,10 +197,11 @@ def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous")
         )
 
 
-def _set_connections(run: ResolvedConfig) -> None:
-    """One hardware queue keeps TP and CP collectives in step with the GEMMs they overlap; others want many."""
-    if run.device == "cuda" and run.engine == "megatron" and (run.tp > 1 or run.cp > 1):
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+def _set_environment(run: ResolvedConfig) -> None:
+    """What the engine wants in the environment before CUDA starts, unless the user has set it."""
+    if run.device == "cuda":
+        for name, value in ENGINES[run.engine].environment(run).items():
+            os.environ.setdefault(name, value)
 
 
 def _set_threads(run: ResolvedConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from megabench.config import SETTINGS, ConfigError, RunConfig, hint, literal_values, read_yaml_mapping
+from megabench.config import SETTINGS, ConfigError, RunConfig, choices_of, hint, read_yaml_mapping
 
 
 def parse_flags(arguments: Sequence[str] | None = None) -> RunConfig | None:
@@ -52,7 +52,7 @@ def _command() -> Any:
         option = typer.Option(
             f"{flag}/--no-{flag[2:]}" if field.default is True else flag,
             help=f"{field.description}{_shown(field.default)}",
-            metavar="|".join(map(str, literal_values(field.annotation))) or None,
+            metavar="|".join(map(str, choices_of(name))) or None,
         )
         parameters.append(_parameter(name, _plain_type(field.annotation), option))
     pretrain.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

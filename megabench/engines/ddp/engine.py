@@ -21,7 +21,7 @@ from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.config.run import POWERSGD_PLAIN_STEPS
 from megabench.data.batch import Batch
-from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.base import DataParallelEngine, StepResult, TensorKind
 from megabench.engines.common import kernels
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.replica_state import Held, ReplicaState
@@ -29,7 +29,7 @@ from megabench.models.hugging_face import build_model
 from megabench.runtime.device import DTYPES
 
 
-class DdpEngine:
+class DdpEngine(DataParallelEngine):
     """Pure data parallelism with whole replicas; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.cost.job import reduce_bucket
 from megabench.data.batch import Batch
-from megabench.engines.base import EngineError, StepResult, TensorKind
+from megabench.engines.base import DataParallelEngine, EngineError, StepResult, TensorKind
 from megabench.engines.common import kernels, loss_scale
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.deepspeed.state import ZeroState
@@ -33,7 +33,7 @@ from deepspeed.utils import safe_get_full_grad
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(DataParallelEngine):
     """Pure data parallelism under ZeRO; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:

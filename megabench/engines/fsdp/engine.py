@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.base import DataParallelEngine, StepResult, TensorKind
 from megabench.engines.common import kernels
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.replica_state import Held, ReplicaState
@@ -28,7 +28,7 @@ from megabench.models.hugging_face import build_model
 from megabench.runtime.device import DTYPES
 
 
-class FsdpEngine:
+class FsdpEngine(DataParallelEngine):
     """Pure data parallelism under FSDP2; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from megabench.parallel.placement import Policy
-from megabench.settings.field import EngineName, Precision, meant_by, setting, settings_of
+from megabench.settings.field import Precision, meant_by, setting, settings_of
 from megabench.settings.reading import near_matches
 
 Beta = PositiveFloat  # checked to be below 1 in RunConfig.resolve
@@ -44,7 +44,7 @@ class RunSettings(BaseModel):
         resume="content",
         synonyms=("num_hidden_layers", "n_layers"),
     )
-    engine: EngineName = setting(
+    engine: str = setting(
         "megatron",
         "How a step runs.",
         panel="Engine and layout",

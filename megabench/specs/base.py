@@ -1,0 +1,71 @@
+"""What is known of an engine without loading it: what it accepts, how it is built, what it costs. Loads no torch."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from megabench.cost.base import Base
+from megabench.cost.job import Candidate, Offload
+from megabench.settings.run import RunSettings
+
+Axis = Literal["tp", "pp", "vp", "cp", "dp"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run a data-parallel engine that the planner predicts; the fields are those of `Candidate`."""
+
+    zero_stage: int
+    offload: Offload = "none"
+    shard_size: int | None = None
+    hpz_size: int | None = None
+    keeps_weights: bool = False
+
+
+class CostModel(Protocol):
+    """Predicts the step time of an engine's candidates."""
+
+    def parts(self, candidate: Candidate) -> dict[str, float]:
+        """Seconds of each part of a step; they add up to the step."""
+        ...
+
+    def shortest(self, candidate: Candidate) -> float:
+        """Seconds that a step takes at least; quick to compute."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine.
+
+    `title` and `summary` are for people, `implementation` is "module:class" and imported when the engine is built.
+    `axes` are the parallel axes that it can use, `recompute` the levels of recomputation that it has.
+    `sharding_stage` is the ZeRO stage that it corresponds to, unless the run says. An engine that `needs_blocks` trains
+    only models for which there are parallel blocks.
+
+    `check` raises ConfigError for settings that the engine cannot combine, `complete` fills defaults, `holds_matrices`
+    says whether every rank holds whole matrices, `environment` is set before CUDA starts unless the user set it, and
+    `described` names the engine in an error message. `variants` gives what the planner predicts, for the number of
+    ranks of a host if several hosts take part.
+    """
+
+    name: str
+    title: str
+    summary: str
+    implementation: str
+    cost: Callable[[Base], CostModel]
+    sharding_stage: int
+    axes: frozenset[Axis] = frozenset({"dp"})
+    recompute: frozenset[str] = frozenset({"none", "full"})
+    needs_blocks: bool = False
+    check: Callable[[RunSettings], None] = lambda run: None
+    complete: Callable[[RunSettings], Mapping[str, Any]] = lambda run: {}
+    holds_matrices: Callable[[RunSettings], bool] = lambda run: False
+    environment: Callable[[RunSettings], Mapping[str, str]] = lambda run: {}
+    described: Callable[[RunSettings], str] = lambda run: f"the {run.engine} engine"
+    variants: Callable[[int | None], Iterable[Variant]] = lambda ranks_per_host: ()
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether it only replicates or shards: no axis but dp."""
+        return self.axes == {"dp"}
