@@ -57,14 +57,13 @@ def candidate_of(record: RunRecord) -> Candidate:
     """How the record's run was laid out."""
     layout, options = record.layout, record.options
     placement = record.placement.policy if record.placement else options.get("placement") or "topology"
-    stage = options.get("zero_stage")
     return Candidate(
         record.engine,
         Layout(tp=layout.tp, cp=layout.cp, pp=layout.pp, vp=layout.vp, dp=layout.dp),
         record.micro_batch,
         recompute=cast(Recompute, options.get("recompute", "none")),
         placement=cast(Policy, placement),
-        zero_stage=ENGINES[record.engine].sharding_stage if stage is None else stage,
+        zero_stage=ENGINES[record.engine].stage_of(options),
         offload=cast(Offload, options.get("offload") or "none"),
         shard_size=options.get("shard_size"),
         hpz_size=options.get("hpz_size"),
@@ -81,8 +80,8 @@ class Predictor:
     planned: Sequence[str]
 
     def predict(self, record: RunRecord) -> Prediction | None:
-        """What the run would take; None for one on other ranks than planned for, or of a model that is not known."""
-        if record.world_size != self.topology.world_size:
+        """What the run would take; None for one on other ranks than planned for, or of an unknown model or engine."""
+        if record.world_size != self.topology.world_size or record.engine not in ENGINES:
             return None
         try:
             estimate = Costs(job_of(record), self.topology, self.profile).estimate(candidate_of(record))

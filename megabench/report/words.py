@@ -4,13 +4,8 @@ import re
 
 from megabench.models.catalog import CATALOG
 from megabench.record import RunRecord
+from megabench.specs.registry import ENGINES
 
-_ENGINES = {
-    "megatron": "megatron-core, NVIDIA's library for models that are cut over many GPUs",
-    "deepspeed": "DeepSpeed, which keeps each layer whole and shares out what must be kept of it",
-    "fsdp": "FSDP2, PyTorch's own way to share out a model",
-    "ddp": "DDP, PyTorch's plain data parallelism",
-}
 _SHARED_BY_ZERO = {
     1: "the optimizer's state is shared out among them",
     2: "gradients and the optimizer's state are shared out among them",
@@ -41,21 +36,21 @@ def explain_layout(record: RunRecord, device: str) -> list[tuple[str, str]]:
 
 
 def _data_parallel(record: RunRecord, units: str) -> str:
-    dp, stage = record.layout.dp, record.options.get("zero_stage")
+    dp, spec = record.layout.dp, ENGINES.get(record.engine)
     who = f"{dp} {units}" if record.world_size == dp else f"{dp} copies of that"
     work = f"{who} work on different sequences"
-    if record.engine == "fsdp":
-        return f"{work}; {_SHARED_BY_ZERO[3]}"
-    if stage in _SHARED_BY_ZERO:
-        return f"{work}; {_SHARED_BY_ZERO[stage]}"
-    if record.engine == "megatron":
-        return f"{work} and add up their gradients; the optimizer's state is shared out among them"
-    return f"{work} and add up their gradients"
+    if spec is None:
+        return work
+    shared = _SHARED_BY_ZERO.get(spec.stage_of(record.options))
+    if not shared:
+        return f"{work} and add up their gradients"
+    return f"{work}; {shared}" if spec.is_data_parallel else f"{work} and add up their gradients; {shared}"
 
 
 def explain_engine(record: RunRecord) -> str:
-    """What the engine is, in half a sentence."""
-    return _ENGINES.get(record.engine, record.engine)
+    """What the engine is, in half a sentence; its name where this version does not know it."""
+    spec = ENGINES.get(record.engine)
+    return spec.summary if spec else record.engine
 
 
 def why(best: RunRecord, other: RunRecord, device: str) -> list[str]:

@@ -65,6 +65,11 @@ class EngineSpec:
     described: Callable[[RunSettings], str] = lambda run: f"the {run.engine} engine"
     variants: Callable[[int | None], Iterable[Variant]] = lambda ranks_per_host: ()
 
+    def stage_of(self, options: Mapping[str, Any]) -> int:
+        """The ZeRO stage that a run's settings, or the options of its record, amount to."""
+        stage = options.get("zero_stage")
+        return self.sharding_stage if stage is None else int(stage)
+
     @property
     def is_data_parallel(self) -> bool:
         """Whether it only replicates or shards: no axis but dp."""
