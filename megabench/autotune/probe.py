@@ -26,7 +26,7 @@ def probe_config(config: RunConfig, setting: Setting, world_size: int, device: L
     plain = POWERSGD_PLAIN_STEPS if run.powersgd_rank else 0
     changes = {
         "global_batch": _sequences(run) * run.layout.data_parallel,
-        "steps": plain + _WARMUP + _TIMED + (_SEARCHED if run.precision == "fp16" else 0),
+        "steps": plain + _WARMUP + _TIMED + (_SEARCHED if run.policy.scales_loss else 0),
         "warmup_steps": plain + _WARMUP,
         "profile": False,
         **dict.fromkeys(("save", "save_every", "keep", "load", "out", "tensorboard")),

@@ -2,7 +2,7 @@
 
 import hashlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -20,7 +20,8 @@ from megabench.metrics import output_layer_cost
 from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
-from megabench.settings.field import Precision, names
+from megabench.precision import POLICIES, PrecisionPolicy
+from megabench.settings.field import names
 from megabench.settings.reading import ConfigError, explain, literal_values
 from megabench.settings.run import SETTINGS, RunSettings, hint
 from megabench.specs.base import EngineSpec
@@ -73,6 +74,13 @@ class RunConfig(RunSettings):
             raise PydanticCustomError("choice", "is not known; use one of {names}", {"names": ", ".join(ENGINES)})
         return value
 
+    @field_validator("precision")
+    @classmethod
+    def _is_precision(cls, value: str | None) -> str | None:
+        if value is not None and value not in POLICIES:
+            raise PydanticCustomError("choice", "is not known; use one of {names}", {"names": ", ".join(POLICIES)})
+        return value
+
     @property
     def spec(self) -> EngineSpec:
         """What is known of the engine."""
@@ -116,8 +124,10 @@ class RunConfig(RunSettings):
         if max(self.betas) >= 1:
             raise ConfigError(f"betas={self.betas} must lie below 1, e.g. 0.9 0.95")
         precision = self.precision or ("bf16" if device == "cuda" else "fp32")
-        if precision == "fp16" and device == "cpu":
-            raise ConfigError("precision=fp16 needs a GPU; use bf16 or fp32 on CPU")
+        policy = POLICIES[precision]
+        if policy.needs_gpu and device == "cpu":
+            others = " or ".join(name for name, other in POLICIES.items() if not other.needs_gpu)
+            raise ConfigError(f"precision={precision} needs a GPU; use {others} on CPU")
         if self.grad_dtype == "bf16" and self.powersgd_rank:
             raise ConfigError("PowerSGD sends fp32 factors of its own; use grad_dtype=fp32, or leave powersgd_rank out")
         for name in ("shard_size", "hpz_size"):
@@ -132,8 +142,11 @@ class RunConfig(RunSettings):
                 f"optimizer=adafactor needs whole matrices on every rank, and {where} cuts them; use --engine ddp, or "
                 f"optimizer=adamw"
             )
-        if self.grad_dtype == "bf16" and precision != "bf16":
-            raise ConfigError(f"grad_dtype=bf16 goes with precision=bf16 only, not {precision}; use grad_dtype=fp32")
+        if self.grad_dtype not in policy.grad_dtypes:
+            others = " or ".join(name for name, other in POLICIES.items() if self.grad_dtype in other.grad_dtypes)
+            raise ConfigError(
+                f"grad_dtype={self.grad_dtype} goes with precision={others} only, not {precision}; use grad_dtype=fp32"
+            )
         if self.zero_stage == 0 and precision != self.grad_dtype:
             raise ConfigError(
                 f"DeepSpeed's zero_stage=0 accumulates {precision} gradients in {precision} alone, and "
@@ -184,7 +197,7 @@ class RunConfig(RunSettings):
                 f"use one of {divisors(world_size)}"
             )
 
-    def _check_saving(self, precision: Precision) -> None:
+    def _check_saving(self, precision: str) -> None:
         for name in ("save_every", "keep"):
             if (value := getattr(self, name)) is not None and self.save is None:
                 raise ConfigError(f"{name}={value} needs a directory to save to; add --save DIR, or leave it out")
@@ -195,7 +208,7 @@ class RunConfig(RunSettings):
             )
         if (self.save or self.load) and self.zero_stage == 0 and self.optimizer == "adafactor":
             raise ConfigError("checkpoints of zero_stage=0 do not hold Adafactor's state; use --engine ddp")
-        if (self.save or self.load) and self.zero_stage == 0 and precision != "fp32":
+        if (self.save or self.load) and self.zero_stage == 0 and POLICIES[precision].has_masters:
             raise ConfigError(
                 f"checkpoints of zero_stage=0 hold fp32 masters, which DeepSpeed keeps out of reach in {precision}; "
                 f"use zero_stage=1, or precision=fp32"
@@ -263,13 +276,18 @@ class ResolvedConfig(RunConfig):
     lr: PositiveFloat
     lr_warmup: NonNegativeInt
     min_lr: NonNegativeFloat
-    precision: Precision
+    precision: str
     device: Literal["cpu", "cuda"]
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """How the run computes."""
+        return POLICIES[self.precision]
 
     @property
     def can_be_saved(self) -> bool:
         """Whether the engine's training state can be read; DeepSpeed keeps ZeRO-0's masters out of reach."""
-        return self.zero_stage != 0 or (self.precision == "fp32" and self.optimizer != "adafactor")
+        return self.zero_stage != 0 or (not self.policy.has_masters and self.optimizer != "adafactor")
 
     @property
     def layout(self) -> Layout:
@@ -289,4 +307,5 @@ class ResolvedConfig(RunConfig):
 
 def choices_of(name: str) -> tuple[Any, ...]:
     """The values that a setting may have, where they can be listed."""
-    return tuple(ENGINES) if name == "engine" else literal_values(RunConfig.model_fields[name].annotation)
+    tables: dict[str, Iterable[str]] = {"engine": ENGINES, "precision": POLICIES}
+    return tuple(tables.get(name, ())) or literal_values(RunConfig.model_fields[name].annotation)

@@ -9,6 +9,7 @@ from megabench.models.mapping import largest_parameter
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
+from megabench.precision import POLICIES
 
 REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
 
@@ -71,7 +72,7 @@ class Job:
     shape: ModelShape
     seq_length: int
     global_batch: int
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    precision: str = "bf16"
     bytes_of_gradient: int = 4
     optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
     stack: Stack = field(default_factory=Stack)
@@ -135,12 +136,12 @@ class Job:
     @property
     def bytes_of_state(self) -> int:
         """Bytes a parameter of the optimizer: its moments and an fp32 master; in fp32 the weight is its own."""
-        return self.bytes_of_moments + (0 if self.precision == "fp32" else 4)
+        return self.bytes_of_moments + 4 * POLICIES[self.precision].has_masters
 
     @property
     def bytes_of_value(self) -> int:
         """Bytes of a weight or an activation."""
-        return 4 if self.precision == "fp32" else 2
+        return POLICIES[self.precision].bytes_of_value
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megabench.precision import POLICIES
+
 Network = Literal["efa", "infiniband", "socket"]
 
 
@@ -20,7 +22,9 @@ class Gpu:
     source: str
 
     def peak_tflops(self, precision: str) -> float | None:
-        return {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "fp32": self.fp32_tflops}[precision]
+        """The dense peak of the matrix products of a precision; None where the GPU does not have them."""
+        peaks = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "fp32": self.fp32_tflops}
+        return peaks[POLICIES[precision].products]
 
 
 _HOPPER = "NVIDIA H100 datasheet (SXM, dense); the H200 has the same processor"

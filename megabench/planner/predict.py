@@ -25,7 +25,7 @@ def job_of(record: RunRecord) -> Job:
         shape,
         record.seq_length,
         record.global_batch,
-        precision=record.precision,  # type: ignore[arg-type]
+        precision=record.precision,
         bytes_of_gradient=4 if record.grad_dtype == "fp32" else 2,
         optimizer=record.optimizer,  # type: ignore[arg-type]
         stack=_stack_of(record),

@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 
 from megabench import UserError
+from megabench.precision import POLICIES, Dtype
 from megabench.runtime.rendezvous import Rendezvous, share_of_cores
 
 # torch 2.13 renames collectives, and the older torch that is supported has only the older names
 warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
 
 DeviceKind = Literal["cpu", "cuda"]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# what weights and activations are computed in, by precision
+DTYPES = {name: _DTYPES[policy.compute] for name, policy in POLICIES.items()}
 
 
 class DeviceError(UserError):

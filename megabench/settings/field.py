@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-Precision = Literal["bf16", "fp16", "fp32"]
-
 Panel = Literal[
     "Model and data", "Engine and layout", "Batch", "Optimizer", "Precision and kernels", "Checkpoints", "Run"
 ]

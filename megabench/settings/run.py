@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from megabench.parallel.placement import Policy
-from megabench.settings.field import Precision, meant_by, setting, settings_of
+from megabench.settings.field import meant_by, setting, settings_of
 from megabench.settings.reading import near_matches
 
 Beta = PositiveFloat  # checked to be below 1 in RunConfig.resolve
@@ -340,7 +340,7 @@ class RunSettings(BaseModel):
         resume="mention",
         synonyms=("gradient_clipping", "max_grad_norm", "grad_clip", "max_norm"),
     )
-    precision: Precision | None = setting(
+    precision: str | None = setting(
         None,
         "Training dtype [default: bf16 on GPU, fp32 on CPU].",
         panel="Precision and kernels",

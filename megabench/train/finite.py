@@ -23,7 +23,7 @@ class FiniteWatch:
     def is_wrong(self, result: StepResult) -> bool:
         """Takes in the result of the next step; whether it went wrong."""
         is_finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-        is_scaling = self._run.precision == "fp16" and result.skipped and math.isfinite(result.loss)
+        is_scaling = self._run.policy.scales_loss and result.skipped and math.isfinite(result.loss)
         wrong = not is_finite and not is_scaling
         self.num_in_a_row = self.num_in_a_row + 1 if wrong else 0
         return wrong

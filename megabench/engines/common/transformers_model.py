@@ -167,7 +167,7 @@ def finish_step(
 
 def loss_scale_of(run: ResolvedConfig) -> LossScale | None:
     """fp16's; None in other precisions."""
-    return LossScale() if run.precision == "fp16" else None
+    return LossScale() if run.policy.scales_loss else None
 
 
 def shown(

@@ -54,7 +54,7 @@ class DeepSpeedEngine(DataParallelEngine):
         if self.zero_stage == 3:
             # hpZ's copies were made of the weights before the initial ones were loaded
             self.engine.optimizer.invalidate_secondary_tensor()
-        if self.zero_stage == 0 and config.precision == "bf16":
+        if self.zero_stage == 0 and config.policy.compute == "bf16":
             _undo_first_step(self.engine.optimizer)
         # and its engine casts buffers with the weights
         for name, buffer in model.named_buffers():
@@ -150,7 +150,7 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
         "gradient_accumulation_steps": run.num_micro_batches,
         "train_batch_size": run.global_batch,
         "gradient_clipping": run.clip_grad,
-        "bf16": {"enabled": run.precision == "bf16"},
+        "bf16": {"enabled": run.policy.compute == "bf16"},
         "fp16": _loss_scaling(run),
         "data_types": {"grad_accum_dtype": run.grad_dtype},
         "communication_data_type": run.grad_dtype,
@@ -167,7 +167,7 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
 
 def _loss_scaling(run: ResolvedConfig) -> dict[str, Any]:
     return {
-        "enabled": run.precision == "fp16",
+        "enabled": run.policy.scales_loss,
         "initial_scale_power": int(math.log2(loss_scale.INITIAL)),
         "loss_scale_window": loss_scale.WINDOW,
         "hysteresis": loss_scale.HYSTERESIS,

@@ -89,7 +89,7 @@ class MegatronEngine:
     def _connect_schedule(self) -> None:
         """What the schedule calls back: loss scale, gradient reduction and, between micro-batches, its absence."""
         config = self.transformer_config
-        config.grad_scale_func = self.optimizer.scale_loss if self.run.precision == "fp16" else None
+        config.grad_scale_func = self.optimizer.scale_loss if self.run.policy.scales_loss else None
         config.finalize_model_grads_func = self._finalize_gradients
         if self.chunks[0].ddp_config.overlap_grad_reduce:
             no_syncs = [chunk.no_sync for chunk in self.chunks]
@@ -100,7 +100,7 @@ class MegatronEngine:
         """Sums gradients over the ranks that share them. megatron-core would go through all of them once more to divide
         them by `num_tokens`; here the losses are divided already, in fp16 by all but the replicas (see `_loss`)."""
         finalize_model_grads(chunks, None, **settings)
-        if self.run.precision == "fp16":
+        if self.run.policy.scales_loss:
             for chunk in chunks:
                 chunk.scale_gradients(1 / self.groups.dp_cp.size())
 
@@ -141,7 +141,7 @@ class MegatronEngine:
         every engine's are: small ones would be lost.
         """
         loss = token_losses.mean()
-        replicas = 1 if self.run.precision == "fp16" else self.groups.dp_cp.size()
+        replicas = 1 if self.run.policy.scales_loss else self.groups.dp_cp.size()
         count = torch.ones((), dtype=torch.int, device=self.device)
         report = torch.stack([loss.detach().double(), count.double()])
         return loss / (self.run.num_micro_batches * replicas), count, report
