@@ -99,7 +99,7 @@ class Parity(_Part):
 class Group(_Part):
     """One process group: its kind, its ranks, and, where known, the link it runs over and the NCCL transport."""
 
-    kind: Literal["tp", "cp", "pp", "dp"]
+    kind: str  # the name of an axis
     ranks: list[int]
     link: str | None = None
     transport: str | None = None

@@ -11,7 +11,6 @@ from megabench import UserError
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.parallel.groups import Axis
 
 TensorKind = Literal["weights", "gradients"]
 
@@ -20,7 +19,7 @@ class DataParallelEngine:
     """What engines have in common that use all ranks as replicas or shards."""
 
     @staticmethod
-    def process_groups(config: ResolvedConfig) -> dict[Axis, dist.ProcessGroup]:
+    def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
         world = dist.group.WORLD
         assert world is not None, "the default process group is initialized"
         return {"dp": world}
@@ -52,7 +51,7 @@ class Engine(Protocol):
     """
 
     @staticmethod
-    def process_groups(config: ResolvedConfig) -> dict[Axis, dist.ProcessGroup]:
+    def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
         """The groups that the engine of `config` will use on this rank, by axis."""
         ...
 

@@ -5,16 +5,15 @@ import torch.distributed as dist
 
 from megabench.config import ResolvedConfig
 from megabench.engines.base import Engine
-from megabench.parallel.groups import Axis
 from megabench.specs.registry import implementation_of
 
 
-def process_groups(config: ResolvedConfig) -> dict[Axis, dist.ProcessGroup]:
+def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
     """The process groups that the engine of `config` will use on this rank, by axis; those of one rank left out.
 
     None of them has communicated yet, if the default group has not.
     """
-    groups: dict[Axis, dist.ProcessGroup] = implementation_of(config.engine).process_groups(config)
+    groups: dict[str, dist.ProcessGroup] = implementation_of(config.engine).process_groups(config)
     return {axis: group for axis, group in groups.items() if group.size() > 1}
 
 

@@ -2,31 +2,31 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import combinations, pairwise
-from typing import Literal
 
 from megabench.hardware.topology import Topology
+from megabench.parallel.axes import AXES, FACTORS
 from megabench.parallel.layout import Layout
 from megabench.record import Group
 
-Axis = Literal["tp", "cp", "pp", "dp"]
-AXES: tuple[Axis, ...] = ("tp", "cp", "pp", "dp")
 
+def rank_groups(layout: Layout) -> dict[str, list[list[int]]]:
+    """Every group of each axis, e.g. {"tp": [[0, 1], [2, 3]], …}: the ranks that differ in that coordinate alone.
 
-def rank_groups(layout: Layout) -> dict[Axis, list[list[int]]]:
-    """Every group of each axis, e.g. {"tp": [[0, 1], [2, 3]], …}: the ranks that differ in that coordinate alone."""
-    groups: dict[Axis, list[list[int]]] = {}
-    strides = {"tp": 1, "cp": layout.tp, "dp": layout.tp * layout.cp, "pp": layout.world_size // layout.pp}
+    An axis that regroups another splits that one's groups into neighbours.
+    """
+    groups: dict[str, list[list[int]]] = {}
     for axis in AXES:
-        size, stride = getattr(layout, axis), strides[axis]
-        firsts = (rank for rank in range(layout.world_size) if rank // stride % size == 0)
-        groups[axis] = [list(range(first, first + size * stride, stride)) for first in firsts]
+        along = axis.regroups or axis.name
+        whole, stride, size = layout.size(along), layout.stride(along), layout.size(axis.name)
+        firsts = [rank for rank in range(layout.world_size) if rank // stride % whole % size == 0]
+        groups[axis.name] = [list(range(first, first + size * stride, stride)) for first in firsts]
     return groups
 
 
 def differing_axes(layout: Layout, ranks: Sequence[int]) -> str:
     """The axes along which the ranks of a group differ: "tp", "cp·dp"; "none" for a single rank."""
     places = [layout.coordinates(rank) for rank in ranks]
-    return "·".join(axis for axis in AXES if len({getattr(place, axis) for place in places}) > 1) or "none"
+    return "·".join(axis for axis in FACTORS if len({getattr(place, axis) for place in places}) > 1) or "none"
 
 
 def groups_on(layout: Layout, topology: Topology) -> list[Group]:
@@ -39,6 +39,6 @@ def groups_on(layout: Layout, topology: Topology) -> list[Group]:
     ]
 
 
-def neighbours(axis: Axis, ranks: Sequence[int]) -> Iterable[tuple[int, int]]:
+def neighbours(axis: str, ranks: Sequence[int]) -> Iterable[tuple[int, int]]:
     """The pairs of a group that talk to each other: any two, but of a pipeline one stage and the next."""
     return pairwise(ranks) if axis == "pp" else combinations(ranks, 2)

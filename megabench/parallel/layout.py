@@ -1,10 +1,11 @@
 """Layout: the tp, cp, pp, vp and dp sizes of a run, and every rule they must obey. Loads no torch."""
 
 from dataclasses import dataclass, replace
-from math import lcm
+from math import lcm, prod
 
 from megabench import UserError
 from megabench.models.shape import ModelShape
+from megabench.parallel.axes import FACTORS, RANK_ORDER
 
 
 class LayoutError(UserError):
@@ -47,9 +48,19 @@ class Layout:
         parts = [f"{axis}{size}" for axis in ("tp", "cp", "pp", "vp", "dp") if (size := getattr(self, axis) or 1) > 1]
         return "·".join(parts) or "dp1"
 
+    def size(self, axis: str) -> int:
+        """The size of an axis, by its name."""
+        size = getattr(self, axis)
+        assert size is not None, "with_world_size() comes first"
+        return int(size)
+
+    def stride(self, axis: str) -> int:
+        """By how much the ranks of two neighbours on an axis differ."""
+        return prod(self.size(faster) for faster in RANK_ORDER[: RANK_ORDER.index(axis)])
+
     @property
     def world_size(self) -> int:
-        return self.tp * self.cp * self.pp * self.data_parallel
+        return prod(map(self.size, FACTORS))
 
     @property
     def data_parallel(self) -> int:
@@ -153,7 +164,4 @@ class Layout:
 
     def coordinates(self, rank: int) -> Coordinates:
         """The grid position of `rank`."""
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        pp, dp = divmod(rest, self.data_parallel)
-        return Coordinates(pp=pp, dp=dp, cp=cp, tp=tp)
+        return Coordinates(**{axis: rank // self.stride(axis) % self.size(axis) for axis in FACTORS})

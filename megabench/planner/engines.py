@@ -7,6 +7,7 @@ from megabench.cost.job import Candidate, Job
 from megabench.cost.memory import Memory, host_bytes, memory_of
 from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
+from megabench.parallel.axes import AXIS_BY_NAME
 from megabench.specs.registry import ENGINES
 
 
@@ -34,7 +35,7 @@ class Estimate:
 
     @property
     def exposed(self) -> dict[str, float]:
-        return {axis: self.parts[axis] for axis in ("tp", "cp", "pp", "dp") if self.parts.get(axis)}
+        return {axis: self.parts[axis] for axis in AXIS_BY_NAME if self.parts.get(axis)}
 
 
 class Costs:

@@ -14,6 +14,7 @@ from rich.text import Text
 from megabench.config import ConfigError, RunConfig, near_matches
 from megabench.cost.job import Candidate
 from megabench.models.find import find_model
+from megabench.parallel.axes import AXES
 from megabench.planner.candidates import settings_of
 from megabench.planner.engines import Costs, Estimate
 from megabench.planner.search import Plan, candidates
@@ -31,10 +32,7 @@ _WORDS = {
     "compute": "computing",
     "recompute": "computing activations again",
     "launch": "waiting for the host to start kernels",
-    "tp": "tensor-parallel communication",
-    "cp": "context-parallel communication",
-    "pp": "sending between stages",
-    "dp": "data-parallel communication",
+    **{axis.name: axis.traffic for axis in AXES},
     "bubble": "the pipeline's bubble",
     "optimizer": "the optimizer",
     "offload": "host memory",

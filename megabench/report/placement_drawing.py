@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from megabench.parallel.axes import AXIS_BY_NAME
 from megabench.parallel.layout import Coordinates, Layout
 from megabench.parallel.placement import LINK_NAMES, number_ranges
 from megabench.record import Group, HostRanks, RunRecord
@@ -14,8 +15,6 @@ _CELL, _GAP, _LINE = 68, 6, 15
 _PER_ROW = 4
 _MOST_HOSTS = 8
 _SHADES = 7
-
-_AXIS_WORDS = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "dp": "data parallel"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def group_lines(groups: Sequence[Group]) -> list[GroupLine]:
     return [
         GroupLine(
             kind=kind,
-            words=_AXIS_WORDS[kind],
+            words=AXIS_BY_NAME[kind].title if kind in AXIS_BY_NAME else kind,
             num_groups=len(members),
             ranks="; ".join(number_ranges(group.ranks) for group in members[:4]) + "; …" * (len(members) > 4),
             link=LINK_NAMES.get(link or "", link or "not known"),
@@ -114,9 +113,8 @@ def _cell(rank: int, layout: Layout, axes: Sequence[str], x: float, y: float, he
 
 
 def _words(at: Coordinates, layout: Layout, axes: Sequence[str]) -> list[str]:
-    said = {"tp": f"tp {_tp_group(layout, at)}", "pp": f"stage {at.pp}", "cp": f"part {at.cp}"}
-    said["dp"] = f"data {at.dp}"
-    return [said[axis] for axis in axes]
+    places = {axis: _tp_group(layout, at) if axis == "tp" else getattr(at, axis) for axis in axes}
+    return [f"{AXIS_BY_NAME[axis].member} {place}" for axis, place in places.items()]
 
 
 def _tp_group(layout: Layout, at: Coordinates) -> int:

@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from megabench.cost.base import Base
 from megabench.cost.job import Candidate, Offload
 from megabench.settings.run import RunSettings
-
-Axis = Literal["tp", "pp", "vp", "cp", "dp"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class EngineSpec:
     implementation: str
     cost: Callable[[Base], CostModel]
     sharding_stage: int
-    axes: frozenset[Axis] = frozenset({"dp"})
+    axes: frozenset[str] = frozenset({"dp"})
     recompute: frozenset[str] = frozenset({"none", "full"})
     needs_blocks: bool = False
     check: Callable[[RunSettings], None] = lambda run: None

@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup, Store
 
 from megabench.hardware import transport
 from megabench.hardware.topology import Topology
-from megabench.parallel.groups import AXES, Axis, groups_on
+from megabench.parallel.axes import AXIS_BY_NAME
+from megabench.parallel.groups import groups_on
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import and_more, number_ranges
 from megabench.record import Group, LinkBandwidth
@@ -67,7 +68,7 @@ def nccl_log_path() -> Path | None:
 def try_out(
     layout: Layout,
     topology: Topology,
-    process_groups: Mapping[Axis, ProcessGroup],
+    process_groups: Mapping[str, ProcessGroup],
     store: Store,
     device: torch.device,
     nccl_log: Path | None,
@@ -80,7 +81,7 @@ def try_out(
     tail = transport.LogTail(nccl_log)
     heard: dict[str, list[str]] = {}
     unknown: list[str] = []
-    for axis in AXES:
+    for axis in AXIS_BY_NAME:
         if axis in process_groups:
             tail.read_on()
             (_first_sends if axis == "pp" else _first_collectives)(process_groups[axis], device)

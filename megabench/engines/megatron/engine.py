@@ -33,7 +33,7 @@ from megabench.engines.megatron.model import (
 )
 from megabench.engines.megatron.optimizer import build_optimizer
 from megabench.engines.megatron.state import loss_scale_of, optimizer_step, set_loss_scale, set_optimizer_step, shards
-from megabench.parallel.groups import AXES, Axis
+from megabench.parallel.axes import FACTORS
 
 
 class MegatronEngine:
@@ -51,9 +51,9 @@ class MegatronEngine:
         self.loss_and_count = torch.zeros(2, dtype=torch.float64, device=device)
 
     @staticmethod
-    def process_groups(config: ResolvedConfig) -> dict[Axis, dist.ProcessGroup]:
+    def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
         created = groups.create(config.layout)
-        return {axis: getattr(created, axis) for axis in AXES}
+        return {axis: getattr(created, axis) for axis in FACTORS}
 
     def _build_chunks(self) -> list[DistributedDataParallel]:
         """The model chunks of this pipeline stage, with their initial weights, each in its gradient buffers."""

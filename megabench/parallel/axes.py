@@ -1,0 +1,33 @@
+"""The parallel axes, in one list that group kinds, coordinates, labels and words follow. Loads no torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a layout, and the field of `Layout` that holds its size.
+
+    An axis is a factor of the world size, or it `regroups` the ranks of such a factor: expert parallelism of size 2
+    takes neighbouring data-parallel ranks in pairs. `title` names it for people, `traffic` what its groups send,
+    `member` a rank's place on it in drawings.
+    """
+
+    name: str
+    title: str
+    traffic: str
+    member: str
+    regroups: str | None = None
+
+
+# in the order in which tables and records list them
+AXES: tuple[Axis, ...] = (
+    Axis("tp", "tensor parallel", "tensor-parallel communication", "tp"),
+    Axis("cp", "context parallel", "context-parallel communication", "part"),
+    Axis("pp", "pipeline", "sending between stages", "stage"),
+    Axis("dp", "data parallel", "data-parallel communication", "data"),
+)
+AXIS_BY_NAME = {axis.name: axis for axis in AXES}
+FACTORS = tuple(axis.name for axis in AXES if axis.regroups is None)
+# ranks count the first of these fastest
+RANK_ORDER = ("tp", "cp", "dp", "pp")
+assert sorted(RANK_ORDER) == sorted(FACTORS)
