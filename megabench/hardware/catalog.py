@@ -24,7 +24,7 @@ class Gpu:
     def peak_tflops(self, precision: str) -> float | None:
         """The dense peak of the matrix products of a precision; None where the GPU does not have them."""
         peaks = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "fp32": self.fp32_tflops}
-        return peaks[POLICIES[precision].products]
+        return peaks.get(POLICIES[precision].products)
 
 
 _HOPPER = "NVIDIA H100 datasheet (SXM, dense); the H200 has the same processor"
