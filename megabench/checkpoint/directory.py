@@ -26,7 +26,7 @@ _PARTIAL = re.compile(r"\.step-\d{8,}\.(?P<run_id>[0-9a-f]+)(-[0-9a-f]+)*\.parti
 
 
 def claim_run_id(directory: Path, launch: str, continues: bool) -> str:
-    """The identity of the run that saves to `directory` from now on, started by `launch`.
+    """Record that the run started by `launch` saves to `directory` from now on, and return the run's identity.
 
     A run that continues the one that saved there before inherits its identity; any other run gets a new one.
     CheckpointError if the directory takes no files.
@@ -42,13 +42,13 @@ def claim_run_id(directory: Path, launch: str, continues: bool) -> str:
 
 
 def is_launched_by(directory: Path, launch: str) -> bool:
-    """Whether the run that saved to `directory` last was started by `launch`."""
+    """Whether `launch` started the run that last saved to `directory`."""
     owner = _owner(directory)
     return owner is not None and owner[1] == launch
 
 
 def _owner(directory: Path) -> tuple[str, str] | None:
-    """The run that saved to `directory` last, and what launched it; None if that cannot be read."""
+    """The identity of the run that last saved to `directory`, and its launch; None if the file cannot be read."""
     try:
         run_id, launch = (directory / RUN_ID_NAME).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
@@ -57,7 +57,7 @@ def _owner(directory: Path) -> tuple[str, str] | None:
 
 
 def new_token(run_id: str) -> str:
-    """Tells the partial directories of one start of a run from those of its earlier starts."""
+    """A token that distinguishes the partial directories of this start of a run from those of its earlier starts."""
     return f"{run_id}-{secrets.token_hex(4)}"
 
 
@@ -135,7 +135,7 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def make_way(final: Path, token: str) -> None:
-    """Free the name of a checkpoint about to be committed; CheckpointError if this run did not write what has it."""
+    """Delete this run's older checkpoint at `final`; CheckpointError if another run's checkpoint is there."""
     if final.exists() or final.is_symlink():
         if not is_own(final, run_id_of(token)):
             raise CheckpointError(f"{final} exists, and this run did not write it. Move it away.")
@@ -183,7 +183,7 @@ def discard(folder: Path, token: str) -> None:
 
 
 def remove_partial(directory: Path, run_id: str) -> list[Path]:
-    """Delete what earlier starts of this run left unfinished; return what other runs left, which stays."""
+    """Delete the unfinished saves of earlier starts of this run. Return those of other runs, which are kept."""
     others = []
     for path in sorted(directory.iterdir()):
         if found := _PARTIAL.fullmatch(path.name):

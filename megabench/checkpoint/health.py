@@ -13,7 +13,7 @@ _PART = 1 << 24  # elements that are counted at once
 
 
 def is_finite(values: Sequence[Tensor]) -> list[bool]:
-    """Whether every element of each tensor is finite.
+    """Return for each tensor whether all its elements are finite.
 
     Reads each tensor once, allocates nothing of its size, and synchronises once per device.
     """
@@ -28,7 +28,7 @@ def is_finite(values: Sequence[Tensor]) -> list[bool]:
 
 
 def _extreme(values: Tensor) -> Tensor:
-    """A scalar that is finite if and only if all values are."""
+    """Return a scalar that is finite if and only if all values are finite."""
     if values.is_cuda:
         return torch.linalg.vector_norm(values, float("inf")).float()
     low, high = values.aminmax()  # on CPU 15 times as fast as the norm
@@ -46,12 +46,12 @@ def count_non_finite(shards: Iterable[StateShard]) -> Counter[str]:
 
 
 def num_non_finite(values: Tensor) -> int:
-    """Count in parts: a GPU may have no room for a mask of the whole tensor."""
+    """Count in chunks, because a GPU may lack memory for a mask of the whole tensor."""
     return sum(int(part.isfinite().logical_not().sum()) for part in values.flatten().split(_PART))
 
 
 def describe_non_finite(counts: Mapping[str, int]) -> str:
-    """The counts of all ranks in words, the first tensors by name: `"3 values of the training state are NaN …"`."""
+    """Describe the counts of all ranks, and name the first tensors: `"3 values of the training state are NaN …"`."""
     named = ", ".join(f"{name} ({number:,})" for name, number in list(counts.items())[:_NAMED])
     more = f" and {len(counts) - _NAMED} more tensors" if len(counts) > _NAMED else ""
     total = sum(counts.values())

@@ -63,7 +63,7 @@ def restart_count() -> int:
 
 
 def launch_identity() -> str:
-    """What tells this launch from others, the same after the launcher has started it again; for rank 0."""
+    """Identify this launch: the value stays the same when the launcher restarts the run. For rank 0."""
     if job := os.environ.get("SLURM_JOB_ID"):
         return f"slurm {job}.{os.environ.get('SLURM_STEP_ID', '')}"
     if (run := os.environ.get("TORCHELASTIC_RUN_ID", "none")) != "none":

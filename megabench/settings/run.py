@@ -493,7 +493,7 @@ SETTINGS = settings_of(RunSettings)
 
 
 def hint(word: str, known: Iterable[str], spell: Callable[[str], str] = str, otherwise: str | None = None) -> str:
-    """What an unknown setting may stand for: the setting that other programs call so, or those with similar names.
+    """Suggest settings for an unknown name: the one that other programs call so, or those with similar names.
 
     `spell` writes the names as the user does; `otherwise` is said where no name is similar, by default all of `known`.
     """

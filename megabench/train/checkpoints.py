@@ -131,7 +131,7 @@ class Checkpoints:
         return Staging(shards)
 
     def _clean(self, directory: Path, run_id: str) -> None:
-        """Delete what earlier starts of this run left unfinished, and name what stays because others created it."""
+        """Delete the unfinished saves of earlier starts of this run, and report what other runs left."""
         if others := remove_partial(directory, run_id):
             self._note(f"unfinished saves of other runs stay where they are: {', '.join(map(str, others))}")
         others = [folder for step in steps_in(directory) if not is_own(folder := folder_of(directory, step), run_id)]
@@ -150,7 +150,7 @@ class Checkpoints:
             self._console.note(f"checkpoints: {text}")
 
     def observe(self, step: int, result: StepResult, is_wrong: bool) -> None:
-        """Take in the result of `step`; every step, before `due_step`. A wrong step left the weights as they were."""
+        """Record the result of `step`; call it every step, before `due_step`. A wrong step did not update the weights."""
         if not is_wrong:
             self._good_step = step
         # an fp16 step that was skipped for its loss scale is not wrong, and proves nothing either
@@ -158,10 +158,10 @@ class Checkpoints:
             self._saver.last_finite_step = step
 
     def due_step(self, step: int, is_last: bool) -> int | None:
-        """The step whose state is to be saved behind `step`, if any; `is_last`: no other step follows.
+        """Return the step whose state must be saved after `step`, or None. `is_last` says that no other step follows.
 
-        A save that falls on a wrong step is postponed to the next good one. If none follows, the state is saved as that
-        of the newest good step, which it is.
+        A save that is due at a wrong step is postponed to the next good step. If no step follows, the state is saved
+        under the number of the newest good step, because the wrong steps did not change it.
         """
         every = self._run.save_every
         is_wanted = is_last or self._is_postponed or (every is not None and step % every == 0)
@@ -236,7 +236,7 @@ class Checkpoints:
 
     @property
     def newest_healthy(self) -> str:
-        """Which checkpoint of this run is known to be healthy: a later step was finite."""
+        """Name this run's newest checkpoint that is known to be healthy, because a later step was finite."""
         healthy = [step for step in self._good_saves() if step < self._saver.last_finite_step]
         return f"the newest healthy checkpoint of this run is that of step {healthy[-1]}" if healthy else self._kept()
 

@@ -43,7 +43,7 @@ class FiniteWatch:
         """What went wrong at `step`, counted from 1, on which rank, and whether the weights were updated.
 
         `rank_losses` and `hosts` go by rank; `non_finite` counts values of the training state, over all ranks; None
-        where that cannot be read.
+        if the state cannot be read.
         """
         wrong = [rank for rank, loss in enumerate(rank_losses) if not math.isfinite(loss)]
         what = "gradients are" if math.isfinite(result.loss) else f"loss is {result.loss}, which is"
@@ -56,7 +56,7 @@ class FiniteWatch:
 
 
 def _weights(skipped: bool, non_finite: Mapping[str, int] | None) -> str:
-    """What the step did to the weights, and what is known of them now."""
+    """Say whether the step updated the weights, and whether they are finite now."""
     if non_finite:
         link = "were not updated, but" if skipped else "were updated with them, and"
         return f"the weights {link} {describe_non_finite(non_finite)}"

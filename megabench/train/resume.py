@@ -40,9 +40,9 @@ def _loads_own_save(run: ResolvedConfig) -> bool:
 
 
 def _is_own_restart(run: ResolvedConfig, rendezvous: Rendezvous) -> bool:
-    """Whether the launcher has started this run again, after it saved to `--save`; the same on every rank.
+    """Whether the launcher restarted this run after it saved to `--save`; the same on every rank.
 
-    A restart alone proves nothing: the first try may have been refused because the directory is another run's.
+    A restart alone proves nothing: the first attempt may have been refused because another run owns the directory.
     """
     if not run.save or restart_count() == 0:
         return False
