@@ -1,1 +1,1 @@
-"""Finding the settings that are left to be found: a few short runs of a trial's own work."""
+"""Finds the settings that are "auto" by a few short runs of the trial."""

@@ -6,8 +6,8 @@ step-00000006/                              complete: files and a manifest
 .step-00000003.9a31c2-77e0.partial.old/     being deleted by that run
 step-00000012.damaged/                      set aside by a run that resumed from an older one
 
-A run deletes only what it created. A checkpoint says so in its manifest, other directories in their names; symbolic
-links are never followed.
+A run deletes only what it created. The manifest of a checkpoint names the run that wrote it, and so does the name of an
+unfinished directory. Symbolic links are never followed.
 """
 
 import re

@@ -9,7 +9,7 @@ from torch import Tensor
 from megabench.checkpoint.blocks import StateShard
 
 _NAMED = 3  # tensors that a sentence names
-_PART = 1 << 24  # elements that are counted at once
+_PART = 1 << 24  # number of elements in a chunk when counting
 
 
 def is_finite(values: Sequence[Tensor]) -> list[bool]:

@@ -207,7 +207,7 @@ class Saver:
         self._prune()
 
     def _prune(self) -> None:
-        """What cannot be deleted costs room on the disk, but no save."""
+        """Delete old checkpoints. A failure to delete one is reported, and does not fail the save."""
         self._warning = None
         if self.keep is not None:
             try:

@@ -1,1 +1,1 @@
-"""A study from its first trial to its report."""
+"""Runs a study: its trials, its results, its report."""

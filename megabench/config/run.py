@@ -83,7 +83,7 @@ class RunConfig(RunSettings):
 
     @property
     def spec(self) -> EngineSpec:
-        """What is known of the engine."""
+        """The description of the engine."""
         return ENGINES[self.engine]
 
     @property

@@ -55,7 +55,7 @@ class Layout:
         return int(size)
 
     def stride(self, axis: str) -> int:
-        """By how much the ranks of two neighbours on an axis differ."""
+        """The difference between the ranks of two neighbours on an axis."""
         return prod(self.size(faster) for faster in RANK_ORDER[: RANK_ORDER.index(axis)])
 
     @property

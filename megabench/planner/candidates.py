@@ -7,7 +7,7 @@ from megabench.cost.job import Candidate
 
 
 def settings_of(candidate: Candidate) -> dict[str, Any]:
-    """The fields of a RunConfig that make a candidate, those at their defaults left out."""
+    """The settings of a run that trains the candidate, without those at their defaults."""
     layout = candidate.layout
     fields: dict[str, Any] = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vp": layout.vp}
     fields = {

@@ -1,1 +1,1 @@
-"""How settings are read and explained. Loads no torch."""
+"""Declares and reads the settings of a run. Loads no torch."""

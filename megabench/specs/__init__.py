@@ -1,1 +1,1 @@
-"""What each engine accepts and costs, without torch."""
+"""Describes each engine without loading it: what it accepts and what it costs. Loads no torch."""

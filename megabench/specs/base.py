@@ -1,4 +1,4 @@
-"""What is known of an engine without loading it: what it accepts, how it is built, what it costs. Loads no torch."""
+"""Describes an engine without loading it: what it accepts, how it is built, what it costs. Loads no torch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -70,5 +70,5 @@ class EngineSpec:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether it only replicates or shards: no axis but dp."""
+        """Whether the engine has no parallel axis but dp."""
         return self.axes == {"dp"}

@@ -1,1 +1,1 @@
-"""The processes of a trial, on one host or many: started, watched, ended, and judged."""
+"""Starts, watches and stops the processes of a trial, on one host or many, and classifies how they ended."""

@@ -150,7 +150,7 @@ class Checkpoints:
             self._console.note(f"checkpoints: {text}")
 
     def observe(self, step: int, result: StepResult, is_wrong: bool) -> None:
-        """Record the result of `step`; call it every step, before `due_step`. A wrong step did not update the weights."""
+        """Record the result of `step`; called before `due_step`. A wrong step did not update the weights."""
         if not is_wrong:
             self._good_step = step
         # an fp16 step that was skipped for its loss scale is not wrong, and proves nothing either
@@ -241,7 +241,7 @@ class Checkpoints:
         return f"the newest healthy checkpoint of this run is that of step {healthy[-1]}" if healthy else self._kept()
 
     def _good_saves(self) -> list[int]:
-        """The steps of this run's checkpoints, the newest last: those of this start, behind the one it resumed from."""
+        """The steps of this run's checkpoints, oldest first: the one it resumed from, then those saved since."""
         resumed = [self._resumed] if self._resumed is not None else []
         return resumed + [times.step for times in self.times if not times.error]
 

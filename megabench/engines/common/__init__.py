@@ -1,1 +1,1 @@
-"""What several engines share."""
+"""Code that several engines share."""
