@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from megabench import UserError
+from megabench import UserError, older_records
 from megabench.whole_file import write_whole
 
 # raised with the first field that is added, or means something else, after a release, which none has been yet: then an
@@ -19,6 +19,7 @@ from megabench.whole_file import write_whole
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "oom", "failed", "timeout", "diverged"]
+FailureKind = Literal["hang", "oom", "shared-memory", "killed", "error"]
 NicDistance = Literal["switch", "host bridge", "other bridge"]
 
 
@@ -94,6 +95,34 @@ class Parity(_Part):
     )
     grad_norm_tolerance: float | None = None
     verdict: Literal["equal", "diverged", "unknown"]
+
+
+class RunFailure(_Part):
+    """Why a run has no result.
+
+    `kind` is "hang" where no rank got on, or the run came to no end in time; "oom" where memory ran out;
+    "shared-memory" where /dev/shm was too small; "killed" for SIGKILL from outside; "error" for anything else. `rank`
+    is the one that failed, or that the others waited for; None where no single one is known.
+    """
+
+    kind: FailureKind
+    rank: int | None = None
+
+
+class KernelTraits(_Part):
+    """What kinds of kernels those of `RunRecord.kernels` are. None where that is not known.
+
+    `flash_attention` holds no S×S scores; `fused_norm` and `fused_activation` read and write once; `fused_loss` holds
+    no logits of a whole micro-batch. Where it `exchanges_heads`, context parallelism swaps parts of the sequence for
+    parts of the heads; where it `fuses_weight_gradient`, the product that makes a weight's gradient adds it up.
+    """
+
+    flash_attention: bool | None = None
+    fused_norm: bool | None = None
+    fused_activation: bool | None = None
+    fused_loss: bool | None = None
+    exchanges_heads: bool = False
+    fuses_weight_gradient: bool = False
 
 
 class Group(_Part):
@@ -262,6 +291,7 @@ class RunRecord(_Part):
     work_class: WorkClass | None
     status: Status
     error: str | None = None
+    failure: RunFailure | None = Field(default=None, description="why the status is oom, failed or timeout")
     world_size: int
     num_hosts: int | None
     emulated_hosts: int | None = None
@@ -273,7 +303,9 @@ class RunRecord(_Part):
     global_batch: int
     precision: str
     grad_dtype: str
+    requested_kernels: Literal["auto", "reference"] | None = Field(default=None, description="the setting `kernels`")
     kernels: dict[str, str] | None = None
+    kernel_traits: KernelTraits | None = None
     num_steps: int
     warmup_steps: int
     first_step_seconds: float | None = None
@@ -314,6 +346,7 @@ class RunRecord(_Part):
     probes: list[Probe] | None = Field(default=None, description="what was tried for micro_batch or recompute: auto")
     machines: list[Machine] = []
     environment: Environment | None = None
+    auto_settings: list[str] | None = Field(default=None, description="what `command` leaves to be found by trying")
     command: str
 
     def write(self, path: Path) -> None:
@@ -322,7 +355,8 @@ class RunRecord(_Part):
 
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
-        return cls.model_validate_json(path.read_text())
+        """Raises ValueError for what is no record."""
+        return cls.model_validate(older_records.complete(json.loads(path.read_text())))
 
 
 class RecordError(UserError):
@@ -332,8 +366,8 @@ class RecordError(UserError):
 def read_records(path: Path) -> list[RunRecord]:
     """The records of a `results.jsonl`, in file order; an absent file holds none.
 
-    Fields that an older version did not write are None or empty. Raises RecordError for a newer version's records, and
-    for what is none.
+    Fields that an older version did not write are None or empty, or follow from others (older_records.py). Raises
+    RecordError for a newer version's records, and for what is none.
     """
     if not path.exists():
         return []
@@ -358,7 +392,7 @@ def _read_line(line: str, where: str) -> RunRecord:
             "use the version that wrote it, or a newer one"
         )
     try:
-        return RunRecord.model_validate(content)
+        return RunRecord.model_validate(older_records.complete(content))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))

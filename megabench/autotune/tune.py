@@ -12,22 +12,20 @@ from megabench import UserError
 from megabench.autotune.probe import heard_of, probe_config
 from megabench.autotune.search import Search
 from megabench.config.auto import Setting, legal_settings
-from megabench.record import Probe, Status
+from megabench.record import Probe
 from megabench.runtime.messages import Progress
 from megabench.study.study import Trial
-from megabench.supervisor.tasks import Tasks, task_of
+from megabench.supervisor.outcome import Verdict
+from megabench.supervisor.tasks import Result, Tasks, task_of
 
 
 class NothingFitsError(UserError):
-    """No setting that was tried could run; `status` is that of the last of `probes`."""
+    """No setting that was tried could run; `verdict` has the status and the cause of the last of `probes`."""
 
-    def __init__(self, sentence: str, probes: list[Probe], num_hosts: int) -> None:
+    def __init__(self, sentence: str, probes: list[Probe], last: Result) -> None:
         super().__init__(sentence)
-        self.probes, self.num_hosts = probes, num_hosts
-
-    @property
-    def status(self) -> Status:
-        return self.probes[-1].status
+        self.probes, self.num_hosts = probes, last.num_hosts
+        self.verdict = Verdict(probes[-1].status, sentence, last.verdict.failure)
 
 
 def tune(
@@ -53,15 +51,15 @@ def tune(
         result = tasks.run(
             task, lambda progress: on_progress(replace(progress, activity=f"{progress.activity}, trying {setting}"))
         )
-        probe = heard_of(setting, short, result.status, result.error, result.record)
+        probe = heard_of(setting, short, result.verdict.status, result.verdict.error, result.record)
         search.heard(probe, result.record.device_memory_gib if result.record else None)
         say(f"{setting}: {_words(probe)}")
         if probe.status not in ("ok", "oom") and not search.best:
-            raise NothingFitsError(f"{setting}: {probe.error}", search.probes, result.num_hosts)
+            raise NothingFitsError(f"{setting}: {probe.error}", search.probes, result)
     if not (best := search.best):
         last = search.probes[-1]
         tried = Setting(last.micro_batch, last.recompute)
-        raise NothingFitsError(f"no setting fits: {tried}: {last.error}", search.probes, result.num_hosts)
+        raise NothingFitsError(f"no setting fits: {tried}: {last.error}", search.probes, result)
     say(f"chosen: {best}")
     return best, search.probes
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megabench.config.auto import Setting, settle
-from megabench.config.requested_fields import asked_for
+from megabench.config.requested_fields import asked_for, left_open
 from megabench.doctor import examine
-from megabench.record import Probe, RecordError, RunRecord, Status, read_records, write_records
+from megabench.record import Probe, RecordError, RunRecord, read_records, write_records
 from megabench.report import write_report
 from megabench.runtime.run_lock import Claim, ClaimedError, check_free
 from megabench.study.folder import StudyRecords
@@ -17,6 +17,7 @@ from megabench.study.machine import describe, gpu_names
 from megabench.study.parity import judge_parity
 from megabench.study.study import Attempt, Study, StudyError, Trial
 from megabench.study.summary import summarize, write_csv
+from megabench.supervisor.outcome import Verdict
 
 
 class Results:
@@ -205,8 +206,7 @@ class Results:
 
 def failed_record(
     trial: Trial,
-    status: Status,
-    error: str,
+    verdict: Verdict,
     num_hosts: int | None,
     found: Setting | None = None,
     probes: list[Probe] | None = None,
@@ -220,10 +220,12 @@ def failed_record(
     resolved = config.resolve(trial.world_size, trial.resolved.device) if found else trial.resolved
     return RunRecord(
         **asked_for(resolved, config, trial.env),
+        **left_open(config),
         trial=trial.name,
         work_class=None,
-        status=status,
-        error=error,
+        status=verdict.status,
+        error=verdict.error or "",
+        failure=verdict.failure,
         num_hosts=num_hosts,
         probes=probes,
         device=(gpus[0] if gpus else None) if trial.resolved.device == "cuda" else "cpu",

@@ -12,6 +12,7 @@ from megabench.compare.progress import RunDisplay
 from megabench.compare.results import Results, failed_record
 from megabench.config.auto import settle
 from megabench.doctor.command import write_head
+from megabench.record import RunFailure
 from megabench.runtime.run_lock import ClaimedError
 from megabench.study.planned import regret_sentence
 from megabench.study.request import Request
@@ -20,6 +21,7 @@ from megabench.study.summary import summarize
 from megabench.study.table import show
 from megabench.supervisor.crew import Crew, StudyStopped, note_signals
 from megabench.supervisor.launch import join_launcher, open_here
+from megabench.supervisor.outcome import Verdict
 from megabench.supervisor.tasks import TRAINER, Tasks, task_of
 from megabench.terminal import standard_output
 
@@ -159,12 +161,13 @@ def _run_attempt(tasks: Tasks, results: Results, attempt: Attempt, display: RunD
             command = config.command(trial.world_size, trial.env)  # without the folders of this study
             record = result.record.model_copy(update={"probes": probes, "command": command})
         else:
-            record = failed_record(trial, result.status, result.error or "", result.num_hosts, found, probes)
+            record = failed_record(trial, result.verdict, result.num_hosts, found, probes)
     except NothingFitsError as error:
-        record = failed_record(trial, error.status, str(error), error.num_hosts, probes=error.probes)
+        record = failed_record(trial, error.verdict, error.num_hosts, probes=error.probes)
     except StudyStopped as stopped:
         if not stopped.signal:  # what broke the crew may have been this very run
-            record = failed_record(trial, "failed", str(stopped), None, found, probes)
+            lost = Verdict("failed", str(stopped), RunFailure(kind="error", rank=stopped.rank))
+            record = failed_record(trial, lost, None, found, probes)
             display.end(results.add(attempt, record))
         raise
     display.end(results.add(attempt, record))

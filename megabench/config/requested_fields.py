@@ -10,6 +10,11 @@ from megabench.settings.field import names
 from megabench.specs.deepspeed_json import read_deepspeed_json
 
 
+def left_open(given: RunConfig) -> dict[str, Any]:
+    """The fields of a record that tell what its settings left to be chosen."""
+    return {"auto_settings": list(given.to_find), "requested_kernels": given.kernels}
+
+
 def asked_for(run: ResolvedConfig, given: RunConfig, env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The fields of a record that are known before anything runs; `env` is what a study sets beside the flags."""
     return {

@@ -1,16 +1,9 @@
 """Trials that ended without a good result: what happened, and what to try."""
 
-import re
 from collections.abc import Iterator
 
 from megabench.doctor.finding import Case, Finding, is_on_gpu
 from megabench.record import RunRecord
-
-_RANKS = re.compile(r"\branks? (\d+)")
-# how a hung trial says where a group of ranks stands: "ranks 0, 2 in recv (x.py:1), 3–4 of 9 steps done"
-_STAND = re.compile(r"ranks? (\d+)([^;]*?),? (?:(\d+)(?:–\d+)? of \d+ steps done|before (?:its|their) first step)")
-_STOOD_STILL = "no progress for"  # the watch of a run, which ends it before the study's time limit does
-_SHARED_MEMORY = re.compile(r"SIGBUS|/dev/shm|shared memory segment")
 
 
 def lost_reference(case: Case) -> Iterator[Finding]:
@@ -47,12 +40,13 @@ def failed(case: Case) -> Iterator[Finding]:
     for record in case.records:
         if record.status == "failed" and not _is_hang(record):
             error = record.error or "no reason was recorded"
-            if _SHARED_MEMORY.search(error):
+            kind = record.failure.kind if record.failure else "error"
+            if kind == "shared-memory":
                 change = "give the container more shared memory: --shm-size=1g or more, or an emptyDir of medium Memory"
-            elif "SIGKILL" in error:
+            elif kind == "killed":
                 change = "look at dmesg for the out-of-memory killer; more host memory, or less offload"
             else:
-                change = f"read {_log(_rank(error))}"
+                change = f"read {_log(_rank(record))}"
             yield Finding("untrustworthy", (record.trial,), "failed and has no result", error, change)
 
 
@@ -61,8 +55,8 @@ def hung(case: Case) -> Iterator[Finding]:
     for record in case.records:
         if _is_hang(record):
             error = record.error or "no result within timeout_seconds"
-            rank = _rank(error) if record.status == "failed" else _behind(error)
-            who = f"rank {rank}" if rank else "one of them"
+            rank = _rank(record)
+            who = "one of them" if rank is None else f"rank {rank}"
             yield Finding(
                 "untrustworthy",
                 (record.trial,),
@@ -86,23 +80,15 @@ def out_of_memory(case: Case) -> Iterator[Finding]:
 
 
 def _is_hang(record: RunRecord) -> bool:
-    return record.status == "timeout" or (record.status == "failed" and _STOOD_STILL in (record.error or ""))
+    return record.status == "timeout" or (record.failure is not None and record.failure.kind == "hang")
 
 
-def _rank(error: str) -> str | None:
-    found = _RANKS.search(error)
-    return found[1] if found else None
+def _rank(record: RunRecord) -> int | None:
+    return record.failure.rank if record.failure else None
 
 
-def _behind(error: str) -> str | None:
-    """The first of the ranks that have fewer steps behind them than the others; None where all are as far."""
-    stands = sorted((int(steps or 0), rank) for rank, _, steps in _STAND.findall(error))
-    is_clear = len(stands) == 1 or (len(stands) > 1 and stands[0][0] < stands[1][0])
-    return stands[0][1] if is_clear else None
-
-
-def _log(rank: str | None) -> str:
-    return f"logs/TRIAL/rank-{rank or '*'}.log in the study's folder"
+def _log(rank: int | None) -> str:
+    return f"logs/TRIAL/rank-{'*' if rank is None else rank}.log in the study's folder"
 
 
 def _less_memory(record: RunRecord) -> str:
@@ -110,7 +96,7 @@ def _less_memory(record: RunRecord) -> str:
     options, ways = record.options, []
     if record.micro_batch > 1:
         ways.append(f"micro_batch below {record.micro_batch} (auto finds one)")
-    if options.get("recompute", "none") != "full" and "--recompute auto" not in record.command:
+    if options.get("recompute", "none") != "full" and "recompute" not in (record.auto_settings or ()):
         ways.append("recompute: full (auto tries less first)")
     ways.append(_more_sharding(record) if record.world_size > 1 else "more GPUs")
     if not is_on_gpu(record):

@@ -69,7 +69,7 @@ def is_on_gpu(record: RunRecord) -> bool:
 
 def was_tuned(record: RunRecord) -> bool:
     """Whether its micro-batch was, or will be, found by trying."""
-    return bool(record.probes) or "--micro-batch auto" in record.command
+    return bool(record.probes) or "micro_batch" in (record.auto_settings or ())
 
 
 def is_tried_larger(case: Case, record: RunRecord) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megabench.config.clusters import read_cluster
-from megabench.config.requested_fields import asked_for
+from megabench.config.requested_fields import asked_for, left_open
 from megabench.hardware.facts import read_facts, visible_gpus
 from megabench.hardware.topology import Host, Topology, build, from_facts, split
 from megabench.parallel.groups import groups_on
@@ -46,6 +46,7 @@ def _record(trial: Trial, topology: Topology) -> RunRecord:
     placed = place(here, run.layout, run.placement)
     return RunRecord(
         **asked_for(run, trial.config),
+        **left_open(trial.config),
         trial=trial.name,
         trial_id=trial.id,
         work_class=None,

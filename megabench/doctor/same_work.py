@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megabench.doctor.finding import Case, Finding, is_on_gpu, is_tried_larger, names, was_tuned
-from megabench.record import RunRecord, WorkClass
+from megabench.record import KernelTraits, RunRecord, WorkClass
 from megabench.study.parity import is_zero3
 from megabench.study.summary import speeds_of
 
@@ -14,10 +14,6 @@ AS_FAST = 0.02
 
 # beyond this part of its memory a GPU may not hold a larger micro-batch
 _FULL = 0.9
-
-# operations that every engine has a fused kernel for, and the words by which records name the plain ones
-_OPERATIONS = ("attention", "norm", "activation", "cross_entropy")
-_PLAIN = ("unfused", "fp32 logits", "eager", "transformers RMSNorm", "transformers LlamaRMSNorm")
 
 
 def precision(case: Case) -> Iterator[Finding]:
@@ -95,20 +91,20 @@ def kernels(case: Case) -> Iterator[Finding]:
     """Fused kernels in some trials of a work class and plain ones in others."""
     classes: dict[str, dict[str, RunRecord]] = {}
     for record in case.on_gpus:
-        if record.kernels and record.work_class:
+        if record.kernel_traits and record.work_class:
             classes.setdefault(record.work_class.id, {})[record.trial] = record
     for trials in classes.values():
         plain = {trial: _plain_operations(record) for trial, record in trials.items()}
         everywhere = set.intersection(*(set(operations) for operations in plain.values()))
         for trial, operations in plain.items():
             if unequal := [operation for operation in operations if operation not in everywhere]:
-                record, is_meant = trials[trial], "--kernels reference" in trials[trial].command
+                record, is_meant = trials[trial], trials[trial].requested_kernels == "reference"
                 yield Finding(
                     "note" if is_meant else "untrustworthy",
                     (trial,),
                     "runs plain kernels where other trials run fused ones"
                     + (" (kernels: reference)" if is_meant else ", so layout is not all that differs"),
-                    ", ".join(f"{operation}: {(record.kernels or {})[operation]}" for operation in unequal),
+                    ", ".join(f"{operation}: {(record.kernels or {}).get(operation)}" for operation in unequal),
                     "compare it with others of kernels: reference only"
                     if is_meant
                     else "kernels: auto for all, and liger-kernel installed",
@@ -116,8 +112,15 @@ def kernels(case: Case) -> Iterator[Finding]:
 
 
 def _plain_operations(record: RunRecord) -> list[str]:
-    used = record.kernels or {}
-    return [operation for operation in _OPERATIONS if any(word in used.get(operation, "") for word in _PLAIN)]
+    """Operations that have a fused kernel on every engine, and a plain one here."""
+    traits = record.kernel_traits or KernelTraits()
+    is_fused = {
+        "attention": traits.flash_attention,
+        "norm": traits.fused_norm,
+        "activation": traits.fused_activation,
+        "cross_entropy": traits.fused_loss,
+    }
+    return [operation for operation, fused in is_fused.items() if fused is False]
 
 
 def weaker_reference(case: Case) -> Iterator[Finding]:

@@ -55,15 +55,15 @@ def fp32(case: Case) -> Iterator[Finding]:
 def unfused(case: Case) -> Iterator[Finding]:
     """Transformers models without Liger's kernels because they are not installed."""
     for record in case.on_gpus:
-        norm = (record.kernels or {}).get("norm", "")
+        is_plain = record.kernel_traits is not None and record.kernel_traits.fused_norm is False
         versions = record.environment.versions if record.environment else {}
-        is_meant = "--kernels reference" in record.command
-        if norm == "transformers RMSNorm" and versions and "liger-kernel" not in versions and not is_meant:
+        is_meant = record.requested_kernels == "reference"
+        if is_plain and versions and "liger-kernel" not in versions and not is_meant:
             yield Finding(
                 "slow",
                 (record.trial,),
                 "runs transformers' plain kernels, for Liger's are not installed",
-                f"norm: {norm}, no liger-kernel among the versions",
+                f"norm: {(record.kernels or {}).get('norm')}, no liger-kernel among the versions",
                 "pip install liger-kernel",
             )
 

@@ -11,6 +11,7 @@ from megabench import UserError
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.record import KernelTraits
 
 TensorKind = Literal["weights", "gradients"]
 
@@ -94,4 +95,9 @@ class Engine(Protocol):
     @property
     def kernels(self) -> dict[str, str]:
         """Which implementation serves each operation, for the record."""
+        ...
+
+    @property
+    def kernel_traits(self) -> KernelTraits:
+        """What kinds of kernels those are, for the record."""
         ...

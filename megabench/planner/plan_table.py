@@ -221,10 +221,8 @@ def find_trial(plan: Plan, trial: str) -> Candidate:
         return by_key[_key(trial)]
     names = [candidate.name for candidate in by_key.values()]
     shown = [estimate.candidate.name for estimate in plan.ranked + plan.baselines]
-    near = near_matches(trial, names)
-    raise ConfigError(
-        f"trial {trial!r} is no candidate; {near if near.startswith('did') else 'e.g. ' + ', '.join(shown[:3])}"
-    )
+    near = near_matches(trial, names, otherwise=f"e.g. {', '.join(shown[:3])}")
+    raise ConfigError(f"trial {trial!r} is no candidate; {near}")
 
 
 def _key(name: str) -> str:

@@ -12,7 +12,7 @@ from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
 from megabench.planner.engines import Costs
-from megabench.record import Prediction, RunRecord
+from megabench.record import KernelTraits, Prediction, RunRecord
 from megabench.specs.registry import ENGINES
 
 
@@ -33,23 +33,18 @@ def job_of(record: RunRecord) -> Job:
 
 
 def _stack_of(record: RunRecord) -> Stack:
-    """What the record's kernels were; those of a run that ended before it named them, the usual ones of old records."""
+    """What the record's kernels were; the usual ones for a run that ended before it told them."""
     # records from before there was a choice have even stages
     stages: Literal["balanced", "even"] = record.options.get("stages") or "even"
-    keeps_gathered = bool(record.options.get("keep_gathered"))
-    attention = (record.kernels or {}).get("attention", "")
-    exchanges_heads = "part of the heads" in attention
-    if record.kernels is None:
-        return Stack(stages=stages, keeps_gathered=keeps_gathered, exchanges_heads=exchanges_heads)
-    activation, loss = record.kernels.get("activation", ""), record.kernels.get("cross_entropy", "")
+    traits = record.kernel_traits or KernelTraits()
     return Stack(
-        flash_attention="eager" not in attention,
-        exchanges_heads=exchanges_heads,
-        fused="unfused" not in activation,
-        fused_loss="linear_cross_entropy" in loss,
-        fuses_weight_gradient=record.kernels.get("weight_gradient") in ("apex", "summed up by its product"),
+        flash_attention=traits.flash_attention is not False,
+        exchanges_heads=traits.exchanges_heads,
+        fused=traits.fused_activation is not False,
+        fused_loss=traits.fused_loss is not False,
+        fuses_weight_gradient=traits.fuses_weight_gradient,
         stages=stages,
-        keeps_gathered=keeps_gathered,
+        keeps_gathered=bool(record.options.get("keep_gathered")),
     )
 
 

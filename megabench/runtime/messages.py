@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 POLL_SECONDS = 0.05
 
-FailureKind = Literal["invalid", "oom", "failed"]
+FailureKind = Literal["invalid", "oom", "hang", "failed"]
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ends: `order` counts the reports of the run, so 1 came first; `error` is one line."""
+    """Why a rank ends: `order` counts the reports of the run, so 1 came first; `error` is one line.
+
+    `waited_for` is the rank that the others waited for in a hang, where it is known.
+    """
 
     rank: int
     kind: FailureKind
     error: str
     order: int
+    waited_for: int | None = None
 
 
 def report_progress(store: Store, rank: int, progress: Progress) -> None:
@@ -45,9 +49,9 @@ def read_progress(store: Store, rank: int) -> Progress | None:
     return Progress(**json.loads(store.get(key))) if store.check([key]) else None
 
 
-def report_failure(store: Store, rank: int, kind: FailureKind, error: str) -> Failure:
+def report_failure(store: Store, rank: int, kind: FailureKind, error: str, waited_for: int | None = None) -> Failure:
     """Publishes why this rank ends; the first report has order 1."""
-    failure = Failure(rank, kind, error, order=store.add("failures", 1))
+    failure = Failure(rank, kind, error, order=store.add("failures", 1), waited_for=waited_for)
     store.set(f"failure/{rank}", json.dumps(asdict(failure)))
     return failure
 
@@ -114,7 +118,7 @@ def print_once(store: Store, text: str) -> None:
         store.wait(["printed/done"], timedelta(seconds=10))
 
 
-def explain(store: Store | None, rank: int, kind: FailureKind, error: str) -> None:
+def explain(store: Store | None, rank: int, kind: FailureKind, error: str, waited_for: int | None = None) -> None:
     """Says why this rank ends: to its launcher, to its supervisor, and to the user in one sentence of all ranks.
 
     Every rank prints it where there is no store, or none in reach: better twice than not at all.
@@ -123,7 +127,7 @@ def explain(store: Store | None, rank: int, kind: FailureKind, error: str) -> No
     text = f"Error: {error}"
     if store is not None:
         with contextlib.suppress(Exception):
-            report_failure(store, rank, kind, error)
+            report_failure(store, rank, kind, error, waited_for)
             print_once(store, text)
             return
     print(text, file=sys.stderr, flush=True)

@@ -52,7 +52,9 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
 def near_matches(word: str, known: list[str], otherwise: str | None = None) -> str:
     """ "did you mean X?"; when nothing is near, `otherwise`, or all that is known."""
     near = get_close_matches(word, known, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(near)}?" if near else otherwise or f"known: {', '.join(known)}"
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return otherwise or f"known: {', '.join(known)}"
 
 
 Hint = Callable[[str, list[str]], str]

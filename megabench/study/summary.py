@@ -26,6 +26,7 @@ class Row:
 
     trial: str
     engine: str
+    zero_stage: int | None
     layout: str
     world_size: int
     num_hosts: int | None
@@ -156,6 +157,7 @@ def _row(runs: Sequence[RunRecord], by_trial: Mapping[str, Sequence[RunRecord]],
     return Row(
         trial=runs[0].trial,
         engine=engine_name(runs[0]),
+        zero_stage=runs[0].options.get("zero_stage"),
         layout=layout_name(runs[0]),
         world_size=runs[0].world_size,
         num_hosts=runs[0].num_hosts,

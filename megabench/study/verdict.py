@@ -203,7 +203,7 @@ def count_ends(rows: Sequence[Row]) -> str:
 
 
 def _is_zero3(row: Row) -> bool:
-    return "ZeRO-3" in row.engine
+    return row.zero_stage == 3
 
 
 def _name(row: Row) -> str:

@@ -21,11 +21,14 @@ Result = TypeVar("Result")
 
 
 class StudyStopped(Exception):
-    """The study cannot go on. `signal` is what this supervisor itself was told to stop by, 0 for another reason."""
+    """The study cannot go on. `signal` is what this supervisor itself was told to stop by, 0 for another reason.
 
-    def __init__(self, reason: str, signal_number: int = 0) -> None:
+    `rank` is that of the supervisor that is to blame, where one is.
+    """
+
+    def __init__(self, reason: str, signal_number: int = 0, rank: int | None = None) -> None:
         super().__init__(reason)
-        self.signal = signal_number
+        self.signal, self.rank = signal_number, rank
 
 
 def note_signals() -> list[int]:
@@ -54,12 +57,13 @@ class Crew:
         time.sleep(POLL_SECONDS)
         if self._signals:
             name = signal.Signals(self._signals[0]).name
-            self.stop_all(f"the supervisor of {self._me()} was stopped by {name}")
+            self.stop_all(f"the supervisor of {self._me()} was stopped by {name}", self.launch.supervisor)
             raise StudyStopped(f"stopped by {name}", self._signals[0])
         if time.monotonic() - self._beaten >= BEAT_SECONDS:
             self._beat()
             if self._store.check(["stopped"]):
-                raise StudyStopped(self._store.get("stopped").decode())
+                told = json.loads(self._store.get("stopped"))
+                raise StudyStopped(told["reason"], rank=told["rank"])
             self._watch()
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
@@ -78,8 +82,8 @@ class Crew:
             while not self._store.check([f"report/{number}"]):
                 if time.monotonic() - started > JOIN_SECONDS:
                     reason = f"the supervisor of rank {number} did not join within {JOIN_SECONDS:.0f} s"
-                    self.stop_all(reason)
-                    raise StudyStopped(reason)
+                    self.stop_all(reason, number)
+                    raise StudyStopped(reason, rank=number)
                 self.breathe()
         reports = [json.loads(self._store.get(f"report/{number}")) for number in self.launch.supervisors]
         others = [number for number in self.launch.supervisors if number != self.launch.supervisor]
@@ -112,7 +116,8 @@ class Crew:
             raise StudyStopped(f"the store at {where} is gone, and with it the first process") from None
         except Exception as error:
             with suppress(DistError):
-                self.stop_all(f"the supervisor of rank {self.launch.supervisor} failed: {error!r}")
+                number = self.launch.supervisor
+                self.stop_all(f"the supervisor of rank {number} failed: {error!r}", number)
             raise
         return result
 
@@ -124,9 +129,9 @@ class Crew:
         others = len(self.launch.supervisors) - 1
         self.wait_until(lambda: self._store.add("parted", 0) == others)
 
-    def stop_all(self, reason: str) -> None:
-        """Makes every supervisor stop; the first reason counts."""
-        self._store.compare_set("stopped", "", reason)
+    def stop_all(self, reason: str, rank: int) -> None:
+        """Makes every supervisor stop, for `reason`, which is the supervisor of `rank`; the first reason counts."""
+        self._store.compare_set("stopped", "", json.dumps({"reason": reason, "rank": rank}))
 
     def _me(self) -> str:
         ranks = self.launch.ranks
@@ -148,5 +153,5 @@ class Crew:
             elif now - seen > LOST_AFTER_SECONDS:
                 silent = f"silent for {now - seen:.0f} s; its process or host is gone"
                 reason = f"the supervisor of rank {number} has been {silent}"
-                self.stop_all(reason)
-                raise StudyStopped(reason)
+                self.stop_all(reason, number)
+                raise StudyStopped(reason, rank=number)

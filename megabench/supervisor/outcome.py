@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megabench.record import Status
+from megabench.record import FailureKind, RunFailure, Status
 from megabench.runtime.messages import Failure
 
 # what a rank says when it was another that failed: gloo, NCCL and the store, in the words of torch
@@ -17,6 +17,8 @@ _LOST_CONNECTION = re.compile(
     r"watchdog|no error info|unhandled system error",
     re.IGNORECASE,
 )
+# shared memory that is full, in the words of NCCL and of the operating system
+_NO_SHARED_MEMORY = re.compile(r"/dev/shm|shared memory segment")
 
 _MOST_PLACES = 4
 
@@ -43,6 +45,16 @@ class RankEnd:
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
+    @property
+    def killed_by(self) -> int:
+        """The signal that ended it, but for its supervisor's; 0 for none."""
+        return -self.code if self.code < 0 and not self.was_ended else 0
+
+    @property
+    def last_words(self) -> str:
+        """What it reported, else what it printed last."""
+        return self.failure.error if self.failure else self.last_line
+
     @classmethod
     def from_json(cls, text: str | bytes) -> "RankEnd":
         fields: dict[str, Any] = json.loads(text)
@@ -50,13 +62,25 @@ class RankEnd:
         return cls(**fields, failure=Failure(**failure) if failure else None)
 
 
-def judge(ends: Sequence[RankEnd], is_timeout: bool, timeout_seconds: float) -> tuple[Status, str | None]:
-    """The status of a trial (ok, oom, failed or timeout) and, unless it is ok, one line that names the cause."""
+@dataclass(frozen=True)
+class Verdict:
+    """The status of a trial (ok, oom, failed or timeout) and, unless it is ok, the cause: one line, and in fields."""
+
+    status: Status
+    error: str | None = None
+    failure: RunFailure | None = None
+
+
+def judge(ends: Sequence[RankEnd], is_timeout: bool, timeout_seconds: float) -> Verdict:
+    """How a trial ended whose ranks ended so."""
     if cause := _root_cause(ends):
-        return _explain(cause, several_hosts=len({end.host for end in ends}) > 1)
+        failure = _failure(cause)
+        sentence = _explain(cause, several_hosts=len({end.host for end in ends}) > 1)
+        return Verdict("oom" if failure.kind == "oom" else "failed", sentence, failure)
     if is_timeout:
-        return "timeout", f"no result after {timeout_seconds:g} s (timeout_seconds): {_places(ends)}"
-    return "ok", None
+        sentence = f"no result after {timeout_seconds:g} s (timeout_seconds): {_places(ends)}"
+        return Verdict("timeout", sentence, RunFailure(kind="hang", rank=_behind(ends)))
+    return Verdict("ok")
 
 
 def _root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -69,33 +93,59 @@ def _suspicion(end: RankEnd) -> tuple[int, bool, int]:
 
     A peer that vanished makes the others fail or abort within a second, and their reports may come first.
     """
-    killed = -end.code if end.code < 0 and not end.was_ended else 0
-    words = end.failure.error if end.failure else end.last_line
-    if killed and killed != signal.SIGABRT and not end.failure:
+    if end.killed_by not in (0, signal.SIGABRT) and not end.failure:
         likelihood = 0
     elif end.failure and end.failure.kind == "oom":
         likelihood = 1
-    elif not _LOST_CONNECTION.search(words) and (end.failure or killed != signal.SIGABRT):
+    elif not _has_lost_peer(end) and (end.failure or end.killed_by != signal.SIGABRT):
         likelihood = 2
     else:
         likelihood = 3
     return likelihood, end.failure is None, (end.failure.order if end.failure else end.order) or 0
 
 
-def _explain(end: RankEnd, several_hosts: bool) -> tuple[Status, str]:
+def _has_lost_peer(end: RankEnd) -> bool:
+    if end.failure and end.failure.kind == "hang":
+        return False
+    return _LOST_CONNECTION.search(end.last_words) is not None
+
+
+def _failure(end: RankEnd) -> RunFailure:
+    """The cause in fields, from how the likeliest rank ended."""
+    told = end.failure
+    if told and told.kind == "hang":
+        return RunFailure(kind="hang", rank=told.waited_for)
+    kind: FailureKind = "error"
+    if told and told.kind == "oom":
+        kind = "oom"
+    elif (end.killed_by == signal.SIGBUS and not told) or _NO_SHARED_MEMORY.search(end.last_words):
+        kind = "shared-memory"
+    elif end.killed_by == signal.SIGKILL and not told:
+        kind = "killed"
+    return RunFailure(kind=kind, rank=end.rank)
+
+
+def _behind(ends: Sequence[RankEnd]) -> int | None:
+    """The rank that has fewer steps done than any other; None where there is no such one."""
+    fewest = min(end.step for end in ends)
+    behind = [end.rank for end in ends if end.step == fewest]
+    return behind[0] if len(behind) == 1 else None
+
+
+def _explain(end: RankEnd, several_hosts: bool) -> str:
     who = f"rank {end.rank}" + (f" on {end.host}" if several_hosts else "")
     when = f" after step {end.step} of {end.num_steps}" if end.num_steps else ""
     if end.failure:
         if end.failure.kind == "oom":
-            return "oom", f"{who} ran out of memory{when}: {end.failure.error}"
-        return "failed", f"{who} failed{when}: {end.failure.error}"
+            return f"{who} ran out of memory{when}: {end.failure.error}"
+        return f"{who} failed{when}: {end.failure.error}"
     if end.code < 0:
         name = _signal_name(-end.code)
         hint = "; on Linux that is often the out-of-memory killer" if name == "SIGKILL" else ""
         words = f": {end.last_line}" if name == "SIGABRT" and end.last_line else ""
-        return "failed", f"{who} was killed by signal {-end.code} ({name}){when}{words}{hint}"
+        return f"{who} was killed by signal {-end.code} ({name}){when}{words}{hint}"
     said = f"; its last words: {end.last_line}" if end.last_line else " and printed nothing"
-    return "failed", f"{who} ended with exit status {end.code}{when}{said}"
+    return f"{who} ended with exit status {end.code}{when}{said}"
 
 
 def _signal_name(number: int) -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megabench.config import RunConfig
-from megabench.record import RunRecord, Status
+from megabench.record import RunFailure, RunRecord
 from megabench.runtime.messages import Progress
 from megabench.study.study import Trial
 from megabench.supervisor.crew import Crew
-from megabench.supervisor.outcome import judge
+from megabench.supervisor.outcome import Verdict, judge
 from megabench.supervisor.supervisor import Task, TrialRun
 
 TRAINER = (sys.executable, "-m", "megabench.train")
@@ -35,8 +35,7 @@ class Result:
     """How a task ended: the record that its rank 0 wrote, or why there is none."""
 
     record: RunRecord | None
-    status: Status
-    error: str | None
+    verdict: Verdict
     num_hosts: int
 
 
@@ -54,20 +53,20 @@ class Tasks:
         stop = run.run(on_progress)
         ends = run.ends()
         num_hosts = len({end.host for end in ends})
-        status, error = judge(ends, stop == "timeout", task.timeout_seconds)
+        verdict = judge(ends, stop == "timeout", task.timeout_seconds)
         path, record = task.logs / "record.json", None
-        if status == "ok" or (status == "timeout" and path.exists()):  # written last: all was measured
+        if verdict.status == "ok" or (verdict.status == "timeout" and path.exists()):  # written last: all was measured
             try:
                 record = RunRecord.read(path)
             except FileNotFoundError:
-                status, error = "failed", "rank 0 ended with exit status 0 but wrote no record.json"
+                verdict = _wrong_record("rank 0 ended with exit status 0 but wrote no record.json")
             except ValueError as problem:
-                status, error = "failed", f"rank 0 wrote a record.json that is none: {str(problem).splitlines()[0]}"
-        if record and status == "timeout":
-            late = f"its processes had not ended when all was measured: {error}"
+                verdict = _wrong_record(f"rank 0 wrote a record.json that is none: {str(problem).splitlines()[0]}")
+        if record and verdict.status == "timeout":
+            late = f"its processes had not ended when all was measured: {verdict.error}"
             record = record.model_copy(update={"warnings": [*record.warnings, late]})
-            status, error = "ok", None
-        return Result(record, status, error, num_hosts)
+            verdict = Verdict("ok")
+        return Result(record, verdict, num_hosts)
 
     def end(self, verdict: Any) -> None:
         """The lead tells all that there is no task left, and what came of them."""
@@ -84,3 +83,7 @@ class Tasks:
         """A part of the store for the next task: used once, never again."""
         self._count += 1
         return f"{self._crew.launch.root}/task/{self._count}"
+
+
+def _wrong_record(error: str) -> Verdict:
+    return Verdict("failed", error, RunFailure(kind="error", rank=0))

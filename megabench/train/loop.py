@@ -185,6 +185,7 @@ def train(
         device_name=name,
         peak_tflops=peak_tflops,
         kernels=engine.kernels,
+        kernel_traits=engine.kernel_traits,
         num_done=resume.num_done,
         stopped_by=stopped_by,
         saves=checkpoints.times if checkpoints else [],

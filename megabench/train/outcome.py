@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megabench.config import ResolvedConfig, RunConfig
-from megabench.config.requested_fields import asked_for
+from megabench.config.requested_fields import asked_for, left_open
 from megabench.data.source import TokenSource
 from megabench.engines.base import StepResult
 from megabench.metrics import quantile, throughput
 from megabench.parallel.placement import Placement
 from megabench.record import (
     HostRanks,
+    KernelTraits,
     LoadTimes,
     Machine,
     NicTraffic,
@@ -46,6 +47,7 @@ class Measured:
     device_name: str
     peak_tflops: float | None
     kernels: dict[str, str]
+    kernel_traits: KernelTraits
     num_done: int  # steps of earlier runs
     stopped_by: str | None
     saves: list[SaveTimes]
@@ -83,12 +85,14 @@ def build_record(
         }
     return RunRecord(
         **asked_for(run, given),
+        **left_open(given),
         trial=run.out.name if run.out else f"{run.engine}-{layout}",
         work_class=work_class(run, source),
         status="ok",
         num_hosts=len(placement.topology.hosts),
         device=measured.device_name,
         kernels=measured.kernels,
+        kernel_traits=measured.kernel_traits,
         first_step_seconds=measured.step_seconds[0],
         warmup_seconds=sum(measured.step_seconds[: run.warmup_steps]),
         wall_seconds=measured.wall_seconds,

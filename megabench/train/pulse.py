@@ -54,21 +54,28 @@ def _call(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_name} ({PurePath(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
-def accuse(pulses: list[Pulse], silent: set[int], num_steps: int) -> str:
-    """Which ranks the others wait for, as a clause; `silent` are those that give no sign of life any more."""
+def suspects(pulses: list[Pulse], silent: set[int]) -> set[int]:
+    """The ranks that the others wait for, all of them where none can be told apart.
+
+    `silent` are those that give no sign of life any more.
+    """
     if silent:
-        named = [f"{_who(pulse)} gives no sign of life" for pulse in pulses if pulse.rank in silent]
-        return f"{_list(named)} after step {_steps(pulses, silent, num_steps)}"
+        return silent
     behind = {pulse.rank for pulse in pulses if pulse.step < max(other.step for other in pulses)}
-    suspects = behind or {pulse.rank for pulse in pulses if not pulse.is_waiting}
+    blamed = behind or {pulse.rank for pulse in pulses if not pulse.is_waiting}
     usual, how_many = Counter(pulse.place for pulse in pulses).most_common(1)[0]
     if how_many > len(pulses) / 2 and not behind:
-        suspects -= {pulse.rank for pulse in pulses if pulse.place == usual}
-    if not suspects:
-        suspects = {pulse.rank for pulse in pulses}
-    named = [f"{_who(pulse)} stands in {pulse.place}" for pulse in pulses if pulse.rank in suspects]
-    others = ", and the others wait" if len(suspects) < len(pulses) else ""
-    return f"{_list(named)} after step {_steps(pulses, suspects, num_steps)}{others}"
+        blamed -= {pulse.rank for pulse in pulses if pulse.place == usual}
+    return blamed or {pulse.rank for pulse in pulses}
+
+
+def accuse(pulses: list[Pulse], silent: set[int], num_steps: int) -> str:
+    """The `suspects` as a clause."""
+    blamed = suspects(pulses, silent)
+    does = {pulse.rank: "gives no sign of life" if silent else f"stands in {pulse.place}" for pulse in pulses}
+    named = [f"{_who(pulse)} {does[pulse.rank]}" for pulse in pulses if pulse.rank in blamed]
+    others = ", and the others wait" if not silent and len(blamed) < len(pulses) else ""
+    return f"{_list(named)} after step {_steps(pulses, blamed, num_steps)}{others}"
 
 
 def _who(pulse: Pulse) -> str:

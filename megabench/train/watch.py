@@ -4,15 +4,17 @@ Every rank has a thread that tells how far it is, over a connection to the store
 has stood still for too long looks at all of them and speaks; the others hear it, and all end.
 """
 
+import json
 import os
 import socket
 import sys
 import threading
 import time
+from typing import Any
 
-from megabench.runtime.messages import explain
+from megabench.runtime.messages import FailureKind, explain
 from megabench.runtime.rendezvous import Rendezvous, reconnect
-from megabench.train.pulse import Pulse, accuse, stand
+from megabench.train.pulse import Pulse, accuse, stand, suspects
 
 BEFORE_FIRST_STEP = 4.0  # compilation, connections, checkpoints: patience, in units of that with a step
 SLOWEST_STEP = 5.0  # a step may take so many times as long as the slowest before it
@@ -63,12 +65,13 @@ class Watch:
             while not self._closed.wait(self._interval):
                 self._publish()
                 if self._store.check(["watch/verdict"]):
-                    self._end(self._store.get("watch/verdict").decode())
+                    verdict = json.loads(self._store.get("watch/verdict"))
+                    self._end("hang", verdict["error"], verdict["waited_for"])
                 if time.monotonic() - self._moved > self.patience and self._store.add("watch/claims", 1) == 1:
-                    self._store.set("watch/verdict", self._verdict())
+                    self._store.set("watch/verdict", json.dumps(self._verdict()))
         except Exception as error:
             if not self._closed.is_set():
-                self._end(f"rank {self._rank} ({socket.gethostname()}) lost the rendezvous store: {error}")
+                self._end("failed", f"rank {self._rank} ({socket.gethostname()}) lost the rendezvous store: {error}")
 
     def _publish(self) -> None:
         self._beat += 1
@@ -76,7 +79,8 @@ class Watch:
         pulse = Pulse(self._rank, socket.gethostname(), self._beat, self._step, self._activity, place, waits)
         self._store.set(f"watch/{self._rank}", pulse.to_json())
 
-    def _verdict(self) -> str:
+    def _verdict(self) -> dict[str, Any]:
+        """Why the job ends, as a sentence, and the rank that the others wait for, where it is a single one."""
         seconds = time.monotonic() - self._moved
         before = self._look()
         deadline = time.monotonic() + 2.5 * self._interval
@@ -85,18 +89,20 @@ class Watch:
             self._publish()
         now = self._look()
         silent = {rank for rank in now if rank in before and now[rank].beat == before[rank].beat}
-        blamed = accuse([now[rank] for rank in sorted(now)], silent, self._num_steps)
-        return f"no progress for {seconds:.0f} s: {blamed} (stall_seconds={self._stall_seconds:g})"
+        pulses = [now[rank] for rank in sorted(now)]
+        accusation, blamed = accuse(pulses, silent, self._num_steps), suspects(pulses, silent)
+        error = f"no progress for {seconds:.0f} s: {accusation} (stall_seconds={self._stall_seconds:g})"
+        return {"error": error, "waited_for": min(blamed) if len(blamed) == 1 else None}
 
     def _look(self) -> dict[int, Pulse]:
         """The last pulses of all ranks; one that never had any is left out."""
         keys = {rank: f"watch/{rank}" for rank in range(self._world_size)}
         return {rank: Pulse.from_json(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
-    def _end(self, sentence: str) -> None:
+    def _end(self, kind: FailureKind, sentence: str, waited_for: int | None = None) -> None:
         """Ends this process at once: its main thread may never come back."""
         try:
-            explain(self._store, self._rank, "failed", sentence)
+            explain(self._store, self._rank, kind, sentence, waited_for)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

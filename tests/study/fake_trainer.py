@@ -18,6 +18,13 @@ from megabench.record import StepSeconds
 from tests.study.records import make_record
 
 NUM_STEPS = 4
+# what the rank with the fault reports
+REPORTS = {
+    "raise": ("failed", "ValueError: the real cause"),
+    "oom": ("oom", "CUDA out of memory"),
+    "shm": ("failed", "OSError: [Errno 28] No space left on device: '/dev/shm/torch'"),
+    "stall": ("hang", "no progress for 9 s: rank 0 (host) stands in recv (x.py:1)", 0),
+}
 
 
 def main() -> int:
@@ -30,7 +37,7 @@ def main() -> int:
     has_fault = os.environ.get("FAULT_STEPS", fields["--steps"]) == fields["--steps"]
     fault = step_seconds if step_seconds == "oom" else os.environ.get("FAULT", "") if has_fault else ""
     mine = fault and rank == int(os.environ.get("FAULT_RANK", "0"))
-    if fault in ("hang", "raise", "oom"):
+    if fault in ("hang", *REPORTS):
         return with_messages(rank, fault, bool(mine))
     if mine and fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -79,8 +86,7 @@ def with_messages(rank: int, fault: str, mine: bool) -> int:
         return 1
     if mine:
         time.sleep(0.5)  # the peers' report comes first
-        error = "CUDA out of memory" if fault == "oom" else "ValueError: the real cause"
-        report_failure(store, rank, "oom" if fault == "oom" else "failed", error)
+        report_failure(store, rank, *REPORTS[fault])
     else:
         store.wait([f"progress/{os.environ['FAULT_RANK']}"])
         report_failure(store, rank, "failed", "RuntimeError: [gloo/pair.cc:1] Connection closed by peer [127.0.0.1]:1")

@@ -47,5 +47,6 @@ def test_one_that_does_not_join_stops_the_other(pair, monkeypatch):
     monkeypatch.setattr(crew, "JOIN_SECONDS", 0.1)
     lead.report({})
     for one, wait in ((lead, lead.reports), (other, lambda: other.announced("plan"))):
-        with pytest.raises(StudyStopped, match="the supervisor of rank 1 did not join within"):
+        with pytest.raises(StudyStopped, match="the supervisor of rank 1 did not join within") as stopped:
             one.to_the_end(wait)
+        assert stopped.value.rank == 1

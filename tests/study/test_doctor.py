@@ -19,6 +19,7 @@ from megabench.record import (
     PeakMemory,
     PlacementUsed,
     Probe,
+    RunFailure,
     RunRecord,
     StepSeconds,
     read_records,
@@ -476,6 +477,38 @@ def test_shared_memory_and_the_killer_have_words_of_their_own():
         tp(),
     )
     assert "--shm-size" in bus.change and "dmesg" in killed.change
+
+
+@pytest.mark.parametrize(
+    ("status", "failure", "what", "change"),
+    [
+        ("failed", RunFailure(kind="hang", rank=0), "may wait for rank 0", "rank-0.log"),
+        ("timeout", RunFailure(kind="hang", rank=3), "may wait for rank 3", "rank-3.log"),
+        ("timeout", RunFailure(kind="hang"), "may wait for one of them", "rank-*.log"),
+        ("failed", RunFailure(kind="shared-memory", rank=1), "failed and has no result", "--shm-size"),
+        ("failed", RunFailure(kind="killed", rank=1), "failed and has no result", "dmesg"),
+        ("failed", RunFailure(kind="error", rank=0), "failed and has no result", "rank-0.log"),
+        ("failed", None, "failed and has no result", "rank-*.log"),
+        ("oom", RunFailure(kind="oom", rank=1), "ran out of memory", "micro_batch below"),
+    ],
+)
+@pytest.mark.parametrize("error", ["reworded", "SIGKILL: rank 7 made no progress for 9 s in /dev/shm", None])
+def test_the_cause_is_found_whatever_the_words(status, failure, what, change, error):
+    found = only(look(zero3(), tp(), lost("bad", status, error, failure=failure, micro_batch=2)))
+    assert found.trials == ("bad",) and what in found.what and change in found.change
+    assert error is None or found.evidence == error
+
+
+def test_kernels_and_settings_are_found_whatever_the_words():
+    other = {"attention": "a", "norm": "b", "activation": "c", "cross_entropy": "d"}
+    fused = dict.fromkeys(("flash_attention", "fused_norm", "fused_activation", "fused_loss"), True)
+    plain = {"kernels": other, "kernel_traits": fused | {"fused_loss": False}}
+    found = only(look(zero3(kernels=other, kernel_traits=fused), tp(**plain)))
+    assert found.kind == "untrustworthy" and found.evidence == "cross_entropy: d"
+    meant = only(look(zero3(kernels=other, kernel_traits=fused), tp(**plain, requested_kernels="reference")))
+    assert meant.kind == "note"
+    auto = {"auto_settings": ["micro_batch"]}
+    assert look(zero3(**auto), tp(seq_length=512, **auto)) == []
 
 
 def test_a_lost_reference_comes_first():

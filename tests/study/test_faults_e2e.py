@@ -2,7 +2,7 @@
 
 import pytest
 
-from megabench.record import read_records
+from megabench.record import RunFailure, read_records
 from tests.study.compare_process import REPOSITORY, finish, start, torchrun
 
 pytestmark = pytest.mark.e2e
@@ -16,6 +16,7 @@ trials:
   - {{name: raises, tp: 2, seed: 1, env: {{FAULT: raise, FAULT_RANK: 1, PYTHONPATH: {path}}}}}
   - {{name: killed, tp: 2, seed: 2, env: {{FAULT: kill, FAULT_RANK: 0, PYTHONPATH: {path}}}}}
   - {{name: hangs, timeout_seconds: 60, tp: 2, seed: 3, env: {{FAULT: hang, FAULT_RANK: 1, PYTHONPATH: {path}}}}}
+  - {{name: stands, stall_seconds: 8, tp: 2, seed: 4, env: {{FAULT: hang, FAULT_RANK: 1, PYTHONPATH: {path}}}}}
   - {{name: after, pp: 2}}
 reference: before
 """
@@ -38,11 +39,20 @@ def test_faults_are_named_and_harm_no_other_trial_of_two_agents(tmp_path):
         "raises": "failed",
         "killed": "failed",
         "hangs": "timeout",
+        "stands": "failed",
         "after": "ok",
     }, stdout + stderr
     assert found["raises"].error == "rank 1 failed after step 2 of 6: ValueError: a fault on purpose"
     assert found["killed"].error.startswith("rank 0 was killed by signal 9 (SIGKILL) after step 2 of 6")
     assert "rank 1 in lost_in_thought (sitecustomize.py:" in found["hangs"].error
     assert "rank 0 in " in found["hangs"].error and "2 of 6 steps done" in found["hangs"].error
+    assert {name: record.failure for name, record in found.items()} == {
+        "before": None,
+        "raises": RunFailure(kind="error", rank=1),
+        "killed": RunFailure(kind="killed", rank=0),
+        "hangs": RunFailure(kind="hang"),  # both ranks have done two steps
+        "stands": RunFailure(kind="hang", rank=1),
+        "after": None,
+    }
     assert found["after"].parity.verdict == "equal" and found["after"].parity.reference == "before"
     assert "best: " in stdout and all(found[name].error in stdout for name in ("raises", "killed", "hangs"))

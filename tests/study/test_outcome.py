@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
+from megabench.record import RunFailure
 from megabench.runtime.messages import Failure
-from megabench.supervisor.outcome import RankEnd, judge
+from megabench.supervisor.outcome import RankEnd, Verdict, judge
 from megabench.supervisor.stacks import where_it_stands
 
 LOST = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:32400"
@@ -22,7 +23,7 @@ def failure(rank: int, order: int, error: str, kind="failed") -> Failure:
 
 
 def test_all_ranks_at_0_is_ok():
-    assert judge([end(0), end(1)], False, 60) == ("ok", None)
+    assert judge([end(0), end(1)], False, 60) == Verdict("ok", None, None)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +93,47 @@ def test_all_ranks_at_0_is_ok():
     ],
 )
 def test_the_cause_is_named(ends, status, words):
-    assert judge(ends, False, 60) == (status, words)
+    verdict = judge(ends, False, 60)
+    assert (verdict.status, verdict.error) == (status, words)
+
+
+SHM = "DistBackendError: Error while creating shared memory segment /dev/shm/nccl-x: No space left on device (28)"
+
+
+@pytest.mark.parametrize(
+    ("ends", "kind", "rank"),
+    [
+        ([end(0, 1, failure=failure(0, 1, LOST)), end(1, -9, order=2)], "killed", 1),
+        ([end(0, -9, was_ended=True), end(1, -7, order=1)], "shared-memory", 1),
+        ([end(0, 1, failure=failure(0, 1, SHM)), end(1, 1, failure=failure(1, 2, LOST))], "shared-memory", 0),
+        ([end(0, -6, order=1, last_line=SHM)], "shared-memory", 0),
+        ([end(0), end(1, 1, failure=failure(1, 1, "CUDA out of memory", "oom"))], "oom", 1),
+        ([end(0), end(1, 1, failure=failure(1, 1, "ValueError: SIGKILL"))], "error", 1),
+        ([end(0, -11, order=1)], "error", 0),
+        (
+            [end(rank, 1, failure=Failure(rank, "hang", "all wait", rank + 1, waited_for=2)) for rank in (0, 1)],
+            "hang",
+            2,
+        ),
+        ([end(0, 1, failure=Failure(0, "hang", "broken pipe", 1))], "hang", None),
+    ],
+)
+def test_the_cause_is_in_fields(ends, kind, rank):
+    assert judge(ends, False, 60).failure == RunFailure(kind=kind, rank=rank)
+
+
+@pytest.mark.parametrize(("steps", "rank"), [((3, 2, 3), 1), ((3, 3, 3), None), ((2, 2, 3), None), ((0,), 0)])
+def test_a_timeout_names_the_only_rank_that_is_behind(steps, rank):
+    ends = [end(number, -15, was_ended=True, step=step, num_steps=4) for number, step in enumerate(steps)]
+    assert judge(ends, True, 60).failure == RunFailure(kind="hang", rank=rank)
 
 
 def test_a_timeout_names_the_odd_one_out_first():
     waiting = {"was_ended": True, "num_steps": 20, "place": "all_reduce (distributed_c10d.py:2830)"}
     ends = [end(rank, -15, step=4 + rank % 2, **waiting) for rank in (0, 1, 3)]
     ends.insert(2, end(2, -15, was_ended=True, step=3, num_steps=20, place="sleep (faults.py:7)"))
-    assert judge(ends, True, 60) == (
+    verdict = judge(ends, True, 60)
+    assert (verdict.status, verdict.error) == (
         "timeout",
         "no result after 60 s (timeout_seconds): rank 2 in sleep (faults.py:7), 3 of 20 steps done; "
         "ranks 0, 1, 3 in all_reduce (distributed_c10d.py:2830), 4–5 of 20 steps done",
@@ -108,7 +142,7 @@ def test_a_timeout_names_the_odd_one_out_first():
 
 def test_a_timeout_without_stacks_says_so():
     ends = [end(0), end(1, -9, was_ended=True)]
-    assert judge(ends, True, 2.5)[1] == (
+    assert judge(ends, True, 2.5).error == (
         "no result after 2.5 s (timeout_seconds): rank 0 ended, before its first step; "
         "rank 1 printed no stack when asked, before its first step"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megabench.doctor.command import findings_at
-from megabench.record import RunRecord, read_records
+from megabench.record import RunFailure, RunRecord, read_records
 from tests.study.compare_process import (
     BASE,
     FAKE,
@@ -35,6 +35,8 @@ trials:
   - {name: memory, world_size: 2, seed: 3, env: {FAULT: oom, FAULT_RANK: 1}}
   - {name: exited, world_size: 2, seed: 4, env: {FAULT: exit, FAULT_RANK: 0}}
   - {name: hung, timeout_seconds: 20, world_size: 2, seed: 5, env: {FAULT: hang, FAULT_RANK: 1}}
+  - {name: stalled, world_size: 2, seed: 10, env: {FAULT: stall, FAULT_RANK: 1}}
+  - {name: shm, world_size: 2, seed: 11, env: {FAULT: shm, FAULT_RANK: 1}}
   - {name: unwritten, world_size: 2, seed: 6, env: {FAULT: no_record}}
   - {name: drifted, world_size: 2, seed: 7, env: {LAST_LOSS: 3.5}}
   - {name: lingered, timeout_seconds: 20, world_size: 2, seed: 9, env: {FAULT: linger}}
@@ -49,6 +51,11 @@ ENDS = {
     "memory": ("oom", "rank 1 ran out of memory after step 2 of 4: CUDA out of memory"),
     "exited": ("failed", "rank 0 ended with exit status 3; its last words: the words before the end"),
     "hung": ("timeout", "rank 1 in lost_in_thought (fake_trainer.py"),
+    "stalled": (
+        "failed",
+        "rank 1 failed after step 2 of 4: no progress for 9 s: rank 0 (host) stands in recv (x.py:1)",
+    ),
+    "shm": ("failed", "rank 1 failed after step 2 of 4: OSError: [Errno 28] No space left on device: '/dev/shm/torch'"),
     "unwritten": ("failed", "rank 0 ended with exit status 0 but wrote no record.json"),
     "drifted": ("diverged", "its losses differ from those of first by up to 0.17 of their value"),
     "lingered": ("ok", None),
@@ -96,6 +103,26 @@ def test_each_end_is_named(faults, trial):
     assert record.error == error or (error and error in record.error)
     if status != "ok":
         assert f"{trial} " in faults.stdout and record.error in faults.stdout
+
+
+CAUSES = {
+    "first": None,
+    "killed": RunFailure(kind="killed", rank=1),
+    "raised": RunFailure(kind="error", rank=1),
+    "memory": RunFailure(kind="oom", rank=1),
+    "exited": RunFailure(kind="error", rank=0),
+    "hung": RunFailure(kind="hang", rank=1),
+    "stalled": RunFailure(kind="hang", rank=0),
+    "shm": RunFailure(kind="shared-memory", rank=1),
+    "unwritten": RunFailure(kind="error", rank=0),
+    "drifted": None,
+    "lingered": None,
+}
+
+
+@pytest.mark.parametrize("trial", CAUSES)
+def test_each_cause_is_in_fields(faults, trial):
+    assert faults.records[trial].failure == CAUSES[trial]
 
 
 def test_a_hang_says_how_far_each_rank_was(faults):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megabench.record import RunRecord, read_records
+from megabench.record import RunFailure, RunRecord, read_records
 from tests.study.compare_process import BASE, compare, finish, running, start, torchrun
 from tests.study.test_runner import records, write
 
@@ -62,6 +62,8 @@ trials:
         (probe,) = found[name].probes
         assert (probe.micro_batch, probe.status) == (1, end)
         assert "--micro-batch auto" in found[name].command
+        assert found[name].auto_settings == ["micro_batch"]
+        assert found[name].failure == RunFailure(kind="oom" if end == "oom" else "error", rank=0)
 
 
 def test_a_run_that_fails_behind_its_probes_tells_what_they_found(tmp_path):

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from megabench.train.pulse import Pulse, accuse, stand
+from megabench.train.pulse import Pulse, accuse, stand, suspects
 
 WAITING = "all_reduce (distributed_c10d.py:3252) in update (engine.py:156)"
 
@@ -20,6 +20,7 @@ def test_a_rank_that_stands_elsewhere() -> None:
     assert accuse(told, set(), 12) == (
         "rank 2 (host-1) stands in read (socket.py:1) after step 6 of 12, and the others wait"
     )
+    assert suspects(told, set()) == {2}
 
 
 def test_a_rank_that_is_behind() -> None:
@@ -30,6 +31,7 @@ def test_a_rank_that_is_behind() -> None:
 def test_a_rank_that_is_silent() -> None:
     told = pulses((6, WAITING, True), (5, "x", False), (6, "y", False))
     assert accuse(told, {1}, 12) == "rank 1 (host-0) gives no sign of life after step 5 of 12"
+    assert suspects(told, {1}) == {1}
 
 
 def test_the_usual_place_is_no_fault_wherever_it_is() -> None:
@@ -38,7 +40,9 @@ def test_the_usual_place_is_no_fault_wherever_it_is() -> None:
 
 
 def test_none_can_be_told_apart() -> None:
-    text = accuse(pulses((6, WAITING, True), (6, WAITING, True)), set(), 12)
+    told = pulses((6, WAITING, True), (6, WAITING, True))
+    text = accuse(told, set(), 12)
+    assert suspects(told, set()) == {0, 1}
     assert "rank 0 (host-0)" in text and "rank 1 (host-0)" in text and "the others" not in text
 
 

@@ -8,6 +8,7 @@ transformers models. "reference" takes plain torch, as transformers ships it, wi
 from importlib.util import find_spec
 
 from megabench.config import ResolvedConfig
+from megabench.record import KernelTraits
 
 PLAIN = {
     "attention": "torch scaled_dot_product_attention",
@@ -77,6 +78,21 @@ def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
     return names
 
 
+def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
+    """What kinds of kernels `names_for_transformers` names."""
+    if run.shape.foreign:
+        own = KernelTraits(fused_loss=False)
+    else:
+        has_plain_norm = "norm" not in _PLAIN_OF.get(run.shape.family, {})  # else torch's own, which is one kernel
+        own = KernelTraits(
+            flash_attention=run.shape.family != "bloom" or fuses_bloom(run),
+            fused_norm=not has_plain_norm,
+            fused_activation=fuses_bloom(run),
+            fused_loss=fuses_cross_entropy(run),
+        )
+    return own.model_copy(update={"fused_norm": True, "fused_activation": True}) if uses_liger(run) else own
+
+
 def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
     """What serves each operation of the parallel blocks, for the record."""
     elementwise, weight_gradient = "megatron-core unfused", "megatron-core, then added"
@@ -84,7 +100,7 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
         elementwise = "megabench fused" if run.device == "cuda" else "megabench unfused"
         weight_gradient = "summed up by its product"
     attention = PLAIN["attention"]
-    if run.layout.cp > 1 and run.shape.num_kv_heads % (run.layout.tp * run.layout.cp) == 0:
+    if _exchanges_heads(run):
         attention += ", of a part of the heads"
     elif run.layout.cp > 1:
         attention += ", of a chunk's queries and all keys before"  # torch has its own flash kernel for that
@@ -98,6 +114,23 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
         else "megatron-core vocab-parallel, fp32 logits",
         "weight_gradient": weight_gradient,
     }
+
+
+def traits_for_megatron(run: ResolvedConfig) -> KernelTraits:
+    """What kinds of kernels `names_for_megatron` names."""
+    return KernelTraits(
+        flash_attention=True,
+        fused_norm=True,
+        fused_activation=fuses_blocks(run) and run.device == "cuda",
+        fused_loss=fuses_cross_entropy(run),
+        exchanges_heads=_exchanges_heads(run),
+        fuses_weight_gradient=fuses_blocks(run),
+    )
+
+
+def _exchanges_heads(run: ResolvedConfig) -> bool:
+    """Whether ranks of context parallelism swap parts of the sequence for parts of the heads."""
+    return run.layout.cp > 1 and run.shape.num_kv_heads % (run.layout.tp * run.layout.cp) == 0
 
 
 def fuses_blocks(run: ResolvedConfig) -> bool:

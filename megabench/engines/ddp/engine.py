@@ -26,6 +26,7 @@ from megabench.engines.common import kernels
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.models.hugging_face import build_model
+from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
 
 
@@ -134,6 +135,10 @@ class DdpEngine(DataParallelEngine):
     @property
     def kernels(self) -> dict[str, str]:
         return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
+
+    @property
+    def kernel_traits(self) -> KernelTraits:
+        return kernels.traits_for_transformers(self.run)
 
 
 def _power_sgd(rank: int, seed: int) -> PowerSGDState:

@@ -23,6 +23,7 @@ from megabench.engines.common import kernels, loss_scale
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.deepspeed.state import ZeroState
 from megabench.models.hugging_face import build_model
+from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
 from megabench.specs.deepspeed_json import merge, read_deepspeed_json
 
@@ -141,6 +142,10 @@ class DeepSpeedEngine(DataParallelEngine):
     def kernels(self) -> dict[str, str]:
         optimizer = "DeepSpeed CPUAdam" if _uses_cpu_adam(self.run) else shared.optimizer_name(self.run)
         return kernels.names_for_transformers(self.run) | {"optimizer": optimizer}
+
+    @property
+    def kernel_traits(self) -> KernelTraits:
+        return kernels.traits_for_transformers(self.run)
 
 
 def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from megabench.engines.megatron.model import (
 from megabench.engines.megatron.optimizer import build_optimizer
 from megabench.engines.megatron.state import loss_scale_of, optimizer_step, set_loss_scale, set_optimizer_step, shards
 from megabench.parallel.axes import FACTORS
+from megabench.record import KernelTraits
 
 
 class MegatronEngine:
@@ -233,3 +234,7 @@ class MegatronEngine:
         return kernels.names_for_megatron(self.run) | {
             "optimizer": adam if self.run.optimizer == "adamw" else "torch SGD",
         }
+
+    @property
+    def kernel_traits(self) -> KernelTraits:
+        return kernels.traits_for_megatron(self.run)
