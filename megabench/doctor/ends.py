@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megabench.doctor.finding import Case, Finding, is_on_gpu
 from megabench.record import RunRecord
+from megabench.specs.registry import ENGINES
 
 
 def lost_reference(case: Case) -> Iterator[Finding]:
@@ -98,20 +99,8 @@ def _less_memory(record: RunRecord) -> str:
         ways.append(f"micro_batch below {record.micro_batch} (auto finds one)")
     if options.get("recompute", "none") != "full" and "recompute" not in (record.auto_settings or ()):
         ways.append("recompute: full (auto tries less first)")
-    ways.append(_more_sharding(record) if record.world_size > 1 else "more GPUs")
+    spec = ENGINES.get(record.engine)
+    ways.append(spec.less_memory(options) if spec and record.world_size > 1 else "more GPUs")
     if not is_on_gpu(record):
         ways.append("fewer processes on this machine")
     return ", or ".join(ways)
-
-
-def _more_sharding(record: RunRecord) -> str:
-    stage = record.options.get("zero_stage")
-    if record.engine == "ddp":
-        return "engine: fsdp, or deepspeed with zero_stage: 3, which shard what ddp copies"
-    if record.engine == "megatron":
-        return "a larger tp inside a host, or pp across hosts"
-    if stage is not None and stage < 3:
-        return "zero_stage: 3"
-    if record.options.get("shard_size"):
-        return "a larger shard_size"
-    return "more GPUs" if record.options.get("offload") == "all" else "offload: all"

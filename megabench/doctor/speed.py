@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 from megabench.doctor.finding import Case, Finding, is_tried_larger, sequences_of_a_replica, was_tuned
 from megabench.hardware.catalog import find_gpu
+from megabench.precision import POLICIES
 from megabench.record import RunRecord
+from megabench.specs.registry import ENGINES
 from megabench.study.summary import layout_name
 
 # with less than half of the memory used, twice the micro-batch is sure to fit
@@ -19,9 +21,6 @@ LEAST_UTILIZATION = 0.8
 SMALL_REPLICA = 0.25
 # what may be taken of a GPU: the context and NCCL's buffers need the rest
 _MEMORY_SHARE = 0.9
-
-# bytes of a parameter on AdamW: weights and gradients as trained, and in 16 bit an fp32 master, and two moments
-_BYTES_OF_ADAMW = {"bf16": 18, "fp16": 18, "fp32": 16}
 
 # variables that slow every engine down, with the values that do
 _SLOWING = {
@@ -79,7 +78,8 @@ def environment(case: Case) -> Iterator[Finding]:
             yield Finding("slow", tuple(have), f"{name} is set: {why}", f"{name}={value}", f"unset {name}")
     for record in case.on_gpus:
         found = variables.get(record.trial, {})
-        if record.engine in ("deepspeed", "fsdp") and found.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        spec = ENGINES.get(record.engine)
+        if spec and spec.wants_queues and found.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             yield Finding(
                 "slow",
                 (record.trial,),
@@ -139,7 +139,7 @@ def offloaded_for_nothing(case: Case) -> Iterator[Finding]:
         where = record.options.get("offload") or "none"
         if where == "none" or record.optimizer != "adamw" or not record.peak_memory_gib:
             continue
-        state = _BYTES_OF_ADAMW[record.precision] * record.num_parameters / record.world_size / 2**30
+        state = POLICIES[record.precision].bytes_of_state * record.num_parameters / record.world_size / 2**30
         if record.device_memory_gib and record.peak_memory_gib.max + state < _MEMORY_SHARE * record.device_memory_gib:
             yield Finding(
                 "slow",
@@ -188,7 +188,7 @@ def needless_sharding(case: Case) -> Iterator[Finding]:
     if not trained or any(_is_whole(record) for record in case.records):
         return
     record = trained[0]
-    state = _BYTES_OF_ADAMW[record.precision] * record.num_parameters / 2**30
+    state = POLICIES[record.precision].bytes_of_state * record.num_parameters / 2**30
     assert record.device_memory_gib is not None
     if record.world_size > 1 and state < SMALL_REPLICA * record.device_memory_gib:
         yield Finding(
@@ -202,13 +202,16 @@ def needless_sharding(case: Case) -> Iterator[Finding]:
 
 
 def _is_whole(record: RunRecord) -> bool:
-    """Whether each GPU holds all weights."""
-    stage, layout = record.options.get("zero_stage"), record.layout
-    return record.engine != "fsdp" and layout.tp == layout.pp == 1 and (stage is None or stage < 3)
+    """Whether each GPU holds all weights, or an unknown engine may hold them."""
+    spec, layout = ENGINES.get(record.engine), record.layout
+    return spec is None or (layout.tp == layout.pp == 1 and not spec.gathers_weights(record.options))
 
 
 def _cut(record: RunRecord) -> str:
-    return "ZeRO-3" if record.engine == "deepspeed" else "fsdp" if record.engine == "fsdp" else layout_name(record)
+    spec = ENGINES.get(record.engine)
+    if not spec or not spec.gathers_weights(record.options):
+        return layout_name(record)
+    return "ZeRO-3" if record.options.get("zero_stage") == 3 else record.engine
 
 
 def _may_grow(record: RunRecord) -> bool:

@@ -41,6 +41,9 @@ class EngineSpec:
     `sharding_stage` is the ZeRO stage that it corresponds to, unless the run says. An engine that `needs_blocks` trains
     only models for which there are parallel blocks.
 
+    `less_memory` is what to change when a run with these recorded options runs out of memory. An engine that
+    `wants_queues` loses time with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+
     `check` raises ConfigError for settings that the engine cannot combine, `complete` fills defaults, `holds_matrices`
     says whether every rank holds whole matrices, `environment` is set before CUDA starts unless the user set it, and
     `described` names the engine in an error message. `variants` gives what the planner predicts, for the number of
@@ -56,6 +59,8 @@ class EngineSpec:
     axes: frozenset[str] = frozenset({"dp"})
     recompute: frozenset[str] = frozenset({"none", "full"})
     needs_blocks: bool = False
+    wants_queues: bool = False
+    less_memory: Callable[[Mapping[str, Any]], str] = lambda options: "more GPUs"
     check: Callable[[RunSettings], None] = lambda run: None
     complete: Callable[[RunSettings], Mapping[str, Any]] = lambda run: {}
     holds_matrices: Callable[[RunSettings], bool] = lambda run: False
@@ -68,7 +73,16 @@ class EngineSpec:
         stage = options.get("zero_stage")
         return self.sharding_stage if stage is None else int(stage)
 
+    def gathers_weights(self, options: Mapping[str, Any]) -> bool:
+        """Whether each rank holds a shard of the weights, and gathers a layer when it computes."""
+        return self.stage_of(options) == 3
+
     @property
     def is_data_parallel(self) -> bool:
         """Whether the engine has no parallel axis but dp."""
         return self.axes == {"dp"}
+
+
+def more_offload(options: Mapping[str, Any]) -> str:
+    """What to change in a run that shards everything already."""
+    return "more GPUs" if options.get("offload") == "all" else "offload: all"

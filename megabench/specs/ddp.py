@@ -10,6 +10,7 @@ SPEC = EngineSpec(
     implementation="megabench.engines.ddp.engine:DdpEngine",
     cost=DataParallel,
     sharding_stage=0,
+    less_memory=lambda options: "engine: fsdp, or deepspeed with zero_stage: 3, which shard what ddp copies",
     holds_matrices=lambda run: True,
     variants=lambda ranks_per_host: [Variant(0)],
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from megabench.settings.reading import ConfigError
 from megabench.settings.run import RunSettings
-from megabench.specs.base import EngineSpec, Variant
+from megabench.specs.base import EngineSpec, Variant, more_offload
 from megabench.specs.data_parallel_cost import DataParallel
 
 _OF_STAGE_3 = ("hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers", "reshard_after_forward")
@@ -45,6 +45,11 @@ def _variants(ranks_per_host: int | None) -> Iterator[Variant]:
         yield Variant(3, hpz_size=ranks_per_host)
 
 
+def _less_memory(options: Mapping[str, Any]) -> str:
+    stage = options.get("zero_stage")
+    return "zero_stage: 3" if stage is not None and stage < 3 else more_offload(options)
+
+
 SPEC = EngineSpec(
     name="deepspeed",
     title="DeepSpeed ZeRO",
@@ -52,6 +57,8 @@ SPEC = EngineSpec(
     implementation="megabench.engines.deepspeed.engine:DeepSpeedEngine",
     cost=DataParallel,
     sharding_stage=3,
+    wants_queues=True,
+    less_memory=_less_memory,
     check=_check,
     complete=_complete,
     holds_matrices=lambda run: _stage(run) == 0,

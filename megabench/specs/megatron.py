@@ -31,6 +31,7 @@ SPEC = EngineSpec(
     axes=frozenset({"tp", "pp", "vp", "cp", "dp"}),
     recompute=frozenset({"none", "selective", "full"}),
     needs_blocks=True,
+    less_memory=lambda options: "a larger tp inside a host, or pp across hosts",
     check=_check,
     environment=_environment,
 )
