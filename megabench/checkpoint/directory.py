@@ -25,8 +25,8 @@ _COMPLETE = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.(?P<run_id>[0-9a-f]+)(-[0-9a-f]+)*\.partial(\.old)?")
 
 
-def claim_run_id(directory: Path, launch: str, continues: bool) -> str:
-    """Record that the run started by `launch` saves to `directory` from now on, and return the run's identity.
+def claim_run_id(directory: Path, launch_id: str, continues: bool) -> str:
+    """Record that the run of this launch saves to `directory` from now on, and return the run's identity.
 
     A run that continues the one that saved there before inherits its identity; any other run gets a new one.
     CheckpointError if the directory takes no files.
@@ -35,25 +35,25 @@ def claim_run_id(directory: Path, launch: str, continues: bool) -> str:
     run_id = owner[0] if owner else secrets.token_hex(6)
     path = directory / RUN_ID_NAME
     try:
-        write_whole(path, f"{run_id}\n{launch}\n")
+        write_whole(path, f"{run_id}\n{launch_id}\n")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror}. Save to another directory.") from None
     return run_id
 
 
-def is_launched_by(directory: Path, launch: str) -> bool:
-    """Whether `launch` started the run that last saved to `directory`."""
+def is_launched_by(directory: Path, launch_id: str) -> bool:
+    """Whether the run that last saved to `directory` has this launch id."""
     owner = _owner(directory)
-    return owner is not None and owner[1] == launch
+    return owner is not None and owner[1] == launch_id
 
 
 def _owner(directory: Path) -> tuple[str, str] | None:
-    """The identity of the run that last saved to `directory`, and its launch; None if the file cannot be read."""
+    """The identity of the run that last saved to `directory`, and its launch id; None if the file cannot be read."""
     try:
-        run_id, launch = (directory / RUN_ID_NAME).read_text(encoding="utf-8").splitlines()
+        run_id, launch_id = (directory / RUN_ID_NAME).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return None
-    return (run_id, launch) if re.fullmatch("[0-9a-f]{12}", run_id) else None
+    return (run_id, launch_id) if re.fullmatch("[0-9a-f]{12}", run_id) else None
 
 
 def new_token(run_id: str) -> str:

@@ -51,7 +51,7 @@ def num_non_finite(values: Tensor) -> int:
 
 
 def describe_non_finite(counts: Mapping[str, int]) -> str:
-    """Describe the counts of all ranks, and name the first tensors: `"3 values of the training state are NaN …"`."""
+    """Describe the non-finite counts of all ranks in one sentence that names the first tensors."""
     named = ", ".join(f"{name} ({number:,})" for name, number in list(counts.items())[:_NAMED])
     more = f" and {len(counts) - _NAMED} more tensors" if len(counts) > _NAMED else ""
     total = sum(counts.values())

@@ -253,7 +253,7 @@ class RunConfig(RunSettings):
         return " ".join([*variables, shlex.join(words)])
 
     def identity(self, **more: object) -> str:
-        """Hash of all that shapes the run, together with `more`; where it writes and how it is watched play no part."""
+        """Hash of all settings that affect the result, and of `more`. Output paths and monitoring are left out."""
         aside = {*names(SETTINGS, role="output"), *names(SETTINGS, role="watch")}
         newer = {name for name in SETTINGS.keys() - _ALWAYS_IDENTIFYING if self._is_default(name)}
         fields = self.model_dump(mode="json", exclude=aside | newer) | more

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 class Axis:
     """One axis of a layout, and the field of `Layout` that holds its size.
 
-    An axis is a factor of the world size, or it `regroups` the ranks of such a factor: expert parallelism of size 2
-    takes neighbouring data-parallel ranks in pairs. `title` names it for people, `traffic` what its groups send,
-    `member` a rank's place on it in drawings.
+    The sizes of most axes multiply to the world size. An axis may instead `regroup` the ranks of another axis: expert
+    parallelism of size 2 groups neighbouring data-parallel ranks in pairs.
+
+    `title` is the axis's name in reports, `traffic` describes what its groups send, and `member` labels a rank's
+    coordinate in drawings ("stage 1").
     """
 
     name: str

@@ -23,8 +23,12 @@ class Setting:
     "option" shapes how a step runs and is recorded under `options`; "machine" is a condition under which the run takes
     place; "output" says where it writes; "watch" says how it is watched. The last two shape no result.
 
-    `resume`: a resumed run must have the "same" value, is compared by "content" (model, data, engine), may change it
-    with a "mention" in the log, or is "free" to change it.
+    `resume` says what a run that resumes a checkpoint may do with the setting:
+
+    - "same": the value must be the one that the checkpoint was trained with;
+    - "content": the value may differ, but the model, the data or the engine that it names must be the same;
+    - "mention": the value may change, and the log mentions the change;
+    - "free": the value may change.
 
     `engines` lists the engines that have the setting; all have it where the list is empty. `synonyms` are names that
     other programs give it. A `searchable` setting may be "auto".

@@ -150,7 +150,7 @@ class Checkpoints:
             self._console.note(f"checkpoints: {text}")
 
     def observe(self, step: int, result: StepResult, is_wrong: bool) -> None:
-        """Record the result of `step`; called before `due_step`. A wrong step did not update the weights."""
+        """Record the result of `step`; called before `due_step`. A step that `is_wrong` did not update the weights."""
         if not is_wrong:
             self._good_step = step
         # an fp16 step that was skipped for its loss scale is not wrong, and proves nothing either
@@ -160,15 +160,17 @@ class Checkpoints:
     def due_step(self, step: int, is_last: bool) -> int | None:
         """Return the step whose state must be saved after `step`, or None. `is_last` says that no other step follows.
 
-        A save that is due at a wrong step is postponed to the next good step. If no step follows, the state is saved
-        under the number of the newest good step, because the wrong steps did not change it.
+        A save that is due at a non-finite step is postponed to the next finite step. If no step follows, the state is
+        saved under the number of the newest finite step, because the later steps did not update it.
         """
         every = self._run.save_every
         is_wanted = is_last or self._is_postponed or (every is not None and step % every == 0)
         if not is_wanted:
             return None
         if self._good_step < step:
-            newest = f"its state is still that of step {self._good_step}" if is_last else "the next good step is saved"
+            newest = (
+                f"the weights are still those of step {self._good_step}" if is_last else "the next finite step is saved"
+            )
             self._note(f"step {step} is not saved, because its loss or gradients are not finite; {newest}")
             self._is_postponed = not is_last
             if not is_last:

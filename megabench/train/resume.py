@@ -42,7 +42,7 @@ def _loads_own_save(run: ResolvedConfig) -> bool:
 def _is_own_restart(run: ResolvedConfig, rendezvous: Rendezvous) -> bool:
     """Whether the launcher restarted this run after it saved to `--save`; the same on every rank.
 
-    A restart alone proves nothing: the first attempt may have been refused because another run owns the directory.
+    A restart does not prove that this run owns the directory: its first attempt may have been refused.
     """
     if not run.save or restart_count() == 0:
         return False
