@@ -1,4 +1,4 @@
-"""Fills in what records of older versions lack. Loads no torch.
+"""Fills in the fields that records of older versions lack. Loads no torch.
 
 The only place that reads meaning from the sentences, commands and kernel names of megabench itself: records that are
 written today have fields for it.

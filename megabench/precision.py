@@ -36,7 +36,7 @@ class PrecisionPolicy:
 
     @property
     def has_masters(self) -> bool:
-        """Whether fp32 masters exist beside the weights that are computed with."""
+        """Whether fp32 master weights exist beside the weights used for computing."""
         return self.compute != "fp32"
 
     @property

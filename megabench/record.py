@@ -100,7 +100,7 @@ class Parity(_Part):
 class RunFailure(_Part):
     """Why a run has no result.
 
-    `kind` is "hang" where no rank got on, or the run came to no end in time; "oom" where memory ran out;
+    `kind` is "hang" if no rank made progress, or if the run did not end in time; "oom" where memory ran out;
     "shared-memory" where /dev/shm was too small; "killed" for SIGKILL from outside; "error" for anything else. `rank`
     is the one that failed, or that the others waited for; None where no single one is known.
     """
@@ -110,7 +110,7 @@ class RunFailure(_Part):
 
 
 class KernelTraits(_Part):
-    """What kinds of kernels those of `RunRecord.kernels` are. None where that is not known.
+    """Traits of the kernels in `RunRecord.kernels`. None where that is not known.
 
     `flash_attention` holds no S×S scores; `fused_norm` and `fused_activation` read and write once; `fused_loss` holds
     no logits of a whole micro-batch. Where it `exchanges_heads`, context parallelism swaps parts of the sequence for

@@ -21,8 +21,9 @@ _HEAD = """# Settings of a run
 Every setting is a flag of `launch/pretrain.py` (`--global-batch 32`), a field of a YAML file (`global_batch: 32`), and
 a field of a study's trials. This page is generated from `megabench/settings/run.py` by `make settings-page`.
 
-"Resumed run" says what a run that continues a checkpoint may change: the value must be the *same*, is compared by
-*content*, may change and is then *logged*, or is *free*.
+The column "Resumed run" says what may change when a run resumes a checkpoint. *same*: the value must be equal.
+*content*: the model, data or engine that it names must be the same. *logged*: the value may change, and the log says
+so. *free*: the value may change.
 """
 _RESUME = {"same": "same", "content": "content", "mention": "logged", "free": "free"}
 

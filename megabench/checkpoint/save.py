@@ -170,7 +170,7 @@ class Saver:
         non_finite: Counter[str] = Counter()
         for report in reports:
             non_finite.update(report.get("non_finite", {}))
-        # the loss of the directory comes first: where another run clears up, files of this one go missing as well
+        # a lost directory comes first: if another run cleans it, files of this run are missing as well
         if loss:
             errors = [loss]
         elif non_finite:

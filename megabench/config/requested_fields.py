@@ -11,7 +11,7 @@ from megabench.specs.deepspeed_json import read_deepspeed_json
 
 
 def left_open(given: RunConfig) -> dict[str, Any]:
-    """The fields of a record that tell what its settings left to be chosen."""
+    """The record fields that say which settings were left to megabench."""
     return {"auto_settings": list(given.to_find), "requested_kernels": given.kernels}
 
 

@@ -306,6 +306,6 @@ class ResolvedConfig(RunConfig):
 
 
 def choices_of(name: str) -> tuple[Any, ...]:
-    """The values that a setting may have, where they can be listed."""
+    """The values that a setting may have; empty if they cannot be listed."""
     tables: dict[str, Iterable[str]] = {"engine": ENGINES, "precision": POLICIES}
     return tuple(tables.get(name, ())) or literal_values(RunConfig.model_fields[name].annotation)

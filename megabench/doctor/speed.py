@@ -202,7 +202,7 @@ def needless_sharding(case: Case) -> Iterator[Finding]:
 
 
 def _is_whole(record: RunRecord) -> bool:
-    """Whether each GPU holds all weights, or an unknown engine may hold them."""
+    """Whether each GPU holds all weights; assumed for an unknown engine."""
     spec, layout = ENGINES.get(record.engine), record.layout
     return spec is None or (layout.tp == layout.pp == 1 and not spec.gathers_weights(record.options))
 

@@ -99,5 +99,5 @@ class Engine(Protocol):
 
     @property
     def kernel_traits(self) -> KernelTraits:
-        """What kinds of kernels those are, for the record."""
+        """The traits of the kernels in use, for the record."""
         ...

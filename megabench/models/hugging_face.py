@@ -132,7 +132,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def own_code(folder: Path) -> str | None:
-    """Where a directory asks for Python code of its own: `"auto_map in config.json"`; None if it does not."""
+    """Where a directory refers to its own Python code: `"auto_map in config.json"`; None if it does not."""
     for name in (TOKENIZER_CONFIG_NAME, CONFIG_NAME):
         try:
             content = json.loads((folder / name).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The parallel axes, in one list that group kinds, coordinates, labels and words follow. Loads no torch."""
+"""Lists the parallel axes. Group kinds, coordinates, labels and descriptions derive from this list. Loads no torch."""
 
 from dataclasses import dataclass
 
@@ -30,6 +30,6 @@ AXES: tuple[Axis, ...] = (
 )
 AXIS_BY_NAME = {axis.name: axis for axis in AXES}
 FACTORS = tuple(axis.name for axis in AXES if axis.regroups is None)
-# ranks count the first of these fastest
+# rank numbers increase along the first of these axes fastest
 RANK_ORDER = ("tp", "cp", "dp", "pp")
 assert sorted(RANK_ORDER) == sorted(FACTORS)

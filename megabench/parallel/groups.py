@@ -12,7 +12,7 @@ from megabench.record import Group
 def rank_groups(layout: Layout) -> dict[str, list[list[int]]]:
     """Every group of each axis, e.g. {"tp": [[0, 1], [2, 3]], …}: the ranks that differ in that coordinate alone.
 
-    An axis that regroups another splits that one's groups into neighbours.
+    An axis that regroups another axis splits the groups of that axis into runs of neighbours.
     """
     groups: dict[str, list[list[int]]] = {}
     for axis in AXES:

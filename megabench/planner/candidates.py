@@ -1,4 +1,4 @@
-"""A candidate of the planner as the settings of a run. Loads no torch."""
+"""Converts a candidate of the planner into the settings of a run. Loads no torch."""
 
 from typing import Any
 

@@ -75,7 +75,10 @@ class Predictor:
     planned: Sequence[str]
 
     def predict(self, record: RunRecord) -> Prediction | None:
-        """What the run would take; None for one on other ranks than planned for, or of an unknown model or engine."""
+        """Predict the run.
+
+        None for a run on another number of ranks than planned for, or of an unknown model or engine.
+        """
         if record.world_size != self.topology.world_size or record.engine not in ENGINES:
             return None
         try:

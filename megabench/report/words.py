@@ -48,7 +48,7 @@ def _data_parallel(record: RunRecord, units: str) -> str:
 
 
 def explain_engine(record: RunRecord) -> str:
-    """What the engine is, in half a sentence; its name where this version does not know it."""
+    """Describe the engine in half a sentence; an engine that this version does not know is only named."""
     spec = ENGINES.get(record.engine)
     return spec.summary if spec else record.engine
 

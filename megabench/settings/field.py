@@ -1,4 +1,4 @@
-"""A setting of a run, declared once: its type, default and help, and what it means to records and resumed runs.
+"""Declares a setting of a run once: its type, default and help, and how records and resumed runs treat it.
 
 Loads no torch.
 """
@@ -17,11 +17,11 @@ Resume = Literal["same", "content", "mention", "free"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What code needs to know of a setting beside its type, default and help.
+    """Metadata of a setting, beside its type, default and help.
 
     `role`: "work" is part of what must be equal for two runs to be comparable; "layout" has a record field of its own;
     "option" shapes how a step runs and is recorded under `options`; "machine" is a condition under which the run takes
-    place; "output" says where it writes; "watch" says how it is watched. The last two shape no result.
+    place; "output" says where it writes; "watch" says how it is watched. The last two do not affect the result.
 
     `resume` says what a run that resumes a checkpoint may do with the setting:
 

@@ -28,7 +28,7 @@ class CostModel(Protocol):
         ...
 
     def shortest(self, candidate: Candidate) -> float:
-        """Seconds that a step takes at least; quick to compute."""
+        """A lower bound of the step time in seconds that is quick to compute."""
         ...
 
 
@@ -41,7 +41,7 @@ class EngineSpec:
     `sharding_stage` is the ZeRO stage that it corresponds to, unless the run says. An engine that `needs_blocks` trains
     only models for which there are parallel blocks.
 
-    `less_memory` is what to change when a run with these recorded options runs out of memory. An engine that
+    `less_memory` returns the setting to change after a run with these recorded options ran out of memory. An engine that
     `wants_queues` loses time with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
     `check` raises ConfigError for settings that the engine cannot combine, `complete` fills defaults, `holds_matrices`
@@ -84,5 +84,5 @@ class EngineSpec:
 
 
 def more_offload(options: Mapping[str, Any]) -> str:
-    """What to change in a run that shards everything already."""
+    """The setting to change in a run that already shards everything."""
     return "more GPUs" if options.get("offload") == "all" else "offload: all"

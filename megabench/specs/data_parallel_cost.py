@@ -52,7 +52,7 @@ class DataParallel:
         }
 
     def shortest(self, candidate: Candidate) -> float:
-        """The step itself, which is quick to compute."""
+        """The step time itself, because it is quick to compute."""
         return sum(self.parts(candidate).values())
 
     def _hook_seconds(self, candidate: Candidate) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from megabench.settings.reading import ConfigError, near_matches, read_text
 
 
 class _Run(Protocol):
-    """What a DeepSpeed JSON is compared with: the settings of a run, complete."""
+    """The complete settings of a run, with which a DeepSpeed JSON is compared."""
 
     @property
     def model(self) -> str: ...

@@ -1,4 +1,4 @@
-"""The engines that there are, by name. A new engine is one more line here."""
+"""All engines by name. A new engine needs one more line here."""
 
 from importlib import import_module
 from typing import Any

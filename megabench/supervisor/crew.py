@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 class StudyStopped(Exception):
     """The study cannot go on. `signal` is what this supervisor itself was told to stop by, 0 for another reason.
 
-    `rank` is that of the supervisor that is to blame, where one is.
+    `rank` is the rank of the supervisor at fault, if there is one.
     """
 
     def __init__(self, reason: str, signal_number: int = 0, rank: int | None = None) -> None:
@@ -130,7 +130,7 @@ class Crew:
         self.wait_until(lambda: self._store.add("parted", 0) == others)
 
     def stop_all(self, reason: str, rank: int) -> None:
-        """Makes every supervisor stop, for `reason`, which is the supervisor of `rank`; the first reason counts."""
+        """Stop every supervisor for `reason`; `rank` names the supervisor at fault. The first reason counts."""
         self._store.compare_set("stopped", "", json.dumps({"reason": reason, "rank": rank}))
 
     def _me(self) -> str:

@@ -47,12 +47,12 @@ class RankEnd:
 
     @property
     def killed_by(self) -> int:
-        """The signal that ended it, but for its supervisor's; 0 for none."""
+        """The signal that ended the rank, unless its supervisor sent it; 0 for none."""
         return -self.code if self.code < 0 and not self.was_ended else 0
 
     @property
     def last_words(self) -> str:
-        """What it reported, else what it printed last."""
+        """The error that the rank reported, or else the last line that it printed."""
         return self.failure.error if self.failure else self.last_line
 
     @classmethod
@@ -72,7 +72,7 @@ class Verdict:
 
 
 def judge(ends: Sequence[RankEnd], is_timeout: bool, timeout_seconds: float) -> Verdict:
-    """How a trial ended whose ranks ended so."""
+    """Classify how a trial ended, from how its ranks ended."""
     if cause := _root_cause(ends):
         failure = _failure(cause)
         sentence = _explain(cause, several_hosts=len({end.host for end in ends}) > 1)
@@ -111,7 +111,7 @@ def _has_lost_peer(end: RankEnd) -> bool:
 
 
 def _failure(end: RankEnd) -> RunFailure:
-    """The cause in fields, from how the likeliest rank ended."""
+    """Describe the cause in fields, from how the most likely culprit ended."""
     told = end.failure
     if told and told.kind == "hang":
         return RunFailure(kind="hang", rank=told.waited_for)
@@ -126,7 +126,7 @@ def _failure(end: RankEnd) -> RunFailure:
 
 
 def _behind(ends: Sequence[RankEnd]) -> int | None:
-    """The rank that has fewer steps done than any other; None where there is no such one."""
+    """The rank that has completed fewer steps than any other; None if several are equally far behind."""
     fewest = min(end.step for end in ends)
     behind = [end.rank for end in ends if end.step == fewest]
     return behind[0] if len(behind) == 1 else None

@@ -61,7 +61,7 @@ class Tasks:
             except FileNotFoundError:
                 verdict = _wrong_record("rank 0 ended with exit status 0 but wrote no record.json")
             except ValueError as problem:
-                verdict = _wrong_record(f"rank 0 wrote a record.json that is none: {str(problem).splitlines()[0]}")
+                verdict = _wrong_record(f"rank 0 wrote an invalid record.json: {str(problem).splitlines()[0]}")
         if record and verdict.status == "timeout":
             late = f"its processes had not ended when all was measured: {verdict.error}"
             record = record.model_copy(update={"warnings": [*record.warnings, late]})

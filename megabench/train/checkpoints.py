@@ -91,7 +91,7 @@ class Checkpoints:
         self._resumed = resume.num_done if is_own else None
         self._good_step = resume.num_done  # the newest step after which the state may be saved
         self._is_postponed = False
-        self._end: str | None = None  # why no later save can succeed
+        self._end: str | None = None  # the reason why no later save can succeed
         self.times: list[SaveTimes] = []
         rank = dist.get_rank()
         staging = self._stage(rendezvous.local_world_size, device)
@@ -153,7 +153,7 @@ class Checkpoints:
         """Record the result of `step`; called before `due_step`. A step that `is_wrong` did not update the weights."""
         if not is_wrong:
             self._good_step = step
-        # an fp16 step that was skipped for its loss scale is not wrong, and proves nothing either
+        # a step that fp16's loss scaling skipped is not wrong, but it does not prove that the weights are healthy
         if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             self._saver.last_finite_step = step
 

@@ -198,7 +198,7 @@ def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous")
 
 
 def _set_environment(run: ResolvedConfig) -> None:
-    """What the engine wants in the environment before CUDA starts, unless the user has set it."""
+    """Set the engine's environment variables before CUDA starts, unless the user has set them."""
     if run.device == "cuda":
         for name, value in ENGINES[run.engine].environment(run).items():
             os.environ.setdefault(name, value)

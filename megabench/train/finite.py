@@ -11,7 +11,7 @@ from megabench.engines.base import StepResult
 class FiniteWatch:
     """Counts the steps in a row that went wrong, and ends the run after more than `nan_tolerance` of them.
 
-    A step that was skipped left the weights as they were. The run ends at once if the weights were updated (DeepSpeed
+    A skipped step does not update the weights. The run ends at once if the weights were updated (DeepSpeed
     updates them in any case under ZeRO 0 to 2 in fp32), or if weights or moments are not finite: no later step can
     recover. fp16 skips steps to find its loss scale, which is no fault while the loss is finite.
     """

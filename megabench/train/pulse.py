@@ -55,7 +55,7 @@ def _call(frame: FrameType | None) -> str:
 
 
 def suspects(pulses: list[Pulse], silent: set[int]) -> set[int]:
-    """The ranks that the others wait for, all of them where none can be told apart.
+    """The ranks that the others wait for; all ranks if they cannot be told apart.
 
     `silent` are those that give no sign of life any more.
     """
@@ -70,7 +70,7 @@ def suspects(pulses: list[Pulse], silent: set[int]) -> set[int]:
 
 
 def accuse(pulses: list[Pulse], silent: set[int], num_steps: int) -> str:
-    """The `suspects` as a clause."""
+    """Describe the `suspects` in a clause."""
     blamed = suspects(pulses, silent)
     does = {pulse.rank: "gives no sign of life" if silent else f"stands in {pulse.place}" for pulse in pulses}
     named = [f"{_who(pulse)} {does[pulse.rank]}" for pulse in pulses if pulse.rank in blamed]

@@ -79,7 +79,7 @@ def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
 
 
 def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
-    """What kinds of kernels `names_for_transformers` names."""
+    """The traits of the kernels that `names_for_transformers` names."""
     if run.shape.foreign:
         own = KernelTraits(fused_loss=False)
     else:
@@ -117,7 +117,7 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
 
 
 def traits_for_megatron(run: ResolvedConfig) -> KernelTraits:
-    """What kinds of kernels `names_for_megatron` names."""
+    """The traits of the kernels that `names_for_megatron` names."""
     return KernelTraits(
         flash_attention=True,
         fused_norm=True,
