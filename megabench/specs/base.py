@@ -41,8 +41,8 @@ class EngineSpec:
     `sharding_stage` is the ZeRO stage that it corresponds to, unless the run says. An engine that `needs_blocks` trains
     only models for which there are parallel blocks.
 
-    `less_memory` returns the setting to change after a run with these recorded options ran out of memory. An engine that
-    `wants_queues` loses time with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+    `less_memory` returns the setting to change after a run with these recorded options ran out of memory. An engine
+    that `wants_queues` loses time with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
     `check` raises ConfigError for settings that the engine cannot combine, `complete` fills defaults, `holds_matrices`
     says whether every rank holds whole matrices, `environment` is set before CUDA starts unless the user set it, and
