@@ -21,9 +21,12 @@ _HEAD = """# Settings of a run
 Every setting is a flag of `launch/pretrain.py` (`--global-batch 32`), a field of a YAML file (`global_batch: 32`), and
 a field of a study's trials. This page is generated from `megabench/settings/run.py` by `make settings-page`.
 
-The column "Resumed run" says what may change when a run resumes a checkpoint. *same*: the value must be equal.
-*content*: the model, data or engine that it names must be the same. *logged*: the value may change, and the log says
-so. *free*: the value may change.
+The column "Resumed run" says whether a run that resumes a checkpoint may change the setting:
+
+- *same*: no.
+- *content*: the value may be another path or name, but only of the same model, data or engine.
+- *logged*: yes, and the log mentions the change.
+- *free*: yes.
 """
 _RESUME = {"same": "same", "content": "content", "mention": "logged", "free": "free"}
 

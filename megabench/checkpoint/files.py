@@ -137,7 +137,7 @@ def _check_file(folder: Path, entry: FileEntry) -> None:
 
 
 def check_finite(folder: Path, files: Sequence[FileEntry]) -> None:
-    """Raise DamagedError, naming the first tensors, unless every value in the tensor files is finite."""
+    """Raise DamagedError if a tensor file holds non-finite values; the error names the first such tensors."""
     with ThreadPoolExecutor(num_threads()) as pool:
         list(pool.map(lambda entry: _check_finite(folder, entry), _tensor_files(files)))
 

@@ -1,4 +1,4 @@
-"""Lists the parallel axes. Group kinds, coordinates, labels and descriptions derive from this list. Loads no torch."""
+"""Lists the parallel axes. Kinds of process groups, coordinates and labels derive from it. Loads no torch."""
 
 from dataclasses import dataclass
 

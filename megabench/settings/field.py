@@ -19,9 +19,14 @@ Resume = Literal["same", "content", "mention", "free"]
 class Setting:
     """Metadata of a setting, beside its type, default and help.
 
-    `role`: "work" is part of what must be equal for two runs to be comparable; "layout" has a record field of its own;
-    "option" shapes how a step runs and is recorded under `options`; "machine" is a condition under which the run takes
-    place; "output" says where it writes; "watch" says how it is watched. The last two do not affect the result.
+    `role` says what the setting is for:
+
+    - "work": it must be equal for two runs to be comparable;
+    - "layout": it is part of the layout, and the record has a field of its own for it;
+    - "option": it changes how a step runs, and the record lists it under `options`;
+    - "machine": it is a condition under which the run takes place;
+    - "output": it says where the run writes files, and does not affect the result;
+    - "watch": it controls monitoring, and does not affect the result.
 
     `resume` says what a run that resumes a checkpoint may do with the setting:
 

@@ -84,5 +84,5 @@ class EngineSpec:
 
 
 def more_offload(options: Mapping[str, Any]) -> str:
-    """The setting to change in a run that already shards everything."""
+    """The setting that frees memory in a run that already shards everything."""
     return "more GPUs" if options.get("offload") == "all" else "offload: all"

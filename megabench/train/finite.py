@@ -42,8 +42,8 @@ class FiniteWatch:
     ) -> str:
         """What went wrong at `step`, counted from 1, on which rank, and whether the weights were updated.
 
-        `rank_losses` and `hosts` go by rank; `non_finite` counts values of the training state, over all ranks; None
-        if the state cannot be read.
+        `rank_losses` and `hosts` go by rank; `non_finite` counts the NaN and infinite values of the training state over
+        all ranks; it is None if the state cannot be read.
         """
         wrong = [rank for rank, loss in enumerate(rank_losses) if not math.isfinite(loss)]
         what = "gradients are" if math.isfinite(result.loss) else f"loss is {result.loss}, which is"
