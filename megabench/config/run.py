@@ -2,7 +2,7 @@
 
 import hashlib
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -28,8 +28,6 @@ from megabench.specs.base import EngineSpec
 from megabench.specs.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
 from megabench.specs.registry import ENGINES
 
-Beta = PositiveFloat  # checked to be below 1 in resolve()
-
 POWERSGD_PLAIN_STEPS = 2  # uncompressed steps at the start, the fewest that torch's hook takes with error feedback
 
 # The settings of version 0.1, which a trial's identity always contains. A newer setting is part of it only where it
@@ -42,6 +40,10 @@ _ALWAYS_IDENTIFYING = (
     "clip_grad", "precision", "grad_dtype", "kernels", "recompute", "data", "tokenizer", "seed", "device", "load",
     "nan_tolerance", "world_size",
 )  # fmt: skip
+
+
+# settings whose values are the names in a table
+_TABLES: dict[str, Mapping[str, object]] = {"engine": ENGINES, "precision": POLICIES}
 
 
 class RunConfig(RunSettings):
@@ -67,18 +69,12 @@ class RunConfig(RunSettings):
             raise PydanticCustomError("truth", "it takes no true or false")
         return value
 
-    @field_validator("engine")
+    @field_validator(*_TABLES)
     @classmethod
-    def _is_engine(cls, value: str) -> str:
-        if value not in ENGINES:
-            raise PydanticCustomError("choice", "is not known; use one of {names}", {"names": ", ".join(ENGINES)})
-        return value
-
-    @field_validator("precision")
-    @classmethod
-    def _is_precision(cls, value: str | None) -> str | None:
-        if value is not None and value not in POLICIES:
-            raise PydanticCustomError("choice", "is not known; use one of {names}", {"names": ", ".join(POLICIES)})
+    def _is_in_its_table(cls, value: str | None, info: ValidationInfo) -> str | None:
+        table = _TABLES[info.field_name or ""]
+        if value is not None and value not in table:
+            raise PydanticCustomError("choice", "is not known; use one of {names}", {"names": ", ".join(table)})
         return value
 
     @property
@@ -137,7 +133,7 @@ class RunConfig(RunSettings):
                 )
         self.spec.check(self)
         if self.optimizer == "adafactor" and not self.spec.holds_matrices(self):
-            where = self.spec.described(self).partition(" of ")[0]
+            where = self.spec.mode(self) or f"the {self.engine} engine"
             raise ConfigError(
                 f"optimizer=adafactor needs whole matrices on every rank, and {where} cuts them; use --engine ddp, or "
                 f"optimizer=adamw"
@@ -225,10 +221,12 @@ class RunConfig(RunSettings):
                     f"engine is {self.engine} (tp={self.tp}, pp={self.pp}); add --engine {engines[0]}{sizes}, or "
                     f"leave it out"
                 )
+        mode = self.spec.mode(self)
+        engine = f"{mode} of the {self.engine} engine" if mode else f"the {self.engine} engine"
         for axis in ("tp", "pp", "vp", "cp"):
             if axis not in self.spec.axes and (size := getattr(self, axis)) > 1:
                 raise ConfigError(
-                    f"{self.spec.described(self)} is data-parallel alone, but "
+                    f"{engine} is data-parallel alone, but "
                     f"{axis}={size}; use {axis}=1, or --engine megatron for {axis}={size}"
                 )
         if self.recompute not in self.spec.recompute:
@@ -307,5 +305,4 @@ class ResolvedConfig(RunConfig):
 
 def choices_of(name: str) -> tuple[Any, ...]:
     """The values that a setting may have; empty if they cannot be listed."""
-    tables: dict[str, Iterable[str]] = {"engine": ENGINES, "precision": POLICIES}
-    return tuple(tables.get(name, ())) or literal_values(RunConfig.model_fields[name].annotation)
+    return tuple(_TABLES.get(name, ())) or literal_values(RunConfig.model_fields[name].annotation)

@@ -9,16 +9,20 @@ from megabench.cost.job import Candidate
 def settings_of(candidate: Candidate) -> dict[str, Any]:
     """The settings of a run that trains the candidate, without those at their defaults."""
     layout = candidate.layout
-    fields: dict[str, Any] = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vp": layout.vp}
-    fields = {
+    fields: dict[str, Any] = {
         "engine": candidate.engine,
-        **fields,
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "pp": layout.pp,
+        "vp": layout.vp,
         "micro_batch": candidate.micro_batch,
         "recompute": candidate.recompute,
+        "placement": candidate.placement,
+        "offload": candidate.offload,
+        "shard_size": candidate.shard_size,
+        "hpz_size": candidate.hpz_size,
+        "reshard_after_forward": not candidate.keeps_weights,
     }
-    fields |= {"placement": candidate.placement, "offload": candidate.offload}
-    fields |= {"shard_size": candidate.shard_size, "hpz_size": candidate.hpz_size}
-    fields["reshard_after_forward"] = not candidate.keeps_weights
     if candidate.engine == "deepspeed":
         fields["zero_stage"] = candidate.zero_stage
         fields["zero_leaf_layers"] = candidate.zero_stage == 3  # what is predicted: a host that waits for no parts

@@ -45,9 +45,9 @@ class EngineSpec:
     that `wants_queues` loses time with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
     `check` raises ConfigError for settings that the engine cannot combine, `complete` fills defaults, `holds_matrices`
-    says whether every rank holds whole matrices, `environment` is set before CUDA starts unless the user set it, and
-    `described` names the engine in an error message. `variants` gives what the planner predicts, for the number of
-    ranks of a host if several hosts take part.
+    says whether every rank holds whole matrices, and `environment` is set before CUDA starts unless the user set it.
+    `mode` names the engine's mode in error messages ("zero_stage=3"), if it has several. `variants` gives what the
+    planner predicts, for the number of ranks of a host if several hosts take part.
     """
 
     name: str
@@ -65,7 +65,7 @@ class EngineSpec:
     complete: Callable[[RunSettings], Mapping[str, Any]] = lambda run: {}
     holds_matrices: Callable[[RunSettings], bool] = lambda run: False
     environment: Callable[[RunSettings], Mapping[str, str]] = lambda run: {}
-    described: Callable[[RunSettings], str] = lambda run: f"the {run.engine} engine"
+    mode: Callable[[RunSettings], str | None] = lambda run: None
     variants: Callable[[int | None], Iterable[Variant]] = lambda ranks_per_host: ()
 
     def stage_of(self, options: Mapping[str, Any]) -> int:

@@ -31,8 +31,8 @@ def _complete(run: RunSettings) -> Mapping[str, Any]:
     return {"zero_stage": _stage(run)}
 
 
-def _described(run: RunSettings) -> str:
-    return f"zero_stage={_stage(run)} of the {run.engine} engine"
+def _mode(run: RunSettings) -> str:
+    return f"zero_stage={_stage(run)}"
 
 
 def _variants(ranks_per_host: int | None) -> Iterator[Variant]:
@@ -62,6 +62,6 @@ SPEC = EngineSpec(
     check=_check,
     complete=_complete,
     holds_matrices=lambda run: _stage(run) == 0,
-    described=_described,
+    mode=_mode,
     variants=_variants,
 )
