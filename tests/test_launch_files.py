@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from megabench.config import RunConfig
+from megabench.config import SETTINGS
 from megabench.record import RunRecord
 from tests.study.compare_process import REPOSITORY, free_port, start
 
@@ -137,4 +137,4 @@ def test_the_command_of_the_manifest_trains(tmp_path: Path) -> None:
     assert [each.returncode for each in pods] == [0, 0], printed
     assert RunRecord.read(tmp_path / "run" / "record.json").world_size == 4
     given = [flag.removeprefix("--").split("=")[0].replace("-", "_") for flag in command[len(launcher) :]]
-    assert set(given) <= set(RunConfig.model_fields)
+    assert set(given) <= {*SETTINGS}

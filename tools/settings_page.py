@@ -11,15 +11,15 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from megabench.config import SETTINGS, choices_of, literal_values
+from megabench.config import FIELDS, SETTINGS, choices_of, literal_values
 from megabench.settings.field import Setting
-from megabench.settings.run import RunSettings
+from megabench.specs.all_settings import engines_with
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 _HEAD = """# Settings of a run
 
 Every setting is a flag of `launch/pretrain.py` (`--global-batch 32`), a field of a YAML file (`global_batch: 32`), and
-a field of a study's trials. This page is generated from `megabench/settings/run.py` by `make settings-page`.
+a field of a study's trials. This page is generated from the declarations of the settings by `make settings-page`.
 
 The column "Resumed run" says whether a run that resumes a checkpoint may change the setting:
 
@@ -47,13 +47,13 @@ def _panel_order(item: tuple[str, Setting]) -> int:
 
 
 def _row(name: str, about: Setting) -> str:
-    field = RunSettings.model_fields[name]
+    field = FIELDS[name]
     cells = [
         f"`{name}`",
         str(field.description).partition(" [default:")[0].removesuffix("."),
         ", ".join(map(str, choices_of(name))) or _values(field.annotation),
         _default(field),
-        ", ".join(about.engines) or "all",
+        ", ".join(engines_with(name)) or "all",
         _RESUME[about.resume],
     ]
     return f"| {' | '.join(cells)} |\n"

@@ -6,10 +6,9 @@ from typing import Literal
 
 from megabench.config import RunConfig
 from megabench.config.auto import Setting, settle
-from megabench.config.run import POWERSGD_PLAIN_STEPS, ResolvedConfig
+from megabench.config.run import ResolvedConfig
 from megabench.parallel.layout import divisors
 from megabench.record import Probe, RunRecord, Status
-from megabench.specs.deepspeed_json import names_batch, read_deepspeed_json
 
 _WARMUP, _TIMED = 1, 2  # steps
 _SEARCHED = 8  # more steps of fp16, in which the loss scale may be searched for
@@ -23,7 +22,7 @@ _SMALL = 8  # micro-batches up to this are tried with the same sequences
 def probe_config(config: RunConfig, setting: Setting, world_size: int, device: Literal["cpu", "cuda"]) -> RunConfig:
     """The short run that tries a legal `setting` of `config`: few steps, and not more sequences than it takes."""
     run = settle(config, setting).resolve(world_size, device)
-    plain = POWERSGD_PLAIN_STEPS if run.powersgd_rank else 0
+    plain = run.spec.plain_steps(run.options)
     changes = {
         "global_batch": _sequences(run) * run.layout.data_parallel,
         "steps": plain + _WARMUP + _TIMED + (_SEARCHED if run.policy.scales_loss else 0),
@@ -38,7 +37,7 @@ def _sequences(run: ResolvedConfig) -> int:
     """Sequences of a replica in a step of the probe: the same for all small micro-batches, whose steps then compare
     as they are, and more only for those that need more."""
     of_run = run.global_batch // run.layout.data_parallel
-    if run.deepspeed_config and names_batch(read_deepspeed_json(run.deepspeed_config)):
+    if run.spec.fixes_batch(run.options):
         return of_run
     chunk = run.pp if run.vp > 1 else 1  # an interleaved schedule takes its micro-batches by so many
     small = lcm(*(size * chunk for size in divisors(of_run, _SMALL) if of_run % (size * chunk) == 0))

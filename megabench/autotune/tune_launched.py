@@ -15,6 +15,7 @@ from megabench.autotune.probe import probe_config
 from megabench.autotune.tune import NothingFitsError, tune
 from megabench.config import RunConfig
 from megabench.config.auto import Setting, resolve_first, settle
+from megabench.config.identity import identity
 from megabench.record import Probe
 from megabench.runtime.device import DeviceKind
 from megabench.runtime.rendezvous import Rendezvous, restart_count
@@ -120,7 +121,7 @@ def _identity(trial: Trial) -> str:
     config, run = trial.config, trial.resolved
     first = Setting(run.micro_batch, run.recompute)
     short = probe_config(config, first, run.world_size, run.device)
-    return short.identity(world_size=run.world_size, to_find=config.to_find, env=trial.env, gpus=gpu_names())
+    return identity(short, world_size=run.world_size, to_find=config.to_find, env=trial.env, gpus=gpu_names())
 
 
 def _read(path: Path) -> Found | None:

@@ -2,9 +2,10 @@
 
 from megabench.config.run import ResolvedConfig, RunConfig, choices_of
 from megabench.settings.reading import ConfigError, explain, literal_values, near_matches, read_yaml_mapping
-from megabench.settings.run import SETTINGS, hint
+from megabench.specs.all_settings import FIELDS, SETTINGS, hint
 
 __all__ = [
+    "FIELDS",
     "SETTINGS",
     "ConfigError",
     "ResolvedConfig",

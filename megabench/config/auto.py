@@ -51,9 +51,14 @@ def _settings(config: RunConfig, world_size: int) -> list[Setting]:
     shape = config.shape
     if config.micro_batch == "auto":
         replicas = config.layout.with_world_size(world_size).data_parallel
-        named = RunConfig.parse(config.model_dump(exclude_unset=True, exclude={*config.to_find})).with_deepspeed_json()
+        named = _named(config).with_file()
         micro_batches = divisors(max(1, (named.global_batch or shape.global_batch) // replicas))
     else:
         micro_batches = [config.micro_batch or shape.micro_batch]
     levels = ["none", "selective", "full"] if config.recompute == "auto" else [config.recompute]
     return [Setting(micro_batch, level) for level in levels for micro_batch in micro_batches]
+
+
+def _named(config: RunConfig) -> RunConfig:
+    """`config` without the settings that are "auto"."""
+    return RunConfig.parse({name: value for name, value in config.given().items() if name not in config.to_find})

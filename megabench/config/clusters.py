@@ -75,4 +75,4 @@ def _validate(model: type[Model], content: dict[str, Any], where: str) -> Model:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {explain(error, model)}") from None
+        raise ConfigError(f"{where}: {explain(error, model.model_fields)}") from None

@@ -7,7 +7,6 @@ from typing import Any
 from megabench.config import SETTINGS, ResolvedConfig, RunConfig
 from megabench.record import LayoutSizes
 from megabench.settings.field import names
-from megabench.specs.deepspeed_json import read_deepspeed_json
 
 
 def left_open(given: RunConfig) -> dict[str, Any]:
@@ -20,8 +19,7 @@ def asked_for(run: ResolvedConfig, given: RunConfig, env: Mapping[str, str] | No
     return {
         "engine": run.engine,
         "layout": LayoutSizes(**asdict(run.layout)),
-        "options": {option: getattr(run, option) for option in names(SETTINGS, role="option")}
-        | {"deepspeed_config": read_deepspeed_json(run.deepspeed_config) if run.deepspeed_config else None},
+        "options": _options(run),
         "optimizer": run.optimizer,
         "world_size": run.world_size,
         "emulated_hosts": run.emulate_hosts,
@@ -36,3 +34,10 @@ def asked_for(run: ResolvedConfig, given: RunConfig, env: Mapping[str, str] | No
         "warmup_steps": run.warmup_steps,
         "command": given.command(run.world_size, env),
     }
+
+
+def _options(run: ResolvedConfig) -> dict[str, Any]:
+    """All settings of role "option"; those that the engine does not have are at their defaults."""
+    settings = run.every()
+    options = {name: settings[name] for name in names(SETTINGS, role="option")}
+    return {**options, **run.spec.recorded(options)}

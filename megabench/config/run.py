@@ -1,8 +1,7 @@
 """RunConfig: all that one run is made of, and its validation with advice."""
 
-import hashlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -13,61 +12,72 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from megabench.metrics import output_layer_cost
 from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
 from megabench.precision import POLICIES, PrecisionPolicy
-from megabench.settings.field import names
+from megabench.settings.field import EngineSettings, names
 from megabench.settings.reading import ConfigError, explain, literal_values
-from megabench.settings.run import SETTINGS, RunSettings, hint
+from megabench.settings.run import RunSettings
+from megabench.specs.all_settings import FIELDS, SETTINGS, engines_with, hint, is_default
 from megabench.specs.base import EngineSpec
-from megabench.specs.deepspeed_json import check_deepspeed_json, read_deepspeed_json, settings_of_run
 from megabench.specs.registry import ENGINES
-
-POWERSGD_PLAIN_STEPS = 2  # uncompressed steps at the start, the fewest that torch's hook takes with error feedback
-
-# The settings of version 0.1, which a trial's identity always contains. A newer setting is part of it only where it
-# differs from its default, so that the identities of older studies stay the same.
-_ALWAYS_IDENTIFYING = (
-    "model", "num_layers", "engine", "tp", "pp", "vp", "stages", "cp", "keep_gathered", "placement", "strict_placement",
-    "emulate_hosts", "zero_stage", "shard_size", "reshard_after_forward", "offload", "hpz_size", "zero_prefetch",
-    "zero_persistence", "zero_leaf_layers", "powersgd_rank", "compile", "deepspeed_config", "seq_length", "micro_batch",
-    "global_batch", "steps", "warmup_steps", "optimizer", "lr", "lr_warmup", "min_lr", "betas", "eps", "weight_decay",
-    "clip_grad", "precision", "grad_dtype", "kernels", "recompute", "data", "tokenizer", "seed", "device", "load",
-    "nan_tolerance", "world_size",
-)  # fmt: skip
-
 
 # settings whose values are the names in a table
 _TABLES: dict[str, Mapping[str, object]] = {"engine": ENGINES, "precision": POLICIES}
 
 
 class RunConfig(RunSettings):
-    """All that one run is made of. Fields that default to None are filled by `resolve` from the model or the device."""
+    """All that one run is made of. Fields that default to None are filled by `resolve` from the model or the device.
+
+    It is made from flat fields, as a user gives them, and puts those that not all engines have into `own`.
+    """
 
     @classmethod
-    def parse(cls, fields: dict[str, Any], where: str = "") -> Self:
+    def parse(cls, fields: Mapping[str, Any], where: str = "") -> Self:
         """A RunConfig from untyped fields; ConfigError with near matches for unknown keys. `where` names the source."""
         try:
-            return cls.model_validate(fields)
+            return cls.model_validate(dict(fields))
         except ValidationError as error:
-            raise ConfigError(where + explain(error, cls, hint)) from None
+            raise ConfigError(where + explain(error, FIELDS, hint)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _compose(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Moves the engine's settings into `own`; those of other engines may only be at their defaults."""
+        if isinstance(fields.get("own"), EngineSettings):
+            return fields
+        if "own" in fields:
+            raise PydanticCustomError("sentence", "unknown setting 'own'")
+        engine = str(fields.get("engine", RunSettings.model_fields["engine"].default))
+        common = {name: value for name, value in fields.items() if name not in SETTINGS or not engines_with(name)}
+        if engine not in ENGINES:
+            return common | {"own": EngineSettings()}  # the field's own validator refuses the engine
+        given = {name: fields[name] for name in fields.keys() - common.keys()}
+        for name in [name for name in given if engine not in engines_with(name)]:
+            if not is_default(name, given.pop(name)):
+                raise PydanticCustomError("sentence", "{text}", {"text": _not_its_setting(name, engine, fields)})
+        return common | {"own": ENGINES[engine].settings.model_validate(given)}
+
+    def flat(self, **dump: Any) -> dict[str, Any]:
+        """All settings by name, those of `own` among the others; `dump` goes to pydantic's `model_dump`."""
+        return self.model_dump(**dump, exclude={"own"}) | self.own.model_dump(**dump)
+
+    def every(self) -> dict[str, Any]:
+        """The settings of all engines by name; those that this engine does not have are at their defaults."""
+        return {name: field.default for name, field in FIELDS.items()} | self.flat()
+
+    def given(self) -> dict[str, Any]:
+        """The settings that were given, by name."""
+        return self.flat(exclude_unset=True)
 
     @property
     def shape(self) -> ModelShape:
         return find_model(self.model, self.num_layers)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_truth_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML's true and yes would count as 1."""
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
-            raise PydanticCustomError("truth", "it takes no true or false")
-        return value
 
     @field_validator(*_TABLES)
     @classmethod
@@ -83,6 +93,11 @@ class RunConfig(RunSettings):
         return ENGINES[self.engine]
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The settings of the engine that not all engines have, by name."""
+        return self.own.model_dump()
+
+    @property
     def layout(self) -> Layout:
         """The layout without dp; `resolve` checks that it can be filled."""
         return Layout(tp=self.tp, cp=self.cp, pp=self.pp, vp=self.vp)
@@ -90,7 +105,8 @@ class RunConfig(RunSettings):
     @property
     def to_find(self) -> tuple[str, ...]:
         """The settings that are "auto": to be found by trying, before the run can be resolved."""
-        return tuple(name for name in names(SETTINGS, searchable=True) if getattr(self, name) == "auto")
+        settings = self.flat()
+        return tuple(name for name in names(SETTINGS, searchable=True) if settings.get(name) == "auto")
 
     def resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
         """Fills every default and checks every rule; raises ConfigError, LayoutError or UnknownModelError."""
@@ -99,19 +115,17 @@ class RunConfig(RunSettings):
                 f"{self.to_find[0]}=auto is found by launch/pretrain.py and megabench compare; here name the value"
             )
         self._check_engine()
-        run = self.with_deepspeed_json()._resolve(world_size, device)
-        if self.deepspeed_config:
-            check_deepspeed_json(read_deepspeed_json(self.deepspeed_config), run, self.deepspeed_config)
+        run = self.with_file()._resolve(world_size, device)
+        run._check_saving()
+        run.spec.check(run)
         return run
 
-    def with_deepspeed_json(self) -> "RunConfig":
-        """This configuration with what its DeepSpeed JSON says where it is silent; ConfigError where they disagree."""
-        if not self.deepspeed_config:
-            return self
-        content = read_deepspeed_json(self.deepspeed_config)
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        said = settings_of_run(content, given, self.deepspeed_config)
-        return type(self).parse(self.model_dump(exclude_unset=True) | said, f"{self.deepspeed_config}: ")
+    def with_file(self) -> "RunConfig":
+        """This configuration with what a file of its engine's own says where it is silent; ConfigError where they
+        disagree."""
+        given = self.given()
+        said = self.spec.read_file(self, given)
+        return type(self).parse({**given, **said}) if said else self
 
     def _resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
         shape = self.shape
@@ -124,31 +138,17 @@ class RunConfig(RunSettings):
         if policy.needs_gpu and device == "cpu":
             others = " or ".join(name for name, other in POLICIES.items() if not other.needs_gpu)
             raise ConfigError(f"precision={precision} needs a GPU; use {others} on CPU")
-        if self.grad_dtype == "bf16" and self.powersgd_rank:
-            raise ConfigError("PowerSGD sends fp32 factors of its own; use grad_dtype=fp32, or leave powersgd_rank out")
-        for name in ("shard_size", "hpz_size"):
-            if (size := getattr(self, name)) and world_size % size:
-                raise ConfigError(
-                    f"{name}={size} does not divide the {world_size} ranks; use one of {divisors(world_size)}"
-                )
-        self.spec.check(self)
-        if self.optimizer == "adafactor" and not self.spec.holds_matrices(self):
-            where = self.spec.mode(self) or f"the {self.engine} engine"
+        if self.optimizer == "adafactor" and not self.spec.holds_matrices(self.options):
+            whole = [name for name, spec in ENGINES.items() if spec.holds_matrices({})]
             raise ConfigError(
-                f"optimizer=adafactor needs whole matrices on every rank, and {where} cuts them; use --engine ddp, or "
-                f"optimizer=adamw"
+                f"optimizer=adafactor needs whole matrices on every rank, and {self._mode} cuts them; use "
+                f"{''.join(f'--engine {name}, or ' for name in whole)}optimizer=adamw"
             )
         if self.grad_dtype not in policy.grad_dtypes:
             others = " or ".join(name for name, other in POLICIES.items() if self.grad_dtype in other.grad_dtypes)
             raise ConfigError(
                 f"grad_dtype={self.grad_dtype} goes with precision={others} only, not {precision}; use grad_dtype=fp32"
             )
-        if self.zero_stage == 0 and precision != self.grad_dtype:
-            raise ConfigError(
-                f"DeepSpeed's zero_stage=0 accumulates {precision} gradients in {precision} alone, and "
-                f"grad_dtype={self.grad_dtype}; use zero_stage=1, or precision=fp32"
-            )
-        self._check_saving(precision)
         lr = self.lr or shape.learning_rate
         min_lr = lr / 10 if self.min_lr is None else self.min_lr
         if min_lr > lr:
@@ -166,16 +166,17 @@ class RunConfig(RunSettings):
             **self.spec.complete(self),
         }
         self.layout.with_world_size(world_size)
-        run = ResolvedConfig.model_validate(self.model_dump() | filled | {"world_size": world_size})
+        run = ResolvedConfig.model_validate(self.flat() | filled | {"world_size": world_size})
         run.layout.check_model(shape, run.seq_length)
         run.layout.check_batch(run.global_batch, run.micro_batch)
         return run
 
     def _check_model_fits(self, shape: ModelShape) -> None:
         if self.spec.needs_blocks and not shape.table.has_parallel_blocks:
+            others = [name for name, spec in ENGINES.items() if not spec.needs_blocks]
             raise ConfigError(
-                f"{shape.why_no_blocks}; the megatron engine has no parallel blocks for it, and deepspeed, fsdp and "
-                f"ddp train it: add --engine deepspeed, or take a Llama, Mistral or Qwen model"
+                f"{shape.why_no_blocks}; the {self.engine} engine has no parallel blocks for it, and {_listed(others)} "
+                f"train it: add --engine {others[0]}, or take a Llama, Mistral or Qwen model"
             )
         length = self.seq_length or shape.seq_length
         if shape.table.positions == "learned" and shape.num_positions and length > shape.num_positions:
@@ -193,53 +194,33 @@ class RunConfig(RunSettings):
                 f"use one of {divisors(world_size)}"
             )
 
-    def _check_saving(self, precision: str) -> None:
-        for name in ("save_every", "keep"):
-            if (value := getattr(self, name)) is not None and self.save is None:
-                raise ConfigError(f"{name}={value} needs a directory to save to; add --save DIR, or leave it out")
-        if (self.save or self.load) and self.powersgd_rank:
-            raise ConfigError(
-                f"checkpoints do not hold what PowerSGD has left unsent; leave powersgd_rank={self.powersgd_rank} out, "
-                f"or save and load"
-            )
-        if (self.save or self.load) and self.zero_stage == 0 and self.optimizer == "adafactor":
-            raise ConfigError("checkpoints of zero_stage=0 do not hold Adafactor's state; use --engine ddp")
-        if (self.save or self.load) and self.zero_stage == 0 and POLICIES[precision].has_masters:
-            raise ConfigError(
-                f"checkpoints of zero_stage=0 hold fp32 masters, which DeepSpeed keeps out of reach in {precision}; "
-                f"use zero_stage=1, or precision=fp32"
-            )
+    @property
+    def _mode(self) -> str:
+        """The engine, and its mode if it has several: "ZeRO-3 of the deepspeed engine"."""
+        mode = self.spec.mode(self.options)
+        return f"{mode} of the {self.engine} engine" if mode else f"the {self.engine} engine"
 
     def _check_engine(self) -> None:
-        for name, about in SETTINGS.items():
-            engines = about.engines
-            is_given = getattr(self, name) != RunConfig.model_fields[name].default
-            if engines and self.engine not in engines and is_given:
-                sizes = " with tp=1 and pp=1" if ENGINES[engines[0]].is_data_parallel else ""
-                raise ConfigError(
-                    f"{name} is a setting of the {' and '.join(engines)} engine{'s' * (len(engines) > 1)}, and the "
-                    f"engine is {self.engine} (tp={self.tp}, pp={self.pp}); add --engine {engines[0]}{sizes}, or "
-                    f"leave it out"
-                )
-        mode = self.spec.mode(self)
-        engine = f"{mode} of the {self.engine} engine" if mode else f"the {self.engine} engine"
         for axis in ("tp", "pp", "vp", "cp"):
             if axis not in self.spec.axes and (size := getattr(self, axis)) > 1:
+                others = [name for name, spec in ENGINES.items() if axis in spec.axes]
                 raise ConfigError(
-                    f"{engine} is data-parallel alone, but "
-                    f"{axis}={size}; use {axis}=1, or --engine megatron for {axis}={size}"
+                    f"{self._mode} is data-parallel alone, but "
+                    f"{axis}={size}; use {axis}=1, or --engine {' or '.join(others)} for {axis}={size}"
                 )
         if self.recompute not in self.spec.recompute:
+            others = [name for name, spec in ENGINES.items() if self.recompute in spec.recompute]
             raise ConfigError(
-                f"recompute={self.recompute} is the megatron engine's; use none or full with {self.engine}"
+                f"recompute={self.recompute} is the {_listed(others)} engine's; use none or full with {self.engine}"
             )
 
     def flags(self) -> list[str]:
         """The command-line flags that reproduce this configuration: those that differ from the defaults."""
         words: list[str] = []
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if name in RunConfig.model_fields and value != field.default and value is not None:
+        settings = self.flat()
+        for name in FIELDS:
+            value = settings.get(name)
+            if value is not None and not is_default(name, value):
                 values = () if isinstance(value, bool) else value if isinstance(value, tuple) else (value,)
                 words += [f"--{'no-' * (value is False)}{name.replace('_', '-')}", *map(str, values)]
         return words
@@ -249,18 +230,6 @@ class RunConfig(RunSettings):
         variables = [f"{name}={shlex.quote(value)}" for name, value in (env or {}).items()]
         words = ["torchrun", "--nproc-per-node", str(world_size), "launch/pretrain.py", *self.flags()]
         return " ".join([*variables, shlex.join(words)])
-
-    def identity(self, **more: object) -> str:
-        """Hash of all settings that affect the result, and of `more`. Output paths and monitoring are left out."""
-        aside = {*names(SETTINGS, role="output"), *names(SETTINGS, role="watch")}
-        newer = {name for name in SETTINGS.keys() - _ALWAYS_IDENTIFYING if self._is_default(name)}
-        fields = self.model_dump(mode="json", exclude=aside | newer) | more
-        if self.deepspeed_config:
-            fields["deepspeed_config"] = read_deepspeed_json(self.deepspeed_config)
-        return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
-
-    def _is_default(self, name: str) -> bool:
-        return bool(getattr(self, name) == RunConfig.model_fields[name].default)
 
 
 class ResolvedConfig(RunConfig):
@@ -284,18 +253,19 @@ class ResolvedConfig(RunConfig):
 
     @property
     def can_be_saved(self) -> bool:
-        """Whether the engine's training state can be read; DeepSpeed keeps ZeRO-0's masters out of reach."""
-        return self.zero_stage != 0 or (not self.policy.has_masters and self.optimizer != "adafactor")
+        """Whether a checkpoint can hold the state of training."""
+        return self.spec.why_not_saved(self) is None
+
+    def _check_saving(self) -> None:
+        for name in ("save_every", "keep"):
+            if (value := getattr(self, name)) is not None and self.save is None:
+                raise ConfigError(f"{name}={value} needs a directory to save to; add --save DIR, or leave it out")
+        if (self.save or self.load) and (reason := self.spec.why_not_saved(self)):
+            raise ConfigError(reason)
 
     @property
     def layout(self) -> Layout:
         return super().layout.with_world_size(self.world_size)
-
-    @property
-    def chunk_layers(self) -> list[list[range]]:
-        """Layer numbers of every model chunk, as [stage][chunk]."""
-        cost = output_layer_cost(self.shape, self.seq_length) if self.stages == "balanced" else 0.0
-        return self.layout.chunk_layers(self.shape.num_layers, cost)
 
     @property
     def num_micro_batches(self) -> int:
@@ -305,4 +275,20 @@ class ResolvedConfig(RunConfig):
 
 def choices_of(name: str) -> tuple[Any, ...]:
     """The values that a setting may have; empty if they cannot be listed."""
-    return tuple(_TABLES.get(name, ())) or literal_values(RunConfig.model_fields[name].annotation)
+    return tuple(_TABLES.get(name, ())) or literal_values(FIELDS[name].annotation)
+
+
+def _not_its_setting(name: str, engine: str, fields: Mapping[str, Any]) -> str:
+    """Says which engines have a setting that was given with another one."""
+    engines = engines_with(name)
+    sizes = " with tp=1 and pp=1" if ENGINES[engines[0]].is_data_parallel else ""
+    return (
+        f"{name} is a setting of the {_listed(engines)} engine{'s' * (len(engines) > 1)}, and the engine is {engine} "
+        f"(tp={fields.get('tp', 1)}, pp={fields.get('pp', 1)}); add --engine {engines[0]}{sizes}, or leave it out"
+    )
+
+
+def _listed(words: Iterable[str]) -> str:
+    """ "a, b and c"."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last

@@ -22,6 +22,7 @@ from megabench.models.folder import HuggingFaceWeights
 from megabench.models.hugging_face import build_model
 from megabench.models.mapping import Piece
 from megabench.models.weights import Weights
+from megabench.specs.megatron import chunk_layers
 
 # relative to the largest logit; rounding of a hundred layers stays below, another model does not
 MAX_DIFFERENCE = 1e-4
@@ -61,7 +62,7 @@ def comparison_run(model: str, tp: int, pp: int) -> ResolvedConfig:
 
 def num_parts(run: ResolvedConfig) -> int:
     """How often a comparison advances on rank 0, whose stage is the first."""
-    first_stage = run.chunk_layers[0][0]
+    first_stage = chunk_layers(run)[0][0]
     return len(first_stage) + run.shape.num_layers + 4
 
 
@@ -156,7 +157,7 @@ def _parallel_logits(weights: Weights, run: ResolvedConfig, tokens: Tensor, adva
     blocks = Parts(weights, run)
     groups, shape = blocks.groups, run.shape
     stage, num_stages = groups.pp.rank(), groups.pp.size()
-    layers = run.chunk_layers[stage][0]
+    layers = chunk_layers(run)[stage][0]
     if stage == 0:
         hidden = blocks.embed(tokens)
         advance("parallel blocks: embedding")

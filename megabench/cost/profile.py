@@ -112,7 +112,7 @@ def read_profile(path: Path) -> Profile:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}; make one with megabench calibrate") from None
     except ValidationError as error:
-        raise ConfigError(f"{path} is no profile: {explain(error, Profile)}") from None
+        raise ConfigError(f"{path} is no profile: {explain(error, Profile.model_fields)}") from None
 
 
 @cache

@@ -211,7 +211,7 @@ def _cut(record: RunRecord) -> str:
     spec = ENGINES.get(record.engine)
     if not spec or not spec.gathers_weights(record.options):
         return layout_name(record)
-    return "ZeRO-3" if record.options.get("zero_stage") == 3 else record.engine
+    return spec.mode(record.options) or record.engine
 
 
 def _may_grow(record: RunRecord) -> bool:

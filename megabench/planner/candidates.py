@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megabench.config import RunConfig
+from megabench.config import FIELDS
 from megabench.cost.job import Candidate
 
 
@@ -27,5 +27,4 @@ def settings_of(candidate: Candidate) -> dict[str, Any]:
         fields["zero_stage"] = candidate.zero_stage
         fields["zero_leaf_layers"] = candidate.zero_stage == 3  # what is predicted: a host that waits for no parts
     kept = ("engine", "micro_batch", "zero_stage")
-    defaults = RunConfig.model_fields
-    return {name: value for name, value in fields.items() if name in kept or value != defaults[name].default}
+    return {name: value for name, value in fields.items() if name in kept or value != FIELDS[name].default}

@@ -4,9 +4,11 @@ Loads no torch.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 Panel = Literal[
     "Model and data", "Engine and layout", "Batch", "Optimizer", "Precision and kernels", "Checkpoints", "Run"
@@ -35,16 +37,47 @@ class Setting:
     - "mention": the value may change, and the log mentions the change;
     - "free": the value may change.
 
-    `engines` lists the engines that have the setting; all have it where the list is empty. `synonyms` are names that
-    other programs give it. A `searchable` setting may be "auto".
+    `synonyms` are names that other programs give it. A `searchable` setting may be "auto". `label` is what reports add
+    to the engine's name where the setting differs from its default; `{}` stands for the value.
     """
 
     panel: Panel
     role: Role
     resume: Resume
-    engines: tuple[str, ...] = ()
     synonyms: tuple[str, ...] = ()
     searchable: bool = False
+    label: str | None = None
+
+
+class Settings(BaseModel):
+    """Fields that are declared with `setting`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML's true and yes would count as 1."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise PydanticCustomError("boolean", "it takes no true or false")
+        return value
+
+
+class EngineSettings(Settings):
+    """The settings that not all engines have. An engine with such settings declares them in a subclass."""
+
+    @classmethod
+    def of(cls, run: "HasEngineSettings") -> Self:
+        """The settings of the run's engine, which must be this class's."""
+        assert isinstance(run.own, cls), f"the run has {type(run.own).__name__}, not {cls.__name__}"
+        return run.own
+
+
+class HasEngineSettings(Protocol):
+    """A run, complete or not."""
+
+    @property
+    def own(self) -> EngineSettings: ...
 
 
 def setting(
@@ -54,26 +87,27 @@ def setting(
     panel: Panel,
     role: Role,
     resume: Resume,
-    engines: tuple[str, ...] = (),
     synonyms: tuple[str, ...] = (),
     searchable: bool = False,
+    label: str | None = None,
     **bounds: Any,
 ) -> Any:
     """A pydantic field with its `Setting`; `bounds` (ge, le, …) go to pydantic."""
-    about = Setting(panel, role, resume, engines, synonyms, searchable)
+    about = Setting(panel, role, resume, synonyms, searchable, label)
     return Field(default, description=description, json_schema_extra={"setting": about}, **bounds)  # type: ignore[dict-item]
 
 
-def settings_of(model: type[BaseModel]) -> dict[str, Setting]:
-    """The settings of a model by name, in the order of their declaration."""
-    found: dict[str, Setting] = {}
-    for name, field in model.model_fields.items():
-        extra: Any = field.json_schema_extra
-        assert isinstance(extra, dict) and isinstance(extra.get("setting"), Setting), (
-            f"{name} is declared without setting()"
-        )
-        found[name] = extra["setting"]
-    return found
+def fields_of(model: type[Settings]) -> dict[str, FieldInfo]:
+    """The fields of a model that are settings, by name, in the order of their declaration."""
+    return {name: field for name, field in model.model_fields.items() if field.annotation is not EngineSettings}
+
+
+def metadata(name: str, field: FieldInfo) -> Setting:
+    """The metadata of the setting `name`, which must be declared with `setting`."""
+    extra: Any = field.json_schema_extra
+    about = extra.get("setting") if isinstance(extra, dict) else None
+    assert isinstance(about, Setting), f"{name} is declared without setting()"
+    return about
 
 
 def names(settings: dict[str, Setting], **wanted: object) -> tuple[str, ...]:

@@ -1,13 +1,14 @@
 """Reading settings from files, and saying in one sentence what is wrong with them."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from megabench import UserError
 
@@ -68,13 +69,18 @@ def literal_values(annotation: Any) -> tuple[Any, ...]:
     return get_args(arms[0]) if len(arms) == 1 and get_origin(arms[0]) is Literal else ()
 
 
-def explain(error: ValidationError, model: type[BaseModel], hint: Hint = near_matches) -> str:
-    """The first problem of a ValidationError as one sentence with a way out; `hint` says what an unknown name means."""
+def explain(error: ValidationError, fields: Mapping[str, FieldInfo], hint: Hint = near_matches) -> str:
+    """The first problem of a ValidationError as one sentence with a way out.
+
+    `fields` are those of the model; `hint` says what an unknown name means.
+    """
     problem = error.errors()[0]
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
     if problem["type"] == "extra_forbidden":
-        return f"unknown setting {name!r}; {hint(name, list(model.model_fields))}"
-    field = model.model_fields.get(name)
+        return f"unknown setting {name!r}; {hint(name, list(fields))}"
+    if problem["type"] == "sentence":
+        return problem["msg"]
+    field = fields.get(name)
     if problem["type"] == "literal_error" and field:
         choices = ", ".join(map(str, literal_values(field.annotation)))
         return f"{name}={problem['input']!r} is not known; use one of {choices}"

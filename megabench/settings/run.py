@@ -1,33 +1,24 @@
-"""Every setting of a run, each declared once. Flags, YAML fields, `--help`, the page of settings, record options, the
-rules for resumed runs and the names that other programs use all follow from these declarations.
+"""The settings of a run that all engines have, each declared once. Those of one engine are in `specs/`.
+
+Flags, YAML fields, `--help`, the page of settings, record options, the rules for resumed runs and the names that other
+programs use all follow from these declarations.
 """
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megabench.parallel.placement import Policy
-from megabench.settings.field import meant_by, setting, settings_of
-from megabench.settings.reading import near_matches
+from megabench.settings.field import EngineSettings, Settings, setting
 
 Beta = PositiveFloat  # checked to be below 1 in RunConfig.resolve
 
 
-class RunSettings(BaseModel):
-    """The settings of a run, as a user gives them."""
+class RunSettings(Settings):
+    """The settings of a run, as a user gives them; `own` are those of its engine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
+    own: EngineSettings
     model: str = setting(
         "llama3-8b",
         "Model: a name of the catalogue, or a Hugging Face or checkpoint directory.",
@@ -88,14 +79,6 @@ class RunSettings(BaseModel):
         resume="free",
         synonyms=("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "vp_size"),
     )
-    stages: Literal["balanced", "even"] = setting(
-        "balanced",
-        "Layers of pipeline stages: so that all take as long, output layer included, or as many to each.",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        engines=("megatron",),
-    )
     cp: PositiveInt = setting(
         1,
         "Context-parallel size.",
@@ -103,14 +86,6 @@ class RunSettings(BaseModel):
         role="layout",
         resume="free",
         synonyms=("context_parallel_size", "cp_size", "context_parallel_degree"),
-    )
-    keep_gathered: bool = setting(
-        False,
-        "Keep what TP gathered for the backward pass: a fifth less to send, more memory.",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        engines=("megatron",),
     )
     placement: Policy = setting(
         "topology",
@@ -132,102 +107,6 @@ class RunSettings(BaseModel):
         panel="Engine and layout",
         role="machine",
         resume="free",
-    )
-    zero_stage: Literal[0, 1, 2, 3] | None = setting(
-        None,
-        "ZeRO stage of the deepspeed engine [default: 3].",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        engines=("deepspeed",),
-        synonyms=("stage", "zero", "zero_optimization_stage"),
-    )
-    shard_size: PositiveInt | None = setting(
-        None,
-        "Neighbouring ranks that fsdp shards over, replicating beyond them (HSDP) [default: all].",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        engines=("fsdp",),
-        synonyms=("data_parallel_shard_degree", "hsdp_shard_size"),
-    )
-    reshard_after_forward: bool = setting(
-        True,
-        "Whether fsdp and ZeRO-3 drop a layer's weights after forward, to gather them again for backward.",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        engines=("fsdp", "deepspeed"),
-    )
-    offload: Literal["none", "optimizer", "all"] = setting(
-        "none",
-        "What deepspeed and fsdp keep in host memory: the optimizer (deepspeed), or all (ZeRO-3, fsdp).",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        engines=("deepspeed", "fsdp"),
-        synonyms=("cpu_offload", "offload_optimizer"),
-    )
-    hpz_size: PositiveInt | None = setting(
-        None,
-        "Neighbouring ranks that keep a second copy of ZeRO-3's shards, for backward (ZeRO++ hpZ).",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        engines=("deepspeed",),
-        synonyms=("zero_hpz_partition_size",),
-    )
-    zero_prefetch: NonNegativeInt | None = setting(
-        None,
-        "Elements that ZeRO-3 gathers ahead of their use [default: DeepSpeed's].",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        engines=("deepspeed",),
-        synonyms=("stage3_prefetch_bucket_size",),
-    )
-    zero_persistence: NonNegativeInt | None = setting(
-        None,
-        "Elements up to which ZeRO-3 keeps a parameter whole on every rank [default: DeepSpeed's].",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        engines=("deepspeed",),
-        synonyms=("stage3_param_persistence_threshold",),
-    )
-    zero_leaf_layers: bool = setting(
-        False,
-        "Have ZeRO-3 gather and drop each layer whole (DeepSpeed's leaf modules), not by its parts.",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        engines=("deepspeed",),
-    )
-    powersgd_rank: PositiveInt | None = setting(
-        None,
-        "Compress ddp's gradients to matrices of this rank (PowerSGD): less to send, other gradients.",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        engines=("ddp",),
-    )
-    compile: bool = setting(
-        False,
-        "Compile the blocks of fsdp and ddp with torch.compile.",
-        panel="Precision and kernels",
-        role="option",
-        resume="free",
-        engines=("fsdp", "ddp"),
-        synonyms=("torch_compile",),
-    )
-    deepspeed_config: Path | None = setting(
-        None,
-        "Your own DeepSpeed JSON; its settings win.",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        engines=("deepspeed",),
-        synonyms=("deepspeed", "ds_config"),
     )
     seq_length: PositiveInt | None = setting(
         None,
@@ -487,17 +366,3 @@ class RunSettings(BaseModel):
         role="output",
         resume="free",
     )
-
-
-SETTINGS = settings_of(RunSettings)
-
-
-def hint(word: str, known: Iterable[str], spell: Callable[[str], str] = str, otherwise: str | None = None) -> str:
-    """Suggest settings for an unknown name: the one that other programs call so, or those with similar names.
-
-    `spell` writes the names as the user does; `otherwise` is said where no name is similar, by default all of `known`.
-    """
-    names = list(known)
-    if (meant := meant_by(word, SETTINGS)) in names:
-        return f"here it is {spell(meant)}: {RunSettings.model_fields[meant].description}"
-    return near_matches(word, [spell(name) for name in names], otherwise)

@@ -1,7 +1,45 @@
 """torch's DistributedDataParallel: whole replicas."""
 
-from megabench.specs.base import EngineSpec, Variant
+from pydantic import PositiveInt
+
+from megabench.settings.field import EngineSettings, setting
+from megabench.settings.reading import ConfigError
+from megabench.specs.base import EngineSpec, Options, ResolvedRun, Variant
 from megabench.specs.data_parallel_cost import DataParallel
+from megabench.specs.shared_settings import COMPILE
+
+POWERSGD_PLAIN_STEPS = 2  # uncompressed steps at the start, the fewest that torch's hook takes with error feedback
+
+
+class DdpSettings(EngineSettings):
+    powersgd_rank: PositiveInt | None = setting(
+        None,
+        "Compress ddp's gradients to matrices of this rank (PowerSGD): less to send, other gradients.",
+        panel="Engine and layout",
+        role="option",
+        resume="free",
+        label="PowerSGD rank {}",
+    )
+    compile: bool = COMPILE
+
+
+def _check(run: ResolvedRun) -> None:
+    if run.grad_dtype == "bf16" and DdpSettings.of(run).powersgd_rank:
+        raise ConfigError("PowerSGD sends fp32 factors of its own; use grad_dtype=fp32, or leave powersgd_rank out")
+
+
+def _why_not_saved(run: ResolvedRun) -> str | None:
+    if rank := DdpSettings.of(run).powersgd_rank:
+        return (
+            f"checkpoints do not hold what PowerSGD has left unsent; leave powersgd_rank={rank} out, or save and load"
+        )
+    return None
+
+
+def _compression(options: Options) -> str | None:
+    rank = options.get("powersgd_rank")
+    return f"PowerSGD, rank {rank}" if rank else None
+
 
 SPEC = EngineSpec(
     name="ddp",
@@ -10,7 +48,12 @@ SPEC = EngineSpec(
     implementation="megabench.engines.ddp.engine:DdpEngine",
     cost=DataParallel,
     sharding_stage=0,
+    settings=DdpSettings,
+    check=_check,
+    why_not_saved=_why_not_saved,
+    holds_matrices=lambda options: True,
+    compression=_compression,
+    plain_steps=lambda options: POWERSGD_PLAIN_STEPS if options.get("powersgd_rank") else 0,
     less_memory=lambda options: "engine: fsdp, or deepspeed with zero_stage: 3, which shard what ddp copies",
-    holds_matrices=lambda run: True,
     variants=lambda ranks_per_host: [Variant(0)],
 )

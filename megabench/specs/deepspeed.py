@@ -1,38 +1,130 @@
 """DeepSpeed ZeRO, stages 0 to 3."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from pydantic import NonNegativeInt, PositiveInt
+
+from megabench.settings.field import EngineSettings, setting
 from megabench.settings.reading import ConfigError
 from megabench.settings.run import RunSettings
-from megabench.specs.base import EngineSpec, Variant, more_offload
+from megabench.specs.base import EngineSpec, Options, ResolvedRun, Variant, check_divides, more_offload
 from megabench.specs.data_parallel_cost import DataParallel
+from megabench.specs.deepspeed_json import check_deepspeed_json, names_batch, read_deepspeed_json, settings_of_run
+from megabench.specs.shared_settings import OFFLOAD, RESHARD_AFTER_FORWARD
 
 _OF_STAGE_3 = ("hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers", "reshard_after_forward")
 
 
-def _stage(run: RunSettings) -> int:
-    return 3 if run.zero_stage is None else run.zero_stage
+class DeepSpeedSettings(EngineSettings):
+    zero_stage: Literal[0, 1, 2, 3] | None = setting(
+        None,
+        "ZeRO stage of the deepspeed engine [default: 3].",
+        panel="Engine and layout",
+        role="option",
+        resume="free",
+        synonyms=("stage", "zero", "zero_optimization_stage"),
+    )
+    offload: Literal["none", "optimizer", "all"] = OFFLOAD
+    hpz_size: PositiveInt | None = setting(
+        None,
+        "Neighbouring ranks that keep a second copy of ZeRO-3's shards, for backward (ZeRO++ hpZ).",
+        panel="Engine and layout",
+        role="option",
+        resume="free",
+        synonyms=("zero_hpz_partition_size",),
+        label="hpz {}",
+    )
+    zero_prefetch: NonNegativeInt | None = setting(
+        None,
+        "Elements that ZeRO-3 gathers ahead of their use [default: DeepSpeed's].",
+        panel="Engine and layout",
+        role="option",
+        resume="free",
+        synonyms=("stage3_prefetch_bucket_size",),
+    )
+    zero_persistence: NonNegativeInt | None = setting(
+        None,
+        "Elements up to which ZeRO-3 keeps a parameter whole on every rank [default: DeepSpeed's].",
+        panel="Engine and layout",
+        role="option",
+        resume="free",
+        synonyms=("stage3_param_persistence_threshold",),
+    )
+    zero_leaf_layers: bool = setting(
+        False,
+        "Have ZeRO-3 gather and drop each layer whole (DeepSpeed's leaf modules), not by its parts.",
+        panel="Engine and layout",
+        role="option",
+        resume="free",
+        label="whole layers",
+    )
+    reshard_after_forward: bool = RESHARD_AFTER_FORWARD
+    deepspeed_config: Path | None = setting(
+        None,
+        "Your own DeepSpeed JSON; its settings win.",
+        panel="Engine and layout",
+        role="option",
+        resume="free",
+        synonyms=("deepspeed", "ds_config"),
+        label="own JSON",
+    )
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage, 3 by default."""
+        return 3 if self.zero_stage is None else self.zero_stage
 
 
-def _check(run: RunSettings) -> None:
-    stage = _stage(run)
+def _stage(options: Options) -> int:
+    stage = options.get("zero_stage")
+    return 3 if stage is None else int(stage)
+
+
+def _content(options: Options) -> dict[str, Any] | None:
+    """The user's own DeepSpeed JSON: its path in a run's settings, its content in a record."""
+    given = options.get("deepspeed_config")
+    return read_deepspeed_json(Path(given)) if isinstance(given, str | Path) else given
+
+
+def _read_file(run: RunSettings, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    path = DeepSpeedSettings.of(run).deepspeed_config
+    return settings_of_run(read_deepspeed_json(path), dict(given), path) if path else {}
+
+
+def _check(run: ResolvedRun) -> None:
+    own = DeepSpeedSettings.of(run)
+    stage = own.stage
+    check_divides("hpz_size", own.hpz_size, run.world_size)
     for name in _OF_STAGE_3:
-        if getattr(run, name) != RunSettings.model_fields[name].default and stage != 3:
-            raise ConfigError(f"{name}={getattr(run, name)} is a setting of zero_stage=3, not {stage}; leave it out")
-    if run.offload != "none" and (stage == 0 or (run.offload == "all" and stage != 3)):
+        if getattr(own, name) != DeepSpeedSettings.model_fields[name].default and stage != 3:
+            raise ConfigError(f"{name}={getattr(own, name)} is a setting of zero_stage=3, not {stage}; leave it out")
+    if own.offload != "none" and (stage == 0 or (own.offload == "all" and stage != 3)):
         raise ConfigError(
-            f"offload={run.offload} needs {'zero_stage=3' if run.offload == 'all' else 'zero_stage 1 to 3'}, and "
+            f"offload={own.offload} needs {'zero_stage=3' if own.offload == 'all' else 'zero_stage 1 to 3'}, and "
             f"zero_stage={stage}; use it with that, or offload=none"
         )
+    if stage == 0 and run.precision != run.grad_dtype:
+        raise ConfigError(
+            f"DeepSpeed's zero_stage=0 accumulates {run.precision} gradients in {run.precision} alone, and "
+            f"grad_dtype={run.grad_dtype}; use zero_stage=1, or precision=fp32"
+        )
+    if own.deepspeed_config:
+        check_deepspeed_json(read_deepspeed_json(own.deepspeed_config), run, stage, own.deepspeed_config)
 
 
-def _complete(run: RunSettings) -> Mapping[str, Any]:
-    return {"zero_stage": _stage(run)}
-
-
-def _mode(run: RunSettings) -> str:
-    return f"zero_stage={_stage(run)}"
+def _why_not_saved(run: ResolvedRun) -> str | None:
+    if DeepSpeedSettings.of(run).stage != 0:
+        return None
+    if run.optimizer == "adafactor":
+        return "checkpoints of zero_stage=0 do not hold Adafactor's state; use --engine ddp"
+    if run.policy.has_masters:
+        return (
+            f"checkpoints of zero_stage=0 hold fp32 masters, which DeepSpeed keeps out of reach in {run.precision}; "
+            f"use zero_stage=1, or precision=fp32"
+        )
+    return None
 
 
 def _variants(ranks_per_host: int | None) -> Iterator[Variant]:
@@ -45,9 +137,13 @@ def _variants(ranks_per_host: int | None) -> Iterator[Variant]:
         yield Variant(3, hpz_size=ranks_per_host)
 
 
-def _less_memory(options: Mapping[str, Any]) -> str:
-    stage = options.get("zero_stage")
-    return "zero_stage: 3" if stage is not None and stage < 3 else more_offload(options)
+def _less_memory(options: Options) -> str:
+    return "zero_stage: 3" if _stage(options) < 3 else more_offload(options)
+
+
+def _fixes_batch(options: Options) -> bool:
+    content = _content(options)
+    return content is not None and names_batch(content)
 
 
 SPEC = EngineSpec(
@@ -57,11 +153,18 @@ SPEC = EngineSpec(
     implementation="megabench.engines.deepspeed.engine:DeepSpeedEngine",
     cost=DataParallel,
     sharding_stage=3,
+    settings=DeepSpeedSettings,
     wants_queues=True,
-    less_memory=_less_memory,
+    read_file=_read_file,
+    complete=lambda run: {"zero_stage": DeepSpeedSettings.of(run).stage},
     check=_check,
-    complete=_complete,
-    holds_matrices=lambda run: _stage(run) == 0,
-    mode=_mode,
+    why_not_saved=_why_not_saved,
+    mode=lambda options: f"ZeRO-{_stage(options)}",
+    is_zero3=lambda options: _stage(options) == 3,
+    holds_matrices=lambda options: _stage(options) == 0,
+    uses_host=lambda options: options.get("offload", "none") != "none",
+    fixes_batch=_fixes_batch,
+    recorded=lambda options: {"deepspeed_config": _content(options)},
+    less_memory=_less_memory,
     variants=_variants,
 )

@@ -2,36 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megabench.models.mapping import largest_parameter
-from megabench.models.shape import ModelShape
-from megabench.parallel.layout import Layout
 from megabench.settings.reading import ConfigError, near_matches, read_text
-
-
-class _Run(Protocol):
-    """The complete settings of a run, with which a DeepSpeed JSON is compared."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def shape(self) -> ModelShape: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def precision(self) -> str: ...
-    @property
-    def grad_dtype(self) -> str: ...
-    @property
-    def zero_stage(self) -> int | None: ...
-    @property
-    def micro_batch(self) -> int: ...
-    @property
-    def global_batch(self) -> int: ...
-    @property
-    def num_micro_batches(self) -> int: ...
-
+from megabench.specs.base import ResolvedRun
 
 _RUN_KEYS = (
     "train_batch_size",
@@ -163,7 +138,7 @@ def _zero_settings(zero: dict[str, Any], path: Path) -> dict[str, Any]:
     }
 
 
-def check_deepspeed_json(content: dict[str, Any], run: _Run, path: Path) -> None:
+def check_deepspeed_json(content: dict[str, Any], run: ResolvedRun, zero_stage: int, path: Path) -> None:
     """ConfigError where the JSON contradicts what the run has become."""
     for precision in ("bf16", "fp16"):
         enabled = content.get(precision, {}).get("enabled")
@@ -176,7 +151,7 @@ def check_deepspeed_json(content: dict[str, Any], run: _Run, path: Path) -> None
             f"use grad_dtype={wire} for both, or remove it"
         )
     bucket = content.get("zero_optimization", {}).get("reduce_bucket_size")
-    if run.zero_stage in (1, 2) and bucket is not None and bucket < (largest := largest_parameter(run.shape)):
+    if zero_stage in (1, 2) and bucket is not None and bucket < (largest := largest_parameter(run.shape)):
         raise ConfigError(
             f"{path} says reduce_bucket_size={bucket}, and the largest gradient of {run.model} has {largest} elements: "
             f"across a slow link DeepSpeed loses what is larger than the bucket; give that much, or leave it out"

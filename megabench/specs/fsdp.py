@@ -1,16 +1,36 @@
 """torch's FSDP2, fully or hybrid sharded."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Literal
 
+from pydantic import PositiveInt
+
+from megabench.settings.field import EngineSettings, setting
 from megabench.settings.reading import ConfigError
-from megabench.settings.run import RunSettings
-from megabench.specs.base import EngineSpec, Variant, more_offload
+from megabench.specs.base import EngineSpec, Options, ResolvedRun, Variant, check_divides, more_offload
 from megabench.specs.data_parallel_cost import DataParallel
+from megabench.specs.shared_settings import COMPILE, OFFLOAD, RESHARD_AFTER_FORWARD
 
 
-def _check(run: RunSettings) -> None:
-    if run.offload == "optimizer":
+class FsdpSettings(EngineSettings):
+    offload: Literal["none", "optimizer", "all"] = OFFLOAD
+    shard_size: PositiveInt | None = setting(
+        None,
+        "Neighbouring ranks that fsdp shards over, replicating beyond them (HSDP) [default: all].",
+        panel="Engine and layout",
+        role="option",
+        resume="free",
+        synonyms=("data_parallel_shard_degree", "hsdp_shard_size"),
+        label="shards of {}",
+    )
+    reshard_after_forward: bool = RESHARD_AFTER_FORWARD
+    compile: bool = COMPILE
+
+
+def _check(run: ResolvedRun) -> None:
+    own = FsdpSettings.of(run)
+    check_divides("shard_size", own.shard_size, run.world_size)
+    if own.offload == "optimizer":
         raise ConfigError("fsdp offloads its shards and their optimizer together; use offload=all")
 
 
@@ -22,7 +42,7 @@ def _variants(ranks_per_host: int | None) -> Iterator[Variant]:
         yield Variant(3, shard_size=ranks_per_host)
 
 
-def _less_memory(options: Mapping[str, Any]) -> str:
+def _less_memory(options: Options) -> str:
     return "a larger shard_size" if options.get("shard_size") else more_offload(options)
 
 
@@ -33,8 +53,10 @@ SPEC = EngineSpec(
     implementation="megabench.engines.fsdp.engine:FsdpEngine",
     cost=DataParallel,
     sharding_stage=3,
+    settings=FsdpSettings,
     wants_queues=True,
-    less_memory=_less_memory,
     check=_check,
+    uses_host=lambda options: options.get("offload", "none") != "none",
+    less_memory=_less_memory,
     variants=_variants,
 )

@@ -1,15 +1,44 @@
 """TP × PP × CP × DP on megatron-core."""
 
 from collections.abc import Mapping
+from typing import Literal
 
+from megabench.metrics import output_layer_cost
+from megabench.settings.field import EngineSettings, setting
 from megabench.settings.reading import ConfigError
 from megabench.settings.run import RunSettings
-from megabench.specs.base import EngineSpec
+from megabench.specs.base import EngineSpec, ResolvedRun
 from megabench.specs.megatron_cost import Pipeline
 
 
-def _check(run: RunSettings) -> None:
-    if run.keep_gathered and (run.tp == 1 or run.kernels == "reference"):
+class MegatronSettings(EngineSettings):
+    stages: Literal["balanced", "even"] = setting(
+        "balanced",
+        "Layers of pipeline stages: so that all take as long, output layer included, or as many to each.",
+        panel="Engine and layout",
+        role="option",
+        resume="free",
+        label="even stages",
+    )
+    keep_gathered: bool = setting(
+        False,
+        "Keep what TP gathered for the backward pass: a fifth less to send, more memory.",
+        panel="Engine and layout",
+        role="option",
+        resume="free",
+        label="gathered kept",
+    )
+
+
+def chunk_layers(run: ResolvedRun) -> list[list[range]]:
+    """Layer numbers of every model chunk of a megatron run, as [stage][chunk]."""
+    is_balanced = MegatronSettings.of(run).stages == "balanced"
+    cost = output_layer_cost(run.shape, run.seq_length) if is_balanced else 0.0
+    return run.layout.chunk_layers(run.shape.num_layers, cost)
+
+
+def _check(run: ResolvedRun) -> None:
+    if MegatronSettings.of(run).keep_gathered and (run.layout.tp == 1 or run.kernels == "reference"):
         raise ConfigError(
             "keep_gathered keeps what megabench's tensor-parallel layers gather: it needs tp=2 or more and "
             "kernels=auto; leave it out otherwise"
@@ -28,10 +57,11 @@ SPEC = EngineSpec(
     implementation="megabench.engines.megatron.engine:MegatronEngine",
     cost=Pipeline,
     sharding_stage=1,
+    settings=MegatronSettings,
     axes=frozenset({"tp", "pp", "vp", "cp", "dp"}),
     recompute=frozenset({"none", "selective", "full"}),
     needs_blocks=True,
-    less_memory=lambda options: "a larger tp inside a host, or pp across hosts",
     check=_check,
     environment=_environment,
+    less_memory=lambda options: "a larger tp inside a host, or pp across hosts",
 )

@@ -1,5 +1,6 @@
 """All engines by name. A new engine needs one more line here."""
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,11 @@ ENGINES: dict[str, EngineSpec] = {
         ddp.SPEC,
     )
 }
+
+
+def is_zero3(engine: str, options: Mapping[str, Any]) -> bool:
+    """Whether a run with these options is one of ZeRO-3; False for an engine that this version does not know."""
+    return engine in ENGINES and ENGINES[engine].is_zero3(options)
 
 
 def implementation_of(name: str) -> Any:

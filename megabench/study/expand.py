@@ -32,7 +32,8 @@ def expand(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def automatic_name(config: ResolvedConfig, shown: Mapping[str, Any]) -> str:
     """A name from the layout, such as "tp2-pp2" or "zero3", and from those fields of `shown` it does not tell yet."""
-    stem = str(config.layout).replace("·", "-") if config.zero_stage is None else f"zero{config.zero_stage}"
+    mode = config.spec.mode(config.options)
+    stem = mode.lower().replace("-", "") if mode else str(config.layout).replace("·", "-")
     return with_fields(stem, {field: value for field, value in shown.items() if field not in _IN_THE_LAYOUT})
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from megabench.precision import POLICIES
 from megabench.record import Parity, RunRecord
+from megabench.specs import registry
 
 # Largest relative difference of the loss at any step. The engines sum in different orders, so results differ by
 # rounding: 2^-24 a sum in fp32, 2^-8 in bf16 and 2^-11 in fp16, and training amplifies a difference step by step. A
@@ -76,7 +77,7 @@ def judge_parity(records: Sequence[RunRecord], reference: str) -> list[RunRecord
 
 
 def is_zero3(record: RunRecord) -> bool:
-    return record.options.get("zero_stage") == 3
+    return registry.is_zero3(record.engine, record.options)
 
 
 def default_reference(records: Sequence[RunRecord]) -> str:

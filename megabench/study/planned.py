@@ -5,11 +5,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from megabench.config import RunConfig
+from megabench.config import FIELDS, RunConfig
 from megabench.planner.candidates import settings_of
 from megabench.planner.predict import Predictor
 from megabench.planner.request import make_plan
 from megabench.record import RunRecord
+from megabench.settings.run import RunSettings
 from megabench.study.expand import expand
 from megabench.study.study import StudyError, StudyFile
 
@@ -33,7 +34,7 @@ class Planning:
 
         A layout that the study has already is not added again. StudyError where nothing can be planned or fits.
         """
-        base = {name: value for name, value in file.defaults.items() if name in RunConfig.model_fields}
+        base = {name: value for name, value in file.defaults.items() if name in RunSettings.model_fields}
         run = RunConfig.parse(base, f"{source}: base: ")
         plan = make_plan(
             run.model,
@@ -63,7 +64,7 @@ class Planning:
         added: list[dict[str, Any]] = []
         for number, estimate in enumerate(plan.ranked, 1):
             # what the plan leaves at its default, the study's base may have set
-            defaults = {name: RunConfig.model_fields[name].default for name in _COMPARED if name in base}
+            defaults = {name: FIELDS[name].default for name in _COMPARED if name in base}
             settings = defaults | settings_of(estimate.candidate)
             if _compared(base | settings) not in own:
                 added.append({"name": f"plan-{number}", **settings})
@@ -72,7 +73,7 @@ class Planning:
 
 
 def _compared(fields: dict[str, Any]) -> tuple[object, ...]:
-    return tuple(fields.get(name, RunConfig.model_fields[name].default) for name in _COMPARED)
+    return tuple(fields.get(name, FIELDS[name].default) for name in _COMPARED)
 
 
 def regret_sentence(records: list[RunRecord]) -> str | None:

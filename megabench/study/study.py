@@ -22,7 +22,9 @@ from megabench.config import (
     read_yaml_mapping,
 )
 from megabench.config.auto import resolve_first
+from megabench.config.identity import identity
 from megabench.planner.predict import Predictor
+from megabench.specs.registry import is_zero3
 from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_fields, numbered, with_fields
 
 # where a trial writes is the study's to say, and trials leave no checkpoints
@@ -67,7 +69,7 @@ class StudyFile(BaseModel):
         try:
             return cls.model_validate(content)
         except ValidationError as error:
-            raise StudyError(f"{path}: {explain(error, cls)}") from None
+            raise StudyError(f"{path}: {explain(error, cls.model_fields)}") from None
 
     @property
     def largest_world_size(self) -> int | None:
@@ -110,7 +112,7 @@ class Trial:
     def id(self) -> str:
         """Hash of everything that shapes the run; equal ids mean the same run."""
         to_find = {"to_find": self.config.to_find} if self.config.to_find else {}
-        return self.resolved.identity(world_size=self.world_size, env=self.env, **to_find)
+        return identity(self.resolved, world_size=self.world_size, env=self.env, **to_find)
 
 
 @dataclass(frozen=True)
@@ -311,11 +313,8 @@ def _variables(value: Any, where: str) -> dict[str, str]:
 
 def _named(drafts: Sequence[_Draft], source: Path) -> tuple[Trial, ...]:
     """The trials with names: those given, else layout and what varies over the study."""
-    varying = {
-        field
-        for field in [*_TRIAL_FIELDS, "world_size"]
-        if len({str(getattr(draft.resolved, field)) for draft in drafts}) > 1
-    }
+    settings = [draft.resolved.every() for draft in drafts]
+    varying = {name for name in [*_TRIAL_FIELDS, "world_size"] if len({str(each[name]) for each in settings}) > 1}
     proposals = [
         draft.name
         or automatic_name(draft.resolved, {field: draft.given[field] for field in draft.given if field in varying})
@@ -340,5 +339,5 @@ def _reference(wanted: str | None, trials: Sequence[Trial], source: Path) -> str
     names = [trial.name for trial in trials]
     if wanted is not None and wanted not in names:
         raise StudyError(f"{source}: reference {wanted!r} is no trial of the study; {near_matches(wanted, names)}")
-    zero3 = [trial.name for trial in trials if trial.resolved.zero_stage == 3]
+    zero3 = [trial.name for trial in trials if is_zero3(trial.resolved.engine, trial.resolved.options)]
     return wanted or (zero3 or names)[0]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from megabench.parallel.layout import Layout
 from megabench.record import RunRecord
+from megabench.specs.all_settings import labels
+from megabench.specs.registry import ENGINES
 from megabench.study.parity import is_zero3
 from megabench.whole_file import write_whole
 
@@ -102,30 +104,11 @@ def layout_name(record: RunRecord) -> str:
 
 
 def engine_name(record: RunRecord) -> str:
-    """The engine with its ZeRO stage, where it has one, and what else was set: "deepspeed ZeRO-3, hpz 4"."""
-    options = record.options
-    stage = options.get("zero_stage")
-    words = [record.engine if stage is None else f"{record.engine} ZeRO-{stage}"]
-    if (offload := options.get("offload", "none")) != "none":
-        words.append(f"offload {offload}")
-    for option, word in (("hpz_size", "hpz"), ("shard_size", "shards of"), ("powersgd_rank", "PowerSGD rank")):
-        if value := options.get(option):
-            words.append(f"{word} {value}")
-    if options.get("zero_leaf_layers"):
-        words.append("whole layers")
-    if options.get("reshard_after_forward") is False:
-        words.append("weights kept")
-    if options.get("stages", "balanced") == "even":
-        words.append("even stages")
-    if options.get("tp_overlap"):  # of records alone: the option is gone
-        words.append("TP overlapped")
-    if options.get("keep_gathered"):
-        words.append("gathered kept")
-    if options.get("compile"):
-        words.append("compiled")
-    if options.get("deepspeed_config"):
-        words.append("own JSON")
-    return ", ".join(words)
+    """The engine with its mode and the options that are not at their defaults: "deepspeed ZeRO-3, hpz 4"."""
+    options, spec = record.options, ENGINES.get(record.engine)
+    mode = spec.mode(options) if spec else None
+    overlapped = ["TP overlapped"] if options.get("tp_overlap") else []  # an option that only older records have
+    return ", ".join([f"{record.engine} {mode}" if mode else record.engine, *labels(options), *overlapped])
 
 
 def _references(records: Sequence[RunRecord], reference: str) -> dict[str | None, str]:

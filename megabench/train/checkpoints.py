@@ -278,7 +278,7 @@ class Checkpoints:
                 data=DataEntry(
                     name=self._source.name, sha256=self._source.sha256, next_sequence=step * run.global_batch
                 ),
-                config=run.model_dump(mode="json"),
+                config=run.flat(mode="json"),
             ),
             num_elements=elements,
             versions=environment.collect().versions,

@@ -22,7 +22,6 @@ from megabench.config.auto import resolve_first
 from megabench.record import Probe, RunRecord
 from megabench.runtime.leave import leave
 from megabench.runtime.run_lock import check_free
-from megabench.specs.registry import ENGINES
 from megabench.train.flags import parse_flags
 from megabench.train.stopped import StoppedError
 
@@ -200,14 +199,15 @@ def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous")
 def _set_environment(run: ResolvedConfig) -> None:
     """Set the engine's environment variables before CUDA starts, unless the user has set them."""
     if run.device == "cuda":
-        for name, value in ENGINES[run.engine].environment(run).items():
+        for name, value in run.spec.environment(run).items():
             os.environ.setdefault(name, value)
 
 
 def _set_threads(run: ResolvedConfig) -> None:
     """Shares the cores between this host's processes where they hold an optimizer, for which torchrun leaves each one
     thread; libraries that are loaded later read the number from the environment."""
-    if run.device == "cuda" and run.offload != "none" and os.environ.get("OMP_NUM_THREADS") in (None, "1"):
+    uses_host = run.device == "cuda" and run.spec.uses_host(run.options)
+    if uses_host and os.environ.get("OMP_NUM_THREADS") in (None, "1"):
         import torch
 
         from megabench.runtime.rendezvous import share_of_cores

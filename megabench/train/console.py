@@ -49,7 +49,7 @@ class Console:
     def head(self, data_name: str) -> None:
         run = self.run
         what = f"{run.model}, {run.shape.num_layers} layers, {run.shape.num_parameters / 1e6:,.1f} M parameters"
-        how = run.engine if run.zero_stage is None else f"{run.engine} ZeRO-{run.zero_stage}"
+        how = " ".join(filter(None, (run.engine, run.spec.mode(run.options))))
         print(f"{what} · {how} · {run.layout} on {run.world_size} × {self.device_name}")
         print(
             f"{run.precision}, gradients {run.grad_dtype} · sequence {run.seq_length}, micro-batch {run.micro_batch}, "

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from megabench.config import SETTINGS, ConfigError, RunConfig, choices_of, hint, read_yaml_mapping
+from megabench.config import FIELDS, SETTINGS, ConfigError, RunConfig, choices_of, hint, read_yaml_mapping
 
 
 def parse_flags(arguments: Sequence[str] | None = None) -> RunConfig | None:
@@ -47,7 +47,7 @@ def _command() -> Any:
 
     config_option = typer.Option("--config", metavar="FILE", help="YAML file of the same settings; flags override it.")
     parameters = [_parameter("config_file", Path, config_option)]
-    for name, field in RunConfig.model_fields.items():
+    for name, field in FIELDS.items():
         flag = _flag(name)
         option = typer.Option(
             f"{flag}/--no-{flag[2:]}" if field.default is True else flag,

@@ -153,5 +153,5 @@ def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
         grad_dtype=run.grad_dtype,
         global_batch=run.global_batch,
         seq_length=run.seq_length,
-        compression=f"PowerSGD, rank {run.powersgd_rank}" if run.powersgd_rank else None,
+        compression=run.spec.compression(run.options),
     )

@@ -89,10 +89,11 @@ def _checked(found: Found, run: ResolvedConfig, source: TokenSource) -> Resume:
     training = check_belongs(found.folder, found.manifest, run, source)
     notes = [f"passed over {folder}: {problem}" for folder, problem in found.passed_over.items()]
     theirs = training.config
+    ours = run.flat()
     changed = [
-        f"{name} {_plain(theirs[name])} -> {_plain(value)}"
+        f"{name} {_plain(theirs[name])} -> {_plain(ours[name])}"
         for name in names(SETTINGS, resume="mention")
-        if name in theirs and _plain(theirs[name]) != _plain(value := getattr(run, name))
+        if name in theirs and name in ours and _plain(theirs[name]) != _plain(ours[name])
     ]
     if changed:
         notes.append(f"settings changed since {found.folder.name}: {', '.join(changed)}")
@@ -122,11 +123,12 @@ def check_belongs(folder: Path, manifest: Manifest, run: ResolvedConfig, source:
             f"--engine {training.engine}, or take its weights alone by --model "
             f"{folder} (or tools/convert.py export)"
         )
+    settings = run.flat()
     for name in names(SETTINGS, resume="same"):
-        if name in training.config and training.config[name] != getattr(run, name):
+        if name in training.config and name in settings and training.config[name] != settings[name]:
             raise CheckpointError(
                 f"{folder} was trained with {name}={training.config[name]}, and the run has "
-                f"{name}={getattr(run, name)}; give it the same"
+                f"{name}={settings[name]}; give it the same"
             )
     if training.data.sha256 != source.sha256:
         raise CheckpointError(

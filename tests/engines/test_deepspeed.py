@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
+from megabench.config.identity import identity
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
+from megabench.specs.deepspeed import DeepSpeedSettings
 from tests import distributed
 from tests.engines.equivalence import resolve, train
 
@@ -55,7 +57,7 @@ def test_users_file_wins_where_the_run_is_silent(tmp_path: Path) -> None:
         "gradient_clipping": "auto",
     }
     run = resolve_with(tmp_path, content)
-    assert (run.zero_stage, run.micro_batch, run.clip_grad) == (1, 2, 1.0)
+    assert (DeepSpeedSettings.of(run).zero_stage, run.micro_batch, run.clip_grad) == (1, 2, 1.0)
     settings = deepspeed_settings(run)
     assert settings["zero_optimization"]["reduce_bucket_size"] == 1234567
     assert settings["zero_optimization"]["overlap_comm"] is True
@@ -119,7 +121,8 @@ def test_contradictions_are_named(tmp_path: Path, content: dict[str, Any], field
 def test_what_a_file_says_of_zero_becomes_the_runs(tmp_path: Path) -> None:
     zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2}
     run = resolve_with(tmp_path, {"zero_optimization": zero | {"stage3_prefetch_bucket_size": 7}})
-    assert (run.offload, run.hpz_size, run.zero_prefetch, run.zero_persistence) == ("all", 2, 7, None)
+    own = DeepSpeedSettings.of(run)
+    assert (own.offload, own.hpz_size, own.zero_prefetch, own.zero_persistence) == ("all", 2, 7, None)
 
 
 def test_file_that_is_no_json(tmp_path: Path) -> None:
@@ -132,10 +135,10 @@ def test_file_that_is_no_json(tmp_path: Path) -> None:
 
 def test_a_changed_file_is_another_run(tmp_path: Path) -> None:
     content: dict[str, Any] = {"zero_optimization": {"stage": 1}}
-    first = resolve_with(tmp_path, content).identity()
-    assert resolve_with(tmp_path, content).identity() == first
+    first = identity(resolve_with(tmp_path, content))
+    assert identity(resolve_with(tmp_path, content)) == first
     content["zero_optimization"]["reduce_bucket_size"] = 1_000_000
-    assert resolve_with(tmp_path, content).identity() != first
+    assert identity(resolve_with(tmp_path, content)) != first
 
 
 def count_waits(run: ResolvedConfig) -> int:

@@ -10,6 +10,7 @@ from megabench.config import RunConfig
 from megabench.models.catalog import get_model
 from megabench.parallel.groups import rank_groups
 from megabench.parallel.layout import Layout, LayoutError
+from megabench.specs.megatron import chunk_layers
 
 TINY = get_model("llama-tiny")
 LLAMA = get_model("llama3-8b")
@@ -98,9 +99,9 @@ def test_no_other_split_is_faster(pp: int, vp: int, num_layers: int, output_cost
 
 def test_stages_of_llama3_8b() -> None:
     run = RunConfig(model="llama3-8b", pp=4, seq_length=8192).resolve(4, "cuda")
-    assert [len(layers) for (layers,) in run.chunk_layers] == [9, 9, 8, 6]
+    assert [len(layers) for (layers,) in chunk_layers(run)] == [9, 9, 8, 6]
     even = RunConfig(model="llama3-8b", pp=4, stages="even").resolve(4, "cuda")
-    assert [len(layers) for (layers,) in even.chunk_layers] == [8, 8, 8, 8]
+    assert [len(layers) for (layers,) in chunk_layers(even)] == [8, 8, 8, 8]
 
 
 def test_groups_partition_the_ranks() -> None:

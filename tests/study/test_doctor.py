@@ -150,7 +150,10 @@ def test_a_good_study_is_silent():
 def test_a_good_study_on_cpu_is_silent():
     shapes = {"device": "cpu", "device_memory_gib": None, "machines": [machine(shm_total_gib=0.06)]}
     assert look(zero3(**shapes, precision="fp32"), tp(**shapes, precision="fp32")) == []
-    old = [make_record([6.0], 1000, trial="zero3", options={"zero_stage": 3}), make_record([6.0], 1430, trial="tp2")]
+    old = [
+        make_record([6.0], 1000, trial="zero3", engine="deepspeed", options={"zero_stage": 3}),
+        make_record([6.0], 1430, trial="tp2"),
+    ]
     assert examine(judge_parity(old, "zero3"), "zero3") == []
 
 

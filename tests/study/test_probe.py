@@ -7,8 +7,8 @@ import pytest
 from megabench.autotune.probe import heard_of, probe_config
 from megabench.config import RunConfig
 from megabench.config.auto import Setting, legal_settings
-from megabench.config.run import POWERSGD_PLAIN_STEPS
 from megabench.record import StepSeconds
+from megabench.specs.ddp import POWERSGD_PLAIN_STEPS
 from tests.study.records import make_record
 
 WORLD_SIZE = 4

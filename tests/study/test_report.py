@@ -56,8 +56,14 @@ def test_every_study_makes_a_page_that_is_complete(name):
 def test_gradient_norms_have_a_picture_of_their_own():
     def study(norms):
         losses = [6.0, 5.0, 4.0]
-        records = [make_record(losses, trial="zero3", options={"zero_stage": 3}, grad_norms=[2.0, 3.0, 4.0])]
-        records.append(make_record(losses, trial="zero2", options={"zero_stage": 2}, grad_norms=norms))
+        records = [
+            make_record(
+                losses, trial="zero3", engine="deepspeed", options={"zero_stage": 3}, grad_norms=[2.0, 3.0, 4.0]
+            )
+        ]
+        records.append(
+            make_record(losses, trial="zero2", engine="deepspeed", options={"zero_stage": 2}, grad_norms=norms)
+        )
         return StudyRecords("norms", "", "zero3", tuple(judge_parity(records, "zero3")))
 
     title = "How far gradient norms are from those of zero3"

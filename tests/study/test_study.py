@@ -147,7 +147,7 @@ def test_a_trial_may_be_repeated_by_itself(plan):
         ("trials: [{device: cuda}]", "no NVIDIA GPU was found"),
         (
             "trials: [{engine: deepspeed, tp: 2}]",
-            "zero_stage=3 of the deepspeed engine is data-parallel alone",
+            "ZeRO-3 of the deepspeed engine is data-parallel alone",
         ),
         ("trials: [{model: llama-tiney}]", "did you mean llama-tiny"),
     ],

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from megabench.config import ConfigError, RunConfig
+from megabench.config import FIELDS, ConfigError, RunConfig
 from megabench.train.flags import parse_flags
 
 
 def test_flags_become_fields() -> None:
     run = parse_flags(
-        ["--model", "llama-tiny", "--tp", "2", "--betas", "0.8", "0.9", "--zero-stage", "1", "--out", "here"]
+        ["--model", "llama-tiny", "--tp", "2", "--betas", "0.8", "0.9", "--engine", "deepspeed", "--zero-stage", "1"]
     )
-    assert run == RunConfig(model="llama-tiny", tp=2, betas=(0.8, 0.9), zero_stage=1, out=Path("here"))
-    assert run.model_fields_set == {"model", "tp", "betas", "zero_stage", "out"}
+    assert run == RunConfig(model="llama-tiny", tp=2, betas=(0.8, 0.9), engine="deepspeed", zero_stage=1)
+    assert {*run.given()} == {"model", "tp", "betas", "engine", "zero_stage"}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_micro_batch_is_a_number_or_auto() -> None:
 def test_every_field_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_flags(["--help"]) is None
     text = capsys.readouterr().out
-    for name, field in RunConfig.model_fields.items():
+    for name, field in FIELDS.items():
         assert re.search(f"--{name.replace('_', '-')}[ /]", text)
         assert field.description, name
 

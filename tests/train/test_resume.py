@@ -40,7 +40,7 @@ def write(directory: Path, step: int, **fields: Any) -> Path:
         world_size=1,
         optimizer=OptimizerEntry(name="adamw", step=step),
         data=DataEntry(name=source.name, sha256=source.sha256, next_sequence=step * run.global_batch),
-        config=run.model_dump(mode="json"),
+        config=run.flat(mode="json"),
     )
     files = tuple(write_files(folder, "rank-0", tensors_of(shards)))
     model = ModelEntry.of(run.shape)

@@ -91,9 +91,9 @@ def mean_loss(wrapped: nn.Module, model: PreTrainedModel, batch: Batch) -> Tenso
     return F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
 
 
-def home(run: ResolvedConfig, device: torch.device) -> torch.device:
-    """Where weights are between steps: on `device`, but for those that are offloaded."""
-    return torch.device("cpu") if run.offload == "all" else device
+def home(offload: str, device: torch.device) -> torch.device:
+    """The device that holds the weights between steps: `device`, or the host if all is offloaded."""
+    return torch.device("cpu") if offload == "all" else device
 
 
 class InitialValues:

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
-from megabench.config.run import POWERSGD_PLAIN_STEPS
 from megabench.data.batch import Batch
 from megabench.engines.base import DataParallelEngine, StepResult, TensorKind
 from megabench.engines.common import kernels
@@ -28,6 +27,7 @@ from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.models.hugging_face import build_model
 from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
+from megabench.specs.ddp import POWERSGD_PLAIN_STEPS, DdpSettings
 
 
 class DdpEngine(DataParallelEngine):
@@ -37,7 +37,8 @@ class DdpEngine(DataParallelEngine):
         self.run = config
         self.device = device
         # PowerSGD waits inside gloo's two threads: with a second bucket none is left to communicate
-        one_bucket = 10**6 if config.powersgd_rank and device.type == "cpu" else None
+        own = DdpSettings.of(config)
+        one_bucket = 10**6 if own.powersgd_rank and device.type == "cpu" else None
         self.model = DistributedDataParallel(
             self._build_model(),
             broadcast_buffers=False,
@@ -45,8 +46,8 @@ class DdpEngine(DataParallelEngine):
             gradient_as_bucket_view=True,
             bucket_cap_mb=one_bucket,
         )
-        if config.powersgd_rank:
-            self.model.register_comm_hook(_power_sgd(config.powersgd_rank, config.seed), powerSGD_hook)
+        if own.powersgd_rank:
+            self.model.register_comm_hook(_power_sgd(own.powersgd_rank, config.seed), powerSGD_hook)
         elif config.grad_dtype == "bf16":
             self.model.register_comm_hook(None, _in_bf16)
         params = [(parameter, parameter.ndim) for _, parameter in self._named_parameters()]
@@ -57,7 +58,7 @@ class DdpEngine(DataParallelEngine):
         self.state = ReplicaState(config, self.optimizer, held, self.loss_scale)
         self.loss = torch.zeros((), device=device)
         # PowerSGD counts how often it reduces
-        self.may_reduce_early = not config.powersgd_rank
+        self.may_reduce_early = not own.powersgd_rank
 
     def _build_model(self) -> PreTrainedModel:
         run, dtype = self.run, DTYPES[self.run.precision]
@@ -71,7 +72,7 @@ class DdpEngine(DataParallelEngine):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(values.read(name, 0, parameter.numel()).to(dtype).view(parameter.shape))
-        if run.compile:
+        if DdpSettings.of(run).compile:
             # DDP's optimizer for compiled graphs cuts them at buckets, through fused kernels as well, and fails there.
             # Compiled a block at a time, they are short enough for reductions to overlap.
             torch._dynamo.config.optimize_ddp = False

@@ -25,6 +25,7 @@ from megabench.engines.deepspeed.state import ZeroState
 from megabench.models.hugging_face import build_model
 from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
+from megabench.specs.deepspeed import DeepSpeedSettings
 from megabench.specs.deepspeed_json import merge, read_deepspeed_json
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -38,7 +39,7 @@ class DeepSpeedEngine(DataParallelEngine):
     """Pure data parallelism under ZeRO; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
-        self.run = config
+        self.run, self.own = config, DeepSpeedSettings.of(config)
         self.device = device
         self.settings = deepspeed_settings(config)
         self.zero_stage = self.settings["zero_optimization"]["stage"]
@@ -75,9 +76,9 @@ class DeepSpeedEngine(DataParallelEngine):
             torch.set_default_dtype(default_dtype)
         shared.fuse(model, self.run)
         shared.prepare(model, self.run, self.device)
-        if self.run.zero_leaf_layers:
+        if self.own.zero_leaf_layers:
             deepspeed.utils.set_z3_leaf_modules(model, [type(block) for block in shared.blocks(model, self.run)])
-        _load_initial_weights(model, shared.InitialValues(self.run, shared.home(self.run, self.device)))
+        _load_initial_weights(model, shared.InitialValues(self.run, shared.home(self.own.offload, self.device)))
         return model
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
@@ -165,9 +166,8 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
         "steps_per_print": 2**31,
         "timers": {"throughput": {"enabled": False}},  # which makes the host wait for the GPU in every micro-batch
     }
-    if run.deepspeed_config is None:
-        return ours
-    return merge(ours, read_deepspeed_json(run.deepspeed_config))
+    path = DeepSpeedSettings.of(run).deepspeed_config
+    return merge(ours, read_deepspeed_json(path)) if path else ours
 
 
 def _loss_scaling(run: ResolvedConfig) -> dict[str, Any]:
@@ -180,25 +180,26 @@ def _loss_scaling(run: ResolvedConfig) -> dict[str, Any]:
 
 
 def _zero_settings(run: ResolvedConfig) -> dict[str, Any]:
+    own = DeepSpeedSettings.of(run)
     zero: dict[str, Any] = {
-        "stage": run.zero_stage,
+        "stage": own.stage,
         "overlap_comm": True,
         "contiguous_gradients": True,
         "reduce_scatter": True,
     }
-    if run.zero_stage in (1, 2):
+    if own.stage in (1, 2):
         zero["reduce_bucket_size"] = reduce_bucket(run.shape)
     host = {"device": "cpu", "pin_memory": run.device == "cuda"}
-    if run.offload != "none":
+    if own.offload != "none":
         zero["offload_optimizer"] = host
-    if run.offload == "all":
+    if own.offload == "all":
         zero["offload_param"] = host
     given = {
-        "zero_hpz_partition_size": run.hpz_size,
-        "stage3_prefetch_bucket_size": run.zero_prefetch,
-        "stage3_param_persistence_threshold": run.zero_persistence,
+        "zero_hpz_partition_size": own.hpz_size,
+        "stage3_prefetch_bucket_size": own.zero_prefetch,
+        "stage3_param_persistence_threshold": own.zero_persistence,
     }
-    if not run.reshard_after_forward:
+    if not own.reshard_after_forward:
         # weights are kept that are used again within so many elements; between a layer's forward and backward lie all
         # others, up to three times where they are recomputed
         far = 4 * run.shape.num_parameters
@@ -223,7 +224,7 @@ def _undo_first_step(wrapper: Any) -> None:
 
 def _uses_cpu_adam(run: ResolvedConfig) -> bool:
     """Without a GPU nothing is offloaded, and torch's AdamW does the same sums without a minute of compiling."""
-    return run.offload != "none" and run.optimizer == "adamw" and run.device == "cuda"
+    return DeepSpeedSettings.of(run).offload != "none" and run.optimizer == "adamw" and run.device == "cuda"
 
 
 def _cpu_adam(run: ResolvedConfig, params: list[tuple[torch.nn.Parameter, int]]) -> torch.optim.Optimizer:
@@ -231,7 +232,8 @@ def _cpu_adam(run: ResolvedConfig, params: list[tuple[torch.nn.Parameter, int]])
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     if not (shutil.which("c++") or os.environ.get("CXX")):
-        raise EngineError(f"offload={run.offload} needs a C++ compiler for DeepSpeed's CPU optimizer; install g++")
+        offload = DeepSpeedSettings.of(run).offload
+        raise EngineError(f"offload={offload} needs a C++ compiler for DeepSpeed's CPU optimizer; install g++")
     groups = shared.parameter_groups(run, params)
     optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=run.lr, betas=run.betas, eps=run.eps)
     return optimizer

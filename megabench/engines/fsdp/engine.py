@@ -27,13 +27,14 @@ from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.models.hugging_face import build_model
 from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
+from megabench.specs.fsdp import FsdpSettings
 
 
 class FsdpEngine(DataParallelEngine):
     """Pure data parallelism under FSDP2; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
-        self.run = config
+        self.run, self.own = config, FsdpSettings.of(config)
         self.device = device
         self.model = self._build_model()
         # the optimizer works on plain tensors: the shards themselves
@@ -41,7 +42,7 @@ class FsdpEngine(DataParallelEngine):
         dims = [parameter.ndim for _, parameter in self._named_parameters()]
         self.optimizer = shared.build_optimizer(config, zip(self.shards.values(), dims, strict=True))
         # the first of the replicas saves
-        is_owner = dist.get_rank() < (config.shard_size or dist.get_world_size())
+        is_owner = dist.get_rank() < (self.own.shard_size or dist.get_world_size())
         held = [
             Held(name, self.shards[name], _first_element(parameter), is_owner)
             for name, parameter in self._named_parameters()
@@ -58,7 +59,7 @@ class FsdpEngine(DataParallelEngine):
             model = build_model(config)
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[run.precision], reduce_dtype=DTYPES[run.grad_dtype])
         mesh = self._mesh()
-        offload = CPUOffloadPolicy(pin_memory=run.device == "cuda") if run.offload == "all" else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=run.device == "cuda") if self.own.offload == "all" else OffloadPolicy()
         shared.fuse(model, run)
         blocks, ends = shared.blocks(model, run), [model.get_input_embeddings(), model.get_output_embeddings()]
         if run.shape.tied_embeddings:
@@ -66,11 +67,11 @@ class FsdpEngine(DataParallelEngine):
         for unit in [*blocks, *ends, model]:
             # the others stay whole: backward begins at the output layer, and needs no weight of the embedding
             is_block = unit in blocks
-            if run.compile and is_block:
+            if self.own.compile and is_block:
                 unit.compile()
-            reshard = run.reshard_after_forward and is_block
+            reshard = self.own.reshard_after_forward and is_block
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
-        home = shared.home(run, self.device)
+        home = shared.home(self.own.offload, self.device)
         shared.materialize(model, home)
         shared.prepare(model, run, self.device)
         values = shared.InitialValues(run, home)
@@ -80,7 +81,7 @@ class FsdpEngine(DataParallelEngine):
 
     def _mesh(self) -> DeviceMesh:
         size = dist.get_world_size()
-        inside = self.run.shard_size or size
+        inside = self.own.shard_size or size
         shape, names = ((size,), ("shard",)) if inside == size else ((size // inside, inside), ("replicate", "shard"))
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
@@ -115,8 +116,8 @@ class FsdpEngine(DataParallelEngine):
             self.shards[name].grad = _local(parameter.grad)
         grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
         # replicas of a shard hold the same gradient
-        replicas = dist.get_world_size() // (self.run.shard_size or dist.get_world_size())
-        if self.run.offload == "all":  # one by one on the device: on CPU an fp32 norm of so much is off by a thousandth
+        replicas = dist.get_world_size() // (self.own.shard_size or dist.get_world_size())
+        if self.own.offload == "all":  # one by one on the device: on CPU an fp32 norm of so much is off by a thousandth
             norms = [torch.linalg.vector_norm(grad.to(self.device)) for grad in grads]
             squared_norm = torch.stack(norms).square().sum()
         else:

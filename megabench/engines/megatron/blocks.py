@@ -29,6 +29,7 @@ from megabench.engines.common.fused import fused
 from megabench.engines.common.kernels import fuses_blocks
 from megabench.engines.megatron.linear import ColumnLinear, RowLinear
 from megabench.engines.megatron.swiglu import SwiGLU
+from megabench.specs.megatron import MegatronSettings
 
 
 class RMSNorm(nn.Module):
@@ -203,7 +204,7 @@ def llama_blocks(num_layers: int, run: ResolvedConfig) -> TransformerBlockSubmod
     """
     if fuses_blocks(run):
         attention, activation, row = RotaryAttention, SwiGLU, RowLinear
-        column = ModuleSpec(module=ColumnLinear, params={"keeps_gathered": run.keep_gathered})
+        column = ModuleSpec(module=ColumnLinear, params={"keeps_gathered": MegatronSettings.of(run).keep_gathered})
     else:
         attention, activation, row = SelfAttention, None, RowParallelLinear
         column = ModuleSpec(module=ColumnParallelLinear)

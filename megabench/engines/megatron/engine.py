@@ -35,6 +35,7 @@ from megabench.engines.megatron.optimizer import build_optimizer
 from megabench.engines.megatron.state import loss_scale_of, optimizer_step, set_loss_scale, set_optimizer_step, shards
 from megabench.parallel.axes import FACTORS
 from megabench.record import KernelTraits
+from megabench.specs.megatron import chunk_layers
 
 
 class MegatronEngine:
@@ -67,7 +68,7 @@ class MegatronEngine:
         for number in range(layout.vp):
             is_first = number == 0 and stage == 0
             is_last = number == layout.vp - 1 and stage == layout.pp - 1
-            layers = run.chunk_layers[stage][number]
+            layers = chunk_layers(run)[stage][number]
             chunk = ParallelLlama(self.transformer_config, run, self.groups, layers, is_first, is_last, number)
             load_weights(chunk, weights, run, self.groups.tp.rank())
             chunk.to(self.device)

@@ -10,6 +10,7 @@ from torch import Tensor
 from megabench.config import ResolvedConfig
 from megabench.models.families import OUTPUT
 from megabench.models.mapping import Shard, hugging_face_shapes, parallel_parameters, shard
+from megabench.specs.megatron import chunk_layers
 
 
 def full_tensors(
@@ -22,7 +23,7 @@ def full_tensors(
     """
     shape, layout = run.shape, run.layout
     shapes = hugging_face_shapes(shape)
-    stages = run.chunk_layers
+    stages = chunk_layers(run)
     for number in range(layout.pp * layout.vp):
         chunk, stage = divmod(number, layout.pp)
         names = parallel_parameters(

@@ -20,6 +20,7 @@ from megabench.models.mapping import padded_vocab_size, shard
 from megabench.models.rotary import rotary_frequencies
 from megabench.models.weights import Weights, read_shard
 from megabench.runtime.device import DTYPES
+from megabench.specs.megatron import chunk_layers
 
 
 class ParallelLossHead(ColumnParallelLinear):
@@ -165,7 +166,7 @@ def _leave(weight: Tensor) -> Tensor:
 
 def _pipeline_layout(run: ResolvedConfig) -> list[list[str]] | None:
     """What each pipeline chunk holds, in the order of the model, so that layers need not divide by the stages."""
-    layout, stages = run.layout, run.chunk_layers
+    layout, stages = run.layout, chunk_layers(run)
     if layout.pp == 1:
         return None
     rows = [["decoder"] * len(stages[stage][chunk]) for chunk in range(layout.vp) for stage in range(layout.pp)]

@@ -1,0 +1,34 @@
+"""The identity of a trial, by which a study that is resumed finds the results that it has. Loads no torch."""
+
+import hashlib
+from typing import Any
+
+from megabench.config.run import RunConfig
+from megabench.settings.field import names
+from megabench.specs.all_settings import SETTINGS, is_default
+
+# The settings of version 0.1, which an identity always contains. A newer setting is part of it only where it differs
+# from its default, so that the identities of older studies stay the same.
+_COMMON_0_1 = frozenset({
+    "model", "num_layers", "engine", "tp", "pp", "vp", "cp", "placement", "strict_placement", "emulate_hosts",
+    "seq_length", "micro_batch", "global_batch", "steps", "warmup_steps", "optimizer", "lr", "lr_warmup", "min_lr",
+    "betas", "eps", "weight_decay", "clip_grad", "precision", "grad_dtype", "kernels", "recompute", "data", "tokenizer",
+    "seed", "device", "load", "nan_tolerance", "world_size",
+})  # fmt: skip
+# those of single engines, with their defaults: version 0.1 had them in the identities of all engines
+_OF_ENGINES_0_1: dict[str, Any] = {
+    "stages": "balanced", "keep_gathered": False, "zero_stage": None, "shard_size": None, "reshard_after_forward": True,
+    "offload": "none", "hpz_size": None, "zero_prefetch": None, "zero_persistence": None, "zero_leaf_layers": False,
+    "powersgd_rank": None, "compile": False, "deepspeed_config": None,
+}  # fmt: skip
+
+
+def identity(run: RunConfig, **more: object) -> str:
+    """Hash of all settings that affect the result, and of `more`. Output paths and monitoring are left out."""
+    settings = run.flat()
+    left_out = {*names(SETTINGS, role="output"), *names(SETTINGS, role="watch")}
+    newer = settings.keys() - _COMMON_0_1 - _OF_ENGINES_0_1.keys()
+    left_out |= {name for name in newer if is_default(name, settings[name])}
+    kept = {name: value for name, value in run.flat(mode="json").items() if name not in left_out}
+    fields = {**_OF_ENGINES_0_1, **kept, **run.spec.recorded(run.options), **more}
+    return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]

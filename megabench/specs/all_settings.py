@@ -1,0 +1,71 @@
+"""Every setting by name: those of all engines, and those of one or some. Loads no torch."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from megabench.settings.field import Setting, fields_of, meant_by, metadata
+from megabench.settings.reading import near_matches
+from megabench.settings.run import RunSettings
+from megabench.specs.registry import ENGINES
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """A setting, and the engines that have it; none where all have it."""
+
+    field: FieldInfo
+    engines: tuple[str, ...] = ()
+
+
+def _all_declared() -> dict[str, _Declared]:
+    """The settings of all engines, each panel followed by what single engines have in it."""
+    common = {name: _Declared(field) for name, field in fields_of(RunSettings).items()}
+    own: dict[str, _Declared] = {}
+    for spec in ENGINES.values():
+        for name, field in fields_of(spec.settings).items():
+            assert name not in common, f"{spec.name} declares {name}, which all engines have"
+            declared = own.get(name, _Declared(field))
+            assert metadata(name, field) == metadata(name, declared.field), f"{name} is declared in two ways"
+            own[name] = _Declared(field, (*declared.engines, spec.name))
+    end_of_panel = {metadata(name, item.field).panel: place for place, (name, item) in enumerate(common.items())}
+    places = {name: place for place, name in enumerate(common)}
+    places |= {name: end_of_panel[metadata(name, item.field).panel] for name, item in own.items()}
+    everything = common | own
+    return {name: everything[name] for name in sorted(everything, key=places.__getitem__)}
+
+
+_DECLARED = _all_declared()
+FIELDS: dict[str, FieldInfo] = {name: declared.field for name, declared in _DECLARED.items()}
+SETTINGS: dict[str, Setting] = {name: metadata(name, field) for name, field in FIELDS.items()}
+
+
+def engines_with(name: str) -> tuple[str, ...]:
+    """The engines that have this setting; none where all have it."""
+    return _DECLARED[name].engines
+
+
+def is_default(name: str, value: object) -> bool:
+    return bool(value == FIELDS[name].default)
+
+
+def hint(word: str, known: Iterable[str], spell: Callable[[str], str] = str, otherwise: str | None = None) -> str:
+    """Suggest settings for an unknown name: the one that other programs call so, or those with similar names.
+
+    `spell` writes the names as the user does; `otherwise` is said where no name is similar, by default all of `known`.
+    """
+    names = list(known)
+    if (meant := meant_by(word, SETTINGS)) in names:
+        return f"here it is {spell(meant)}: {FIELDS[meant].description}"
+    return near_matches(word, [spell(name) for name in names], otherwise)
+
+
+def labels(options: Mapping[str, Any]) -> list[str]:
+    """What the recorded options add to the engine's name: "offload all", "hpz 4"."""
+    return [
+        about.label.format(options[name])
+        for name, about in SETTINGS.items()
+        if about.label and name in options and not is_default(name, options[name])
+    ]
