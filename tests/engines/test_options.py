@@ -278,7 +278,7 @@ def test_an_overflow_skips_a_step() -> None:
         ({"zero_leaf_layers": True}, "zero_leaf_layers is a setting of the deepspeed engine"),
         ({"engine": "deepspeed", "hpz_size": 3}, "hpz_size=3 does not divide the 4 ranks"),
         ({"optimizer": "adafactor"}, "needs whole matrices on every rank, and the megatron engine cuts them"),
-        ({"engine": "deepspeed", "optimizer": "adafactor"}, "zero_stage=3 cuts them"),
+        ({"engine": "deepspeed", "optimizer": "adafactor"}, "ZeRO-3 of the deepspeed engine cuts them"),
         ({"engine": "fsdp", "powersgd_rank": 2}, "powersgd_rank is a setting of the ddp engine"),
         ({"engine": "ddp", "precision": "bf16", "grad_dtype": "bf16", "powersgd_rank": 2}, "PowerSGD sends fp32"),
         ({"engine": "ddp", "powersgd_rank": 2, "save": Path("x")}, "do not hold what PowerSGD has left unsent"),

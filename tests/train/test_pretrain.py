@@ -116,7 +116,7 @@ def test_bad_input_under_torchrun(flags: list[str], sentence: str) -> None:
     [
         (["--model", "llama-tinny"], ["unknown model 'llama-tinny'", "llama-tiny"]),
         (["--save", "/proc"], ["save=/proc takes no files", "can be written to"]),
-        (["--engine", "deepspeed", "--zero-stage", "3", "--tp", "2"], ["zero_stage=3", "tp=2", "tp=1"]),
+        (["--engine", "deepspeed", "--zero-stage", "3", "--tp", "2"], ["ZeRO-3 of the deepspeed", "tp=2", "tp=1"]),
         (["--global-batch", "10"], ["global_batch=10", "4·1"]),
         (["--data", "EMPTY"], ["EMPTY"]),
     ],

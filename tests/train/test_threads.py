@@ -1,12 +1,11 @@
 """Threads of a process that keeps an optimizer in host memory."""
 
 import os
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from megabench.config import RunConfig
 from megabench.train.command import _set_threads
 
 NUM_CORES = os.cpu_count() or 1
@@ -30,7 +29,7 @@ def test_offloaded_optimizers_share_the_cores(
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    run: Any = SimpleNamespace(device="cuda", offload=offload)
+    run = RunConfig.parse({"model": "llama-tiny", "engine": "deepspeed", "offload": offload}).resolve(2, "cuda")
     _set_threads(run)
     assert asked == ([] if expected is None else [max(1, expected)])
     assert os.environ.get("OMP_NUM_THREADS") == (given if expected is None else str(max(1, expected)))
