@@ -10,6 +10,7 @@ from megabench import older_records
 from megabench.config import RunConfig
 from megabench.engines.common import kernels
 from megabench.record import KernelTraits, RunFailure, RunRecord
+from tests.engines.cases import cases
 from tests.study.records import make_record
 
 NEW = ("failure", "auto_settings", "requested_kernels", "kernel_traits")
@@ -83,18 +84,7 @@ def test_no_record_is_refused(tmp_path: Path) -> None:
             RunRecord.read(path)
 
 
-RUNS: dict[str, dict[str, Any]] = {
-    "llama": {"model": "llama3-8b"},
-    "llama-reference": {"model": "llama3-8b", "kernels": "reference"},
-    "heads": {"model": "llama3-8b", "cp": 2, "tp": 2},
-    "chunks": {"model": "llama3-8b", "cp": 8},
-    "gpt2": {"model": "gpt2", "engine": "ddp"},
-    "gpt2-reference": {"model": "gpt2", "engine": "ddp", "kernels": "reference"},
-    "bloom": {"model": "bloom-560m", "engine": "fsdp"},
-    "bloom-reference": {"model": "bloom-560m", "engine": "fsdp", "kernels": "reference"},
-    "zero3": {"model": "llama3-8b", "engine": "deepspeed"},
-    "zero3-reference": {"model": "llama3-8b", "engine": "deepspeed", "kernels": "reference"},
-}
+RUNS: dict[str, dict[str, Any]] = cases("KERNELS")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -184,8 +184,9 @@ def idle_gpus(case: Case) -> Iterator[Finding]:
 
 def needless_sharding(case: Case) -> Iterator[Finding]:
     """A model that fits on each GPU as a whole, in a study in which nobody has it whole."""
+    whole = next((spec for spec in ENGINES.values() if spec.is_data_parallel and spec.sharding_stage == 0), None)
     trained = [record for record in case.on_gpus if record.optimizer == "adamw" and record.device_memory_gib]
-    if not trained or any(_is_whole(record) for record in case.records):
+    if not whole or not trained or any(_is_whole(record) for record in case.records):
         return
     record = trained[0]
     state = POLICIES[record.precision].bytes_of_state * record.num_parameters / 2**30
@@ -194,10 +195,10 @@ def needless_sharding(case: Case) -> Iterator[Finding]:
         yield Finding(
             "slow",
             (),
-            f"{record.model} is small enough for plain DDP, and every trial cuts it",
+            f"{record.model} is small enough for plain {whole.title}, and every trial cuts it",
             f"weights, gradients and optimizer take {state:.1f} of {record.device_memory_gib:.0f} GiB; the trials are "
             f"{', '.join(dict.fromkeys(_cut(other) for other in trained))}",
-            "add a trial {engine: ddp}",
+            f"add a trial {{engine: {whole.name}}}",
         )
 
 

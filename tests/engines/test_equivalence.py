@@ -9,6 +9,7 @@ import torch
 
 from megabench.config import ResolvedConfig
 from tests import distributed
+from tests.engines.cases import cases
 from tests.engines.equivalence import OPTIMIZERS, Trace, assert_equal_to_reference, resolve, train
 
 pytestmark = pytest.mark.distributed
@@ -129,15 +130,6 @@ def test_fsdp(options: str) -> None:
     assert_equal_to_reference(world_size, engine="fsdp", **fields)
 
 
-@pytest.mark.parametrize(("world_size", "fields"), [(2, OPTIMIZERS["sgd"]), (4, OPTIMIZERS["adamw"])])
-def test_ddp(world_size: int, fields: dict[str, Any]) -> None:
-    assert_equal_to_reference(world_size, engine="ddp", **fields)
-
-
-def test_ddp_recompute() -> None:
-    assert_equal_to_reference(2, engine="ddp", recompute="full", **OPTIMIZERS["adamw"])
-
-
 @pytest.mark.parametrize(
     ("world_size", "fields"), [(4, {"tp": 2, "pp": 2, "model": "llama-odd"}), (2, {"engine": "deepspeed"})]
 )
@@ -147,14 +139,10 @@ def test_reference_kernels(world_size: int, fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
 def test_bf16_engines_agree(grad_dtype: str) -> None:
-    engines: list[dict[str, Any]] = [
-        {"tp": 2},
-        {"engine": "deepspeed", "zero_stage": 1},
-        {"engine": "deepspeed", "zero_stage": 3},
-        {"engine": "fsdp"},
-        {"engine": "ddp"},
+    runs = [
+        resolve(2, precision="bf16", grad_dtype=grad_dtype, **OPTIMIZERS["adamw"], **fields)
+        for fields in cases("IN_BF16").values()
     ]
-    runs = [resolve(2, precision="bf16", grad_dtype=grad_dtype, **OPTIMIZERS["adamw"], **fields) for fields in engines]
     losses = [torch.tensor(distributed.run(train, 2, run)[0].losses) for run in runs]
     for other in losses[1:]:
         torch.testing.assert_close(other, losses[0], rtol=1e-3, atol=0.0)

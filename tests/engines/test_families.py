@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, OPTConfig, PreTrainedConfig, Starcoder2Config
+from transformers import Gemma2Config, Gemma3TextConfig, OPTConfig, PreTrainedConfig, Starcoder2Config
 
 from megabench.config import ConfigError
+from megabench.specs.registry import ENGINES
 from tests.engines.equivalence import OPTIMIZERS, assert_equal_to_reference, resolve
 from tests.models.tiny import CATALOG, FAMILIES, save_config, save_model
 
@@ -52,13 +53,13 @@ def test_parallel_blocks_otherwise(family: str, world_size: int, fields: dict[st
     assert_equal_to_reference(world_size, model=family, **fields, **OPTIMIZERS["adamw"])
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp", "ddp"])
+@pytest.mark.parametrize("engine", [name for name, spec in ENGINES.items() if not spec.needs_blocks])
 @pytest.mark.parametrize("family", ["qwen2-tiny", "qwen3-tiny"])
 def test_data_parallel_engines_read_directories(folders: dict[str, str], family: str, engine: str) -> None:
     assert_equal_to_reference(2, model=folders[family], num_layers=None, engine=engine, **OPTIMIZERS["adamw"])
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp", "ddp"])
+@pytest.mark.parametrize("engine", [name for name, spec in ENGINES.items() if not spec.needs_blocks])
 @pytest.mark.parametrize("family", ["gpt2-tiny", "bloom-tiny"])
 def test_families_without_parallel_blocks(family: str, engine: str) -> None:
     assert_equal_to_reference(2, model=family, num_layers=2, engine=engine, **OPTIMIZERS["adamw"])
@@ -70,7 +71,6 @@ def test_families_without_parallel_blocks(family: str, engine: str) -> None:
         {"engine": "deepspeed", "kernels": "reference"},
         {"engine": "deepspeed", "zero_leaf_layers": True, "recompute": "full"},
         {"engine": "fsdp", "recompute": "full"},
-        {"engine": "ddp", "recompute": "full"},
     ],
     ids=str,
 )
@@ -83,13 +83,16 @@ def test_bloom_otherwise(fields: dict[str, Any]) -> None:
     [
         (Starcoder2Config(num_hidden_layers=2, num_key_value_heads=2, residual_dropout=0.1, **SMALL), "deepspeed"),
         (OPTConfig(num_hidden_layers=2, ffn_dim=128, word_embed_proj_dim=64, **SMALL), "fsdp"),
-        (LlamaConfig(num_hidden_layers=2, attention_bias=True, hidden_act="gelu", **SMALL), "ddp"),
         (Gemma2Config(num_hidden_layers=2, num_key_value_heads=2, head_dim=16, **SMALL), "deepspeed"),
         (Gemma3TextConfig(num_hidden_layers=2, num_key_value_heads=2, head_dim=16, **SMALL), "fsdp"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.model_type,
 )
 def test_models_that_no_table_describes(tmp_path: Path, config: PreTrainedConfig, engine: str) -> None:
+    check_model_that_no_table_describes(tmp_path, config, engine)
+
+
+def check_model_that_no_table_describes(tmp_path: Path, config: PreTrainedConfig, engine: str) -> None:
     save_config(tmp_path / "model", config)
     assert_equal_to_reference(2, model=str(tmp_path / "model"), num_layers=None, engine=engine, **OPTIMIZERS["adamw"])
     with pytest.raises(ConfigError, match="the megatron engine has no parallel blocks for it"):

@@ -11,6 +11,7 @@ from typing import Any
 
 from megabench.checkpoint.directory import folder_of
 from tests import distributed
+from tests.engines.cases import cases
 from tests.engines.equivalence import resolve
 from tests.engines.test_resume import whole_run
 
@@ -29,13 +30,7 @@ WORK: dict[str, Any] = {
     "steps": 12,
     "data": "synthetic",
 }
-ENGINES: dict[str, dict[str, Any]] = {
-    "megatron": {"tp": 2},
-    "zero1": {"engine": "deepspeed", "zero_stage": 1},
-    "zero3": {"engine": "deepspeed", "zero_stage": 3},
-    "fsdp": {"engine": "fsdp"},
-    "ddp": {"engine": "ddp"},
-}
+ENGINES: dict[str, dict[str, Any]] = cases("OF_EARLIER_VERSIONS")
 
 
 def write(name: str) -> None:

@@ -26,6 +26,7 @@ from megabench.record import (
     write_records,
 )
 from megabench.study.parity import judge_parity
+from tests.engines.cases import cases
 from tests.study.compare_process import REPOSITORY
 from tests.study.records import make_record, work_class
 
@@ -384,14 +385,6 @@ def test_a_reference_that_is_not_the_best_zero3():
     assert found.kind == "untrustworthy" and found.change == "reference: zero3-more"
 
 
-def test_a_model_too_small_for_sharding():
-    found = only(look(zero3(**SMALL), tp(**SMALL)))
-    assert found.kind == "slow" and found.trials == () and "plain DDP" in found.what
-    assert "1.7 of 140 GiB; the trials are ZeRO-3, tp4·pp2" in found.evidence
-    whole = zero3("ddp", engine="ddp", options={}, speeds=(7000.0, 7010.0, 7020.0), **SMALL)
-    assert look(zero3(**SMALL), tp(**SMALL), whole) == []
-
-
 def test_liger_that_is_not_installed():
     plain = {"kernels": PLAIN, "environment": Environment(versions={"torch": "2.11.0"}, variables={})}
     found = only(look(zero3(**plain), tp(**plain)))
@@ -457,16 +450,7 @@ def test_trials_without_a_result_are_named():
     assert "rank 5" in by_trial["stuck",].what and "rank-2.log" in by_trial["broken",].change
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"engine": "ddp", "options": {}}, "engine: fsdp"),
-        ({"engine": "deepspeed", "options": {"zero_stage": 1}}, "zero_stage: 3"),
-        ({"engine": "deepspeed", "options": {"zero_stage": 3, "offload": "none"}}, "offload: all"),
-        ({"engine": "fsdp", "options": {"shard_size": 2}}, "a larger shard_size"),
-        ({"engine": "fsdp", "options": {"offload": "all", "recompute": "full"}}, "more GPUs"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), cases("OUT_OF_MEMORY").values(), ids=str)
 def test_what_to_do_when_memory_runs_out(changes, words):
     found = only(look(zero3(), tp(), lost("big", "oom", OOM, **changes)))
     assert words in found.change and ("recompute: full" in found.change) == ("recompute" not in changes["options"])

@@ -20,7 +20,7 @@ STUDY = """
 base: {model: llama-tiny, steps: 4, warmup_steps: 1, device: cpu}
 trials:
   - {name: zero3, engine: deepspeed, micro_batch: 2}
-  - {name: mine, engine: ddp, micro_batch: 8}
+  - {name: mine, engine: fsdp, micro_batch: 8}
 """
 
 

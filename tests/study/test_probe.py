@@ -8,7 +8,6 @@ from megabench.autotune.probe import heard_of, probe_config
 from megabench.config import RunConfig
 from megabench.config.auto import Setting, legal_settings
 from megabench.record import StepSeconds
-from megabench.specs.ddp import POWERSGD_PLAIN_STEPS
 from tests.study.records import make_record
 
 WORLD_SIZE = 4
@@ -35,11 +34,6 @@ def test_an_interleaved_schedule_gets_whole_rounds():
     for size in micro_batches(run):
         short = probe_config(run, Setting(size, "none"), WORLD_SIZE, "cuda")
         assert short.resolve(WORLD_SIZE, "cuda").num_micro_batches >= min(4, 96 // size)
-
-
-def test_powersgd_is_timed_behind_its_plain_steps():
-    short = probe_config(config(engine="ddp", powersgd_rank=4), SETTING, WORLD_SIZE, "cuda")
-    assert (short.warmup_steps, short.steps) == (POWERSGD_PLAIN_STEPS + 1, POWERSGD_PLAIN_STEPS + 3)
 
 
 def test_fp16_has_steps_to_find_its_loss_scale():

@@ -1,0 +1,28 @@
+"""What the general tests of engines run each engine with: a module for each engine of the registry.
+
+A module may define:
+
+- `OPTIONS`: by name, world size and settings that change no result (`test_options`);
+- `IN_BF16`: settings of runs in bf16 that agree with those of the other engines (`test_equivalence`);
+- `ON_GPUS`: by name, world size and settings that train as one GPU does (`test_nccl`);
+- `RESUMED`: settings of runs that are resumed on fewer ranks (`test_resume`);
+- `ADAFACTOR`: settings with which the engine trains with Adafactor (`test_options`);
+- `REFUSED`: settings for four ranks, and words of the sentence that refuses them (`test_options`);
+- `OF_EARLIER_VERSIONS`: by name, settings of the checkpoints in tests/golden/checkpoints;
+- `KERNELS`: by name, settings of runs whose records name their kernels (`test_older_records`);
+- `OUT_OF_MEMORY`: the engine's options in a record, and words of what the doctor recommends (`test_doctor`).
+"""
+
+from importlib import import_module
+from typing import Any
+
+from megabench.specs.registry import ENGINES
+
+
+def cases(name: str) -> dict[str, Any]:
+    """The cases called `name` of all engines: a dict as it is, a list by engine and place ("fsdp-0")."""
+    found: dict[str, Any] = {}
+    for engine in ENGINES:
+        own = getattr(import_module(f"{__name__}.{engine}"), name, {})
+        found |= own if isinstance(own, dict) else {f"{engine}-{place}": case for place, case in enumerate(own)}
+    return found

@@ -1,0 +1,43 @@
+"""megatron's cases; see the package."""
+
+from typing import Any
+
+IN_BF16: list[dict[str, Any]] = [{"tp": 2}]
+ON_GPUS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "tp2": (2, {"tp": 2, "micro_batch": 2}),
+    "tp2-recompute": (2, {"tp": 2, "recompute": "full"}),
+    "pp2": (2, {"pp": 2}),
+    "pp2-vp2": (2, {"pp": 2, "vp": 2}),
+    "cp2": (2, {"cp": 2, "micro_batch": 2}),
+    "cp2-in-chunks": (2, {"model": "llama3-8b-wide-mqa", "cp": 2}),
+    "tp2-reference-kernels": (2, {"tp": 2, "kernels": "reference"}),
+    "tp2-keep-gathered": (2, {"tp": 2, "keep_gathered": True}),
+    "tp4": (4, {"tp": 4}),
+    "tp4-keep-gathered": (4, {"tp": 4, "keep_gathered": True}),
+    "pp4": (4, {"pp": 4}),
+    "cp4": (4, {"cp": 4}),
+    "tp2-cp2": (4, {"tp": 2, "cp": 2}),
+    "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2-dp2": (4, {"tp": 2}),
+    "pp2-vp2-dp2": (4, {"pp": 2, "vp": 2}),
+    "dp4": (4, {}),
+    "tp8": (8, {"tp": 8}),
+    "tp4-pp2": (8, {"tp": 4, "pp": 2}),
+    "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2}),
+}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"zero_leaf_layers": True}, "zero_leaf_layers is a setting of the deepspeed engine"),
+    ({"optimizer": "adafactor"}, "needs whole matrices on every rank, and the megatron engine cuts them"),
+    ({"keep_gathered": True}, "it needs tp=2 or more and kernels=auto"),
+    ({"tp": 2, "keep_gathered": True, "kernels": "reference"}, "it needs tp=2 or more and kernels=auto"),
+    ({"compile": True}, "compile is a setting of the fsdp.* engine.*, and the engine is megatron"),
+]
+OF_EARLIER_VERSIONS: dict[str, dict[str, Any]] = {"megatron": {"tp": 2}}
+KERNELS: dict[str, dict[str, Any]] = {
+    "llama": {"model": "llama3-8b"},
+    "llama-reference": {"model": "llama3-8b", "kernels": "reference"},
+    "heads": {"model": "llama3-8b", "cp": 2, "tp": 2},
+    "chunks": {"model": "llama3-8b", "cp": 8},
+}
