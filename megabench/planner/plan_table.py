@@ -18,6 +18,7 @@ from megabench.parallel.axes import AXES
 from megabench.planner.candidates import settings_of
 from megabench.planner.engines import Costs, Estimate
 from megabench.planner.search import Plan, candidates
+from megabench.specs.registry import ENGINES
 
 _GIB = 2**30
 MOST_TOLD = 12  # layouts that may be called equal, however few are shown
@@ -48,8 +49,8 @@ def _origin(plan: Plan) -> str:
 
 
 def write(console: Console, plan: Plan, top: int) -> None:
-    """Prints the table of the `top` best and of what runs without megatron, the sweet spot and its reason, how sure it
-    is, what to type, and what does not fit.
+    """Prints the table of the `top` best and of each data-parallel kind, the sweet spot and its reason, how
+    sure it is, what to type, and what does not fit.
     """
     job, topology = plan.job, plan.topology
     head = f"{job.shape.name} on {topology.world_size} × {topology.hosts[0].device}, {len(topology.hosts)} host"
@@ -102,15 +103,15 @@ def _exposed(estimate: Estimate) -> str:
 def chosen(plan: Plan) -> Estimate:
     """The sweet spot: of those that cannot be told apart the fastest, one without host memory where there is one."""
     equal = plan.ranked[: plan.equals]
-    return next((estimate for estimate in equal if estimate.candidate.offload == "none"), equal[0])
+    return next((estimate for estimate in equal if not estimate.host_bytes), equal[0])
 
 
 def sweet_spot(plan: Plan) -> str:
     """What to take and why, in a sentence: against the best of the other kind, and what that one loses."""
     best = chosen(plan)
     said = f"Sweet spot: {best.candidate.name}, {best.tokens_per_second_per_device:,.0f} tok/s per GPU"
-    is_parallel = best.candidate.engine == "megatron"
-    others = plan.baselines if is_parallel else [one for one in plan.ranked if one.candidate.engine == "megatron"]
+    is_parallel = _is_parallel(best)
+    others = plan.baselines if is_parallel else [one for one in plan.ranked if _is_parallel(one)]
     if not others:
         return f"{said}; {_no_alternative(plan, is_parallel)}."
     other = others[0]
@@ -124,6 +125,11 @@ def sweet_spot(plan: Plan) -> str:
     if best is not plan.ranked[0]:
         said += ", equal to the fastest within the model's error, and without host memory"
     return f"{said}, {ratio:.2f} × the best {'data-parallel' if is_parallel else 'parallel'} alternative: {why}."
+
+
+def _is_parallel(estimate: Estimate) -> bool:
+    """Whether the candidate's engine has other parallel axes than dp."""
+    return not ENGINES[estimate.candidate.engine].is_data_parallel
 
 
 def _no_alternative(plan: Plan, is_parallel: bool) -> str:
