@@ -1,20 +1,17 @@
 """What is to be predicted: the work, how a program does it, and one way to lay it out. Loads no torch."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 from megabench.metrics import flops_per_token, output_layer_cost
-from megabench.models.mapping import largest_parameter
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
 from megabench.precision import POLICIES
 
-REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
-
 Recompute = Literal["none", "selective", "full"]
-Offload = Literal["none", "optimizer", "all"]
 
 
 @dataclass(frozen=True)
@@ -107,11 +104,6 @@ class Job:
         return self.shape.vocab_size * self.shape.hidden_size
 
     @cached_property
-    def reduce_bucket(self) -> int:
-        """Elements that ZeRO-1 and 2 reduce at once."""
-        return reduce_bucket(self.shape)
-
-    @cached_property
     def output_cost(self) -> float:
         """What the output layer counts as, in layers, where stages are cut."""
         if self.stack.stages == "filled":
@@ -144,44 +136,43 @@ class Job:
         return POLICIES[self.precision].bytes_of_value
 
 
+class Variant(Protocol):
+    """An engine's own settings of a candidate: a frozen dataclass of the engine's description in specs/."""
+
+    def prefix(self, engine: str) -> str:
+        """Start of a candidate's name, e.g. "zero3·"."""
+        ...
+
+    @property
+    def words(self) -> list[str]:
+        """Last words of a candidate's name, e.g. ["hpz8"]."""
+        ...
+
+    @property
+    def kind(self) -> Hashable:
+        """The plan shows the fastest candidate of each data-parallel engine and kind."""
+        ...
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a job. `zero_stage` of megatron says whether its optimizer is sharded over replicas (1) or not.
-
-    `keeps_weights`: ZeRO-3 and FSDP2 hold what a forward pass gathered until backward has used it.
-    """
+    """One way to run a job."""
 
     engine: str
     layout: Layout
     micro_batch: int
+    variant: Variant
     recompute: Recompute = "none"
     placement: Policy = "topology"
-    zero_stage: int = 1
-    offload: Offload = "none"
-    shard_size: int | None = None
-    hpz_size: int | None = None
-    keeps_weights: bool = False
 
     @property
     def name(self) -> str:
         """As people would call the trial, e.g. "tp8·pp2·dp2 mb1" or "zero3·dp32 mb2 full"."""
-        kind = {"deepspeed": f"zero{self.zero_stage}·", "megatron": ""}.get(self.engine, f"{self.engine}·")
-        words = [f"{kind}{self.layout}", f"mb{self.micro_batch}"]
+        words = [f"{self.variant.prefix(self.engine)}{self.layout}", f"mb{self.micro_batch}"]
         words += [self.recompute] * (self.recompute != "none")
         words += [self.placement] * (self.placement != "topology")
-        words += [f"offload-{self.offload}"] * (self.offload != "none")
-        words += ["kept"] * self.keeps_weights
-        words += [f"shard{self.shard_size}"] * bool(self.shard_size) + [f"hpz{self.hpz_size}"] * bool(self.hpz_size)
-        return " ".join(words)
+        return " ".join([*words, *self.variant.words])
 
     def num_micro_batches(self, job: Job) -> int:
         """Micro-batches of one replica and step."""
         return job.global_batch // (self.micro_batch * self.layout.data_parallel)
-
-
-def reduce_bucket(shape: ModelShape) -> int:
-    """Elements that ZeRO-1 and 2 reduce at once: all of any gradient.
-
-    DeepSpeed 0.19.8 frees one that is larger than its bucket while a slow link still reads it.
-    """
-    return max(REDUCE_BUCKET, largest_parameter(shape))

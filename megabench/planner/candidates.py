@@ -4,6 +4,7 @@ from typing import Any
 
 from megabench.config import FIELDS
 from megabench.cost.job import Candidate
+from megabench.specs.registry import ENGINES
 
 
 def settings_of(candidate: Candidate) -> dict[str, Any]:
@@ -18,13 +19,7 @@ def settings_of(candidate: Candidate) -> dict[str, Any]:
         "micro_batch": candidate.micro_batch,
         "recompute": candidate.recompute,
         "placement": candidate.placement,
-        "offload": candidate.offload,
-        "shard_size": candidate.shard_size,
-        "hpz_size": candidate.hpz_size,
-        "reshard_after_forward": not candidate.keeps_weights,
     }
-    if candidate.engine == "deepspeed":
-        fields["zero_stage"] = candidate.zero_stage
-        fields["zero_leaf_layers"] = candidate.zero_stage == 3  # what is predicted: a host that waits for no parts
-    kept = ("engine", "micro_batch", "zero_stage")
-    return {name: value for name, value in fields.items() if name in kept or value != FIELDS[name].default}
+    kept = ("engine", "micro_batch")
+    common = {name: value for name, value in fields.items() if name in kept or value != FIELDS[name].default}
+    return {**common, **ENGINES[candidate.engine].variant_settings(candidate.variant)}

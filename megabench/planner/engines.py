@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megabench.cost.base import Base
 from megabench.cost.job import Candidate, Job
-from megabench.cost.memory import Memory, host_bytes, memory_of
+from megabench.cost.memory import Memory
 from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
 from megabench.parallel.axes import AXIS_BY_NAME
@@ -48,7 +48,7 @@ class Costs:
         self.usable_bytes = profile.usable_bytes(topology.hosts[0].device)
 
     def memory(self, candidate: Candidate) -> Memory:
-        return memory_of(self.job, candidate, self.profile)
+        return self._models[candidate.engine].memory(candidate)
 
     def missing_bytes(self, candidate: Candidate) -> float:
         """What the fullest GPU lacks, its headroom included; negative for what is left."""
@@ -60,9 +60,10 @@ class Costs:
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """The whole prediction."""
-        parts = self._models[candidate.engine].parts(candidate)
+        model = self._models[candidate.engine]
+        parts = model.parts(candidate)
         step = sum(parts.values())
-        memory = self.memory(candidate)
+        memory = model.memory(candidate)
         per_device = self.job.tokens / step / candidate.layout.world_size
         return Estimate(
             candidate=candidate,
@@ -70,7 +71,7 @@ class Costs:
             parts=parts,
             memory=memory,
             missing_bytes=memory.total - self.usable_bytes,
-            host_bytes=host_bytes(self.job, candidate, self.base.geometry_of(candidate).ranks_per_host),
+            host_bytes=model.host_bytes(candidate),
             tokens_per_second_per_device=per_device,
             mfu=per_device * self.job.flops_per_token / self.base.machine.peak,
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from megabench import UserError
-from megabench.cost.job import Candidate, Job, Offload, Recompute, Stack
+from megabench.cost.job import Candidate, Job, Recompute, Stack
 from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
 from megabench.models.find import find_model
@@ -56,13 +56,9 @@ def candidate_of(record: RunRecord) -> Candidate:
         record.engine,
         Layout(tp=layout.tp, cp=layout.cp, pp=layout.pp, vp=layout.vp, dp=layout.dp),
         record.micro_batch,
+        ENGINES[record.engine].variant_of(options),
         recompute=cast(Recompute, options.get("recompute", "none")),
         placement=cast(Policy, placement),
-        zero_stage=ENGINES[record.engine].stage_of(options),
-        offload=cast(Offload, options.get("offload") or "none"),
-        shard_size=options.get("shard_size"),
-        hpz_size=options.get("hpz_size"),
-        keeps_weights=options.get("reshard_after_forward") is False,
     )
 
 

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from megabench.config import ConfigError
-from megabench.cost.job import Candidate, Job, Recompute
+from megabench.cost.job import Candidate, Job, Recompute, Variant
 from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
 from megabench.parallel.layout import Layout, LayoutError, divisors
 from megabench.parallel.placement import Policy
 from megabench.planner.engines import Costs, Estimate
+from megabench.specs.base import EngineSpec
 from megabench.specs.registry import ENGINES
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -65,10 +66,10 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
     missing = [(lacks(replace(candidate, placement="topology")), candidate) for candidate in everything]
     fitting = [candidate for bytes_, candidate in missing if bytes_ <= 0]
     ranked = _fastest(costs, fitting, keep)
-    kinds: dict[tuple[object, ...], list[Candidate]] = {}
+    kinds: dict[object, list[Candidate]] = {}
     for candidate in fitting:
         if ENGINES[candidate.engine].is_data_parallel:
-            kinds.setdefault((candidate.engine, candidate.zero_stage, candidate.offload), []).append(candidate)
+            kinds.setdefault((candidate.engine, candidate.variant.kind), []).append(candidate)
     baselines = [estimate for members in kinds.values() for estimate in _fastest(costs, members, 1)]
     nearest = sorted((pair for pair in missing if pair[0] > 0), key=lambda pair: pair[0])
     return Plan(
@@ -100,9 +101,7 @@ def _fastest(costs: Costs, members: list[Candidate], keep: int) -> list[Estimate
 def _family(candidate: Candidate) -> object:
     """What people would call one layout: it differs in micro-batch, chunks of a stage and recomputation at most."""
     layout = candidate.layout
-    sizes = (layout.tp, layout.cp, layout.pp, candidate.placement)
-    kind = (candidate.engine, candidate.zero_stage, candidate.offload, candidate.shard_size, candidate.hpz_size)
-    return sizes, kind, candidate.keeps_weights
+    return layout.tp, layout.cp, layout.pp, candidate.placement, candidate.engine, candidate.variant
 
 
 def _one_of_each(nearest: list[tuple[float, Candidate]], most: int = 6) -> list[tuple[float, Candidate]]:
@@ -118,27 +117,35 @@ def _one_of_each(nearest: list[tuple[float, Candidate]], most: int = 6) -> list[
 
 
 def candidates(job: Job, topology: Topology) -> Iterator[Candidate]:
-    """Every legal way to run a job on all GPUs of a topology: parallel layouts first, then ZeRO, FSDP2 and DDP."""
-    if job.shape.table.has_parallel_blocks:
-        yield from _parallel(job, topology)
-    yield from _data_parallel(job, topology)
+    """Every legal way to run a job on all GPUs of a topology: parallel layouts first, then dp alone."""
+    specs = [spec for spec in ENGINES.values() if job.shape.table.has_parallel_blocks or not spec.needs_blocks]
+    for spec in specs:
+        if not spec.is_data_parallel:
+            yield from _parallel(spec, job, topology)
+    yield from _data_parallel([spec for spec in specs if spec.is_data_parallel], job, topology)
 
 
-def _parallel(job: Job, topology: Topology) -> Iterator[Candidate]:
+def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candidate]:
+    """The candidates of an engine that has more axes than dp."""
+
+    def sizes(axis: str, number: int, limit: int | None = None) -> list[int]:
+        return divisors(number, limit) if axis in spec.axes else [1]
+
     world, shape = topology.world_size, job.shape
+    variants = list(_variants(spec, topology))
     policies: tuple[Policy, ...] = ("topology", "spread-tp")
     several = len(topology.ranks_by_domain) > 1
-    for tp in divisors(world):
-        for cp in divisors(world // tp, _MOST_CP):
-            for pp in divisors(world // (tp * cp)):
-                for vp in divisors(max(1, math.ceil(shape.num_layers / pp))) if pp > 1 else [1]:
+    for tp in sizes("tp", world):
+        for cp in sizes("cp", world // tp, _MOST_CP):
+            for pp in sizes("pp", world // (tp * cp)):
+                for vp in sizes("vp", max(1, math.ceil(shape.num_layers / pp))) if pp > 1 else [1]:
                     layout = _checked(Layout(tp=tp, cp=cp, pp=pp, vp=vp), job, world)
                     if layout is None:
                         continue
                     for micro_batch in _micro_batches(job, layout):
-                        for recompute in _RECOMPUTES:
+                        for recompute, variant in variants:
                             for policy in policies if tp > 1 and several else policies[:1]:
-                                yield Candidate("megatron", layout, micro_batch, recompute, placement=policy)
+                                yield Candidate(spec.name, layout, micro_batch, variant, recompute, policy)
 
 
 def _checked(layout: Layout, job: Job, world_size: int) -> Layout | None:
@@ -162,16 +169,19 @@ def _micro_batches(job: Job, layout: Layout) -> Iterator[int]:
         yield micro_batch
 
 
-def _data_parallel(job: Job, topology: Topology) -> Iterator[Candidate]:
-    world = topology.world_size
-    layout = Layout(dp=world)
-    per_host = max(len(ranks) for ranks in topology.ranks_by_host)
-    inside = per_host if per_host < world and world % per_host == 0 and per_host > 1 else None
-    specs = [spec for spec in ENGINES.values() if spec.is_data_parallel]
+def _data_parallel(specs: list[EngineSpec], job: Job, topology: Topology) -> Iterator[Candidate]:
+    layout = Layout(dp=topology.world_size)
+    variants = [(spec.name, *pair) for spec in specs for pair in _variants(spec, topology)]
     for micro_batch in _micro_batches(job, layout):
-        for spec in specs:
-            for recompute in _RECOMPUTES:
-                if recompute not in spec.recompute:
-                    continue
-                for variant in spec.variants(inside):
-                    yield Candidate(spec.name, layout, micro_batch, recompute, **asdict(variant))
+        for engine, recompute, variant in variants:
+            yield Candidate(engine, layout, micro_batch, variant, recompute)
+
+
+def _variants(spec: EngineSpec, topology: Topology) -> Iterator[tuple[Recompute, Variant]]:
+    """An engine's levels of recomputation, each with every variant."""
+    world, per_host = topology.world_size, max(len(ranks) for ranks in topology.ranks_by_host)
+    inside = per_host if per_host < world and world % per_host == 0 and per_host > 1 else None
+    for recompute in _RECOMPUTES:
+        if recompute in spec.recompute:
+            for variant in spec.variants(inside):
+                yield recompute, variant

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megabench.cost.base import Base
-from megabench.cost.job import Candidate, Offload
+from megabench.cost.job import Candidate, Variant
+from megabench.cost.memory import Memory
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
 from megabench.precision import PrecisionPolicy
@@ -47,19 +48,8 @@ class ResolvedRun(Protocol):
     def num_micro_batches(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A way to run a data-parallel engine that the planner predicts; the fields are those of `Candidate`."""
-
-    zero_stage: int
-    offload: Offload = "none"
-    shard_size: int | None = None
-    hpz_size: int | None = None
-    keeps_weights: bool = False
-
-
 class CostModel(Protocol):
-    """Predicts the step time of an engine's candidates."""
+    """Predicts the step time and the memory of an engine's candidates."""
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
         """Seconds of each part of a step; they add up to the step."""
@@ -67,6 +57,14 @@ class CostModel(Protocol):
 
     def shortest(self, candidate: Candidate) -> float:
         """A lower bound of the step time in seconds that is quick to compute."""
+        ...
+
+    def memory(self, candidate: Candidate) -> Memory:
+        """Bytes of the fullest rank."""
+        ...
+
+    def host_bytes(self, candidate: Candidate) -> float:
+        """Bytes of host memory that offload takes on each host."""
         ...
 
 
@@ -103,6 +101,8 @@ class EngineSpec:
     - `less_memory` returns the setting to change after a run with these options ran out of memory.
 
     `variants` gives what the planner predicts, for the number of ranks of a host if several hosts take part.
+    `variant_of` gives the variant of a recorded run with these options, and `variant_settings` the settings of a run
+    that trains a variant.
     """
 
     name: str
@@ -111,6 +111,8 @@ class EngineSpec:
     implementation: str
     cost: Callable[[Base], CostModel]
     sharding_stage: int
+    variants: Callable[[int | None], Iterable[Variant]]
+    variant_of: Callable[[Options], Variant]
     settings: type[EngineSettings] = EngineSettings
     axes: frozenset[str] = frozenset({"dp"})
     recompute: frozenset[str] = frozenset({"none", "full"})
@@ -130,7 +132,7 @@ class EngineSpec:
     fixes_batch: Callable[[Options], bool] = lambda options: False
     recorded: Callable[[Options], Mapping[str, Any]] = lambda options: {}
     less_memory: Callable[[Options], str] = lambda options: "more GPUs"
-    variants: Callable[[int | None], Iterable[Variant]] = lambda ranks_per_host: ()
+    variant_settings: Callable[[Any], Mapping[str, Any]] = lambda variant: {}
 
     def stage_of(self, options: Options) -> int:
         """The ZeRO stage that a run's settings, or the options of its record, amount to."""

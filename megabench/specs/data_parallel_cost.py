@@ -3,7 +3,10 @@
 from megabench.cost import compute, network, schedule
 from megabench.cost.base import Base
 from megabench.cost.geometry import Geometry
-from megabench.cost.job import REDUCE_BUCKET, Candidate
+from megabench.cost.job import Candidate
+from megabench.cost.memory import Memory
+from megabench.specs.data_parallel_memory import data_parallel_memory, host_bytes
+from megabench.specs.sharding import REDUCE_BUCKET, sharding_of
 
 _DDP_BUCKET = 25e6 / 4  # parameters that torch's DDP reduces at once: 25 MB of fp32 gradients
 # What the host does beside starting kernels, forward and backward, in starts of a kernel: FSDP2 a layer, DeepSpeed a
@@ -30,7 +33,7 @@ class DataParallel:
         host, hooks = self.base.host(candidate, layer, 0.0), self._hook_seconds(candidate)
         forward = max(layer.forward, host[0] + hooks[0])
         backward = max(layer.backward + again, host[1] + hooks[1])
-        shards = candidate.shard_size
+        shards = sharding_of(candidate).shard_size
         hidden_forward = self.base.interference(geometry.neighbours(shards) if shards else geometry.world)
         hidden_backward = self.base.interference(geometry.apart(shards) if shards else geometry.world)
         with_communication = (
@@ -55,12 +58,21 @@ class DataParallel:
         """The step time itself, because it is quick to compute."""
         return sum(self.parts(candidate).values())
 
+    def memory(self, candidate: Candidate) -> Memory:
+        """Bytes of a rank."""
+        return data_parallel_memory(self.job, candidate, self.profile)
+
+    def host_bytes(self, candidate: Candidate) -> float:
+        """Bytes of host memory that offload takes on each host."""
+        return host_bytes(self.job, candidate, self.base.geometry_of(candidate).ranks_per_host)
+
     def _hook_seconds(self, candidate: Candidate) -> tuple[float, float]:
         """What a layer's hooks take on the host, forward and backward."""
+        stage = sharding_of(candidate).zero_stage
         if candidate.engine == "fsdp":
             times, hooks = 1, _FSDP_HOOKS
-        elif candidate.engine == "deepspeed" and candidate.zero_stage:
-            times, hooks = self.job.layer_tensors, _ZERO3_HOOKS if candidate.zero_stage == 3 else _ZERO_HOOKS
+        elif stage:
+            times, hooks = self.job.layer_tensors, _ZERO3_HOOKS if stage == 3 else _ZERO_HOOKS
         else:
             return 0.0, 0.0
         return times * hooks[0] * self.profile.launch_seconds, times * hooks[1] * self.profile.launch_seconds
@@ -75,15 +87,16 @@ class DataParallel:
         """
         if self.job.stack.flat_parameters:
             return 0.0
-        job, ranks = self.job, candidate.shard_size or candidate.layout.world_size
-        v, g, gathers = job.bytes_of_value, job.bytes_of_gradient, 1 if candidate.keeps_weights else 2
+        job, sharding = self.job, sharding_of(candidate)
+        ranks, stage = sharding.shard_size or candidate.layout.world_size, sharding.zero_stage
+        v, g, gathers = job.bytes_of_value, job.bytes_of_gradient, 1 if sharding.keeps_weights else 2
         if candidate.engine == "ddp":
             moved: float = _cast(4, v) * (2 if candidate.recompute == "full" else 1) + _cast(v, 4) + 3 * 4
         elif candidate.engine == "fsdp":
             moved = 2 * gathers * v + (v + g) + (gathers * (_cast(4, v) + 2 * v) + 3 * g) / ranks
-        elif candidate.zero_stage == 3:
+        elif stage == 3:
             moved = gathers * v + _cast(v, g) + 4 * g + 3 * g / ranks
-        elif candidate.zero_stage == 2:
+        elif stage == 2:
             moved = _cast(v, g) + 6 * g + 5 * g / ranks
         else:
             moved = _cast(v, g) + 3 * g
@@ -98,13 +111,13 @@ class DataParallel:
         all-reduces g, of which each rank keeps its part (DeepSpeed's use_multi_rank_bucket_allreduce). hpZ gathers for
         backward among neighbours (arXiv 2306.10209); HSDP shards among them. Weights that are kept are gathered once.
         """
-        job, profile = self.job, self.profile
+        job, profile, sharding = self.job, self.profile, sharding_of(candidate)
         layer, ends = job.layer_parameters, job.embedding_parameters
         value, g = job.bytes_of_value, job.bytes_of_gradient
-        if candidate.engine == "fsdp" or (candidate.zero_stage == 3 and candidate.engine == "deepspeed"):
-            shards = candidate.shard_size or candidate.layout.world_size
-            where = geometry.neighbours(shards) if candidate.shard_size else geometry.world
-            inner = geometry.neighbours(candidate.hpz_size) if candidate.hpz_size else where
+        if sharding.zero_stage == 3:
+            shards = sharding.shard_size
+            where = geometry.neighbours(shards) if shards else geometry.world
+            inner = geometry.neighbours(sharding.hpz_size) if sharding.hpz_size else where
 
             def gather(parameters: float) -> float:
                 return network.gather_seconds(profile, where, value * parameters)
@@ -112,9 +125,9 @@ class DataParallel:
             def reduce(parameters: float) -> float:
                 return network.gather_seconds(profile, where, g * parameters)
 
-            back = 0.0 if candidate.keeps_weights else network.gather_seconds(profile, inner, value * layer)
+            back = 0.0 if sharding.keeps_weights else network.gather_seconds(profile, inner, value * layer)
             return gather(layer), back, reduce(layer), gather(ends) + reduce(ends)
-        if candidate.engine == "deepspeed" and candidate.zero_stage == 2:
+        if sharding.zero_stage == 2:
             reduce_layer = network.all_reduce_seconds(profile, geometry.world, g * layer)
             return 0.0, 0.0, reduce_layer, network.all_reduce_seconds(profile, geometry.world, g * ends)
         return 0.0, 0.0, 0.0, 0.0
@@ -122,26 +135,27 @@ class DataParallel:
     def _once_a_step(self, candidate: Candidate, geometry: Geometry, backward: float) -> tuple[float, float]:
         """Communication that comes once a step, exposed, and the optimizer."""
         job, parameters = self.job, self.job.num_parameters
+        sharding, is_ddp = sharding_of(candidate), candidate.engine == "ddp"
         ranks, once, copied = candidate.layout.world_size, 0.0, 0.0
         gradients, weights = job.bytes_of_gradient * parameters, job.bytes_of_value * parameters
-        sharded = parameters / (candidate.shard_size or ranks)
-        if candidate.engine == "ddp" or (candidate.zero_stage == 0 and candidate.engine == "deepspeed"):
-            pieces = max(1, round(parameters / (_DDP_BUCKET if candidate.engine == "ddp" else REDUCE_BUCKET)))
+        sharded = parameters / (sharding.shard_size or ranks)
+        if sharding.zero_stage == 0:
+            pieces = max(1, round(parameters / (_DDP_BUCKET if is_ddp else REDUCE_BUCKET)))
             reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
-            once = self.base.tail(backward, reduce, pieces, geometry.world, overlaps=candidate.engine == "ddp")
+            once = self.base.tail(backward, reduce, pieces, geometry.world, overlaps=is_ddp)
             sharded = parameters
-        elif candidate.shard_size:  # replicas of a shard add up their gradients behind the last micro-batch
-            across = geometry.apart(candidate.shard_size)
-            reduce = network.all_reduce_seconds(self.profile, across, gradients / candidate.shard_size)
+        elif sharding.shard_size:  # replicas of a shard add up their gradients behind the last micro-batch
+            across = geometry.apart(sharding.shard_size)
+            reduce = network.all_reduce_seconds(self.profile, across, gradients / sharding.shard_size)
             once = self.base.tail(backward, reduce, job.shape.num_layers, across, overlaps=True)
-        elif candidate.engine == "deepspeed" and candidate.zero_stage < 3:
+        elif sharding.zero_stage < 3:
             once = network.gather_seconds(self.profile, geometry.world, weights)
-            if candidate.zero_stage == 1:
+            if sharding.zero_stage == 1:
                 pieces = max(1, round(parameters / REDUCE_BUCKET))
                 reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
                 once += self.base.tail(backward, reduce, pieces, geometry.world, overlaps=True)
                 copied = (6 + 2 / ranks) * gradients  # as stage 2 does, but once
-        if candidate.offload != "none":
+        if sharding.offload != "none":
             return once, 0.0
         update = compute.optimizer_seconds(self.machine, job, sharded, sharded)
         return once, update + compute.memory_seconds(self.machine, copied)
@@ -155,20 +169,21 @@ class DataParallel:
         copy_grads_in_partition). Then DeepSpeed sends them to the optimizer, in fp32. Weights come in once, offloaded
         ones for every gather.
         """
-        if candidate.offload == "none":
+        sharding = sharding_of(candidate)
+        if sharding.offload == "none":
             return 0.0
         job, is_fsdp = self.job, candidate.engine == "fsdp"
         g, on_host = job.bytes_of_gradient, _ADAM_HOST_BYTES + (0 if is_fsdp else _DEEPSPEED_HOST_BYTES)
         if is_fsdp:
             gradients = g * micro_batches
-        elif candidate.zero_stage == 3:
+        elif sharding.zero_stage == 3:
             gradients = 2 * g * micro_batches + 4
-        elif candidate.zero_stage == 2 and g == job.bytes_of_value and micro_batches > 1:
+        elif sharding.zero_stage == 2 and g == job.bytes_of_value and micro_batches > 1:
             gradients = g * (2 * micro_batches - 1) + 4
         else:
             gradients = 4
         each = 4 if is_fsdp else job.bytes_of_value  # its shards are fp32
-        moved = gradients + each * (2 * micro_batches if candidate.offload == "all" else 1)
+        moved = gradients + each * (2 * micro_batches if sharding.offload == "all" else 1)
         shard = job.num_parameters / candidate.layout.world_size
         seconds = moved * shard / (self.profile.host_copy_gb_per_s * 1e9)
         return seconds + on_host * shard * geometry.ranks_per_host / (self.profile.dram_gb_per_s * 1e9)

@@ -4,8 +4,9 @@ from pydantic import PositiveInt
 
 from megabench.settings.field import EngineSettings, setting
 from megabench.settings.reading import ConfigError
-from megabench.specs.base import EngineSpec, Options, ResolvedRun, Variant
+from megabench.specs.base import EngineSpec, Options, ResolvedRun
 from megabench.specs.data_parallel_cost import DataParallel
+from megabench.specs.sharding import Sharding
 from megabench.specs.shared_settings import COMPILE
 
 POWERSGD_PLAIN_STEPS = 2  # uncompressed steps at the start, the fewest that torch's hook takes with error feedback
@@ -55,5 +56,6 @@ SPEC = EngineSpec(
     compression=_compression,
     plain_steps=lambda options: POWERSGD_PLAIN_STEPS if options.get("powersgd_rank") else 0,
     less_memory=lambda options: "engine: fsdp, or deepspeed with zero_stage: 3, which shard what ddp copies",
-    variants=lambda ranks_per_host: [Variant(0)],
+    variants=lambda ranks_per_host: [Sharding(0)],
+    variant_of=lambda options: Sharding(0),
 )

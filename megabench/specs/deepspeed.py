@@ -9,9 +9,10 @@ from pydantic import NonNegativeInt, PositiveInt
 from megabench.settings.field import EngineSettings, setting
 from megabench.settings.reading import ConfigError
 from megabench.settings.run import RunSettings
-from megabench.specs.base import EngineSpec, Options, ResolvedRun, Variant, check_divides, more_offload
+from megabench.specs.base import EngineSpec, Options, ResolvedRun, check_divides, more_offload
 from megabench.specs.data_parallel_cost import DataParallel
 from megabench.specs.deepspeed_json import check_deepspeed_json, names_batch, read_deepspeed_json, settings_of_run
+from megabench.specs.sharding import Sharding
 from megabench.specs.shared_settings import OFFLOAD, RESHARD_AFTER_FORWARD
 
 _OF_STAGE_3 = ("hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers", "reshard_after_forward")
@@ -127,14 +128,20 @@ def _why_not_saved(run: ResolvedRun) -> str | None:
     return None
 
 
-def _variants(ranks_per_host: int | None) -> Iterator[Variant]:
+def _variants(ranks_per_host: int | None) -> Iterator[Sharding]:
     for offload in ("none", "optimizer"):
         for stage in (1, 2, 3):
-            yield Variant(stage, offload)
-    yield Variant(3, keeps_weights=True)
-    yield Variant(3, "all")
+            yield Sharding(stage, offload)
+    yield Sharding(3, keeps_weights=True)
+    yield Sharding(3, "all")
     if ranks_per_host:
-        yield Variant(3, hpz_size=ranks_per_host)
+        yield Sharding(3, hpz_size=ranks_per_host)
+
+
+def _variant_settings(sharding: Sharding) -> Mapping[str, Any]:
+    settings = {**sharding.settings, "zero_stage": sharding.zero_stage}
+    # the prediction is of ZeRO-3 that gathers whole layers: the host waits for no parts
+    return settings | ({"zero_leaf_layers": True} if sharding.zero_stage == 3 else {})
 
 
 def _less_memory(options: Options) -> str:
@@ -167,4 +174,6 @@ SPEC = EngineSpec(
     recorded=lambda options: {"deepspeed_config": _content(options)},
     less_memory=_less_memory,
     variants=_variants,
+    variant_of=Sharding.of,
+    variant_settings=_variant_settings,
 )

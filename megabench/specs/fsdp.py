@@ -7,8 +7,9 @@ from pydantic import PositiveInt
 
 from megabench.settings.field import EngineSettings, setting
 from megabench.settings.reading import ConfigError
-from megabench.specs.base import EngineSpec, Options, ResolvedRun, Variant, check_divides, more_offload
+from megabench.specs.base import EngineSpec, Options, ResolvedRun, check_divides, more_offload
 from megabench.specs.data_parallel_cost import DataParallel
+from megabench.specs.sharding import Sharding
 from megabench.specs.shared_settings import COMPILE, OFFLOAD, RESHARD_AFTER_FORWARD
 
 
@@ -34,12 +35,12 @@ def _check(run: ResolvedRun) -> None:
         raise ConfigError("fsdp offloads its shards and their optimizer together; use offload=all")
 
 
-def _variants(ranks_per_host: int | None) -> Iterator[Variant]:
-    yield Variant(3)
-    yield Variant(3, keeps_weights=True)
-    yield Variant(3, "all")
+def _variants(ranks_per_host: int | None) -> Iterator[Sharding]:
+    yield Sharding(3)
+    yield Sharding(3, keeps_weights=True)
+    yield Sharding(3, "all")
     if ranks_per_host:
-        yield Variant(3, shard_size=ranks_per_host)
+        yield Sharding(3, shard_size=ranks_per_host)
 
 
 def _less_memory(options: Options) -> str:
@@ -59,4 +60,6 @@ SPEC = EngineSpec(
     uses_host=lambda options: options.get("offload", "none") != "none",
     less_memory=_less_memory,
     variants=_variants,
+    variant_of=Sharding.of,
+    variant_settings=lambda sharding: sharding.settings,
 )

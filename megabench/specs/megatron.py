@@ -9,6 +9,7 @@ from megabench.settings.reading import ConfigError
 from megabench.settings.run import RunSettings
 from megabench.specs.base import EngineSpec, ResolvedRun
 from megabench.specs.megatron_cost import Pipeline
+from megabench.specs.megatron_memory import MegatronVariant
 
 
 class MegatronSettings(EngineSettings):
@@ -64,4 +65,6 @@ SPEC = EngineSpec(
     check=_check,
     environment=_environment,
     less_memory=lambda options: "a larger tp inside a host, or pp across hosts",
+    variants=lambda ranks_per_host: [MegatronVariant()],
+    variant_of=lambda options: MegatronVariant(),
 )

@@ -7,7 +7,14 @@ from megabench.cost import compute, network, schedule
 from megabench.cost.base import Base, Sizes
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate
-from megabench.cost.memory import all_stage_layers, stage_layers, stage_parameters
+from megabench.cost.memory import Memory
+from megabench.specs.megatron_memory import (
+    all_stage_layers,
+    megatron_memory,
+    megatron_variant,
+    stage_layers,
+    stage_parameters,
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,14 @@ class Pipeline:
         micro_batches = candidate.num_micro_batches(self.job)
         blocking = self._is_blocking(candidate)
         return schedule.shortest(stages, candidate.layout.vp, micro_batches, self._send(candidate), blocking)
+
+    def memory(self, candidate: Candidate) -> Memory:
+        """Bytes of a rank of the fullest stage."""
+        return megatron_memory(self.job, candidate, self.profile)
+
+    def host_bytes(self, candidate: Candidate) -> float:
+        """Nothing, because megatron's engine does not offload."""
+        return 0.0
 
     def _layer_communication(self, sizes: Sizes, micro_batch: int) -> tuple[float, float, float, float, float]:
         """Exposed seconds of a layer: tp forward, tp backward, cp forward, cp backward; and collectives forward.
@@ -149,7 +164,7 @@ class Pipeline:
             waits = self.base.tail(forward, gather, pieces, replicas, job.stack.overlaps_parameters)
             gathers.append(max(0.0, waits - fill))
             fill += chunk.stage.forward + send
-            shards = replicas.size if candidate.zero_stage else 1
+            shards = replicas.size if megatron_variant(candidate).shards_optimizer else 1
             update = compute.optimizer_seconds(self.machine, job, parameters, parameters / shards)
             if job.stack.flattens_shards and shards > 1:
                 update += compute.flattening_seconds(self.machine, job, parameters)
@@ -179,8 +194,8 @@ class Pipeline:
         )
 
     def _overlaps_gradients(self, candidate: Candidate) -> bool:
-        stack = self.job.stack
-        return stack.overlaps_gradients and (candidate.zero_stage == 0 or stack.overlaps_sharded_gradients)
+        stack, is_sharded = self.job.stack, megatron_variant(candidate).shards_optimizer
+        return stack.overlaps_gradients and (not is_sharded or stack.overlaps_sharded_gradients)
 
     def _num_buckets(self, candidate: Candidate, stage: int, parameters: float) -> int:
         """Collectives in which a stage's gradients are summed: megatron-core cuts the first stage's alone, into 40 M
@@ -199,7 +214,7 @@ class Pipeline:
         With a sharded optimizer a reduce-scatter and an all-gather of the weights, else an all-reduce.
         """
         gradients, weights = self.job.bytes_of_gradient * parameters, self.job.bytes_of_value * parameters
-        if candidate.zero_stage == 0:
+        if not megatron_variant(candidate).shards_optimizer:
             return network.all_reduce_seconds(self.profile, geometry.replicas, gradients, calls), 0.0
         reduce = network.gather_seconds(self.profile, geometry.replicas, gradients, calls)
         return reduce, network.gather_seconds(self.profile, geometry.replicas, weights, calls)

@@ -10,6 +10,8 @@ from megabench.hardware.topology import Host, Link, Topology, build
 from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
 from megabench.planner.engines import Costs
+from megabench.specs.megatron_memory import MegatronVariant
+from megabench.specs.sharding import Sharding
 
 
 def job(model: str = "llama3-8b", seq_length: int = 4096, global_batch: int = 64, **settings) -> Job:
@@ -26,11 +28,11 @@ def costs(job: Job, topology: Topology) -> Costs:
 
 
 def megatron(topology: Topology, micro_batch: int = 1, **sizes: int) -> Candidate:
-    return Candidate("megatron", Layout(**sizes).with_world_size(topology.world_size), micro_batch)
+    return Candidate("megatron", Layout(**sizes).with_world_size(topology.world_size), micro_batch, MegatronVariant())
 
 
 def zero(topology: Topology, stage: int = 3, micro_batch: int = 1, **settings) -> Candidate:
-    return Candidate("deepspeed", Layout(dp=topology.world_size), micro_batch, zero_stage=stage, **settings)
+    return Candidate("deepspeed", Layout(dp=topology.world_size), micro_batch, Sharding(stage, **settings))
 
 
 def hosts(

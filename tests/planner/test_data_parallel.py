@@ -4,20 +4,25 @@ from dataclasses import replace
 
 import pytest
 
-from megabench.cost.job import Candidate, Stack
-from megabench.cost.memory import memory_of
+from megabench.cost.job import Candidate, Recompute, Stack
 from megabench.parallel.layout import Layout
 from megabench.planner.candidates import settings_of
+from megabench.planner.engines import Costs
 from megabench.specs.data_parallel_cost import DataParallel
+from megabench.specs.sharding import Sharding
 from tests.planner.jobs import costs, hosts, job, megatron, zero
 
 FOUR = hosts(1, 4)
 
 
+def data_parallel(engine: str, recompute: Recompute = "none") -> Candidate:
+    return Candidate(engine, Layout(dp=4), 1, Sharding(3 if engine == "fsdp" else 0), recompute)
+
+
 def bytes_a_parameter(engine: str, stage: int = 0, work=None, **settings) -> float:
     """What one micro-batch copies, beyond the 12 bytes of a gradient's sum in fp32."""
     work = work or job()
-    candidate = Candidate(engine, Layout(dp=4), 1, zero_stage=stage, **settings)
+    candidate = Candidate(engine, Layout(dp=4), 1, Sharding(stage), **settings)
     found = DataParallel(costs(work, FOUR).base)
     rate = found.profile.memory_gb_per_s * 1e9
     return found._copying_seconds(candidate) * rate / work.num_parameters
@@ -58,7 +63,7 @@ def test_flat_parameters_are_communicated_where_they_lie():
 def launch_seconds(model: str, micro_batch: int, engine: str, stage: int = 0) -> float:
     """What a step on one GPU waits for the host."""
     work = job(model, seq_length=128, global_batch=micro_batch)
-    candidate = Candidate(engine, Layout(dp=1), micro_batch, zero_stage=stage)
+    candidate = Candidate(engine, Layout(dp=1), micro_batch, Sharding(stage))
     return DataParallel(costs(work, hosts(1, 1)).base).parts(candidate)["launch"]
 
 
@@ -76,7 +81,7 @@ def offload_seconds(
     micro_batches: int, engine: str = "deepspeed", stage: int = 3, offload: str = "all", **settings
 ) -> float:
     work = job(global_batch=4 * micro_batches, **settings)
-    candidate = Candidate(engine, Layout(dp=4), 1, zero_stage=stage, offload=offload)
+    candidate = Candidate(engine, Layout(dp=4), 1, Sharding(stage, offload))
     return DataParallel(costs(work, FOUR).base).parts(candidate)["offload"]
 
 
@@ -117,19 +122,19 @@ def test_what_the_host_does_for_deepspeed():
 
 
 def test_adafactor_is_planned_without_moments():
-    candidate = Candidate("ddp", Layout(dp=4), 1, zero_stage=0)
+    candidate = data_parallel("ddp")
     adamw, adafactor = (costs(work, FOUR).estimate(candidate).memory for work in (job(), job(optimizer="adafactor")))
     assert adamw.optimizer - adafactor.optimizer == 8 * job().num_parameters
     assert adafactor.optimizer == 0
 
 
 def test_ddp_reduces_in_bf16_from_fp32_buckets():
-    candidate = Candidate("ddp", Layout(dp=4), 1, zero_stage=0)
+    candidate = data_parallel("ddp")
     assert costs(job(bytes_of_gradient=2), FOUR).estimate(candidate).memory.gradients == 4 * job().num_parameters
 
 
 def test_fsdp_reduces_one_end_at_a_time():
-    memory = costs(job(), FOUR).estimate(Candidate("fsdp", Layout(dp=4), 1)).memory
+    memory = costs(job(), FOUR).estimate(data_parallel("fsdp")).memory
     assert memory.buffers == 4 * job().layer_parameters + (4 + 2) * job().embedding_parameters
 
 
@@ -150,9 +155,9 @@ def test_a_planned_zero3_is_the_one_that_is_predicted():
     ("candidate", "share"),
     [
         (zero(FOUR, stage=3), 0.3),
-        (Candidate("fsdp", Layout(dp=4), 1), 0.1),  # in one stream, in order
-        (Candidate("ddp", Layout(dp=4), 1), 0.3),  # casts its weights
-        (Candidate("ddp", Layout(dp=4), 1, recompute="full"), 0.1),  # for a layer at a time
+        (data_parallel("fsdp"), 0.1),  # in one stream, in order
+        (data_parallel("ddp"), 0.3),  # casts its weights
+        (data_parallel("ddp", "full"), 0.1),  # for a layer at a time
         (zero(FOUR, stage=2), 0.1),
         (zero(FOUR, stage=1), 0.1),
         (megatron(FOUR, tp=2), 0.1),
@@ -162,6 +167,6 @@ def test_fragments_are_more_where_weights_come_and_go(candidate: Candidate, shar
     profile = costs(job(), FOUR).profile
     for gathering, expected in ((0.3, share), (None, 0.1)):
         shares = {"allocator_share": 0.1, "gather_allocator_share": gathering}
-        memory = memory_of(job(), candidate, profile.model_copy(update=shares))
+        memory = Costs(job(), FOUR, profile.model_copy(update=shares)).memory(candidate)
         comes_and_goes = memory.activations + memory.logits + memory.buffers
         assert memory.allocator == pytest.approx(expected * comes_and_goes)

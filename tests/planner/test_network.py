@@ -11,6 +11,7 @@ from megabench.cost.network import Span
 from megabench.cost.profile import profile_for, shipped_profiles
 from megabench.parallel.layout import Layout
 from megabench.planner.engines import Costs
+from megabench.specs.sharding import Sharding
 from tests.planner.jobs import costs, hosts, job, megatron
 
 H200 = shipped_profiles()["h200"]
@@ -81,7 +82,7 @@ def test_what_is_hidden_costs_compute_but_over_sockets():
 def test_hybrid_shards_reduce_over_sockets_for_nothing():
     """HSDP gathers over NVLink and reduces over sockets too: backward is not charged for what sockets carry."""
     topology = hosts(2, 4, network_gbits=20.0, network="socket")
-    hybrid = Candidate("fsdp", Layout(dp=8), 1, shard_size=4)
+    hybrid = Candidate("fsdp", Layout(dp=8), 1, Sharding(3, shard_size=4))
     found = costs(job(global_batch=8), topology)
     charged = found.profile.model_copy(update={"interference": 1.0})
     forward = charged.interference * 32 * found.base.layer(1, 1, 1).forward

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from megabench.cost import network
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Stack
-from megabench.cost.memory import held_bytes
 from megabench.planner.search import candidates
+from megabench.specs.megatron_memory import held_bytes
+from megabench.specs.sharding import Sharding
 from tests.planner.jobs import cluster, costs, hosts, job, megatron, zero
 
 SIZES = st.sampled_from([1, 2, 4, 8])
@@ -158,7 +159,7 @@ def test_weights_that_are_kept_are_gathered_once(engine: str):
     """A slow link then carries a gather and a reduction in fp32 a micro-batch, not two gathers: 6 bytes, not 8."""
     topology, work = hosts(2, 1, network_gbits=10), job(global_batch=2)
     plain = replace(zero(topology), engine=engine)
-    kept = replace(plain, keeps_weights=True)
+    kept = replace(plain, variant=Sharding(3, keeps_weights=True))
     ratio = seconds_of_communication(work, topology, kept) / seconds_of_communication(work, topology, plain)
     assert 0.7 < ratio < 0.85
     assert total(work, topology, kept) - total(work, topology, plain) > 0.75 * 2 * work.num_parameters
@@ -166,7 +167,7 @@ def test_weights_that_are_kept_are_gathered_once(engine: str):
 
 def test_replicas_of_shards_are_reduced_once_a_step():
     topology = hosts(2, 8, network_gbits=10)
-    candidate = replace(zero(topology), engine="fsdp", shard_size=8)
+    candidate = replace(zero(topology), engine="fsdp", variant=Sharding(3, shard_size=8))
     little, much = (seconds_of_communication(job(global_batch=16 * n), topology, candidate) for n in (1, 8))
     inside = hosts(1, 8)
     shards = replace(zero(inside), engine="fsdp")

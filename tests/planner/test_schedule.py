@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabench.cost import schedule
-from megabench.cost.memory import in_flight
 from megabench.cost.schedule import Stage, simulate
+from megabench.specs.megatron_memory import in_flight
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4, 8])

@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Sequence
 
 from megabench.cost.fit import descend
-from megabench.cost.memory import stage_memory
 from megabench.cost.profile import Profile
 from megabench.planner.engines import Costs
+from megabench.specs.megatron_memory import stage_memory
 from tools.planner_validation.collectives import Collective
 from tools.planner_validation.published import Row
 

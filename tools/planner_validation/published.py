@@ -15,6 +15,8 @@ from megabench.hardware.catalog import Network
 from megabench.hardware.topology import Host, Topology, build
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
+from megabench.specs.megatron_memory import MegatronVariant
+from megabench.specs.sharding import Sharding
 
 Kind = Literal["seconds", "memory_gib", "oom"]
 
@@ -203,7 +205,8 @@ def _row(source: Source, line: Mapping[str, str]) -> Row | None:
     engine: Literal["fsdp", "megatron"] = "fsdp" if zero == 3 else "megatron"
     if (engine == "fsdp" and tp * pp * cp > 1) or layout.world_size != gpus:
         return None
-    candidate = Candidate(engine, layout, int(line["micro_batch"]), recompute, zero_stage=min(zero, 1))
+    variant = Sharding(zero) if engine == "fsdp" else MegatronVariant(shards_optimizer=zero > 0)
+    candidate = Candidate(engine, layout, int(line["micro_batch"]), variant, recompute)
     global_batch = int(line["global_batch"])
     if global_batch % (candidate.micro_batch * layout.data_parallel):
         return None

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from megabench.checkpoint.blocks import TrainingState
 from megabench.config import ResolvedConfig
-from megabench.cost.job import reduce_bucket
 from megabench.data.batch import Batch
 from megabench.engines.base import DataParallelEngine, EngineError, StepResult, TensorKind
 from megabench.engines.common import kernels, loss_scale
@@ -27,6 +26,7 @@ from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
 from megabench.specs.deepspeed import DeepSpeedSettings
 from megabench.specs.deepspeed_json import merge, read_deepspeed_json
+from megabench.specs.sharding import reduce_bucket
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed

@@ -1,0 +1,83 @@
+"""Bytes that a GPU and its host hold under DeepSpeed ZeRO 0 to 3, FSDP2 and DDP. Loads no torch."""
+
+from megabench.cost.job import Candidate, Job
+from megabench.cost.memory import Memory, layer_activation_bytes, logit_bytes, recomputed_bytes, with_allocator
+from megabench.cost.profile import Profile
+from megabench.specs.sharding import REDUCE_BUCKET, reduce_bucket, sharding_of
+
+_GATHERED_LAYERS = 3  # that ZeRO-3 and FSDP hold whole: in use, prefetched, being reduced
+
+
+def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
+    """A rank of DeepSpeed, FSDP2 or DDP. Bytes a parameter, n ranks, gradients of g bytes (megabench's engines):
+
+    - ZeRO-0: 2 + g + 12; ZeRO-1: 2 + g + 12/n; ZeRO-2: 2 + (g + 12)/n; ZeRO-3: (2 + g + 12)/n; one bucket being reduced
+    - ZeRO-1 reduces fp32 gradients of 16-bit values into a part of its own, g/n (stage_1_and_2.py, compact buffers);
+      with one micro-batch all others come while activations go
+    - FSDP2, fp32 shards: (4 + g + 8)/n; embedding and output layer stay whole from forward to backward, and are
+      reduced one at a time. What it gathers it frees at once, in order, so that little is lost between.
+    - DDP, fp32 replicas and buckets: 4 + 4 + 8, and a cast of every matrix that backward keeps, unless it computes it
+      again: 2
+    and, of ZeRO-3 and FSDP2, a few whole layers, or all that are kept. (arXiv 1910.02054, section 5; torch's
+    fully_shard.) Without AdamW's moments 8 less. Offloaded optimizers have no state here; ZeRO-3's and FSDP2's
+    gradients are with them.
+    """
+    sharding = sharding_of(candidate)
+    stage = sharding.zero_stage
+    ranks, parameters, g = candidate.layout.world_size, job.num_parameters, job.bytes_of_gradient
+    value, state, moments = job.bytes_of_value, job.bytes_of_state, job.bytes_of_moments
+    layer = job.layer_parameters
+    ends = job.embedding_parameters * (1 if job.shape.tied_embeddings else 2)
+    kept = layer_activation_bytes(job, candidate) * job.shape.num_layers
+    tokens = candidate.micro_batch * job.seq_length
+    kept += tokens * job.shape.hidden_size * job.bytes_of_value
+    kept += recomputed_bytes(job, candidate)
+    whole = cast = buffers = 0.0
+    if candidate.engine == "deepspeed":
+        weights = value * parameters / (ranks if stage == 3 else 1)
+        gradients = g * parameters / (ranks if stage >= 2 else 1)
+        optimizer = state * parameters / (ranks if stage >= 1 else 1)
+        if stage == 1 and g > value:
+            accumulates = candidate.num_micro_batches(job) > 1
+            gradients = (gradients if accumulates else max(0.0, gradients - kept)) + gradients / ranks
+        if stage == 3:
+            whole = value * (parameters if sharding.keeps_weights else _GATHERED_LAYERS * layer + ends)
+            weights += value * parameters / sharding.hpz_size if sharding.hpz_size else 0.0
+        if stage >= 1:
+            buffers += 2 * g * min(REDUCE_BUCKET if stage == 3 else reduce_bucket(job.shape), parameters)
+    elif candidate.engine == "fsdp":
+        shards = sharding.shard_size or ranks
+        weights, gradients = 4 * parameters / shards, g * parameters / shards
+        optimizer = moments * parameters / shards
+        whole = value * (parameters if sharding.keeps_weights else _GATHERED_LAYERS * layer + ends)
+        buffers = g * layer + (g + value) * job.embedding_parameters
+    else:
+        cast = value if value < 4 and candidate.recompute != "full" else 0.0
+        weights, gradients, optimizer = (4 + cast) * parameters, 4 * parameters, moments * parameters
+    if sharding.offload != "none":
+        optimizer = 0.0
+        gradients = gradients if stage in (1, 2) else 0.0
+    if sharding.offload == "all":
+        weights = 0.0
+    share = profile.allocator_share
+    weights_come_and_go = cast or (whole and candidate.engine == "deepspeed")
+    if weights_come_and_go and profile.gather_allocator_share is not None:
+        share = profile.gather_allocator_share
+    return with_allocator(
+        share,
+        weights=weights + whole,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=kept,
+        logits=logit_bytes(job, candidate),
+        buffers=buffers,
+    )
+
+
+def host_bytes(job: Job, candidate: Candidate, ranks_per_host: int) -> float:
+    """Host memory that offload takes on each host: masters, moments and gradients, and with "all" the weights."""
+    offload = sharding_of(candidate).offload
+    if offload == "none":
+        return 0.0
+    each = job.bytes_of_state + job.bytes_of_gradient + (job.bytes_of_value if offload == "all" else 0)
+    return each * job.num_parameters * ranks_per_host / candidate.layout.world_size

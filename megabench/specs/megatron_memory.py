@@ -1,0 +1,138 @@
+"""Bytes that a GPU holds under tensor, context and pipeline parallelism (megatron's engine). Loads no torch."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import ceil
+from typing import cast
+
+from megabench.cost.compute import kernels_forward
+from megabench.cost.job import Candidate, Job
+from megabench.cost.memory import Memory, layer_activation_bytes, logit_bytes, recomputed_bytes, with_allocator
+from megabench.cost.profile import Profile
+from megabench.parallel.layout import Layout
+
+_QUEUED_KERNELS = 1024  # launches that a CUDA stream takes before the host waits
+
+
+@dataclass(frozen=True)
+class MegatronVariant:
+    """Whether the optimizer is sharded over the replicas of a rank's weights (dp·cp)."""
+
+    shards_optimizer: bool = True
+
+    def prefix(self, engine: str) -> str:
+        return ""
+
+    @property
+    def words(self) -> list[str]:
+        return []
+
+    @property
+    def kind(self) -> bool:
+        return self.shards_optimizer
+
+
+def megatron_variant(candidate: Candidate) -> MegatronVariant:
+    """The variant of a candidate of megatron's engine."""
+    return cast(MegatronVariant, candidate.variant)
+
+
+def in_flight(stage: int, num_stages: int, chunks: int, num_micro_batches: int) -> float:
+    """Micro-batches (of a whole stage) whose activations a stage holds at once.
+
+    1F1B: min(P − stage, m). Interleaved: chunks in warm-up, 2·(P − stage − 1) + (v − 1)·P + 1, of v a micro-batch
+    (arXiv 2104.04473, section 2.2); on the first stage 1 + (P − 1)/(P·v) times as many as 1F1B's.
+    """
+    if chunks == 1:
+        return min(num_stages - stage, num_micro_batches)
+    warm_up = 2 * (num_stages - stage - 1) + (chunks - 1) * num_stages + 1
+    return min(warm_up, num_micro_batches * chunks) / chunks
+
+
+def held_bytes(job: Job, candidate: Candidate) -> float:
+    """What torch's allocator may not give out again because NCCL's stream was given it (Tensor.record_stream).
+
+    It waits until the GPU is past the collective, and the host runs ahead by as many kernels as CUDA queues. In a
+    layer's backward four gathered sequences, [B·S, H] in 16 bits, go to or come from tensor-parallel collectives:
+    two input gradients before they are scattered, two output gradients after they are gathered.
+    """
+    if not job.stack.holds_sent or candidate.layout.tp == 1:
+        return 0.0
+    kernels = 2 * kernels_forward(job)
+    tokens = candidate.micro_batch * job.seq_length / candidate.layout.cp
+    return 4 * job.bytes_of_value * tokens * job.shape.hidden_size * _QUEUED_KERNELS / kernels
+
+
+def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
+    """The fullest stage of a tensor- and pipeline-parallel run, its optimizer sharded over dp·cp or not.
+
+    Of equal stages the first holds the most activations, and the last the logits.
+    """
+    last = candidate.layout.pp - 1
+    stages = range(last + 1) if job.stack.stages == "filled" else sorted({0, last})
+    return max((stage_memory(job, candidate, profile, stage) for stage in stages), key=lambda memory: memory.total)
+
+
+def stage_parameters(job: Job, candidate: Candidate, stage: int) -> float:
+    """Parameters of a rank of this stage: its layers, and the embedding and output layer at the ends, over tp."""
+    layout, shape = candidate.layout, job.shape
+    layers = stage_layers(job, candidate, stage)
+    ends = (stage == 0) + (stage == layout.pp - 1)
+    if shape.tied_embeddings and layout.pp == 1:
+        ends = 1
+    return (layers * job.layer_parameters + ends * job.embedding_parameters) / layout.tp
+
+
+def stage_layers(job: Job, candidate: Candidate, stage: int) -> int:
+    """How many layers a stage holds, in all its chunks."""
+    return all_stage_layers(job, candidate)[stage]
+
+
+def all_stage_layers(job: Job, candidate: Candidate) -> tuple[int, ...]:
+    """How many layers each stage holds."""
+    layout, is_filled = candidate.layout, job.stack.stages == "filled"
+    return _cut(job.shape.num_layers, is_filled, job.output_cost, layout.pp, layout.vp)
+
+
+@lru_cache(maxsize=4096)
+def _cut(layers: int, is_filled: bool, output_cost: float, num_stages: int, chunks: int) -> tuple[int, ...]:
+    """The layers of every stage, the output layer counting as `output_cost` of them (Layout.chunk_layers).
+
+    Filled (nanotron): stages are filled in turn up to their part of the whole.
+    """
+    if is_filled:
+        each = (layers + output_cost) / num_stages
+        filled = [min(layers, ceil(number * each)) for number in range(num_stages)] + [layers]
+        return tuple(after - before for before, after in pairwise(filled))
+    stages = Layout(pp=num_stages, vp=chunks).chunk_layers(layers, output_cost)
+    return tuple(sum(map(len, stage)) for stage in stages)
+
+
+def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -> Memory:
+    """A rank of one stage."""
+    layout = candidate.layout
+    parameters = stage_parameters(job, candidate, stage)
+    shards = layout.data_parallel * layout.cp if megatron_variant(candidate).shards_optimizer else 1
+    layers = stage_layers(job, candidate, stage)
+    kept = layer_activation_bytes(job, candidate)
+    micro_batches = in_flight(stage, layout.pp, layout.vp, candidate.num_micro_batches(job))
+    activations = kept * layers * micro_batches
+    tokens = candidate.micro_batch * job.seq_length / layout.cp
+    sequence_cut = layout.tp if job.stack.sequence_parallel else 1
+    hidden = tokens * job.shape.hidden_size * job.bytes_of_value
+    activations += hidden / sequence_cut * micro_batches * (stage == 0)
+    activations += recomputed_bytes(job, candidate)
+    # gathered sequence of a layer's products, forward or backward; what is received from the next stages
+    buffers = 2 * hidden * (layout.tp > 1) + 2 * hidden / sequence_cut * (layout.pp > 1)
+    buffers += held_bytes(job, candidate)
+    new_gradients = job.bytes_of_value if job.stack.accumulates_at_end else 0
+    return with_allocator(
+        profile.allocator_share,
+        weights=job.bytes_of_value * parameters,
+        gradients=(job.bytes_of_gradient + new_gradients) * parameters,
+        optimizer=job.bytes_of_state * parameters / shards,
+        activations=activations,
+        logits=logit_bytes(job, candidate) if stage == layout.pp - 1 else 0.0,
+        buffers=buffers,
+    )

@@ -1,0 +1,79 @@
+"""How data-parallel engines share a model out over their ranks: DeepSpeed ZeRO, FSDP2, DDP. Loads no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, cast
+
+from megabench.cost.job import Candidate
+from megabench.models.mapping import largest_parameter
+from megabench.models.shape import ModelShape
+
+REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
+
+Offload = Literal["none", "optimizer", "all"]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A way to run a data-parallel engine. `zero_stage` is 3 for FSDP2 and 0 for DDP.
+
+    `keeps_weights`: ZeRO-3 and FSDP2 hold what a forward pass gathered until backward has used it. FSDP2 shards over
+    `shard_size` neighbours (HSDP); ZeRO-3 gathers over `hpz_size` neighbours in backward (hpZ).
+    """
+
+    zero_stage: int
+    offload: Offload = "none"
+    shard_size: int | None = None
+    hpz_size: int | None = None
+    keeps_weights: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Sharding":
+        """The sharding of a recorded run with these options; stage 3 unless they say."""
+        stage = options.get("zero_stage")
+        return cls(
+            zero_stage=3 if stage is None else int(stage),
+            offload=options.get("offload") or "none",
+            shard_size=options.get("shard_size"),
+            hpz_size=options.get("hpz_size"),
+            keeps_weights=options.get("reshard_after_forward") is False,
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of a run, without the stage and those at their defaults."""
+        given = {
+            "offload": None if self.offload == "none" else self.offload,
+            "shard_size": self.shard_size,
+            "hpz_size": self.hpz_size,
+            "reshard_after_forward": False if self.keeps_weights else None,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def prefix(self, engine: str) -> str:
+        return f"zero{self.zero_stage}·" if engine == "deepspeed" else f"{engine}·"
+
+    @property
+    def words(self) -> list[str]:
+        words = [f"offload-{self.offload}"] * (self.offload != "none") + ["kept"] * self.keeps_weights
+        words += [f"shard{self.shard_size}"] * bool(self.shard_size) + [f"hpz{self.hpz_size}"] * bool(self.hpz_size)
+        return words
+
+    @property
+    def kind(self) -> tuple[int, Offload]:
+        return self.zero_stage, self.offload
+
+
+def sharding_of(candidate: Candidate) -> Sharding:
+    """The sharding of a data-parallel candidate."""
+    return cast(Sharding, candidate.variant)
+
+
+@cache
+def reduce_bucket(shape: ModelShape) -> int:
+    """Elements that ZeRO-1 and 2 reduce at once: all of any gradient.
+
+    DeepSpeed 0.19.8 frees one that is larger than its bucket while a slow link still reads it.
+    """
+    return max(REDUCE_BUCKET, largest_parameter(shape))
