@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 
 from megabench.autotune.probe import probe_config
 from megabench.config import ResolvedConfig
+from megabench.cost.job import Recompute
 from megabench.data.batch import Batch, micro_batches
 from megabench.data.source import open_source
 from megabench.engines.build import build_engine
@@ -27,6 +28,8 @@ from tests.engines.reference import Reference
 from tests.engines.test_families import SMALL as SMALL_MODEL
 from tests.engines.test_families import check_model_that_no_table_describes
 from tests.engines.test_options import train_scaled
+from tests.planner.jobs import costs, job
+from tests.planner.test_data_parallel import FOUR, check_fragments, data_parallel
 from tests.planner.test_validation import measured_parts
 from tests.study.compare_process import finish, start, torchrun
 from tests.study.test_doctor import SMALL, look, only, tp, zero3
@@ -220,3 +223,21 @@ def test_a_model_too_small_for_sharding():
 def test_powersgd_is_timed_behind_its_plain_steps():
     short = probe_config(config(engine="ddp", powersgd_rank=4), SETTING, WORLD_SIZE, "cuda")
     assert (short.warmup_steps, short.steps) == (POWERSGD_PLAIN_STEPS + 1, POWERSGD_PLAIN_STEPS + 3)
+
+
+def test_adafactor_is_planned_without_moments():
+    candidate = data_parallel("ddp")
+    adamw, adafactor = (costs(work, FOUR).estimate(candidate).memory for work in (job(), job(optimizer="adafactor")))
+    assert adamw.optimizer - adafactor.optimizer == 8 * job().num_parameters
+    assert adafactor.optimizer == 0
+
+
+def test_ddp_reduces_in_bf16_from_fp32_buckets():
+    candidate = data_parallel("ddp")
+    assert costs(job(bytes_of_gradient=2), FOUR).estimate(candidate).memory.gradients == 4 * job().num_parameters
+
+
+@pytest.mark.parametrize(("recompute", "share"), [("none", 0.3), ("full", 0.1)])
+def test_fragments_are_more_where_weights_are_cast(recompute: Recompute, share: float) -> None:
+    """Whole models are cast at once, or a layer at a time."""
+    check_fragments(data_parallel("ddp", recompute), share)
