@@ -37,7 +37,6 @@ def asked_for(run: ResolvedConfig, given: RunConfig, env: Mapping[str, str] | No
 
 
 def _options(run: ResolvedConfig) -> dict[str, Any]:
-    """All settings of role "option"; those that the engine does not have are at their defaults."""
-    settings = run.every()
-    options = {name: settings[name] for name in names(SETTINGS, role="option")}
+    """The settings of role "option" that the engine has."""
+    options = {name: value for name, value in run.flat().items() if name in names(SETTINGS, role="option")}
     return {**options, **run.spec.recorded(options)}

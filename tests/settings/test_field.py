@@ -31,7 +31,7 @@ def test_a_plain_field_is_no_setting() -> None:
 def test_every_field_of_a_run_is_a_setting() -> None:
     own = {name for spec in ENGINES.values() for name in spec.settings.model_fields}
     assert {*SETTINGS} == {*RunConfig.model_fields} - {"own"} | own
-    assert {"zero_stage", "recompute", "powersgd_rank"} <= {*names(SETTINGS, role="option")}
+    assert {"zero_stage", "recompute", "stages"} <= {*names(SETTINGS, role="option")}
     assert names(SETTINGS, searchable=True) == ("micro_batch", "recompute")
     assert names(SETTINGS, resume="same") == ("seq_length", "global_batch", "optimizer", "seed")
 

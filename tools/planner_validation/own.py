@@ -9,6 +9,7 @@ from megabench.cost.job import Stack
 from megabench.hardware.topology import Host, Topology, build
 from megabench.planner.predict import candidate_of, job_of
 from megabench.record import RunRecord, read_records
+from megabench.specs.registry import ENGINES
 from tools.planner_validation.published import Row, Source
 
 # what was wrong in a study, of which benchmarks/NOTES.md tells
@@ -61,8 +62,13 @@ def _mean(runs: Sequence[Row]) -> Row:
 
 
 def row_of(record: RunRecord, study: Sequence[RunRecord]) -> Row | None:
-    """A trial that ran on GPUs, beside the others of its `study`; None for any other."""
-    if record.status != "ok" or record.step_seconds is None or record.device in (None, "cpu"):
+    """A trial of a known engine that ran on GPUs, beside the others of its `study`; None for any other."""
+    if (
+        record.engine not in ENGINES
+        or record.status != "ok"
+        or record.step_seconds is None
+        or record.device in (None, "cpu")
+    ):
         return None
     row = Row(_SOURCE, job_of(record), _topology(record, study), candidate_of(record), is_fit=False)
     row.measured["seconds"] = record.step_seconds.median
