@@ -347,6 +347,7 @@ class RunRecord(_Part):
     machines: list[Machine] = []
     environment: Environment | None = None
     auto_settings: list[str] | None = Field(default=None, description="what `command` leaves to be found by trying")
+    extra: dict[str, dict[str, Any]] = Field(default={}, description="sections of users' callbacks, by class name")
     command: str
 
     def write(self, path: Path) -> None:

@@ -24,7 +24,7 @@ from megabench.study.study import Trial
 from megabench.supervisor.crew import Crew, StudyStopped, note_signals
 from megabench.supervisor.launch import launch_of
 from megabench.supervisor.tasks import TRAINER, Tasks
-from megabench.train.stopped import StoppedError
+from megabench.train.stopping import StoppedError
 from megabench.whole_file import write_whole
 
 FOUND_NAME = "found.json"

@@ -13,7 +13,7 @@ from megabench.cost.profile import LinkCost, Measurement, Profile
 from megabench.hardware.topology import Link, Topology
 from megabench.models.shape import ModelShape
 from megabench.runtime.device import synchronize
-from megabench.train.network import create_mine
+from megabench.train.comm_preflight import create_mine
 
 _SIZES = {"cuda": [2**16, 2**20, 2**24, 2**27, 2**29], "cpu": [2**12, 2**16, 2**20, 2**22]}  # bytes of a collective
 

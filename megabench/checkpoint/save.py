@@ -25,7 +25,7 @@ from megabench.checkpoint.manifest import FileEntry, Manifest
 from megabench.checkpoint.staging import Staging
 from megabench.runtime.messages import wait_for
 from megabench.runtime.rendezvous import reconnect
-from megabench.runtime.run_lock import Claim
+from megabench.runtime.run_lock import RunLock
 
 _LOOK_SECONDS = 1.0
 
@@ -67,7 +67,7 @@ class Saver:
         rank: int,
         world_size: int,
         token: str,
-        claim: Claim | None,
+        claim: RunLock | None,
         staging: Staging | None,
         keep: int | None,
         assets: Mapping[str, bytes],
@@ -114,15 +114,15 @@ class Saver:
         """Whether `finish` would return at once."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def finish(self, gets_on: Callable[[], None]) -> Save:
-        """Waits for the save that was begun, and tells how it ended; calls `gets_on` while the files of ranks grow."""
+    def finish(self, touch: Callable[[], None]) -> Save:
+        """Wait for the save that was begun, and say how it ended; call `touch` while the files of ranks grow."""
         assert self._thread is not None
         waited, size = time.perf_counter(), 0
         while self._thread.is_alive():
             self._thread.join(_LOOK_SECONDS)
             if (now := bytes_in(partial_folder(self.directory, self._step, self._token))) > size:
                 size = now
-                gets_on()
+                touch()
         self._thread = None
         assert self._outcome is not None
         stall = self._stall + time.perf_counter() - waited

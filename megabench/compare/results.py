@@ -11,7 +11,7 @@ from megabench.config.requested_fields import asked_for, left_open
 from megabench.doctor import examine
 from megabench.record import Probe, RecordError, RunRecord, read_records, write_records
 from megabench.report import write_report
-from megabench.runtime.run_lock import Claim, ClaimedError, check_free
+from megabench.runtime.run_lock import RunLock, RunLockedError, check_free
 from megabench.study.folder import StudyRecords
 from megabench.study.machine import describe, gpu_names
 from megabench.study.parity import judge_parity
@@ -27,14 +27,14 @@ class Results:
         self.out, self.study = out, study
         self._by_key: dict[tuple[str | None, int], RunRecord] = {}
         self._of_others: list[RunRecord] = []
-        self._claim: Claim | None = None
+        self._claim: RunLock | None = None
 
     @classmethod
     def open(cls, out: Path, study: Study) -> "Results":
         """The results that `out` holds of these very trials; `start` puts aside those of others.
 
-        Raises StudyError for a folder that cannot be written, or that something else has written, and ClaimedError for
-        one that another process writes.
+        Raises StudyError for a folder that cannot be written, or that something else has written, and RunLockedError
+        for one that another process writes.
         """
         results = cls(out, study)
         nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
@@ -127,7 +127,7 @@ class Results:
         Returns what was done with records of trials that the study has no more, or has otherwise, if there are any.
         """
         self.out.mkdir(parents=True, exist_ok=True)
-        self._claim = Claim(self.out)
+        self._claim = RunLock(self.out)
         # first: what makes the folder a study's
         self._environment.write_text(json.dumps(describe(), indent=2) + "\n")
         said = self._put_aside()
@@ -182,9 +182,9 @@ class Results:
         return next(record for record in self._write() if (record.trial_id, record.repeat) == attempt.key)
 
     def _write(self) -> list[RunRecord]:
-        """Writes all files anew, and returns what they hold. Raises ClaimedError where another has taken them over."""
+        """Write all files anew, and return what they hold. Raises RunLockedError if another process has taken over."""
         if self._claim and (loss := self._claim.loss):
-            raise ClaimedError(loss)
+            raise RunLockedError(loss)
         records = self.records
         write_records(self._jsonl, records)
         write_csv(self.out / "summary.csv", summarize(records, self.study.reference))

@@ -13,7 +13,7 @@ from megabench.compare.results import Results, failed_record
 from megabench.config.auto import settle
 from megabench.doctor.command import write_head
 from megabench.record import RunFailure
-from megabench.runtime.run_lock import ClaimedError
+from megabench.runtime.run_lock import RunLockedError
 from megabench.study.planned import regret_sentence
 from megabench.study.request import Request
 from megabench.study.study import Attempt, Study
@@ -117,7 +117,7 @@ def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Att
     tasks = Tasks(crew, trainer)
     try:
         status = _run_all(tasks, request, results, attempts)
-    except ClaimedError as error:
+    except RunLockedError as error:
         print(f"Error: {error}", file=sys.stderr, flush=True)
         status = 2
     tasks.end(status)

@@ -35,6 +35,11 @@ class Placement:
     def rank_of(self, launcher_rank: int) -> int:
         return self.launcher_ranks.index(launcher_rank)
 
+    @property
+    def hosts_of_ranks(self) -> list[str]:
+        """The name of each rank's host, by rank."""
+        return [self.topology.hosts[number].name for number in self.topology.host_of]
+
 
 def place(topology: Topology, layout: Layout, policy: Policy = "topology", strict: bool = False) -> Placement:
     """The ranks of `topology` (the launcher's) in the order that `policy` asks for.

@@ -8,9 +8,13 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import psutil
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
+
+T = TypeVar("T")
 
 PREFIX_VARIABLE = "MEGABENCH_STORE_PREFIX"
 
@@ -96,3 +100,10 @@ def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:
         local_rank=int(environment.get("LOCAL_RANK", rank)),
         local_world_size=local_world_size_from_environment(),
     )
+
+
+def gather_objects(mine: T) -> list[T]:
+    """The objects of all ranks, by rank, the same on every rank; collective, over the default process group."""
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone

@@ -23,7 +23,7 @@ _TOKEN = secrets.token_hex(8)  # of this process
 _SAME_SECONDS = 0.1  # by which the age of one process may differ, by rounding
 
 
-class ClaimedError(UserError):
+class RunLockedError(UserError):
     """A folder that another process writes into, or that takes no files."""
 
 
@@ -64,11 +64,11 @@ class _Owner:
         return f"process {self.pid} of {self.host} (since {self.since})"
 
 
-class Claim:
+class RunLock:
     """This process's claim to write into a folder that exists."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ClaimedError as `check_free` does, and where no file can be written."""
+        """Raises RunLockedError as `check_free` does, and where no file can be written."""
         self.folder = folder
         path, mine = folder / _NAME, folder / f".claim.{_TOKEN}.partial"
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -81,7 +81,7 @@ class Claim:
             check_free(folder)
             mine.replace(path)
         except OSError as error:
-            raise ClaimedError(f"{folder} takes no files: {error.strerror}; give another folder") from None
+            raise RunLockedError(f"{folder} takes no files: {error.strerror}; give another folder") from None
         finally:
             with suppress(OSError):
                 mine.unlink()
@@ -105,11 +105,11 @@ class Claim:
 
 
 def check_free(folder: Path) -> None:
-    """Raises ClaimedError where another process of this host has claimed the folder and is alive."""
+    """Raises RunLockedError where another process of this host has claimed the folder and is alive."""
     with suppress(FileNotFoundError):
         owner = _Owner.of(folder)
         if owner and owner.token != _TOKEN and owner.is_alive_here:
-            raise ClaimedError(f"{owner} writes into {folder}; end it first, or give another folder")
+            raise RunLockedError(f"{owner} writes into {folder}; end it first, or give another folder")
 
 
 def _began(pid: int) -> float:

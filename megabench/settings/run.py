@@ -351,6 +351,13 @@ class RunSettings(Settings):
         role="watch",
         resume="free",
     )
+    callbacks: str | None = setting(
+        None,
+        "Your own callbacks as module:Class, separated by commas; the working directory is searched first.",
+        panel="Run",
+        role="watch",
+        resume="free",
+    )
     tensorboard: Path | None = setting(
         None,
         "TensorBoard directory [default: OUT/tensorboard].",

@@ -23,12 +23,12 @@ from megabench.record import Probe, RunRecord
 from megabench.runtime.leave import leave
 from megabench.runtime.run_lock import check_free
 from megabench.train.flags import parse_flags
-from megabench.train.stopped import StoppedError
+from megabench.train.stopping import StoppedError
 
 if TYPE_CHECKING:
     from megabench.runtime.rendezvous import Rendezvous
     from megabench.train.resume import Resume
-    from megabench.train.watch import Watch
+    from megabench.train.watchdog import Watchdog
 
 
 # completes a configuration by trying what it leaves to be found, on the ranks of a launch and a kind of device
@@ -56,14 +56,19 @@ def _run(given: RunConfig, find: Find | None) -> None:
     from megabench.data.source import open_source
     from megabench.runtime import rendezvous as rendezvous_module
     from megabench.runtime.device import choose_device
+    from megabench.train.callbacks.load import load_callbacks
     from megabench.train.resume import find_resume
-    from megabench.train.watch import Watch
+    from megabench.train.watchdog import Watchdog
 
+    try:
+        callbacks = load_callbacks(given.callbacks) if given.callbacks else []
+    except ConfigError as error:
+        _refuse(str(error))
     try:
         rendezvous = rendezvous_module.join()
     except Exception as error:
         _refuse(f"cannot open the rendezvous store that the launcher named: {error}")
-    watch = Watch(rendezvous, given.stall_seconds, given.steps)
+    watchdog = Watchdog(rendezvous, given.stall_seconds, given.steps)
     try:
         device_kind = choose_device(given.device, rendezvous.local_world_size)
         # what is still to be found shapes nothing that is checked here
@@ -73,32 +78,32 @@ def _run(given: RunConfig, find: Find | None) -> None:
             _check_free(run)
         source = open_source(run)
         _check_same_data(run, source.sha256, rendezvous)
-        watch.at("checking the checkpoint", 0)
+        watchdog.at("checking the checkpoint", 0)
         resume = find_resume(run, source, rendezvous)
         _check_out(run, resume)
     except UserError as error:
         _refuse(str(error), rendezvous)
     if resume.num_done >= run.steps:
-        _leave_done(run, resume, watch, rendezvous)
+        _leave_done(run, resume, watchdog, rendezvous)
         return
     probes = None
     if given.to_find and find:
-        watch.close()  # meanwhile the processes watch each other as supervisors
+        watchdog.close()  # meanwhile the processes watch each other as supervisors
         given, probes = _complete(given, find, rendezvous, device_kind)
         run = given.resolve(rendezvous.world_size, device_kind)
-        watch = Watch(rendezvous, given.stall_seconds, given.steps)
-    watch.at("starting", resume.num_done)
+        watchdog = Watchdog(rendezvous, given.stall_seconds, given.steps)
+    watchdog.at("starting", resume.num_done)
     _set_environment(run)
     _set_threads(run)
     try:
-        from megabench.train.loop import train
-        from megabench.train.network import write_nccl_log
+        from megabench.train.comm_preflight import write_nccl_log
         from megabench.train.place_ranks import place_ranks
+        from megabench.train.trainer import Trainer
 
         placement = place_ranks(run, rendezvous)
         if run.device == "cuda":
             write_nccl_log(run.out, rendezvous.rank)
-        train(run, given, source, rendezvous, placement, resume, watch, probes)
+        Trainer(run, given, source, rendezvous, placement, resume, watchdog, probes, callbacks).train()
     except StoppedError as error:
         _stop(str(error), rendezvous)
     except UserError as error:
@@ -158,7 +163,7 @@ def _make_folders(run: ResolvedConfig) -> None:
 
 
 def _check_free(run: ResolvedConfig) -> None:
-    """ClaimedError where another run of this host writes where this one shall."""
+    """RunLockedError where another run of this host writes where this one shall."""
     for folder in (run.out, run.save):
         if folder:
             check_free(folder)
@@ -233,12 +238,12 @@ def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
     leave(2)
 
 
-def _leave_done(run: ResolvedConfig, resume: "Resume", watch: "Watch", rendezvous: "Rendezvous") -> None:
+def _leave_done(run: ResolvedConfig, resume: "Resume", watchdog: "Watchdog", rendezvous: "Rendezvous") -> None:
     """Ends a run that has no step left: it was killed behind its last save, or asked for twice."""
     from megabench.runtime.messages import meet, outlast
 
     meet(rendezvous.store, rendezvous.world_size, "done")
-    watch.close()
+    watchdog.close()
     outlast(rendezvous.store, rendezvous.rank, rendezvous.world_size, "done")
     if rendezvous.rank == 0 and resume.found:
         print(f"{resume.found.folder} is of step {resume.num_done}, and steps={run.steps}: nothing is left to train")

@@ -15,7 +15,7 @@ from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
 from megabench.engines.build import build_engine
 from megabench.runtime.rendezvous import Rendezvous
-from megabench.train.checkpoints import Checkpoints
+from megabench.train.checkpointing import Checkpoints
 from megabench.train.resume import Resume
 from tests import distributed
 from tests.convert.test_round_trip import export_here, import_here, tensors_of
@@ -38,7 +38,7 @@ def train_and_save(run: ResolvedConfig, num_steps: int) -> list[float]:
         run.save.mkdir(exist_ok=True)
         store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
         rendezvous = Rendezvous(store, rank, dist.get_world_size(), rank, dist.get_world_size())
-        checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+        checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"))
         checkpoints.save(num_steps)
         assert checkpoints.close() is None
     return losses

@@ -34,7 +34,7 @@ from tests.planner.test_validation import measured_parts
 from tests.study.compare_process import finish, start, torchrun
 from tests.study.test_doctor import SMALL, look, only, tp, zero3
 from tests.study.test_probe import SETTING, WORLD_SIZE, config
-from tests.train.test_wire import EXACT, PARAMETERS, counted
+from tests.train.callbacks.test_comm_volume import EXACT, PARAMETERS, counted
 
 
 @pytest.mark.distributed

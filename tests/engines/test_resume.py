@@ -22,9 +22,9 @@ from megabench.data.source import open_source
 from megabench.engines.base import StepResult
 from megabench.engines.build import build_engine
 from megabench.runtime.rendezvous import Rendezvous
-from megabench.train.checkpoints import Checkpoints, restore
+from megabench.train.checkpointing import Checkpoints, restore
 from megabench.train.resume import Resume, check_belongs
-from megabench.train.stopped import StoppedError
+from megabench.train.stopping import StoppedError
 from tests import distributed
 from tests.engines.cases import cases
 from tests.engines.equivalence import resolve
@@ -48,12 +48,12 @@ def whole_run(run: ResolvedConfig) -> list[float]:
     rank = dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
     rendezvous = Rendezvous(store, rank, dist.get_world_size(), rank, dist.get_world_size())
-    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"))
     losses = []
     for step in range(run.steps):
         losses.append(_step(run, engine, source, step))
         checkpoints.observe(step + 1, GOOD, is_wrong=False)
-        checkpoints.look()
+        checkpoints.poll()
         if due_step := checkpoints.due_step(step + 1, is_last=step + 1 == run.steps):
             checkpoints.save(due_step)
     assert checkpoints.close() is None
@@ -194,7 +194,7 @@ def two_saves(run: ResolvedConfig) -> list[str | None]:
     rank = dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
     rendezvous = Rendezvous(store, rank, 2, rank, 2)
-    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"))
     checkpoints.save(3)
     assert checkpoints.close() is None  # beside training it would go on
     write = room.write_files
@@ -223,7 +223,7 @@ def test_a_save_that_fails_is_said_and_the_older_kept(tmp_path: Path, save_mode:
     assert sorted(path.name for path in tmp_path.iterdir()) == [RUN_ID_NAME, "step-00000003"]
 
 
-def signs_of_life(run: ResolvedConfig, gets_on: bool) -> int:
+def progress_reports(run: ResolvedConfig, is_growing: bool) -> int:
     """How often a save of a second says that it gets on: its file grows, or it hangs."""
     from megabench.checkpoint import save as room
 
@@ -231,12 +231,12 @@ def signs_of_life(run: ResolvedConfig, gets_on: bool) -> int:
     rendezvous = Rendezvous(dist.distributed_c10d._get_default_store(), 0, 1, 0, 1)
     signs: list[float] = []
     sign = partial(signs.append, 0.0)
-    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None, sign)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), touch=sign)
 
     def slow(folder: Path, stem: str, tensors: Any) -> Any:
         with (folder / "slow").open("wb", buffering=0) as file:
             for _ in range(10):
-                file.write(b"x" * gets_on)
+                file.write(b"x" * is_growing)
                 time.sleep(0.1)
         return []
 
@@ -245,11 +245,13 @@ def signs_of_life(run: ResolvedConfig, gets_on: bool) -> int:
     return len(signs)
 
 
-def test_a_slow_save_gets_on(tmp_path: Path) -> None:
+def test_a_slow_save_is_progress(tmp_path: Path) -> None:
     """Whatever it takes, the watch does not end it; one that hangs it does."""
     run = resolve(1, **SMALL, save=tmp_path)
-    assert distributed.run(signs_of_life, 1, run, True)[0] >= 5
-    assert distributed.run(signs_of_life, 1, run, False)[0] <= 1, "but for the model's configuration nothing is written"
+    assert distributed.run(progress_reports, 1, run, True)[0] >= 5
+    assert distributed.run(progress_reports, 1, run, False)[0] <= 1, (
+        "but for the model's configuration nothing is written"
+    )
 
 
 def elements_of_another_rank_twice(run: ResolvedConfig) -> str | None:
@@ -258,7 +260,7 @@ def elements_of_another_rank_twice(run: ResolvedConfig) -> str | None:
     rank = dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
     rendezvous = Rendezvous(store, rank, 2, rank, 2)
-    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"))
     state = engine.training_state()
     engine.training_state = lambda: replace(state, shards=[replace(s, is_owner=True) for s in state.shards])  # type: ignore[method-assign]
     checkpoints.save(3)
@@ -278,7 +280,7 @@ def poisoned_saves(run: ResolvedConfig, kind: str) -> str:
     rank = dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
     rendezvous = Rendezvous(store, rank, 2, rank, 2)
-    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"))
     for step in (3, 6, 9):
         _step(run, engine, source, step)
         if rank == 1 and step == 6:
@@ -313,7 +315,7 @@ def saves_by_health(run: ResolvedConfig, healthy: Sequence[bool]) -> list[int]:
     engine, source = build_engine(run, torch.device("cpu")), open_source(run)
     store = dist.distributed_c10d._get_default_store()
     rendezvous = Rendezvous(store, 0, 1, 0, 1)
-    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"))
     for step, is_good in enumerate(healthy, 1):
         checkpoints.observe(step, GOOD if is_good else BAD, is_wrong=not is_good)
         if due_step := checkpoints.due_step(step, is_last=step == len(healthy)):
@@ -347,7 +349,7 @@ def health_under_fp16(run: ResolvedConfig) -> list[int]:
     """Step 4 is skipped for its loss scale: the state may be saved, and is not known to be healthy."""
     engine, source = build_engine(run, torch.device("cpu")), open_source(run)
     rendezvous = Rendezvous(dist.distributed_c10d._get_default_store(), 0, 1, 0, 1)
-    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"))
     overflow = replace(GOOD, grad_norm=math.inf, skipped=True)
     for step, result in enumerate([GOOD, GOOD, overflow, overflow, overflow, overflow], 1):
         checkpoints.observe(step, result, is_wrong=False)
@@ -368,7 +370,7 @@ def cannot_delete(run: ResolvedConfig) -> list[str | None]:
 
     engine, source = build_engine(run, torch.device("cpu")), open_source(run)
     rendezvous = Rendezvous(dist.distributed_c10d._get_default_store(), 0, 1, 0, 1)
-    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"))
     rename = PosixPath.rename
 
     def busy(path: Path, target: Path) -> Path:
@@ -410,7 +412,7 @@ def saves_of_all_steps(run: ResolvedConfig) -> None:
     engine, source = build_engine(run, torch.device("cpu")), open_source(run)
     rank, size = dist.get_rank(), dist.get_world_size()
     rendezvous = Rendezvous(dist.distributed_c10d._get_default_store(), rank, size, rank, size)
-    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), None)
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"))
     for step in range(1, run.steps + 1):
         checkpoints.observe(step, GOOD, is_wrong=False)
         checkpoints.save(step)

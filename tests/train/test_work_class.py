@@ -9,7 +9,7 @@ from megabench.config import SETTINGS, RunConfig
 from megabench.data.source import open_source
 from megabench.record import WorkClass
 from megabench.settings.field import names
-from megabench.train.outcome import work_class
+from megabench.train.run_record import work_class
 
 BASE: dict[str, Any] = {"model": "llama-tiny", "data": "stdlib", "steps": 10, "seq_length": 64}
 OTHER: dict[str, Any] = {

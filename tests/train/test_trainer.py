@@ -3,7 +3,7 @@
 import pytest
 
 from megabench.config import RunConfig
-from megabench.train.loop import learning_rate_at
+from megabench.train.trainer import learning_rate_at
 
 
 def test_warm_up_peak_and_end() -> None:

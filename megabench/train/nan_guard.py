@@ -8,7 +8,7 @@ from megabench.config import ResolvedConfig
 from megabench.engines.base import StepResult
 
 
-class FiniteWatch:
+class NanGuard:
     """Counts the steps in a row that went wrong, and ends the run after more than `nan_tolerance` of them.
 
     A skipped step does not update the weights. The run ends at once if the weights were updated (DeepSpeed

@@ -15,7 +15,7 @@ import pytest
 
 from megabench.checkpoint.directory import steps_in
 from megabench.record import RunRecord
-from megabench.runtime.run_lock import Claim, ClaimedError, check_free
+from megabench.runtime.run_lock import RunLock, RunLockedError, check_free
 from tests.train.resilience import Run
 
 
@@ -29,43 +29,43 @@ def claimed_here(folder: Path) -> dict[str, object]:
 
 
 def test_a_claim_is_mine_until_another_host_takes_it(tmp_path):
-    claim = Claim(tmp_path)
-    again = Claim(tmp_path)  # --out and --save may be one folder
+    claim = RunLock(tmp_path)
+    again = RunLock(tmp_path)  # --out and --save may be one folder
     assert claim.loss is None and again.loss is None
     write_claim(tmp_path)
     assert claim.loss and claim.loss.startswith(
         "process 4242 of another-host (since 2026-01-01 00:00:00 +0000) has taken"
     )
     check_free(tmp_path)  # who wrote from another host may be dead
-    claim = Claim(tmp_path)
+    claim = RunLock(tmp_path)
     assert claim.loss is None
     (tmp_path / ".claim.json").unlink()  # taken over by one that has ended since
     assert claim.loss and claim.loss.startswith(f"the claim to {tmp_path} is gone: another run has ended there since")
-    claim = Claim(tmp_path)
+    claim = RunLock(tmp_path)
     claim.release()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_who_is_alive_here_is_not_taken_over(tmp_path):
-    Claim(tmp_path)
+    RunLock(tmp_path)
     mine = claimed_here(tmp_path)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         began = psutil.Process(other.pid).create_time() - psutil.boot_time()
         write_claim(tmp_path, host=mine["host"], pid=other.pid, began=began)
-        with pytest.raises(ClaimedError, match=f"process {other.pid} of .* writes into {tmp_path}; end it first"):
-            Claim(tmp_path)
+        with pytest.raises(RunLockedError, match=f"process {other.pid} of .* writes into {tmp_path}; end it first"):
+            RunLock(tmp_path)
         assert claimed_here(tmp_path)["pid"] == other.pid
         other.communicate(b"\n")
     check_free(tmp_path)
     write_claim(tmp_path, host=mine["host"], pid=os.getppid(), began=1.0)  # a later process of the same number
-    assert Claim(tmp_path).loss is None
+    assert RunLock(tmp_path).loss is None
 
 
 def claim_at(folder: Path, moment: float) -> str:
     time.sleep(max(0.0, moment - time.time()))
     try:
-        Claim(folder)
-    except ClaimedError as error:
+        RunLock(folder)
+    except RunLockedError as error:
         return str(error)
     time.sleep(1.0)  # alive
     return ""
@@ -83,14 +83,14 @@ def test_of_two_at_once_one_gets_it(tmp_path):
 
 
 def test_the_clock_is_set(tmp_path, monkeypatch):
-    mine = Claim(tmp_path)
+    mine = RunLock(tmp_path)
     before = psutil.boot_time()
     monkeypatch.setattr(psutil, "boot_time", lambda: before + 3600)
     assert mine.loss is None
 
 
 def test_what_is_no_claim_is_nobodys(tmp_path):
-    claim = Claim(tmp_path)
+    claim = RunLock(tmp_path)
     for text in ("", "{}", "[1]", '{"host": "x"}'):
         (tmp_path / ".claim.json").write_text(text)
         assert claim.loss is None
@@ -142,5 +142,5 @@ def test_a_record_does_not_replace_that_of_who_took_over(tmp_path):
 
 def test_a_folder_that_takes_no_files(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ClaimedError, match="file takes no files: Not a directory; give another folder"):
-        Claim(tmp_path / "file")
+    with pytest.raises(RunLockedError, match="file takes no files: Not a directory; give another folder"):
+        RunLock(tmp_path / "file")

@@ -39,10 +39,9 @@ from megabench.models.mapping import hugging_face_shapes
 from megabench.record import LayoutSizes, LoadTimes, SaveTimes
 from megabench.runtime import environment
 from megabench.runtime.rendezvous import Rendezvous, launch_identity
-from megabench.runtime.run_lock import Claim
-from megabench.train.console import Console
+from megabench.runtime.run_lock import RunLock
 from megabench.train.resume import Resume
-from megabench.train.stopped import StoppedError
+from megabench.train.stopping import StoppedError
 
 
 def restore(engine: Engine, found: Found, device: torch.device) -> LoadTimes:
@@ -67,7 +66,8 @@ def restore(engine: Engine, found: Found, device: torch.device) -> LoadTimes:
 class Checkpoints:
     """The saves of a run: of every `save_every`-th step, of the last, and of the one at which it is stopped.
 
-    `gets_on` is called while training waits for a save whose files grow; `claim` is rank 0's to the folder.
+    `note` prints a sentence, `on_save` is called with each complete checkpoint, and `touch` is called while training
+    waits for a save whose files grow. `lock` is rank 0's lock of the directory.
     """
 
     def __init__(
@@ -78,13 +78,14 @@ class Checkpoints:
         rendezvous: Rendezvous,
         resume: Resume,
         device: torch.device,
-        console: Console | None,
-        gets_on: Callable[[], None] = lambda: None,
-        claim: Claim | None = None,
+        note: Callable[[str], None] = lambda text: None,
+        on_save: Callable[[SaveTimes], None] = lambda save: None,
+        touch: Callable[[], None] = lambda: None,
+        lock: RunLock | None = None,
     ) -> None:
         assert run.save is not None
-        self._gets_on = gets_on
-        self._run, self._source, self._engine, self._console = run, source, engine, console
+        self._say, self._on_save, self._touch = note, on_save, touch
+        self._run, self._source, self._engine = run, source, engine
         self._device = device
         self._newest = resume.num_done
         is_own = resume.found and resume.found.folder.parent.resolve() == run.save.resolve()
@@ -106,7 +107,7 @@ class Checkpoints:
         self._run_id = run_id_of(token[0])
         assets = assets_of_run(run) if rank == 0 else {}
         self._saver = Saver(
-            run.save, rendezvous.store, rank, dist.get_world_size(), token[0], claim, staging, run.keep, assets
+            run.save, rendezvous.store, rank, dist.get_world_size(), token[0], lock, staging, run.keep, assets
         )
 
     def _stage(self, local_world_size: int, device: torch.device) -> Staging | None:
@@ -146,8 +147,7 @@ class Checkpoints:
                 self._note(f"{folder} is now {set_aside(folder).name}")
 
     def _note(self, text: str) -> None:
-        if self._console:
-            self._console.note(f"checkpoints: {text}")
+        self._say(f"checkpoints: {text}")
 
     def observe(self, step: int, result: StepResult, is_wrong: bool) -> None:
         """Record the result of `step`; called before `due_step`. A step that `is_wrong` did not update the weights."""
@@ -205,8 +205,8 @@ class Checkpoints:
         if self._end:
             raise StoppedError(self._end)
 
-    def look(self) -> None:
-        """Tells of a save that ended meanwhile."""
+    def poll(self) -> None:
+        """Complete the save under way if all its files are written."""
         if self._saver.is_done:
             self._finish()
 
@@ -220,17 +220,15 @@ class Checkpoints:
     def _finish(self) -> None:
         if not self._saver.is_saving:
             return
-        save = self._saver.finish(self._gets_on)
+        save = self._saver.finish(self._touch)
         self.times.append(self._times(save))
         self._end = f"no checkpoint of step {save.step}: {save.error}; {self._kept()}" if save.ends_run else None
-        if not self._console:
-            return
         if save.warning:
             self._note(save.warning)
         if save.error:
-            self._console.note(f"ERROR: no checkpoint of step {save.step}: {save.error}; {self._kept()}")
+            self._say(f"ERROR: no checkpoint of step {save.step}: {save.error}; {self._kept()}")
         else:
-            self._console.saved(self.times[-1])
+            self._on_save(self.times[-1])
 
     def _kept(self) -> str:
         good = self._good_saves()

@@ -4,61 +4,33 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from megabench.checkpoint.manifest import TrainingEntry
-from megabench.config import ResolvedConfig
-from megabench.engines.base import StepResult
 from megabench.metrics import throughput
 from megabench.parallel.layout import Layout
-from megabench.parallel.placement import Placement, number_ranges
-from megabench.record import LoadTimes, RunRecord, SaveTimes
-from megabench.train.network import Network, describe
+from megabench.parallel.placement import number_ranges
+from megabench.record import RunRecord, SaveTimes
+from megabench.train.callbacks.base import Callback, Step, TrainerState
+from megabench.train.comm_preflight import Network, describe
 
 
-class Console:
+class Console(Callback):
     """The log of a run on standard output."""
 
-    def __init__(self, run: ResolvedConfig, device_name: str, peak_tflops: float | None) -> None:
-        self.run = run
-        self.device_name = device_name
-        self.peak_tflops = peak_tflops
-        self.seconds_so_far = 0.0
-        self.num_steps_so_far = 0
-
-    def note(self, text: str) -> None:
-        """A line of its own."""
-        print(text, flush=True)
-
-    def resumed(self, load: LoadTimes, training: TrainingEntry) -> None:
-        """Where the run goes on, and what it took to get there."""
-        layout = Layout(**training.layout)
-        print(
-            f"resumed from {load.folder}, saved under {layout}: {training.step} steps are done · "
-            f"{load.num_bytes / 1e9:.3g} GB, checked in {load.check_seconds:.1f} s, loaded in "
-            f"{load.load_seconds:.1f} s ({load.gb_per_second:.3g} GB/s)",
-            flush=True,
-        )
-
-    def saved(self, save: SaveTimes) -> None:
-        """A checkpoint that is good now."""
-        print(
-            f"saved step {save.step}: {save.num_bytes / 1e9:.3g} GB in {save.seconds:.2f} s "
-            f"({save.gb_per_second:.3g} GB/s), training waited {save.stall_seconds:.3f} s",
-            flush=True,
-        )
-
-    def head(self, data_name: str) -> None:
-        run = self.run
+    def on_start(self, trainer: TrainerState) -> None:
+        self._run, self._peak_tflops = trainer.run, trainer.peak_tflops
+        self._seconds_so_far, self._num_steps_so_far = 0.0, 0
+        run = self._run
         what = f"{run.model}, {run.shape.num_layers} layers, {run.shape.num_parameters / 1e6:,.1f} M parameters"
         how = " ".join(filter(None, (run.engine, run.spec.mode(run.options))))
-        print(f"{what} · {how} · {run.layout} on {run.world_size} × {self.device_name}")
+        print(f"{what} · {how} · {run.layout} on {run.world_size} × {trainer.device_name}")
         print(
             f"{run.precision}, gradients {run.grad_dtype} · sequence {run.seq_length}, micro-batch {run.micro_batch}, "
-            f"global batch {run.global_batch} · {run.optimizer}, lr {run.lr:g} · data {data_name}",
+            f"global batch {run.global_batch} · {run.optimizer}, lr {run.lr:g} · data {trainer.source.name}",
             flush=True,
         )
 
-    def network(self, placement: Placement, network: Network) -> None:
+    def on_network(self, trainer: TrainerState, network: Network) -> None:
         """Where the ranks sit, what their groups ride on, and, loudly, what is wrong with that."""
+        placement = trainer.placement
         topology = placement.topology
         emulated = " (emulated)" if topology.emulated else ""
         if len(topology.hosts) > 1:
@@ -78,35 +50,55 @@ class Console:
             print(f"WARNING: {warning}")
         sys.stdout.flush()
 
-    def step(self, step: int, result: StepResult, learning_rate: float, seconds: float, peak_memory_gib: float) -> None:
-        """Prints the line of step `step`, counted from 1, that took `seconds`."""
-        run = self.run
-        self.seconds_so_far += seconds
-        self.num_steps_so_far += 1
-        eta = timedelta(seconds=round(self.seconds_so_far / self.num_steps_so_far * (run.steps - step)))
-        achieved = throughput([seconds], run.shape, run.seq_length, run.global_batch, run.world_size)
+    def on_ready(self, trainer: TrainerState) -> None:
+        """Where the run goes on, and what it took to get there."""
+        load, training = trainer.load, trainer.resume.training
+        if load and training:
+            print(
+                f"resumed from {load.folder}, saved under {Layout(**training.layout)}: {training.step} steps are done "
+                f"· {load.num_bytes / 1e9:.3g} GB, checked in {load.check_seconds:.1f} s, loaded in "
+                f"{load.load_seconds:.1f} s ({load.gb_per_second:.3g} GB/s)",
+                flush=True,
+            )
+
+    def on_note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def on_save(self, save: SaveTimes) -> None:
+        print(
+            f"saved step {save.step}: {save.num_bytes / 1e9:.3g} GB in {save.seconds:.2f} s "
+            f"({save.gb_per_second:.3g} GB/s), training waited {save.stall_seconds:.3f} s",
+            flush=True,
+        )
+
+    def on_step_end(self, step: Step) -> None:
+        run, number, result = self._run, step.number, step.result
+        self._seconds_so_far += step.seconds
+        self._num_steps_so_far += 1
+        eta = timedelta(seconds=round(self._seconds_so_far / self._num_steps_so_far * (run.steps - number)))
+        achieved = throughput([step.seconds], run.shape, run.seq_length, run.global_batch, run.world_size)
         assert achieved is not None
         width = len(str(run.steps))
         parts = [
-            f"step {step:{width}}/{run.steps} {step / run.steps:4.0%}",
+            f"step {number:{width}}/{run.steps} {number / run.steps:4.0%}",
             f"loss {result.loss:.4f}",
             f"grad {result.grad_norm:.3f}",
-            f"lr {learning_rate:.2e}",
-            f"{seconds:.3f} s",
+            f"lr {step.learning_rate:.2e}",
+            f"{step.seconds:.3f} s",
             f"{achieved.tokens_per_second:,.0f} tok/s",
         ]
-        if self.peak_tflops is not None:
+        if self._peak_tflops is not None:
             parts.append(f"{achieved.tflops_per_device_causal:.0f} TFLOP/s")
-            parts.append(f"{achieved.mfu(self.peak_tflops):.1%} MFU")
-        parts.append(f"{peak_memory_gib:.2f} GiB")
+            parts.append(f"{achieved.mfu(self._peak_tflops):.1%} MFU")
+        parts.append(f"{step.peak_memory_gib:.2f} GiB")
         parts.append(f"ETA {eta}")
-        if self.num_steps_so_far <= run.warmup_steps:
+        if not step.is_timed:
             parts.append("warm-up")
         if result.skipped:
             parts.append("SKIPPED: gradients not finite, weights not updated")
         print("  ".join(parts), flush=True)
 
-    def last(self, record: RunRecord, record_path: Path | None) -> None:
+    def on_end(self, record: RunRecord, path: Path | None) -> None:
         if profile := record.profile:
             shares = sorted(profile.seconds.items(), key=lambda item: -item[1])
             parts = [f"{part} {seconds / sum(profile.seconds.values()):.0%}" for part, seconds in shares]
@@ -122,6 +114,6 @@ class Console:
             line += f" · no throughput: {ran} steps are no more than the {record.warmup_steps} of warm-up"
         if record.stopped_by:
             line += f" · stopped by {record.stopped_by}, --load goes on"
-        if record_path:
-            line += f" · {record_path}"
+        if path:
+            line += f" · {path}"
         print(line, flush=True)

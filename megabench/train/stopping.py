@@ -1,4 +1,7 @@
-"""SIGTERM and SIGUSR1, by which Slurm and Kubernetes announce the end: a run that saves stops at a step border."""
+"""How a run ends early: by a signal, at a step border, or by an error that needs no traceback.
+
+Slurm and Kubernetes announce the end of a job by SIGTERM or SIGUSR1.
+"""
 
 import signal
 from types import FrameType
@@ -9,10 +12,17 @@ import torch.distributed as dist
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class StopSignal:
-    """Takes the signals in, and tells of them when all ranks ask.
+class StoppedError(Exception):
+    """The run cannot go on, or did not keep what it should; every rank raises it at the same step.
 
-    Without `install` they end the process as they always do: a run that saves nothing has nothing to wait for.
+    The command prints its sentence without a traceback and exits with status 1.
+    """
+
+
+class StopSignal:
+    """Notes the signals, so that all ranks can agree to stop at the same step.
+
+    Before `install` they end the process as usual, because a run that saves nothing has no reason to wait.
     """
 
     def __init__(self) -> None:

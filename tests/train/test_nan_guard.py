@@ -6,7 +6,7 @@ import pytest
 
 from megabench.config import RunConfig
 from megabench.engines.base import StepResult
-from megabench.train.finite import FiniteWatch
+from megabench.train.nan_guard import NanGuard
 
 GOOD = StepResult(loss=2.0, grad_norm=1.0, num_tokens=1, skipped=False)
 BAD_LOSS = StepResult(loss=math.nan, grad_norm=math.inf, num_tokens=1, skipped=True)
@@ -18,7 +18,7 @@ NON_FINITE = {"weight model.norm.weight": 3, "exp_avg lm_head.weight": 1}
 
 def said(results: list[StepResult], non_finite: dict[str, int] | None = None, **fields: object) -> list[str | None]:
     """What is said behind each step, with "STOP: " in front where the run ends there."""
-    watch = FiniteWatch(RunConfig.parse({"model": "llama-tiny", **fields}).resolve(2, "cpu"))
+    watch = NanGuard(RunConfig.parse({"model": "llama-tiny", **fields}).resolve(2, "cpu"))
     sentences: list[str | None] = []
     for step, result in enumerate(results, 1):
         if not watch.is_wrong(result):
@@ -66,13 +66,13 @@ def test_a_state_that_is_not_finite_is_not_trained_on() -> None:
 
 
 def test_of_a_state_that_cannot_be_read_nothing_is_said() -> None:
-    watch = FiniteWatch(RunConfig.parse({"model": "llama-tiny"}).resolve(2, "cpu"))
+    watch = NanGuard(RunConfig.parse({"model": "llama-tiny"}).resolve(2, "cpu"))
     assert watch.is_wrong(BAD_LOSS) and not watch.must_stop(BAD_LOSS, None)
     assert watch.describe(1, BAD_LOSS, [2.0, math.nan], ["a", "b"], None).endswith("; the weights were not updated")
 
 
 def test_fp16_may_look_for_its_loss_scale() -> None:
     run = RunConfig.parse({"model": "llama-tiny", "precision": "fp16"}).resolve(2, "cuda")
-    watch = FiniteWatch(run)
+    watch = NanGuard(run)
     assert not watch.is_wrong(BAD_GRADIENTS)
     assert watch.is_wrong(BAD_LOSS) and watch.is_wrong(NAN_NORM)

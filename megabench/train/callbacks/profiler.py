@@ -6,8 +6,9 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,36 @@ from megabench.parallel.groups import differing_axes
 from megabench.parallel.layout import Layout
 from megabench.record import Communication, StepProfile
 from megabench.runtime.device import synchronize
-from megabench.train.timeline import STEP, UPDATE, Split, split
+from megabench.train.callbacks.base import Callback, TrainerState
+from megabench.train.callbacks.step_timeline import STEP, UPDATE, Split, split
+
+
+class Profiler(Callback):
+    """Trains one more step under torch.profiler after the last, and says where it went.
+
+    The traces go to `folder` (rank-N.json.gz, for chrome://tracing or Perfetto), to nowhere without one.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._profiled: tuple[float, Split] | None = None
+
+    def after_training(self, trainer: TrainerState) -> None:
+        if trainer.stopped_by:
+            return
+        trainer.watchdog.at("profiling", trainer.num_finished)
+        last, folder = trainer.run.steps - 1, self._folder
+        batches, learning_rate = trainer.batches(last), trainer.learning_rate(last)
+        self._profiled = profile_step(
+            trainer.engine, batches, learning_rate, trainer.run.layout, trainer.device, folder
+        )
+
+    def local(self) -> tuple[float, Split] | None:
+        return self._profiled
+
+    def section(self, by_rank: Sequence[tuple[float, Split] | None]) -> Mapping[str, Any]:
+        profiled = [one for one in by_rank if one]
+        return {"profile": _mean(profiled) if profiled else None}
 
 
 def profile_step(
@@ -29,11 +59,8 @@ def profile_step(
     layout: Layout,
     device: torch.device,
     folder: Path | None,
-) -> StepProfile:
-    """Trains one more step and tells where it went, the mean of all ranks; the same on every rank.
-
-    The traces go to `folder` (rank-N.json.gz, for chrome://tracing or Perfetto), to nowhere without one.
-    """
+) -> tuple[float, Split]:
+    """Train a step under the profiler: the seconds that it took on this rank, and where they went. Collective."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as traced:
         dist.barrier()  # behind the profiler's own start, which takes each rank another time
@@ -49,10 +76,7 @@ def profile_step(
         path = (folder or Path(temporary)) / f"rank-{dist.get_rank()}.json.gz"
         traced.export_chrome_trace(str(path))
         with gzip.open(path) as file:
-            mine = split(json.load(file), lambda ranks: differing_axes(layout, ranks))
-    everyone: list[tuple[float, Split]] = [(0.0, mine)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (took[0], mine))
-    return _mean(everyone)
+            return took[0], split(json.load(file), lambda ranks: differing_axes(layout, ranks))
 
 
 @contextlib.contextmanager

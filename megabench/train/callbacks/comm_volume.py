@@ -1,7 +1,8 @@
 """How many bytes a step sends, counted at torch.distributed's own operations, whatever engine calls them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabench.parallel.groups import differing_axes
 from megabench.parallel.layout import Layout
+from megabench.train.callbacks.base import Callback
 
 # What each of n ranks sends, as a multiple of one argument's bytes, by ring algorithms (NCCL tests' bus bandwidth:
 # https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): operation -> (the argument, the multiple)
@@ -36,7 +38,7 @@ _SENT: dict[str, tuple[int, _Share]] = {
 }
 
 
-class WireBytes(TorchDispatchMode):
+class SentBytes(TorchDispatchMode):
     """While active, counts what this rank sends, by the axes along which the ranks of a group differ: "tp", "dp·cp"."""
 
     def __init__(self, layout: Layout) -> None:
@@ -60,12 +62,33 @@ class WireBytes(TorchDispatchMode):
             self.sent[differing_axes(self._layout, ranks)] += round(_num_bytes(args[position]) * share(len(ranks)))
         return func(*args, **(kwargs or {}))
 
-    def mean_of_all(self) -> dict[str, float]:
-        """Bytes that a rank sent, by axes, the mean over all ranks; the same on every rank, and collective."""
-        counts: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(counts, dict(self.sent))
-        total = sum((Counter(count) for count in counts), Counter())
-        return {axes: number / len(counts) for axes, number in sorted(total.items()) if axes != "none"}
+
+class CommVolume(Callback):
+    """Counts the bytes that a rank sends in one step, by process group.
+
+    Counting takes time, so it happens in the last warm-up step, unless that is the first step of all.
+    """
+
+    def __init__(self, layout: Layout, first_step: int, warmup_steps: int) -> None:
+        self._counted: SentBytes | None = None
+        self._layout = layout
+        self._step = first_step + warmup_steps - 1 if warmup_steps >= 2 else None
+
+    def around_step(self, step: int) -> AbstractContextManager[Any]:
+        if step != self._step:
+            return nullcontext()
+        self._counted = SentBytes(self._layout)
+        return self._counted
+
+    def local(self) -> Counter[str] | None:
+        return self._counted.sent if self._counted else None
+
+    def section(self, by_rank: Sequence[Counter[str] | None]) -> Mapping[str, Any]:
+        """Bytes that a rank sent, by axes: the mean over all ranks."""
+        counts = [count for count in by_rank if count is not None]
+        total = sum(counts, Counter())
+        mean = {axes: number / len(counts) for axes, number in sorted(total.items()) if axes != "none"}
+        return {"wire_bytes": mean if counts else None}
 
 
 def _ranks_of(args: Iterable[Any]) -> list[int]:

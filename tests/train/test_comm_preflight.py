@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megabench.hardware.topology import Host, Topology, build
 from megabench.record import LinkBandwidth
-from megabench.train.network import measure_bandwidth
+from megabench.train.comm_preflight import measure_bandwidth
 from tests import distributed
 
 pytestmark = pytest.mark.distributed

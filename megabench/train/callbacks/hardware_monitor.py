@@ -1,0 +1,57 @@
+"""Watches the machine beside the run: GPU utilization, power, throttling, network interfaces, other processes."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megabench.hardware.health import Checkup, worst_of_hosts
+from megabench.hardware.sampler import Sample, Sampler
+from megabench.record import Machine, NicTraffic
+from megabench.runtime import device as devices
+from megabench.runtime.rendezvous import gather_objects
+from megabench.train.callbacks.base import Callback, TrainerState
+
+
+@dataclass(frozen=True)
+class _Local:
+    """What one rank saw during the timed steps; `gpu` is None on CPU and without NVML."""
+
+    host: str
+    gpu: Sample | None
+    nics: dict[str, NicTraffic]
+    machine: Machine
+
+
+class HardwareMonitor(Callback):
+    """Samples the GPU of each rank, and one rank of each host the network interfaces."""
+
+    def on_ready(self, trainer: TrainerState) -> None:
+        device, local_rank = trainer.device, trainer.rendezvous.local_rank
+        uuid = devices.gpu_uuid(local_rank) if device.type == "cuda" else None
+        self._host = trainer.hosts[trainer.rank]
+        self._checkup = Checkup(self._host, uuid, own={*gather_objects(os.getpid())})
+        self.sampler = Sampler(device, uuid, reads_nics=local_rank == 0)
+
+    def on_timing_start(self) -> None:
+        self.sampler.reset()
+
+    def on_training_end(self) -> None:
+        self.sampler.close()
+
+    def local(self) -> _Local:
+        seconds = self.sampler.nic_seconds
+        nics = {
+            name: NicTraffic(sent_gb_per_s=nic.sent / 1e9 / seconds, received_gb_per_s=nic.received / 1e9 / seconds)
+            for name, nic in self.sampler.nics.items()
+        }
+        return _Local(self._host, self.sampler.mean, nics, self._checkup.close(self.sampler.throttle))
+
+    def section(self, by_rank: Sequence[_Local]) -> Mapping[str, Any]:
+        gpus = [seen.gpu for seen in by_rank if seen.gpu]
+        return {
+            "gpu_utilization": sum(gpu.utilization for gpu in gpus) / len(gpus) if gpus else None,
+            "gpu_watts": sum(gpu.watts for gpu in gpus) / len(gpus) if gpus else None,
+            "nics": {seen.host: seen.nics for seen in by_rank if seen.nics},
+            "machines": worst_of_hosts([seen.machine for seen in by_rank]),
+        }

@@ -1,0 +1,68 @@
+"""TensorBoard scalars of a run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from megabench.metrics import throughput
+from megabench.record import RunRecord
+from megabench.train.callbacks.base import Callback, Step, TrainerState
+from megabench.train.callbacks.hardware_monitor import HardwareMonitor
+
+
+class TensorBoard(Callback):
+    """Writes the scalars of each step as rank 0 sees it; throughput and time of timed steps only.
+
+    In a resumed run, later steps that an earlier run wrote are hidden. If the scalars cannot be written, for instance
+    because the disk is full, the trainer says so once, and the run goes on without them.
+    """
+
+    def __init__(self, directory: Path, monitor: HardwareMonitor) -> None:
+        self._directory, self._monitor = directory, monitor
+        self._writer: SummaryWriter | None = None
+
+    def on_start(self, trainer: TrainerState) -> None:
+        self._trainer = trainer
+        num_done = trainer.resume.num_done
+        with self._until_it_fails():
+            self._writer = SummaryWriter(str(self._directory), purge_step=num_done + 1 if num_done else None)
+
+    @contextmanager
+    def _until_it_fails(self) -> Iterator[None]:
+        """Stop writing scalars at the first error."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            self._trainer.note(f"ERROR: TensorBoard's scalars end here: {error.strerror or error}")
+
+    def on_step_end(self, step: Step) -> None:
+        run = self._trainer.run
+        values: dict[str, float | None] = {
+            "loss/train": step.result.loss,
+            "optim/grad_norm": step.result.grad_norm,
+            "optim/learning_rate": step.learning_rate,
+            "memory/peak_reserved_gib": step.peak_memory_gib if run.device == "cuda" else None,
+            "gpu/utilization": self._monitor.sampler.latest,
+        }
+        if step.is_timed:
+            achieved = throughput([step.seconds], run.shape, run.seq_length, run.global_batch, run.world_size)
+            assert achieved is not None
+            values |= {
+                "time/step_seconds": step.seconds,
+                "throughput/tokens_per_second": achieved.tokens_per_second,
+                "throughput/tokens_per_second_per_device": achieved.tokens_per_second_per_device,
+                "throughput/tflops_per_device": achieved.tflops_per_device_causal,
+                "throughput/mfu": achieved.mfu(self._trainer.peak_tflops),
+            }
+        with self._until_it_fails():
+            for tag, value in values.items():
+                if self._writer and value is not None:
+                    self._writer.add_scalar(tag, value, step.number)
+
+    def on_end(self, record: RunRecord, path: Path | None) -> None:
+        with self._until_it_fails():
+            if self._writer:
+                self._writer.close()

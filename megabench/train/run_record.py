@@ -1,0 +1,122 @@
+"""The RunRecord of a run that trained to its end."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megabench.config import ResolvedConfig
+from megabench.config.requested_fields import asked_for, left_open
+from megabench.data.source import TokenSource
+from megabench.metrics import quantile, throughput
+from megabench.record import (
+    HostRanks,
+    PeakMemory,
+    PlacementUsed,
+    RunRecord,
+    SaveTimes,
+    StepSeconds,
+    TflopsPerDevice,
+    WorkClass,
+)
+from megabench.runtime import device as devices
+from megabench.runtime import environment
+from megabench.train.callbacks.base import TrainerState
+
+
+def build_record(
+    trainer: TrainerState, seconds: Sequence[float], peak_memory_gib: Sequence[float], sections: Mapping[str, Any]
+) -> RunRecord:
+    """The record of a run that has trained.
+
+    `seconds` are those of each step on the slowest rank, `peak_memory_gib` goes by rank, and `sections` are the fields
+    that callbacks fill. Throughput is of the steps after warm-up, and absent if there are none.
+    """
+    run, placement, network = trainer.run, trainer.placement, trainer.network
+    results, saves = trainer.results, trainer.saves
+    return RunRecord(
+        **asked_for(run, trainer.given),
+        **left_open(trainer.given),
+        trial=run.out.name if run.out else f"{run.engine}-{run.layout}",
+        work_class=work_class(run, trainer.source),
+        status="ok",
+        num_hosts=len(placement.topology.hosts),
+        device=trainer.device_name,
+        kernels=trainer.engine.kernels,
+        kernel_traits=trainer.engine.kernel_traits,
+        first_step_seconds=seconds[0],
+        warmup_seconds=sum(seconds[: run.warmup_steps]),
+        wall_seconds=time.perf_counter() - trainer.started,
+        peak_tflops=trainer.peak_tflops,
+        peak_memory_gib=PeakMemory(max=max(peak_memory_gib), per_rank=list(peak_memory_gib)),
+        device_memory_gib=devices.memory_gib(trainer.device),
+        first_step=trainer.resume.num_done + 1,
+        stopped_by=trainer.stopped_by,
+        losses=[result.loss for result in results],
+        grad_norms=[result.grad_norm for result in results],
+        num_skipped_steps=sum(result.skipped for result in results),
+        placement=PlacementUsed(
+            policy=placement.policy,
+            launcher_ranks=list(placement.launcher_ranks),
+            hosts=[
+                HostRanks(name=host.name, ranks=sorted(ranks))
+                for host, ranks in zip(placement.topology.hosts, placement.topology.ranks_by_host, strict=True)
+            ],
+            nccl_num_nodes=network.nccl_num_nodes,
+        ),
+        groups=network.groups,
+        link_bandwidth=network.bandwidth,
+        saves=saves,
+        load=trainer.load,
+        probes=trainer.probes,
+        warnings=[*placement.warnings, *network.warnings, *unsaved(saves)],
+        environment=environment.collect(),
+        **speed_fields(run, seconds[run.warmup_steps :], trainer.peak_tflops),
+        **sections,
+    )
+
+
+def speed_fields(run: ResolvedConfig, timed: Sequence[float], peak_tflops: float | None) -> dict[str, Any]:
+    """The fields of a record that follow from the seconds of the timed steps; none if no step was timed."""
+    achieved = throughput(timed, run.shape, run.seq_length, run.global_batch, run.world_size)
+    if not achieved:
+        return {}
+    return {
+        "step_seconds": StepSeconds(
+            median=achieved.step_seconds, p10=quantile(timed, 0.1), p90=quantile(timed, 0.9), all=list(timed)
+        ),
+        "tokens_per_second": achieved.tokens_per_second,
+        "tokens_per_second_per_device": achieved.tokens_per_second_per_device,
+        "samples_per_second": achieved.samples_per_second,
+        "model_tflops_per_device": TflopsPerDevice(
+            causal=achieved.tflops_per_device_causal, full=achieved.tflops_per_device_full
+        ),
+        "mfu": achieved.mfu(peak_tflops),
+        "days_per_100b_tokens": achieved.days_per_100b_tokens,
+    }
+
+
+def unsaved(saves: list[SaveTimes]) -> list[str]:
+    """What to say of saves that failed."""
+    return [f"no checkpoint of step {save.step}: {save.error}" for save in saves if save.error]
+
+
+def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
+    """What another run must have in common with `run` to be comparable."""
+    schedule = {"lr": run.lr, "min_lr": run.min_lr, "lr_warmup": run.lr_warmup, "steps": run.steps}
+    rules = {"weight_decay": run.weight_decay, "clip_grad": run.clip_grad}
+    if run.optimizer == "adamw":
+        rules |= {"beta1": run.betas[0], "beta2": run.betas[1], "eps": run.eps}
+    return WorkClass(
+        model=run.model,
+        num_layers=run.shape.num_layers,
+        data=source.name,
+        data_sha256=source.sha256,
+        seed=run.seed,
+        optimizer=run.optimizer,
+        schedule=schedule | rules,
+        precision=run.precision,
+        grad_dtype=run.grad_dtype,
+        global_batch=run.global_batch,
+        seq_length=run.seq_length,
+        compression=run.spec.compression(run.options),
+    )

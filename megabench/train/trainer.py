@@ -1,0 +1,333 @@
+"""The trainer: builds a run on this rank, trains it step by step, and writes its record."""
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megabench.checkpoint.health import count_non_finite
+from megabench.config import ResolvedConfig, RunConfig
+from megabench.data.batch import Batch, micro_batches
+from megabench.data.source import TokenSource
+from megabench.engines.base import Engine, StepResult
+from megabench.engines.build import build_engine, process_groups
+from megabench.hardware.catalog import find_gpu
+from megabench.parallel.placement import Placement
+from megabench.record import LoadTimes, Probe, RunRecord, SaveTimes
+from megabench.runtime import device as devices
+from megabench.runtime.messages import outlast
+from megabench.runtime.rendezvous import Rendezvous, gather_objects, is_supervised
+from megabench.runtime.run_lock import RunLock
+from megabench.train.callbacks import Callback, Step
+from megabench.train.callbacks.comm_volume import CommVolume
+from megabench.train.callbacks.console import Console
+from megabench.train.callbacks.hardware_monitor import HardwareMonitor
+from megabench.train.callbacks.profiler import Profiler
+from megabench.train.callbacks.progress import SupervisorProgress
+from megabench.train.callbacks.tensorboard import TensorBoard
+from megabench.train.checkpointing import Checkpoints, restore
+from megabench.train.comm_preflight import Network, nccl_log_path, try_out
+from megabench.train.nan_guard import NanGuard
+from megabench.train.resume import Resume
+from megabench.train.run_record import build_record
+from megabench.train.stopping import StoppedError, StopSignal
+from megabench.train.watchdog import BEFORE_FIRST_STEP, Watchdog
+
+
+def learning_rate_at(run: ResolvedConfig, step: int) -> float:
+    """The learning rate of step `step`, counted from 0: linear warm-up to lr, then a cosine down to min_lr."""
+    if step < run.lr_warmup:
+        return run.lr * (step + 1) / run.lr_warmup
+    progress = (step - run.lr_warmup) / max(1, run.steps - 1 - run.lr_warmup)
+    return run.min_lr + (run.lr - run.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+class StepClock:
+    """Times steps from border to border, so that data loading, logging and callbacks are part of a step."""
+
+    def __init__(self) -> None:
+        self._border = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last border, which is here now."""
+        previous, self._border = self._border, time.perf_counter()
+        return self._border - previous
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves what happens inside out of the step."""
+        began = time.perf_counter()
+        yield
+        self._border += time.perf_counter() - began
+
+
+class Trainer:
+    """Trains a run on this rank.
+
+    `given` is the configuration as the user gave it, `probes` are the short runs that completed it, and `callbacks`
+    are the user's. Every rank must make one and call `train`.
+
+    A step is: train, synchronize the device, read the clock, call the callbacks, check that the loss is finite, look
+    after the save under way, agree on stopping, save (outside the step's time), tell the watchdog.
+    """
+
+    engine: Engine
+    network: Network
+
+    def __init__(
+        self,
+        run: ResolvedConfig,
+        given: RunConfig,
+        source: TokenSource,
+        rendezvous: Rendezvous,
+        placement: Placement,
+        resume: Resume,
+        watchdog: Watchdog,
+        probes: list[Probe] | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.run, self.given, self.source, self.probes = run, given, source, probes
+        self.rendezvous, self.placement, self.resume, self.watchdog = rendezvous, placement, resume, watchdog
+        self.rank = placement.rank_of(rendezvous.rank)
+        self.hosts = placement.hosts_of_ranks
+        self.load: LoadTimes | None = None
+        self.stopped_by: str | None = None
+        self.results: list[StepResult] = []
+        self.seconds: list[float] = []
+        self._checkpoints: Checkpoints | None = None
+        self._nan_guard = NanGuard(run)
+        self._stop_signal = StopSignal()
+        self._built_in = self._built_in_callbacks()
+        self._users = list(callbacks)
+
+    def _built_in_callbacks(self) -> list[Callback]:
+        run, monitor = self.run, HardwareMonitor()
+        callbacks: list[Callback] = [
+            monitor,
+            CommVolume(run.layout, self.resume.num_done + 1, run.warmup_steps),
+            *([Profiler(run.out / "trace" if run.out else None)] if run.profile else []),
+            *([SupervisorProgress(self.rendezvous, run.steps)] if is_supervised() else []),
+        ]
+        if self.rank == 0:
+            callbacks.append(Console())
+            if run.tensorboard:
+                callbacks.append(TensorBoard(run.tensorboard, monitor))
+        return callbacks
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The built-in callbacks of this rank, then the user's."""
+        return [*self._built_in, *self._users]
+
+    @property
+    def saves(self) -> list[SaveTimes]:
+        """The checkpoints of this run so far, oldest first."""
+        return self._checkpoints.times if self._checkpoints else []
+
+    @property
+    def num_finished(self) -> int:
+        """Finished steps, those of earlier runs included."""
+        return self.resume.num_done + len(self.results)
+
+    def batches(self, step: int) -> Sequence[Batch]:
+        """The micro-batches of this rank in step `step`, counted from 0."""
+        return micro_batches(self.source, self.run, self.run.layout.coordinates(self.rank).dp, step)
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of step `step`, counted from 0."""
+        return learning_rate_at(self.run, step)
+
+    def note(self, text: str) -> None:
+        """Tell the user something; only rank 0 does."""
+        if self.rank == 0:
+            for callback in self.callbacks:
+                callback.on_note(text)
+
+    def train(self) -> RunRecord | None:
+        """Train to the last step; the record on rank 0, None elsewhere.
+
+        Raises RunLockedError, on rank 0, if another run writes into the output directories. Raises StoppedError if
+        another run has taken a directory over, if losses are not finite, and at the end if the last state was not
+        saved or the record is not in its place.
+        """
+        self.started = time.perf_counter()
+        self._start()
+        self._build()
+        self._train_steps()
+        return self._finish()
+
+    def _start(self) -> None:
+        """Lock the output directories and initialize the device and the process group."""
+        run = self.run
+        folders = [folder for folder in (run.out, run.save) if folder] if self.rank == 0 else []
+        self._locks = {folder: RunLock(folder) for folder in folders}
+        # the watchdog knows which rank the others wait for, so it must act before the collectives time out
+        patience = timedelta(seconds=max(600.0, 2 * BEFORE_FIRST_STEP * run.stall_seconds))
+        self.device = devices.initialize(self.rendezvous, self.rank, run.device, patience)
+        self.device_name = devices.device_name(self.device)
+        gpu = find_gpu(self.device_name) if self.device.type == "cuda" else None
+        self.peak_tflops = gpu.peak_tflops(run.precision) if gpu else None
+        for callback in self.callbacks:
+            callback.on_start(self)
+        for text in self.resume.notes:
+            self.note(text)
+
+    def _build(self) -> None:
+        """Try the network out, build the engine, and restore the checkpoint that the run resumes."""
+        run, groups = self.run, process_groups(self.run)
+        self.network = try_out(
+            run.layout, self.placement.topology, groups, self.rendezvous.store, self.device, nccl_log_path()
+        )
+        for callback in self.callbacks:
+            callback.on_network(self, self.network)
+        self.engine = build_engine(run, self.device)
+        if self.resume.found and self.resume.training:
+            self.watchdog.at("loading", self.resume.num_done)
+            self.load = restore(self.engine, self.resume.found, self.device)
+        for callback in self.callbacks:
+            callback.on_ready(self)
+        if run.save:
+            self._checkpoints = Checkpoints(
+                run,
+                self.source,
+                self.engine,
+                self.rendezvous,
+                self.resume,
+                self.device,
+                note=self.note,
+                on_save=self._saved,
+                touch=self.watchdog.touch,
+                lock=self._locks.get(run.save),
+            )
+            # not before: a run that has not begun has nothing to save, and may wait for a rank that is lost
+            self._stop_signal.install()
+
+    def _saved(self, save: SaveTimes) -> None:
+        if self.rank == 0:
+            for callback in self.callbacks:
+                callback.on_save(save)
+
+    def _train_steps(self) -> None:
+        run, first = self.run, self.resume.num_done
+        dist.barrier()
+        self.watchdog.at("first step", first)
+        clock = StepClock()
+        for index in range(first, run.steps):
+            if index == first + run.warmup_steps:
+                for callback in self.callbacks:
+                    callback.on_timing_start()
+            step = self._train_step(index, clock)
+            for callback in self.callbacks:
+                callback.on_step_end(step)
+            is_wrong = self._nan_guard.is_wrong(step.result)
+            if self._checkpoints:
+                self._checkpoints.observe(step.number, step.result, is_wrong)
+            if is_wrong:
+                self._handle_non_finite(step)
+            if self._checkpoints:
+                self._checkpoints.poll()
+                self.stopped_by = self._stop_signal.agreed(self.device)
+                is_last = self.stopped_by is not None or step.number == run.steps
+                if due_step := self._checkpoints.due_step(step.number, is_last):
+                    self.watchdog.at("saving", step.number)
+                    with clock.paused():
+                        self._checkpoints.save(due_step)
+            self.watchdog.at("training", step.number)
+            if self.stopped_by:
+                break
+
+    def _train_step(self, index: int, clock: StepClock) -> Step:
+        """Train step `index`, counted from 0."""
+        batches, learning_rate = self.batches(index), self.learning_rate(index)
+        with ExitStack() as around:
+            for callback in self.callbacks:
+                around.enter_context(callback.around_step(index + 1))
+            self.results.append(self.engine.train_step(batches, learning_rate))
+        devices.synchronize(self.device)
+        self.seconds.append(clock.lap())
+        return Step(
+            number=index + 1,
+            result=self.results[-1],
+            learning_rate=learning_rate,
+            seconds=self.seconds[-1],
+            peak_memory_gib=devices.peak_memory_gib(self.device),
+            is_timed=len(self.results) > self.run.warmup_steps,
+        )
+
+    def _handle_non_finite(self, step: Step) -> None:
+        """Warn of a loss or gradients that are not finite, or raise StoppedError on every rank; collective."""
+        non_finite = None
+        if self.run.can_be_saved:
+            non_finite = sum(gather_objects(count_non_finite(self.engine.training_state().shards)), Counter())
+        rank_losses = gather_objects(self.engine.rank_loss)
+        problem = self._nan_guard.describe(step.number, step.result, rank_losses, self.hosts, non_finite)
+        if not self._nan_guard.must_stop(step.result, non_finite):
+            self.note(f"WARNING: {problem}")
+            return
+        if self._checkpoints:
+            self._checkpoints.close()
+            problem += f"; {self._checkpoints.newest_healthy}"
+        raise StoppedError(problem)
+
+    def _finish(self) -> RunRecord | None:
+        """Complete the last save, gather what the ranks measured, write the record and release the ranks together."""
+        for callback in self.callbacks:
+            callback.on_training_end()
+        self.watchdog.at("saving", self.num_finished)
+        not_saved = self._checkpoints.close() if self._checkpoints else None
+        mine: dict[str, Any] = {"seconds": self.seconds, "peak_memory_gib": devices.peak_memory_gib(self.device)}
+        for callback in self.callbacks:
+            callback.after_training(self)
+        mine |= {"sections": {type(callback).__name__: callback.local() for callback in self.callbacks}}
+        by_rank = gather_objects(mine)
+        record = self._record(by_rank) if self.rank == 0 else None
+        path, wrong = self._write(record) if record else (None, None)
+        everyone_hears = [wrong]
+        dist.broadcast_object_list(everyone_hears)
+        if record:
+            for callback in self.callbacks:
+                callback.on_end(record, path)
+        for lock in self._locks.values():
+            lock.release()
+        dist.barrier()
+        self.watchdog.close()
+        dist.destroy_process_group()
+        outlast(self.rendezvous.store, self.rendezvous.rank, self.rendezvous.world_size, "training")
+        if not_kept := [reason for reason in (not_saved, *everyone_hears) if reason]:
+            raise StoppedError("; ".join(not_kept))
+        return record
+
+    def _record(self, by_rank: Sequence[dict[str, Any]]) -> RunRecord:
+        """The record of the run, from what every rank measured."""
+        fields: dict[str, Any] = {"extra": {}}
+        for callback in self.callbacks:
+            name = type(callback).__name__
+            section = callback.section([each["sections"].get(name) for each in by_rank])
+            if callback in self._built_in:
+                fields |= section
+            elif section:
+                fields["extra"][name] = dict(section)
+        seconds = [max(times) for times in zip(*(each["seconds"] for each in by_rank), strict=True)]
+        return build_record(self, seconds, [each["peak_memory_gib"] for each in by_rank], fields)
+
+    def _write(self, record: RunRecord) -> tuple[Path | None, str | None]:
+        """Where the record is, and a sentence if it could not be written or another run has taken its place."""
+        lock = self._locks.get(self.run.out) if self.run.out else None
+        if not lock:
+            return None, None
+        path, wrong = lock.folder / "record.json", None
+        if loss := lock.loss:
+            path = path.with_name(f"record-of-{os.getpid()}.json")
+            wrong = f"{loss} This run's record is {path}"
+        try:
+            record.write(path)
+        except OSError as error:
+            return None, f"{path} could not be written: {error.strerror}"
+        return path, wrong

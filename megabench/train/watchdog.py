@@ -1,0 +1,211 @@
+"""The watchdog: when no rank makes progress, it names the rank that the others wait for, and ends the job.
+
+Each rank runs a thread that publishes a heartbeat over a connection of its own to the rendezvous store.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import PurePath
+from types import FrameType
+from typing import Any
+
+from megabench.runtime.messages import FailureKind, explain
+from megabench.runtime.rendezvous import Rendezvous, reconnect
+
+BEFORE_FIRST_STEP = 4.0  # patience before the first step, in units of stall_seconds: compilation, connections, loading
+SLOWEST_STEP = 5.0  # a step may take this many times as long as the slowest before it
+
+# a rank waits for others in torch's collectives, or in a call that waits for the device
+_WAITING_FILES = ("torch/distributed/", "torch/autograd/graph.py")
+_WAITING_CALLS = ("synchronize", "update")
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a rank publishes about itself.
+
+    `beat` counts the rank's heartbeats and `step` its finished steps. `activity` is the part of the run, `place` the
+    function that the main thread is in; `is_waiting` says that ranks wait for each other there.
+    """
+
+    rank: int
+    host: str
+    beat: int
+    step: int
+    activity: str
+    place: str
+    is_waiting: bool
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Heartbeat":
+        return cls(**json.loads(text))
+
+
+def place_of(thread: int) -> tuple[str, bool]:
+    """The functions that a thread is in, and whether it waits for other ranks there.
+
+    For instance "all_reduce (distributed_c10d.py:2830) in update (engine.py:61)": the innermost function, and the
+    innermost one of this package.
+    """
+    innermost = sys._current_frames().get(thread)
+    if innermost is None:
+        return "nowhere", False
+    ours: FrameType | None = innermost
+    while ours is not None and "/megabench/" not in ours.f_code.co_filename:
+        ours = ours.f_back
+    code = innermost.f_code
+    waits = any(part in code.co_filename for part in _WAITING_FILES) or code.co_name in _WAITING_CALLS
+    place = _call(innermost)
+    return (place if ours in (None, innermost) else f"{place} in {_call(ours)}"), waits
+
+
+def _call(frame: FrameType | None) -> str:
+    assert frame is not None
+    return f"{frame.f_code.co_name} ({PurePath(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+def find_stragglers(heartbeats: list[Heartbeat], silent: set[int]) -> set[int]:
+    """The ranks that the others wait for; all ranks if they cannot be told apart.
+
+    `silent` are the ranks whose heartbeat has stopped.
+    """
+    if silent:
+        return silent
+    behind = {heartbeat.rank for heartbeat in heartbeats if heartbeat.step < max(other.step for other in heartbeats)}
+    stragglers = behind or {heartbeat.rank for heartbeat in heartbeats if not heartbeat.is_waiting}
+    usual, how_many = Counter(heartbeat.place for heartbeat in heartbeats).most_common(1)[0]
+    if how_many > len(heartbeats) / 2 and not behind:
+        stragglers -= {heartbeat.rank for heartbeat in heartbeats if heartbeat.place == usual}
+    return stragglers or {heartbeat.rank for heartbeat in heartbeats}
+
+
+def describe_stragglers(heartbeats: list[Heartbeat], silent: set[int], num_steps: int) -> str:
+    """Describe the ranks that `find_stragglers` finds in a clause."""
+    stragglers = find_stragglers(heartbeats, silent)
+    does = {
+        heartbeat.rank: "gives no sign of life" if silent else f"stands in {heartbeat.place}"
+        for heartbeat in heartbeats
+    }
+    named = [f"{_who(heartbeat)} {does[heartbeat.rank]}" for heartbeat in heartbeats if heartbeat.rank in stragglers]
+    others = ", and the others wait" if not silent and len(stragglers) < len(heartbeats) else ""
+    return f"{_list(named)} after step {_steps(heartbeats, stragglers, num_steps)}{others}"
+
+
+def _who(heartbeat: Heartbeat) -> str:
+    return f"rank {heartbeat.rank} ({heartbeat.host})"
+
+
+def _list(named: list[str]) -> str:
+    more = f" and {len(named) - 4} more ranks" if len(named) > 4 else ""
+    return ", ".join(named[:4]) + more
+
+
+def _steps(heartbeats: list[Heartbeat], ranks: set[int], num_steps: int) -> str:
+    return f"{min(heartbeat.step for heartbeat in heartbeats if heartbeat.rank in ranks)} of {num_steps}"
+
+
+class Watchdog:
+    """Publishes this rank's heartbeat from a thread, and ends its process when the run hangs.
+
+    The training loop reports progress by `at` and `touch`. The first rank without progress for `patience` seconds reads
+    all heartbeats, finds the ranks that the others wait for, and publishes a verdict; every rank that reads it exits.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, stall_seconds: float, num_steps: int) -> None:
+        self._rank, self._world_size = rendezvous.rank, rendezvous.world_size
+        self._store = reconnect(rendezvous.store)
+        self._stall_seconds, self._num_steps = stall_seconds, num_steps
+        self._interval = min(5.0, stall_seconds / 10)
+        self._main_thread = threading.get_ident()
+        self._moved, self._activity, self._step = time.monotonic(), "starting", 0
+        self._slowest_step = 0.0
+        self._beat = 0
+        self._closed = threading.Event()
+        self._publish()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def at(self, activity: str, step: int) -> None:
+        """This rank makes progress: it begins `activity`, with `step` steps done."""
+        now = time.monotonic()
+        if activity == self._activity == "training":
+            self._slowest_step = max(self._slowest_step, now - self._moved)
+        self._moved, self._activity, self._step = now, activity, step
+
+    def touch(self) -> None:
+        """This rank makes progress in its current activity."""
+        self._moved = time.monotonic()
+
+    def close(self) -> None:
+        """Stop: from now on ranks exit one by one."""
+        self._closed.set()
+        self._thread.join()
+
+    @property
+    def patience(self) -> float:
+        """The seconds that this rank may go without progress."""
+        if self._activity != "training":
+            return BEFORE_FIRST_STEP * self._stall_seconds
+        return max(self._stall_seconds, SLOWEST_STEP * self._slowest_step)
+
+    def _run(self) -> None:
+        try:
+            while not self._closed.wait(self._interval):
+                self._publish()
+                if self._store.check(["watch/verdict"]):
+                    verdict = json.loads(self._store.get("watch/verdict"))
+                    self._end("hang", verdict["error"], verdict["waited_for"])
+                if time.monotonic() - self._moved > self.patience and self._store.add("watch/judges", 1) == 1:
+                    self._store.set("watch/verdict", json.dumps(self._verdict()))
+        except Exception as error:
+            if not self._closed.is_set():
+                self._end("failed", f"rank {self._rank} ({socket.gethostname()}) lost the rendezvous store: {error}")
+
+    def _publish(self) -> None:
+        self._beat += 1
+        place, waits = place_of(self._main_thread)
+        heartbeat = Heartbeat(self._rank, socket.gethostname(), self._beat, self._step, self._activity, place, waits)
+        self._store.set(f"watch/{self._rank}", heartbeat.to_json())
+
+    def _verdict(self) -> dict[str, Any]:
+        """Why the job ends, as a sentence, and the rank that the others wait for if it is a single one."""
+        seconds = time.monotonic() - self._moved
+        before = self._heartbeats()
+        deadline = time.monotonic() + 2.5 * self._interval
+        while time.monotonic() < deadline:  # or another rank would call this one silent
+            time.sleep(self._interval / 2)
+            self._publish()
+        now = self._heartbeats()
+        silent = {rank for rank in now if rank in before and now[rank].beat == before[rank].beat}
+        heartbeats = [now[rank] for rank in sorted(now)]
+        description, stragglers = (
+            describe_stragglers(heartbeats, silent, self._num_steps),
+            find_stragglers(heartbeats, silent),
+        )
+        error = f"no progress for {seconds:.0f} s: {description} (stall_seconds={self._stall_seconds:g})"
+        return {"error": error, "waited_for": min(stragglers) if len(stragglers) == 1 else None}
+
+    def _heartbeats(self) -> dict[int, Heartbeat]:
+        """The last heartbeats of all ranks; a rank that has not published one is left out."""
+        keys = {rank: f"watch/{rank}" for rank in range(self._world_size)}
+        return {
+            rank: Heartbeat.from_json(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
+        }
+
+    def _end(self, kind: FailureKind, sentence: str, waited_for: int | None = None) -> None:
+        """End this process at once, because its main thread may never return."""
+        try:
+            explain(self._store, self._rank, kind, sentence, waited_for)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)

@@ -1,0 +1,80 @@
+"""The callback of docs/callbacks.md, used as the page says."""
+
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megabench.config import ConfigError
+from megabench.record import RunRecord
+from megabench.train.callbacks import Callback
+from megabench.train.callbacks.load import load_callbacks
+
+ROOT = Path(__file__).parents[3]
+(CODE,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "callbacks.md").read_text(), re.DOTALL)
+
+
+def pretrain(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """A run on two ranks whose working directory is `folder`."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(ROOT / "launch" / "pretrain.py"), "--model", "llama-tiny", "--num-layers", "1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, "--data", "synthetic", "--device", "cpu", *flags],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.e2e
+def test_the_page_s_callback_adds_its_section_to_the_record(tmp_path: Path) -> None:
+    (tmp_path / "my_callbacks.py").write_text(CODE)
+    # a learning rate at which the loss jumps
+    flags = ["--steps", "8", "--warmup-steps", "2", "--optimizer", "sgd", "--lr", "300", "--lr-warmup", "0"]
+    done = pretrain(tmp_path, *flags, "--out", "run", "--callbacks", "my_callbacks:LossSpikes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = RunRecord.read(tmp_path / "run" / "record.json")
+    pairs = enumerate(pairwise(record.losses), 2)
+    spikes = [step for step, (before, after) in pairs if before and after and after > 1.1 * before]
+    assert spikes, record.losses
+    assert record.extra == {"LossSpikes": {"steps": spikes}}
+    assert done.stdout.count("the loss rose from") == len(spikes), "the note comes from rank 0 alone"
+
+
+@pytest.mark.e2e
+def test_a_name_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
+    done = pretrain(tmp_path, "--steps", "1", "--callbacks", "nowhere:Spikes")
+    (sentence,) = re.findall(r"^Error: (.*)$", done.stdout + done.stderr, re.MULTILINE)
+    assert sentence.startswith("callbacks=nowhere:Spikes: No module named 'nowhere'") and "PYTHONPATH" in sentence
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        ("LossSpikes", "write module:Class"),
+        ("json:nothing", "has no attribute 'nothing'"),
+        ("json:JSONDecoder", "is no subclass of megabench.train.callbacks.Callback"),
+        ("own_callbacks:LossSpikes,own_callbacks:LossSpikes", "names LossSpikes twice"),
+    ],
+)
+def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, sentence: str) -> None:
+    (tmp_path / "own_callbacks.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        load_callbacks(names)
+
+
+def test_several_callbacks_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "two_callbacks.py").write_text(f"{CODE}\n\nclass Second(LossSpikes):\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    callbacks = load_callbacks("two_callbacks:LossSpikes, two_callbacks:Second")
+    assert [type(callback).__name__ for callback in callbacks] == ["LossSpikes", "Second"]
+    assert all(isinstance(callback, Callback) for callback in callbacks)

@@ -1,0 +1,103 @@
+"""The watchdog ends a run that hangs, and names the rank that the others wait for."""
+
+import threading
+import time
+
+import pytest
+from torch.distributed import TCPStore
+
+from megabench.runtime.messages import Failure, read_failure
+from megabench.runtime.rendezvous import Rendezvous
+from megabench.train.watchdog import Heartbeat, Watchdog, describe_stragglers, find_stragglers, place_of
+
+WAITING = "all_reduce (distributed_c10d.py:3252) in update (engine.py:156)"
+
+
+def heartbeats(*told: tuple[int, str, bool]) -> list[Heartbeat]:
+    return [
+        Heartbeat(rank, f"host-{rank // 2}", 9, step, "training", place, waits)
+        for rank, (step, place, waits) in enumerate(told)
+    ]
+
+
+def test_a_rank_that_stands_elsewhere() -> None:
+    told = heartbeats((6, WAITING, True), (6, WAITING, True), (6, "read (socket.py:1)", False), (6, WAITING, True))
+    assert describe_stragglers(told, set(), 12) == (
+        "rank 2 (host-1) stands in read (socket.py:1) after step 6 of 12, and the others wait"
+    )
+    assert find_stragglers(told, set()) == {2}
+
+
+def test_a_rank_that_is_behind() -> None:
+    told = heartbeats((7, WAITING, True), (6, WAITING, True))
+    assert describe_stragglers(told, set(), 12).startswith("rank 1 (host-0) stands in all_reduce")
+
+
+def test_a_rank_that_is_silent() -> None:
+    told = heartbeats((6, WAITING, True), (5, "x", False), (6, "y", False))
+    assert describe_stragglers(told, {1}, 12) == "rank 1 (host-0) gives no sign of life after step 5 of 12"
+    assert find_stragglers(told, {1}) == {1}
+
+
+def test_the_usual_place_is_no_fault_wherever_it_is() -> None:
+    told = heartbeats(
+        (6, "tolist (engine.py:1)", False), (6, "tolist (engine.py:1)", False), (6, "sleep (x.py:1)", False)
+    )
+    assert describe_stragglers(told, set(), 12).startswith("rank 2 (host-1) stands in sleep (x.py:1)")
+
+
+def test_none_can_be_told_apart() -> None:
+    told = heartbeats((6, WAITING, True), (6, WAITING, True))
+    text = describe_stragglers(told, set(), 12)
+    assert find_stragglers(told, set()) == {0, 1}
+    assert "rank 0 (host-0)" in text and "rank 1 (host-0)" in text and "the others" not in text
+
+
+def test_many_are_not_all_listed() -> None:
+    assert "rank 3 (host-1) stands in a and 2 more ranks after" in describe_stragglers(
+        heartbeats(*[(6, "a", False)] * 6), set(), 12
+    )
+
+
+def test_where_a_thread_stands() -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def look(main: int) -> None:
+        time.sleep(0.1)  # until the loop below runs
+        seen.append(place_of(main))
+
+    thread = threading.Thread(target=look, args=(threading.get_ident(),))
+    thread.start()
+    stop = time.monotonic() + 10
+    while not seen and time.monotonic() < stop:
+        pass
+    thread.join()
+    ((place, waits),) = seen
+    assert place.startswith("test_where_a_thread_stands (test_watchdog.py:") and not waits
+
+
+def failure_of(steps: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Failure:
+    """What is reported of a run whose two ranks stand still, with so many steps done."""
+    monkeypatch.setattr("megabench.train.watchdog.os._exit", lambda status: None)
+    store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+    watchdogs = [Watchdog(Rendezvous(store, rank, 2, rank, 2), stall_seconds=0.3, num_steps=9) for rank in (0, 1)]
+    for watchdog, step in zip(watchdogs, steps, strict=True):
+        watchdog.at("training", step)
+    deadline = time.monotonic() + 20
+    while not (failure := read_failure(store, 0)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for watchdog in watchdogs:
+        watchdog.close()
+    return failure
+
+
+def test_a_hang_names_the_rank_that_the_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = failure_of((4, 3), monkeypatch)
+    assert (failure.rank, failure.kind, failure.waited_for) == (0, "hang", 1)
+    assert failure.error.startswith("no progress for ") and "rank 1 (" in failure.error
+
+
+def test_a_hang_names_no_rank_where_none_can_be_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = failure_of((3, 3), monkeypatch)
+    assert (failure.kind, failure.waited_for) == ("hang", None)
