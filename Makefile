@@ -22,7 +22,7 @@ lint: $(INSTALLED)
 readme-tables: $(INSTALLED)
 	$(VENV)/bin/python tools/readme_tables.py
 
-# docs/settings.md, from the declarations in megabench/settings/run.py
+# docs/settings.md, from the declarations in megabench/settings/run_settings.py
 settings-page: $(INSTALLED)
 	$(VENV)/bin/python -m tools.settings_page
 

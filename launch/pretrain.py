@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout works
 
 from megabench.config import RunConfig
 from megabench.record import Probe
-from megabench.train.command import main
+from megabench.train.main import main
 
 if TYPE_CHECKING:
     from megabench.runtime.rendezvous import Rendezvous

@@ -76,8 +76,8 @@ def compare(
     torchrun --nnodes N --nproc-per-node G … launch/compare.py STUDY.yaml --out DIR.
     Exit status: 0 when every trial is ok, 1 when one is not, 2 when the study cannot be run.
     """
-    from megabench.study.planned import Planning
-    from megabench.study.request import Request
+    from megabench.study.compare_request import Request
+    from megabench.study.planned_trials import Planning
 
     if plan is None and (cluster or profile):
         raise UserError(f"{'--cluster' if cluster else '--profile'} belongs to --plan N; add it, or leave this out")
@@ -120,7 +120,7 @@ def doctor(
     Reads the records that compare or pretrain left, or a study before it is run. The worst comes first.
     Exit status: 0 with findings or without, 2 when there is nothing to read.
     """
-    from megabench.doctor.command import findings_at, write
+    from megabench.doctor.write_findings import findings_at, write
     from megabench.terminal import standard_output
 
     write(standard_output(), findings_at(path, nproc, cluster), as_json)
@@ -140,7 +140,7 @@ def report(
     """
     from megabench.doctor import examine
     from megabench.report import write_report
-    from megabench.study.folder import read_folder
+    from megabench.study.results_directory import read_folder
     from megabench.study.table import show
     from megabench.terminal import standard_output
 
@@ -211,7 +211,7 @@ def calibrate(
 
     Starts a process for each GPU; on several nodes: torchrun … -m megabench.cli calibrate --out FILE.
     """
-    from megabench.calibrate.command import run
+    from megabench.calibrate.measure import run
 
     run(out, model, seq_length, nproc, emulate_hosts)
 
@@ -247,7 +247,7 @@ def plan(
     Exit status: 0 when a layout fits, 1 when none does, 2 when there is nothing to predict.
     """
     from megabench.planner import plan_table as room
-    from megabench.planner.request import make_plan
+    from megabench.planner.make_plan import make_plan
     from megabench.terminal import standard_output
 
     kept = max(top, room.MOST_TOLD)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from megabench import UserError, older_records
-from megabench.whole_file import write_whole
+from megabench.atomic_write import write_atomically
 
 # raised with the first field that is added, or means something else, after a release, which none has been yet: then an
 # older version refuses the records in a sentence, and a newer one loads those of every schema before
@@ -352,7 +352,7 @@ class RunRecord(_Part):
 
     def write(self, path: Path) -> None:
         """Writes the record as indented JSON, atomically."""
-        write_whole(path, self.model_dump_json(indent=2) + "\n")
+        write_atomically(path, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
@@ -402,4 +402,4 @@ def _read_line(line: str, where: str) -> RunRecord:
 
 def write_records(path: Path, records: list[RunRecord]) -> None:
     """Replaces a `results.jsonl`, atomically."""
-    write_whole(path, "".join(record.model_dump_json() + "\n" for record in records))
+    write_atomically(path, "".join(record.model_dump_json() + "\n" for record in records))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.study.compare_process import REAL, REPOSITORY, compare
+from tests.compare.compare_process import REAL, REPOSITORY, compare
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,7 @@ def loads_no_torch(*modules: str) -> bool:
 
 
 def test_what_loads_torch_is_seen():
-    assert not loads_no_torch("megabench.record", "megabench.engines.base")
+    assert not loads_no_torch("megabench.record", "megabench.engines.protocol")
 
 
 def test_help_is_instant():

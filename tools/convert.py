@@ -21,8 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megabench import UserError
 
 if TYPE_CHECKING:
-    from megabench.convert.compare import Comparison
     from megabench.convert.importing import Converted
+    from megabench.convert.verifying import Comparison
     from megabench.models.weights import Weights
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
@@ -48,11 +48,11 @@ def import_command(
 ) -> None:
     """Make a checkpoint of a Hugging Face model. Any layout can load it, whatever --tp and --pp."""
     from megabench.convert import ConvertError
-    from megabench.convert.compare import comparison_run, num_parts
     from megabench.convert.importing import check_new, import_model, owned_blocks
-    from megabench.convert.memory import PeakMemory, largest_of_all
+    from megabench.convert.memory_peak import PeakMemory, largest_of_all
     from megabench.convert.samples import sample_tokens
-    from megabench.models.folder import HuggingFaceWeights
+    from megabench.convert.verifying import comparison_run, num_parts
+    from megabench.models.model_directory import HuggingFaceWeights
     from megabench.runtime import ranks
 
     source = HuggingFaceWeights(hf)
@@ -80,7 +80,7 @@ def export_command(
     verify: Verify = True,
 ) -> None:
     """Make a Hugging Face directory of a checkpoint, in the dtype that was trained in."""
-    from megabench.checkpoint.weights import open_weights
+    from megabench.checkpoint.weights_only import open_weights
     from megabench.convert.exporting import export_dtype, export_model
     from megabench.convert.importing import check_new
     from megabench.convert.proof import proof_of
@@ -107,13 +107,13 @@ def verify_command(
 
     A model without parallel blocks is compared with transformers on CKPT.
     """
-    from megabench.checkpoint.weights import open_weights
+    from megabench.checkpoint.weights_only import open_weights
     from megabench.convert import ConvertError
     from megabench.convert.exporting import Rounded, export_dtype
     from megabench.convert.importing import check_equal, check_same_model
     from megabench.convert.proof import proof_of
     from megabench.models.find import find_model
-    from megabench.models.folder import HuggingFaceWeights
+    from megabench.models.model_directory import HuggingFaceWeights
     from megabench.runtime import ranks
 
     source = HuggingFaceWeights(hf)

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from megabench import UserError
-from megabench.study.folder import read_folder
+from megabench.atomic_write import write_atomically
+from megabench.study.results_directory import read_folder
 from megabench.study.table import markdown
-from megabench.whole_file import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 _START, _END = re.compile(r"<!-- records: (\S+) -->\n"), "<!-- end of records -->"
@@ -35,7 +35,7 @@ def main(
         print(f"{file} does not tell what the records say; make readme-tables mends it", file=sys.stderr)
         raise typer.Exit(1)
     if not check:
-        write_whole(file, new)
+        write_atomically(file, new)
 
 
 def with_tables(text: str) -> str:

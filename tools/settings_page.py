@@ -12,7 +12,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from megabench.config import FIELDS, SETTINGS, choices_of, literal_values
-from megabench.settings.field import Setting
+from megabench.settings.setting import Setting
 from megabench.specs.all_settings import engines_with
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"

@@ -5,8 +5,8 @@ from math import lcm
 from typing import Literal
 
 from megabench.config import RunConfig
-from megabench.config.auto import Setting, settle
-from megabench.config.run import ResolvedConfig
+from megabench.config.auto import Setting, apply_setting
+from megabench.config.run_config import ResolvedConfig
 from megabench.parallel.layout import divisors
 from megabench.record import Probe, RunRecord, Status
 
@@ -21,7 +21,7 @@ _SMALL = 8  # micro-batches up to this are tried with the same sequences
 
 def probe_config(config: RunConfig, setting: Setting, world_size: int, device: Literal["cpu", "cuda"]) -> RunConfig:
     """The short run that tries a legal `setting` of `config`: few steps, and not more sequences than it takes."""
-    run = settle(config, setting).resolve(world_size, device)
+    run = apply_setting(config, setting).resolve(world_size, device)
     plain = run.spec.plain_steps(run.options)
     changes = {
         "global_batch": _sequences(run) * run.layout.data_parallel,
@@ -30,7 +30,7 @@ def probe_config(config: RunConfig, setting: Setting, world_size: int, device: L
         "profile": False,
         **dict.fromkeys(("save", "save_every", "keep", "load", "out", "tensorboard")),
     }
-    return settle(config, setting).model_copy(update=changes)
+    return apply_setting(config, setting).model_copy(update=changes)
 
 
 def _sequences(run: ResolvedConfig) -> int:
@@ -46,7 +46,9 @@ def _sequences(run: ResolvedConfig) -> int:
     return min((number for number in divisors(of_run) if number >= enough and number % whole == 0), default=of_run)
 
 
-def heard_of(setting: Setting, short: RunConfig, status: Status, error: str | None, record: RunRecord | None) -> Probe:
+def probe_result(
+    setting: Setting, short: RunConfig, status: Status, error: str | None, record: RunRecord | None
+) -> Probe:
     """What came of the probe `short`: the median of its steps that updated the weights, and its peak memory."""
     seconds = _step_seconds(record) if record else None
     if record and seconds is None:

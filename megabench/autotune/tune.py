@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from megabench import UserError
-from megabench.autotune.probe import heard_of, probe_config
-from megabench.autotune.search import Search
+from megabench.autotune.probe import probe_config, probe_result
+from megabench.autotune.setting_search import Search
 from megabench.config.auto import Setting, legal_settings
 from megabench.record import Probe
 from megabench.runtime.messages import Progress
 from megabench.study.study import Trial
-from megabench.supervisor.outcome import Verdict
-from megabench.supervisor.tasks import Result, Tasks, task_of
+from megabench.supervisor.root_cause import Verdict
+from megabench.supervisor.trial_queue import Result, TrialQueue, task_of
 
 
 class NothingFitsError(UserError):
@@ -29,7 +29,7 @@ class NothingFitsError(UserError):
 
 
 def tune(
-    tasks: Tasks,
+    queue: TrialQueue,
     trial: Trial,
     logs: Path,
     say: Callable[[str], None],
@@ -48,11 +48,11 @@ def tune(
         shutil.rmtree(folder, ignore_errors=True)  # of a run that died while it tried, and was started again
         folder.mkdir(parents=True)
         task = task_of(trial, short, folder)
-        result = tasks.run(
+        result = queue.run(
             task, lambda progress: on_progress(replace(progress, activity=f"{progress.activity}, trying {setting}"))
         )
-        probe = heard_of(setting, short, result.verdict.status, result.verdict.error, result.record)
-        search.heard(probe, result.record.device_memory_gib if result.record else None)
+        probe = probe_result(setting, short, result.verdict.status, result.verdict.error, result.record)
+        search.tell(probe, result.record.device_memory_gib if result.record else None)
         say(f"{setting}: {_words(probe)}")
         if probe.status not in ("ok", "oom") and not search.best:
             raise NothingFitsError(f"{setting}: {probe.error}", search.probes, result)

@@ -11,21 +11,21 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from megabench import UserError
+from megabench.atomic_write import write_atomically
 from megabench.autotune.probe import probe_config
 from megabench.autotune.tune import NothingFitsError, tune
 from megabench.config import RunConfig
-from megabench.config.auto import Setting, resolve_first, settle
+from megabench.config.auto import Setting, apply_setting, resolve_first
 from megabench.config.identity import identity
 from megabench.record import Probe
 from megabench.runtime.device import DeviceKind
 from megabench.runtime.rendezvous import Rendezvous, restart_count
 from megabench.study.machine import gpu_names
 from megabench.study.study import Trial
-from megabench.supervisor.crew import Crew, StudyStopped, note_signals
+from megabench.supervisor.coordinator import Coordinator, StudyStopped, note_signals
 from megabench.supervisor.launch import launch_of
-from megabench.supervisor.tasks import TRAINER, Tasks
+from megabench.supervisor.trial_queue import TRAINER, TrialQueue
 from megabench.train.stopping import StoppedError
-from megabench.whole_file import write_whole
 
 FOUND_NAME = "found.json"
 
@@ -61,43 +61,43 @@ def tune_launched(given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     received = note_signals()
     try:
-        crew = Crew(launch_of(rendezvous), received)
-        verdict = crew.to_the_end(lambda: _join(crew, given, rendezvous, device))
+        coordinator = Coordinator(launch_of(rendezvous), received)
+        verdict = coordinator.to_the_end(lambda: _join(coordinator, given, rendezvous, device))
     except StudyStopped as stopped:
         if not received:
-            raise StoppedError(f"looking for {' and '.join(given.to_find)} was given up: {stopped}") from None
+            raise StoppedError(f"looking for {' and '.join(given.auto_settings)} was given up: {stopped}") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if received:  # one that came behind the crew's last look counts as well
+    if received:  # one that came behind the coordinator's last look counts as well
         raise SystemExit(128 + received[0])
     if "problem" in verdict:
         raise UserError(verdict["problem"])
-    return settle(given, Setting(**verdict["setting"])), [Probe(**probe) for probe in verdict["probes"]]
+    return apply_setting(given, Setting(**verdict["setting"])), [Probe(**probe) for probe in verdict["probes"]]
 
 
-def _join(crew: Crew, given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) -> dict[str, Any]:
+def _join(coordinator: Coordinator, given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) -> dict[str, Any]:
     """One process's part in the search; the verdict that the lead tells all."""
     run = resolve_first(given, rendezvous.world_size, device)
     own = {name: os.environ[name] for name in _OWN_VARIABLES if name in os.environ}
     trial = Trial("auto", given, run, own, timeout_seconds=1800.0)
-    tasks = Tasks(crew, TRAINER)
-    crew.report({})
-    if crew.launch.is_lead:
-        crew.reports()
-        crew.announce("plan", {"logs": str(given.out or tempfile.mkdtemp(prefix="megabench-"))})
-    logs = Path(crew.announced("plan")["logs"])
+    queue = TrialQueue(coordinator, TRAINER)
+    coordinator.report({})
+    if coordinator.launch.is_lead:
+        coordinator.reports()
+        coordinator.announce("plan", {"logs": str(given.out or tempfile.mkdtemp(prefix="megabench-"))})
+    logs = Path(coordinator.announced("plan")["logs"])
     try:
-        if crew.launch.is_lead:
-            tasks.end(_lead(tasks, trial, logs))
-        verdict: dict[str, Any] = tasks.follow()
+        if coordinator.launch.is_lead:
+            queue.end(_lead(queue, trial, logs))
+        verdict: dict[str, Any] = queue.follow()
         return verdict
     finally:
         if not given.out:
             shutil.rmtree(logs, ignore_errors=True)  # on every host, since the processes of each have logged there
 
 
-def _lead(tasks: Tasks, trial: Trial, logs: Path) -> dict[str, Any]:
+def _lead(queue: TrialQueue, trial: Trial, logs: Path) -> dict[str, Any]:
     """The verdict for all processes of a launch; what is tried is told on standard output."""
     config, identity = trial.config, _identity(trial)
     own = config.save or config.out
@@ -107,7 +107,7 @@ def _lead(tasks: Tasks, trial: Trial, logs: Path) -> dict[str, Any]:
             _say(f"chosen before: {before.setting} ({path})")
             return before.verdict
     try:
-        setting, probes = tune(tasks, trial, logs, _say)
+        setting, probes = tune(queue, trial, logs, _say)
     except NothingFitsError as error:
         return {"problem": str(error)}
     found = Found(identity=identity, micro_batch=setting.micro_batch, recompute=setting.recompute, probes=probes)
@@ -121,7 +121,7 @@ def _identity(trial: Trial) -> str:
     config, run = trial.config, trial.resolved
     first = Setting(run.micro_batch, run.recompute)
     short = probe_config(config, first, run.world_size, run.device)
-    return identity(short, world_size=run.world_size, to_find=config.to_find, env=trial.env, gpus=gpu_names())
+    return identity(short, world_size=run.world_size, to_find=config.auto_settings, env=trial.env, gpus=gpu_names())
 
 
 def _read(path: Path) -> Found | None:
@@ -134,7 +134,7 @@ def _read(path: Path) -> Found | None:
 
 def _write(path: Path, found: Found) -> None:
     try:
-        write_whole(path, found.model_dump_json(indent=2) + "\n")
+        write_atomically(path, found.model_dump_json(indent=2) + "\n")
     except OSError as error:
         _say(f"{path} could not be written ({error.strerror}): a run that goes on will search again")
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabench.calibrate.timing import Bench
+from megabench.calibrate.timers import Bench
 from megabench.cost import network
 from megabench.cost.profile import LinkCost, Measurement, Profile
 from megabench.hardware.topology import Link, Topology

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabench.calibrate.timing import Bench
+from megabench.calibrate.timers import Bench
 from megabench.cost import compute
 from megabench.cost.compute import Machine
-from megabench.cost.fit import descend
+from megabench.cost.fitting import descend
 from megabench.cost.profile import Measurement, Profile
-from megabench.hardware.catalog import find_gpu
+from megabench.hardware.gpus import find_gpu
 from megabench.hardware.topology import Topology
 from megabench.models.shape import ModelShape
 from megabench.runtime.device import device_name

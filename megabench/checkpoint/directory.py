@@ -16,9 +16,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from megabench.atomic_write import write_atomically
 from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.manifest import DamagedError, Manifest, sync_folder
-from megabench.whole_file import write_whole
 
 RUN_ID_NAME = ".run-id"
 _COMPLETE = re.compile(r"step-(\d{8,})")
@@ -35,7 +35,7 @@ def claim_run_id(directory: Path, launch_id: str, continues: bool) -> str:
     run_id = owner[0] if owner else secrets.token_hex(6)
     path = directory / RUN_ID_NAME
     try:
-        write_whole(path, f"{run_id}\n{launch_id}\n")
+        write_atomically(path, f"{run_id}\n{launch_id}\n")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror}. Save to another directory.") from None
     return run_id

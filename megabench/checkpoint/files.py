@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megabench.checkpoint.blocks import key, overlap, parse_key, within
 from megabench.checkpoint.health import describe_non_finite, is_finite, num_non_finite
 from megabench.checkpoint.manifest import DamagedError, FileEntry
+from megabench.checkpoint.shards import key, overlap, parse_key, within
 from megabench.models.find import ASSETS
 from megabench.models.mapping import Piece
 from megabench.runtime.rendezvous import share_of_cores

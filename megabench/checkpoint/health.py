@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megabench.checkpoint.blocks import StateShard
+from megabench.checkpoint.shards import StateShard
 
 _NAMED = 3  # tensors that a sentence names
 _PART = 1 << 24  # number of elements in a chunk when counting

@@ -17,11 +17,11 @@ from threading import Thread
 from torch.distributed import Store
 
 from megabench.checkpoint import CheckpointError
-from megabench.checkpoint.blocks import StateShard, TrainingState, key, num_elements, view
 from megabench.checkpoint.directory import bytes_in, commit, folder_of, make_way, partial_folder, prune
 from megabench.checkpoint.files import Named, write_assets, write_files
 from megabench.checkpoint.health import count_non_finite, describe_non_finite
 from megabench.checkpoint.manifest import FileEntry, Manifest
+from megabench.checkpoint.shards import StateShard, TrainingState, key, num_elements, view
 from megabench.checkpoint.staging import Staging
 from megabench.runtime.messages import wait_for
 from megabench.runtime.rendezvous import reconnect

@@ -5,8 +5,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from megabench.checkpoint.blocks import StateShard
 from megabench.checkpoint.files import num_bytes
+from megabench.checkpoint.shards import StateShard
 
 _SHARE = 0.8  # of the memory that is free: data, logs and the page cache need some
 

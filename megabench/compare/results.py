@@ -6,18 +6,18 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megabench.config.auto import Setting, settle
-from megabench.config.requested_fields import asked_for, left_open
+from megabench.config.auto import Setting, apply_setting
+from megabench.config.requested_fields import auto_fields, requested_fields
 from megabench.doctor import examine
 from megabench.record import Probe, RecordError, RunRecord, read_records, write_records
 from megabench.report import write_report
 from megabench.runtime.run_lock import RunLock, RunLockedError, check_free
-from megabench.study.folder import StudyRecords
 from megabench.study.machine import describe, gpu_names
 from megabench.study.parity import judge_parity
+from megabench.study.results_directory import StudyRecords
 from megabench.study.study import Attempt, Study, StudyError, Trial
 from megabench.study.summary import summarize, write_csv
-from megabench.supervisor.outcome import Verdict
+from megabench.supervisor.root_cause import Verdict
 
 
 class Results:
@@ -216,11 +216,11 @@ def failed_record(
     `found` is what was found by trying, if the run came so far, and `probes` all that was tried.
     """
     gpus = gpu_names()
-    config = settle(trial.config, found) if found else trial.config
+    config = apply_setting(trial.config, found) if found else trial.config
     resolved = config.resolve(trial.world_size, trial.resolved.device) if found else trial.resolved
     return RunRecord(
-        **asked_for(resolved, config, trial.env),
-        **left_open(config),
+        **requested_fields(resolved, config, trial.env),
+        **auto_fields(config),
         trial=trial.name,
         work_class=None,
         status=verdict.status,

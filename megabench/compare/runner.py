@@ -7,22 +7,22 @@ from typing import Any
 
 from megabench import UserError
 from megabench.autotune.tune import NothingFitsError, tune
+from megabench.compare.display import RunDisplay
 from megabench.compare.hparams import write_hparams
-from megabench.compare.progress import RunDisplay
 from megabench.compare.results import Results, failed_record
-from megabench.config.auto import settle
-from megabench.doctor.command import write_head
+from megabench.config.auto import apply_setting
+from megabench.doctor.write_findings import write_head
 from megabench.record import RunFailure
 from megabench.runtime.run_lock import RunLockedError
-from megabench.study.planned import regret_sentence
-from megabench.study.request import Request
+from megabench.study.compare_request import Request
+from megabench.study.planned_trials import regret_sentence
 from megabench.study.study import Attempt, Study
 from megabench.study.summary import summarize
 from megabench.study.table import show
-from megabench.supervisor.crew import Crew, StudyStopped, note_signals
+from megabench.supervisor.coordinator import Coordinator, StudyStopped, note_signals
 from megabench.supervisor.launch import join_launcher, open_here
-from megabench.supervisor.outcome import Verdict
-from megabench.supervisor.tasks import TRAINER, Tasks, task_of
+from megabench.supervisor.root_cause import Verdict
+from megabench.supervisor.trial_queue import TRAINER, TrialQueue, task_of
 from megabench.terminal import standard_output
 
 
@@ -33,8 +33,8 @@ def run_here(request: Request, study: Study, num_processes: int, trainer: Sequen
     """
     results = Results.open(request.out, study)
     attempts = results.choose(request.resume, request.only)
-    crew = Crew(open_here(num_processes), note_signals())
-    return _to_the_end(crew, lambda: _lead(crew, request, results, attempts, trainer))
+    coordinator = Coordinator(open_here(num_processes), note_signals())
+    return _to_the_end(coordinator, lambda: _lead(coordinator, request, results, attempts, trainer))
 
 
 def run_launched(request: Request, trainer: Sequence[str] = TRAINER) -> int:
@@ -43,55 +43,55 @@ def run_launched(request: Request, trainer: Sequence[str] = TRAINER) -> int:
     Returns the same exit status on all of them: as `run_here`, and 2, with one line by the lead, for a study that
     cannot be run.
     """
-    crew = Crew(join_launcher(), note_signals())
+    coordinator = Coordinator(join_launcher(), note_signals())
     try:
-        return _to_the_end(crew, lambda: _join_study(crew, request, trainer))
+        return _to_the_end(coordinator, lambda: _join_study(coordinator, request, trainer))
     finally:
         # torchrun sends SIGTERM to all others once the first has ended; each shall end with its own status
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _to_the_end(crew: Crew, run: Callable[[], int]) -> int:
+def _to_the_end(coordinator: Coordinator, run: Callable[[], int]) -> int:
     """The exit status of `run`, also when the study stops before its end."""
     try:
-        return crew.to_the_end(run)
+        return coordinator.to_the_end(run)
     except StudyStopped as stopped:
-        if crew.launch.is_lead or not stopped.signal:
+        if coordinator.launch.is_lead or not stopped.signal:
             print(f"Stopped: {stopped}. The same command with --resume goes on.", file=sys.stderr, flush=True)
         return 128 + stopped.signal if stopped.signal else 1
 
 
-def _join_study(crew: Crew, request: Request, trainer: Sequence[str]) -> int:
+def _join_study(coordinator: Coordinator, request: Request, trainer: Sequence[str]) -> int:
     """Every supervisor reads the study; the lead chooses the runs once all are known to have read the same."""
     study: Study | None = None
     try:
-        study = request.plan_launched(len(crew.launch.supervisors))
-        crew.report({"digest": study.digest})
+        study = request.plan_launched(len(coordinator.launch.supervisors))
+        coordinator.report({"digest": study.digest})
     except UserError as error:
-        crew.report({"problem": str(error)})
-    if crew.launch.is_lead:
-        return _lead_launched(crew, request, study, trainer)
-    plan = crew.announced("plan")
+        coordinator.report({"problem": str(error)})
+    if coordinator.launch.is_lead:
+        return _lead_launched(coordinator, request, study, trainer)
+    plan = coordinator.announced("plan")
     if "problem" in plan:
         return 2
     assert study is not None
-    verdict: int = Tasks(crew, trainer).follow()
+    verdict: int = TrialQueue(coordinator, trainer).follow()
     return verdict
 
 
-def _lead_launched(crew: Crew, request: Request, study: Study | None, trainer: Sequence[str]) -> int:
+def _lead_launched(coordinator: Coordinator, request: Request, study: Study | None, trainer: Sequence[str]) -> int:
     try:
-        _check_reports(crew.reports())
+        _check_reports(coordinator.reports())
         assert study is not None
         results = Results.open(request.out, study)
         attempts = results.choose(request.resume, request.only)
     except UserError as error:
         # printed before the others hear of it: the first to leave makes torchrun end the rest
         print(f"Error: {error}", file=sys.stderr, flush=True)
-        crew.announce("plan", {"problem": str(error)})
+        coordinator.announce("plan", {"problem": str(error)})
         return 2
-    crew.announce("plan", {})
-    return _lead(crew, request, results, attempts, trainer)
+    coordinator.announce("plan", {})
+    return _lead(coordinator, request, results, attempts, trainer)
 
 
 def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
@@ -109,29 +109,31 @@ def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def _lead(crew: Crew, request: Request, results: Results, attempts: Sequence[Attempt], trainer: Sequence[str]) -> int:
+def _lead(
+    coordinator: Coordinator, request: Request, results: Results, attempts: Sequence[Attempt], trainer: Sequence[str]
+) -> int:
     """Runs all attempts, keeps their records, prints the table and tells the others the verdict.
 
     2, with a line, where the folder of the results is another's by now.
     """
-    tasks = Tasks(crew, trainer)
+    queue = TrialQueue(coordinator, trainer)
     try:
-        status = _run_all(tasks, request, results, attempts)
+        status = _run_all(queue, request, results, attempts)
     except RunLockedError as error:
         print(f"Error: {error}", file=sys.stderr, flush=True)
         status = 2
-    tasks.end(status)
+    queue.end(status)
     return status
 
 
-def _run_all(tasks: Tasks, request: Request, results: Results, attempts: Sequence[Attempt]) -> int:
+def _run_all(queue: TrialQueue, request: Request, results: Results, attempts: Sequence[Attempt]) -> int:
     console = standard_output()
     if said := results.start():
         console.print(said, markup=False, highlight=False, soft_wrap=True)
     for number, attempt in enumerate(attempts):
         results.clear(attempt)
         with RunDisplay(console, number + 1, len(attempts), attempt.folder.as_posix()) as display:
-            _run_attempt(tasks, results, attempt, display)
+            _run_attempt(queue, results, attempt, display)
     if results.study.question:
         console.print(results.study.question, markup=False, highlight=False, soft_wrap=True)
     records, reference = results.records, results.study.reference
@@ -147,16 +149,16 @@ def _run_all(tasks: Tasks, request: Request, results: Results, attempts: Sequenc
     return 0 if results.all_ok(results.select(request.only)) else 1
 
 
-def _run_attempt(tasks: Tasks, results: Results, attempt: Attempt, display: RunDisplay) -> None:
+def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display: RunDisplay) -> None:
     """Keeps the record of one run: what its rank 0 wrote, or why there is none."""
     trial, logs = attempt.trial, results.logs(attempt)
     found, probes = None, None
     try:
-        if trial.config.to_find:
-            found, probes = results.found(trial) or tune(tasks, trial, logs, display.note, display.update)
-        config = settle(trial.config, found) if found else trial.config
+        if trial.config.auto_settings:
+            found, probes = results.found(trial) or tune(queue, trial, logs, display.note, display.update)
+        config = apply_setting(trial.config, found) if found else trial.config
         task = task_of(trial, config.model_copy(update={"tensorboard": results.tensorboard(attempt)}), logs)
-        result = tasks.run(task, display.update)
+        result = queue.run(task, display.update)
         if result.record:
             command = config.command(trial.world_size, trial.env)  # without the folders of this study
             record = result.record.model_copy(update={"probes": probes, "command": command})
@@ -165,7 +167,7 @@ def _run_attempt(tasks: Tasks, results: Results, attempt: Attempt, display: RunD
     except NothingFitsError as error:
         record = failed_record(trial, error.verdict, error.num_hosts, probes=error.probes)
     except StudyStopped as stopped:
-        if not stopped.signal:  # what broke the crew may have been this very run
+        if not stopped.signal:  # what broke the coordinator may have been this very run
             lost = Verdict("failed", str(stopped), RunFailure(kind="error", rank=stopped.rank))
             record = failed_record(trial, lost, None, found, probes)
             display.end(results.add(attempt, record))

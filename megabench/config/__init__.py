@@ -1,6 +1,6 @@
 """All that one run is made of. Loads no torch."""
 
-from megabench.config.run import ResolvedConfig, RunConfig, choices_of
+from megabench.config.run_config import ResolvedConfig, RunConfig, choices_of
 from megabench.settings.reading import ConfigError, explain, literal_values, near_matches, read_yaml_mapping
 from megabench.specs.all_settings import FIELDS, SETTINGS, hint
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megabench.config.run import ResolvedConfig, RunConfig
+from megabench.config.run_config import ResolvedConfig, RunConfig
 from megabench.parallel.layout import LayoutError, divisors
 from megabench.settings.reading import ConfigError
 
@@ -19,9 +19,9 @@ class Setting:
         return f"micro-batch {self.micro_batch}, recompute {self.recompute}"
 
 
-def settle(config: RunConfig, setting: Setting) -> RunConfig:
+def apply_setting(config: RunConfig, setting: Setting) -> RunConfig:
     """`config` with what `setting` says in the place of "auto"."""
-    return config.model_copy(update={name: getattr(setting, name) for name in config.to_find})
+    return config.model_copy(update={name: getattr(setting, name) for name in config.auto_settings})
 
 
 def legal_settings(config: RunConfig, world_size: int, device: Literal["cpu", "cuda"]) -> list[Setting]:
@@ -32,7 +32,7 @@ def legal_settings(config: RunConfig, world_size: int, device: Literal["cpu", "c
     legal, first_error = [], None
     for setting in _settings(config, world_size):
         try:
-            settle(config, setting).resolve(world_size, device)
+            apply_setting(config, setting).resolve(world_size, device)
             legal.append(setting)
         except (ConfigError, LayoutError) as error:
             first_error = first_error or error
@@ -44,7 +44,7 @@ def legal_settings(config: RunConfig, world_size: int, device: Literal["cpu", "c
 def resolve_first(config: RunConfig, world_size: int, device: Literal["cpu", "cuda"]) -> ResolvedConfig:
     """The run that `config` is under the first of its legal settings, where it leaves any open."""
     first = legal_settings(config, world_size, device)[0]
-    return settle(config, first).resolve(world_size, device)
+    return apply_setting(config, first).resolve(world_size, device)
 
 
 def _settings(config: RunConfig, world_size: int) -> list[Setting]:
@@ -61,4 +61,4 @@ def _settings(config: RunConfig, world_size: int) -> list[Setting]:
 
 def _named(config: RunConfig) -> RunConfig:
     """`config` without the settings that are "auto"."""
-    return RunConfig.parse({name: value for name, value in config.given().items() if name not in config.to_find})
+    return RunConfig.parse({name: value for name, value in config.given().items() if name not in config.auto_settings})

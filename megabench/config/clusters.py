@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
-from megabench.hardware.catalog import Network
+from megabench.hardware.gpus import Network
 from megabench.hardware.topology import Host, Topology, build, from_cluster, instance_host
 from megabench.settings.reading import ConfigError, explain, read_yaml_mapping
 

@@ -3,8 +3,8 @@
 import hashlib
 from typing import Any
 
-from megabench.config.run import RunConfig
-from megabench.settings.field import names
+from megabench.config.run_config import RunConfig
+from megabench.settings.setting import names
 from megabench.specs.all_settings import SETTINGS, is_default
 
 # The settings of version 0.1, which an identity always contains. A newer setting is part of it only where it differs

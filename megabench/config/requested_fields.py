@@ -6,15 +6,15 @@ from typing import Any
 
 from megabench.config import SETTINGS, ResolvedConfig, RunConfig
 from megabench.record import LayoutSizes
-from megabench.settings.field import names
+from megabench.settings.setting import names
 
 
-def left_open(given: RunConfig) -> dict[str, Any]:
+def auto_fields(given: RunConfig) -> dict[str, Any]:
     """The record fields that say which settings were left to megabench."""
-    return {"auto_settings": list(given.to_find), "requested_kernels": given.kernels}
+    return {"auto_settings": list(given.auto_settings), "requested_kernels": given.kernels}
 
 
-def asked_for(run: ResolvedConfig, given: RunConfig, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+def requested_fields(run: ResolvedConfig, given: RunConfig, env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The fields of a record that are known before anything runs; `env` is what a study sets beside the flags."""
     return {
         "engine": run.engine,

@@ -10,16 +10,16 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megabench.checkpoint.blocks import whole
-from megabench.checkpoint.weights import Weights
+from megabench.checkpoint.shards import whole
+from megabench.checkpoint.weights_only import Weights
 from megabench.convert import ConvertError
-from megabench.convert.compare import Advance
 from megabench.convert.importing import Converted, check_equal, partial_of, same_bits
 from megabench.convert.proof import Compare
+from megabench.convert.verifying import Advance
 from megabench.models.find import ASSETS
-from megabench.models.folder import INDEX, HuggingFaceWeights
 from megabench.models.hugging_face import CONFIG_NAME, read_config
 from megabench.models.mapping import Piece, Shapes, hugging_face_shapes
+from megabench.models.model_directory import INDEX, HuggingFaceWeights
 from megabench.models.shape import ModelShape
 from megabench.runtime.device import DTYPES
 

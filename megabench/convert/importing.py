@@ -15,14 +15,14 @@ from megabench import UserError
 from megabench.checkpoint.directory import commit
 from megabench.checkpoint.files import write_assets
 from megabench.checkpoint.manifest import FileEntry, ModelEntry
-from megabench.checkpoint.weights import Weights, open_weights, weights_manifest, write_weights
+from megabench.checkpoint.weights_only import Weights, open_weights, weights_manifest, write_weights
 from megabench.config import ResolvedConfig
 from megabench.convert import ConvertError, UnequalError
-from megabench.convert.compare import Advance, Comparison, compare
+from megabench.convert.verifying import Advance, Comparison, compare
 from megabench.models.families import OUTPUT
 from megabench.models.find import find_model
-from megabench.models.folder import HuggingFaceWeights, read_assets
 from megabench.models.mapping import Piece, parallel_parameters, shard
+from megabench.models.model_directory import HuggingFaceWeights, read_assets
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megabench.checkpoint.weights import open_weights
+from megabench.checkpoint.weights_only import open_weights
 from megabench.models.find import ASSETS
 
 

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from megabench.convert import ConvertError
-from megabench.convert.compare import Advance, Comparison, compare, comparison_run, num_parts
 from megabench.convert.samples import sample_tokens
+from megabench.convert.verifying import Advance, Comparison, compare, comparison_run, num_parts
 from megabench.convert.whole_model import NUM_PARTS, compare_whole
-from megabench.models.folder import HuggingFaceWeights
+from megabench.models.model_directory import HuggingFaceWeights
 from megabench.models.shape import ModelShape
 from megabench.models.weights import Weights
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from megabench.checkpoint.blocks import whole
-from megabench.convert.compare import Advance, Comparison, difference
-from megabench.models.folder import HuggingFaceWeights
+from megabench.checkpoint.shards import whole
+from megabench.convert.verifying import Advance, Comparison, difference
 from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.model_directory import HuggingFaceWeights
 from megabench.models.shape import ModelShape
 from megabench.models.weights import Weights
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megabench.hardware.catalog import GPU_NAMES, find_gpu, gpu_memory_mib
+from megabench.hardware.gpus import GPU_NAMES, find_gpu, gpu_memory_mib
 from megabench.hardware.topology import Link
 from megabench.settings.reading import ConfigError, explain, read_text
 

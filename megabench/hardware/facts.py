@@ -14,7 +14,7 @@ from typing import Any
 import pynvml
 from pydantic import BaseModel, ConfigDict
 
-from megabench.hardware.catalog import Network, find_instance
+from megabench.hardware.gpus import Network, find_instance
 
 _SYS = Path("/sys")
 _NO_INTERFACE = ("lo", "docker", "veth", "br-", "virbr", "cni", "flannel")

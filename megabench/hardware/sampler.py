@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megabench.hardware.health import shares, throttle_reasons
+from megabench.hardware.checkup import shares, throttle_reasons
 from megabench.hardware.nics import NicBytes, read_nics, since
 
 

@@ -11,8 +11,8 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
 from megabench import UserError
-from megabench.hardware.catalog import INSTANCE_NAMES, Network, find_instance
 from megabench.hardware.facts import GpuFacts, RankFacts
+from megabench.hardware.gpus import INSTANCE_NAMES, Network, find_instance
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from megabench.cost.base import Base
 from megabench.cost.job import Candidate, Job
 from megabench.cost.memory import Memory
 from megabench.cost.profile import Profile
+from megabench.cost.shared_costs import Base
 from megabench.hardware.topology import Topology
 from megabench.parallel.axes import AXIS_BY_NAME
 from megabench.specs.registry import ENGINES

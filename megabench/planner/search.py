@@ -12,7 +12,7 @@ from megabench.hardware.topology import Topology
 from megabench.parallel.layout import Layout, LayoutError, divisors
 from megabench.parallel.placement import Policy
 from megabench.planner.engines import Costs, Estimate
-from megabench.specs.base import EngineSpec
+from megabench.specs.engine_spec import EngineSpec
 from megabench.specs.registry import ENGINES
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megabench import UserError
+from megabench.atomic_write import write_atomically
 from megabench.doctor import Finding
 from megabench.report.page import render
-from megabench.study.folder import StudyRecords
-from megabench.whole_file import write_whole
+from megabench.study.results_directory import StudyRecords
 
 __all__ = ["ReportError", "render", "write_report"]
 
@@ -25,6 +25,6 @@ def write_report(
     """
     page = render(study, findings, other)
     try:
-        write_whole(path, page)
+        write_atomically(path, page)
     except OSError as error:
         raise ReportError(f"{path} cannot be written ({error.strerror}); give another path with --out") from None

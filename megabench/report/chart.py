@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from megabench.report.lines import line_classes
+from megabench.report.line_charts import line_classes
 from megabench.report.trials import Shown, WorkClassOfTrials
 
 

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from megabench.metrics import quantile
-from megabench.report import strips
+from megabench.report import bar_charts
+from megabench.report.bar_charts import Strip
 from megabench.report.chart import Chart, Figures, strip_class, strip_name
-from megabench.report.parity import difference_charts, losses_chart
+from megabench.report.parity_charts import difference_charts, losses_chart
 from megabench.report.predictions import predictions_chart
-from megabench.report.profiles import profiles_chart
+from megabench.report.profile_chart import profiles_chart
 from megabench.report.scaling import scaling_charts
-from megabench.report.strips import Strip
 from megabench.report.trials import WorkClassOfTrials
 
 
@@ -51,7 +51,7 @@ def _speeds(group: WorkClassOfTrials, slug: str, device: str) -> Chart | None:
     words += f" The thin line is the spread, from {line}." if of else ""
     description = "; ".join(f"{strip.name}: {strip.figure}" for strip in made)
     title = f"Tokens a second per {device}"
-    return Chart(title, words, strips.bars(slug, title, description, made, f"tok/s per {device}"), is_wide=True)
+    return Chart(title, words, bar_charts.bars(slug, title, description, made, f"tok/s per {device}"), is_wide=True)
 
 
 def _steps(group: WorkClassOfTrials, slug: str) -> Chart | None:
@@ -79,7 +79,7 @@ def _steps(group: WorkClassOfTrials, slug: str) -> Chart | None:
         "How long each step took",
         "One dot a timed step, the upright line their median. Dots far apart, or a few far to the right, mean that "
         "something disturbs the run.",
-        strips.dots(slug, "Seconds of each timed step", description, made, "s a step"),
+        bar_charts.dots(slug, "Seconds of each timed step", description, made, "s a step"),
         figures=Figures(("trial", "timed steps", "median s", "p10 s", "p90 s", "longest s"), tuple(figures)),
     )
 
@@ -105,7 +105,7 @@ def _memory(group: WorkClassOfTrials, slug: str, device: str) -> Chart | None:
     return Chart(
         "Memory of each rank",
         f"One column a rank, from rank 0 on the left: its peak, {what}. The full height is {full}.",
-        strips.columns(slug, "Peak memory of each rank in GiB", description, made, top),
+        bar_charts.columns(slug, "Peak memory of each rank in GiB", description, made, top),
         figures=Figures(("trial", "largest GiB", "GiB by rank"), tuple(figures)),
     )
 

@@ -11,10 +11,7 @@ from megabench.doctor import Finding
 from megabench.record import LinkBandwidth, RunRecord
 from megabench.report import side_by_side
 from megabench.report.charts import charts_of
-from megabench.report.placement_drawing import draw_hosts, group_lines, hosts_left_out
-from megabench.report.table import heads_of, row_of
-from megabench.report.trials import Shown, StudyView, WorkClassOfTrials
-from megabench.report.words import (
+from megabench.report.explanations import (
     command_on_real_hosts,
     explain_engine,
     explain_layout,
@@ -22,7 +19,10 @@ from megabench.report.words import (
     train_command,
     why,
 )
-from megabench.study.folder import StudyRecords
+from megabench.report.placement_drawing import draw_hosts, group_lines, hosts_left_out
+from megabench.report.sorted_table import heads_of, row_of
+from megabench.report.trials import Shown, StudyView, WorkClassOfTrials
+from megabench.study.results_directory import StudyRecords
 from megabench.study.verdict import STATUS_WORDS, count_ends, ends, headline, particulars
 
 

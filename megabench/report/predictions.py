@@ -1,9 +1,9 @@
 """What was predicted against what was measured, a dot a trial; absent where nothing was predicted."""
 
-from megabench.report import lines
+from megabench.report import line_charts
 from megabench.report.chart import Chart, Figures, letter_legend
 from megabench.report.trials import WorkClassOfTrials
-from megabench.study.planned import regret_sentence
+from megabench.study.planned_trials import regret_sentence
 
 
 def predictions_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
@@ -18,8 +18,8 @@ def predictions_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
     points = [(trial, measured, said.step_seconds) for trial, said, measured in shown if said and measured]
     values = [value for _, measured, predicted in points for value in (measured, predicted)]
     ends = (0.0, 1.08 * max(values))
-    dots = [lines.Line("", 0, [(end, end) for end in ends], "guide")]
-    dots += [lines.Line(trial.letter, trial.number, [(measured, said)]) for trial, measured, said in points]
+    dots = [line_charts.Line("", 0, [(end, end) for end in ends], "guide")]
+    dots += [line_charts.Line(trial.letter, trial.number, [(measured, said)]) for trial, measured, said in points]
     rows = tuple(
         (trial.name, f"{said:.4g}", f"{measured:.4g}", f"{100 * (said / measured - 1):+.1f}%")
         for trial, measured, said in points
@@ -31,7 +31,7 @@ def predictions_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
         heading,
         "Seconds of a step as megabench plan predicted them, over those that were measured: on the dotted line both "
         "are equal, above it the run was faster than predicted." + (f" {regret}" if regret else ""),
-        lines.lines(slug, heading, described, dots, "measured s a step", ends, with_dots=True),
+        line_charts.lines(slug, heading, described, dots, "measured s a step", ends, with_dots=True),
         letter_legend([trial for trial, _, _ in points]),
         Figures(("trial", "predicted s", "measured s", "off by"), rows),
     )

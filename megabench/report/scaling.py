@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megabench.report import lines
+from megabench.report import line_charts
 from megabench.report.chart import Chart, Figures, letter_legend
 from megabench.report.trials import Shown, WorkClassOfTrials
 
@@ -24,12 +24,12 @@ def scaling_charts(group: WorkClassOfTrials, slug: str, device: str) -> list[Cha
     top = 1.08 * max(speed for _, speed in [*ideal, *((size, speed) for _, size, speed in speeds)])
     described = "; ".join(f"{trial.name}: {speed:,.0f} tokens/s on {size}" for trial, size, speed in speeds)
     heading = f"Tokens a second against number of {units}"
-    dots = [lines.Line("", 0, ideal, "guide"), *_with_families(speeds)]
+    dots = [line_charts.Line("", 0, ideal, "guide"), *_with_families(speeds)]
     throughput = Chart(
         heading,
         f"All {units} together; a line joins trials that differ in their number alone. The dotted line is what "
         f"{first[0].name} would reach without any loss.",
-        lines.lines(slug, heading, described, dots, units, (0, top), with_dots=True),
+        line_charts.lines(slug, heading, described, dots, units, (0, top), with_dots=True),
         letter_legend(shown),
         table,
     )
@@ -42,21 +42,23 @@ def scaling_charts(group: WorkClassOfTrials, slug: str, device: str) -> list[Cha
         Chart(
             heading,
             "How long a training run of that length would take without a stop.",
-            lines.lines(f"{slug}-days", heading, described, _with_families(days), units, (0, top), with_dots=True),
+            line_charts.lines(
+                f"{slug}-days", heading, described, _with_families(days), units, (0, top), with_dots=True
+            ),
             letter_legend(shown),
         ),
     ]
 
 
-def _with_families(points: Sequence[tuple[Shown, int, float]]) -> list[lines.Line]:
+def _with_families(points: Sequence[tuple[Shown, int, float]]) -> list[line_charts.Line]:
     """A dot a trial, and lines that join those of one engine and layout, data parallelism aside."""
-    families: dict[object, list[lines.Point]] = {}
+    families: dict[object, list[line_charts.Point]] = {}
     for trial, size, value in sorted(points, key=lambda point: point[1]):
         layout = trial.record.layout
         family = (trial.row.engine, layout.tp, layout.cp, layout.pp, layout.vp)
         families.setdefault(family, []).append((size, value))
-    joined = [lines.Line("", 0, members, "family") for members in families.values()]
-    return joined + [lines.Line(trial.letter, trial.number, [(size, value)]) for trial, size, value in points]
+    joined = [line_charts.Line("", 0, members, "family") for members in families.values()]
+    return joined + [line_charts.Line(trial.letter, trial.number, [(size, value)]) for trial, size, value in points]
 
 
 def _days(tokens_per_second: float) -> float:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from megabench.record import RunRecord
-from megabench.report import strips
-from megabench.report.strips import Strip
+from megabench.report import bar_charts
+from megabench.report.bar_charts import Strip
 from megabench.report.trials import Shown, StudyView
 
 
@@ -58,7 +58,7 @@ def draw_pairs(slug: str, pairs: list[Pair], names: tuple[str, str], device: str
     if not made:
         return Markup("")
     description = "; ".join(f"{strip.name}: {strip.figure}" for strip in made)
-    return strips.bars(slug, f"{names[0]} and {names[1]}", description, made, f"tok/s per {device}")
+    return bar_charts.bars(slug, f"{names[0]} and {names[1]}", description, made, f"tok/s per {device}")
 
 
 def settings_that_differ(first: StudyView, second: StudyView) -> list[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import groupby
 
 from megabench.record import RunRecord
-from megabench.study.folder import StudyRecords
+from megabench.study.results_directory import StudyRecords
 from megabench.study.summary import Row, summarize
 from megabench.study.table import class_titles, reference_name
 from megabench.study.verdict import Decision, Spread, decide, device_word, spreads_of

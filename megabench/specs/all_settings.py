@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from megabench.settings.field import Setting, fields_of, meant_by, metadata
 from megabench.settings.reading import near_matches
-from megabench.settings.run import RunSettings
+from megabench.settings.run_settings import RunSettings
+from megabench.settings.setting import Setting, fields_of, meant_by, metadata
 from megabench.specs.registry import ENGINES
 
 

@@ -1,10 +1,10 @@
 """What a step costs under data parallelism alone: ZeRO 0 to 3 with and without offload, FSDP2, DDP. Loads no torch."""
 
 from megabench.cost import compute, network, schedule
-from megabench.cost.base import Base
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate
 from megabench.cost.memory import Memory
+from megabench.cost.shared_costs import Base
 from megabench.specs.data_parallel_memory import data_parallel_memory, host_bytes
 from megabench.specs.sharding import REDUCE_BUCKET, sharding_of
 

@@ -2,10 +2,10 @@
 
 from pydantic import PositiveInt
 
-from megabench.settings.field import EngineSettings, setting
 from megabench.settings.reading import ConfigError
-from megabench.specs.base import EngineSpec, Options, ResolvedRun
+from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.data_parallel_cost import DataParallel
+from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun
 from megabench.specs.sharding import Sharding
 from megabench.specs.shared_settings import COMPILE
 

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from megabench.settings.field import EngineSettings, setting
 from megabench.settings.reading import ConfigError
-from megabench.settings.run import RunSettings
-from megabench.specs.base import EngineSpec, Options, ResolvedRun, check_divides, more_offload
+from megabench.settings.run_settings import RunSettings
+from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.data_parallel_cost import DataParallel
 from megabench.specs.deepspeed_json import check_deepspeed_json, names_batch, read_deepspeed_json, settings_of_run
+from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun, check_divides, more_offload
 from megabench.specs.sharding import Sharding
 from megabench.specs.shared_settings import OFFLOAD, RESHARD_AFTER_FORWARD
 

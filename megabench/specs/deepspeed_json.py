@@ -6,7 +6,7 @@ from typing import Any
 
 from megabench.models.mapping import largest_parameter
 from megabench.settings.reading import ConfigError, near_matches, read_text
-from megabench.specs.base import ResolvedRun
+from megabench.specs.engine_spec import ResolvedRun
 
 _RUN_KEYS = (
     "train_batch_size",

@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from megabench.settings.field import EngineSettings, setting
 from megabench.settings.reading import ConfigError
-from megabench.specs.base import EngineSpec, Options, ResolvedRun, check_divides, more_offload
+from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.data_parallel_cost import DataParallel
+from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun, check_divides, more_offload
 from megabench.specs.sharding import Sharding
 from megabench.specs.shared_settings import COMPILE, OFFLOAD, RESHARD_AFTER_FORWARD
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Literal
 
 from megabench.metrics import output_layer_cost
-from megabench.settings.field import EngineSettings, setting
 from megabench.settings.reading import ConfigError
-from megabench.settings.run import RunSettings
-from megabench.specs.base import EngineSpec, ResolvedRun
+from megabench.settings.run_settings import RunSettings
+from megabench.settings.setting import EngineSettings, setting
+from megabench.specs.engine_spec import EngineSpec, ResolvedRun
 from megabench.specs.megatron_cost import Pipeline
 from megabench.specs.megatron_memory import MegatronVariant
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from megabench.cost import compute, network, schedule
-from megabench.cost.base import Base, Sizes
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate
 from megabench.cost.memory import Memory
+from megabench.cost.shared_costs import Base, Sizes
 from megabench.specs.megatron_memory import (
     all_stage_layers,
     megatron_memory,

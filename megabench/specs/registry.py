@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from megabench.specs import ddp, deepspeed, fsdp, megatron
-from megabench.specs.base import EngineSpec
+from megabench.specs.engine_spec import EngineSpec
 
 ENGINES: dict[str, EngineSpec] = {
     spec.name: spec

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megabench.settings.field import setting
+from megabench.settings.setting import setting
 
 RESHARD_AFTER_FORWARD: Any = setting(
     True,

@@ -111,8 +111,9 @@ class Trial:
     @property
     def id(self) -> str:
         """Hash of everything that shapes the run; equal ids mean the same run."""
-        to_find = {"to_find": self.config.to_find} if self.config.to_find else {}
-        return identity(self.resolved, world_size=self.world_size, env=self.env, **to_find)
+        # named as in version 0.1, so that the identities of older studies stay the same
+        auto = {"to_find": self.config.auto_settings} if self.config.auto_settings else {}
+        return identity(self.resolved, world_size=self.world_size, env=self.env, **auto)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from megabench.atomic_write import write_atomically
 from megabench.parallel.layout import Layout
 from megabench.record import RunRecord
 from megabench.specs.all_settings import labels
 from megabench.specs.registry import ENGINES
 from megabench.study.parity import is_zero3
-from megabench.whole_file import write_whole
 
 _SEVERITY = ("ok", "diverged", "timeout", "oom", "failed")
 
@@ -95,7 +95,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     for row in rows:
         values = {name: getattr(row, name) for name in names} | {"warnings": "; ".join(row.warnings)}
         writer.writerow(values.values())
-    write_whole(path, table.getvalue())
+    write_atomically(path, table.getvalue())
 
 
 def layout_name(record: RunRecord) -> str:

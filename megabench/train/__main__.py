@@ -1,6 +1,6 @@
 """`python -m megabench.train`: the same command as launch/pretrain.py."""
 
-from megabench.train.command import main
+from megabench.train.main import main
 
 if __name__ == "__main__":
     main()

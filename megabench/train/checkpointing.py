@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megabench.checkpoint.assets import assets_of_run
-from megabench.checkpoint.blocks import TrainingState
 from megabench.checkpoint.directory import (
     claim_run_id,
     folder_of,
@@ -21,7 +20,7 @@ from megabench.checkpoint.directory import (
     set_aside,
     steps_in,
 )
-from megabench.checkpoint.load import Found, read_shards
+from megabench.checkpoint.loading import Found, read_shards
 from megabench.checkpoint.manifest import (
     DataEntry,
     FileEntry,
@@ -31,10 +30,11 @@ from megabench.checkpoint.manifest import (
     TrainingEntry,
 )
 from megabench.checkpoint.save import Save, Saver
+from megabench.checkpoint.shards import TrainingState
 from megabench.checkpoint.staging import Staging, free_host_bytes, owned_bytes
 from megabench.config import ResolvedConfig
 from megabench.data.source import TokenSource
-from megabench.engines.base import Engine, StepResult
+from megabench.engines.protocol import Engine, StepResult
 from megabench.models.mapping import hugging_face_shapes
 from megabench.record import LayoutSizes, LoadTimes, SaveTimes
 from megabench.runtime import environment

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from megabench.checkpoint.health import describe_non_finite
 from megabench.config import ResolvedConfig
-from megabench.engines.base import StepResult
+from megabench.engines.protocol import StepResult
 
 
 class NanGuard:

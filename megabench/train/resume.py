@@ -5,13 +5,13 @@ from pathlib import Path
 
 from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.directory import is_launched_by, steps_in
-from megabench.checkpoint.load import Found, find_newest_good
+from megabench.checkpoint.loading import Found, find_newest_good
 from megabench.checkpoint.manifest import Manifest, ModelEntry, TrainingEntry
 from megabench.config import SETTINGS, ResolvedConfig
 from megabench.data.source import TokenSource
 from megabench.runtime.messages import wait_for
 from megabench.runtime.rendezvous import Rendezvous, launch_identity, restart_count
-from megabench.settings.field import names
+from megabench.settings.setting import names
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megabench.config import ResolvedConfig
-from megabench.config.requested_fields import asked_for, left_open
+from megabench.config.requested_fields import auto_fields, requested_fields
 from megabench.data.source import TokenSource
 from megabench.metrics import quantile, throughput
 from megabench.record import (
@@ -20,7 +20,7 @@ from megabench.record import (
 )
 from megabench.runtime import device as devices
 from megabench.runtime import environment
-from megabench.train.callbacks.base import TrainerState
+from megabench.train.callbacks.callback import TrainerState
 
 
 def build_record(
@@ -34,8 +34,8 @@ def build_record(
     run, placement, network = trainer.run, trainer.placement, trainer.network
     results, saves = trainer.results, trainer.saves
     return RunRecord(
-        **asked_for(run, trainer.given),
-        **left_open(trainer.given),
+        **requested_fields(run, trainer.given),
+        **auto_fields(trainer.given),
         trial=run.out.name if run.out else f"{run.engine}-{run.layout}",
         work_class=work_class(run, trainer.source),
         status="ok",

@@ -16,9 +16,9 @@ from megabench.checkpoint.health import count_non_finite
 from megabench.config import ResolvedConfig, RunConfig
 from megabench.data.batch import Batch, micro_batches
 from megabench.data.source import TokenSource
-from megabench.engines.base import Engine, StepResult
 from megabench.engines.build import build_engine, process_groups
-from megabench.hardware.catalog import find_gpu
+from megabench.engines.protocol import Engine, StepResult
+from megabench.hardware.gpus import find_gpu
 from megabench.parallel.placement import Placement
 from megabench.record import LoadTimes, Probe, RunRecord, SaveTimes
 from megabench.runtime import device as devices
@@ -30,7 +30,7 @@ from megabench.train.callbacks.comm_volume import CommVolume
 from megabench.train.callbacks.console import Console
 from megabench.train.callbacks.hardware_monitor import HardwareMonitor
 from megabench.train.callbacks.profiler import Profiler
-from megabench.train.callbacks.progress import SupervisorProgress
+from megabench.train.callbacks.supervisor_progress import SupervisorProgress
 from megabench.train.callbacks.tensorboard import TensorBoard
 from megabench.train.checkpointing import Checkpoints, restore
 from megabench.train.comm_preflight import Network, nccl_log_path, try_out

@@ -12,7 +12,6 @@ import torch
 from torch.distributed import HashStore
 
 from megabench.checkpoint import CheckpointError
-from megabench.checkpoint.blocks import StateShard, blocks_of, whole
 from megabench.checkpoint.directory import (
     RUN_ID_NAME,
     claim_run_id,
@@ -28,7 +27,7 @@ from megabench.checkpoint.directory import (
     steps_in,
 )
 from megabench.checkpoint.files import write_files
-from megabench.checkpoint.load import Found, find_newest_good, read_shards
+from megabench.checkpoint.loading import Found, find_newest_good, read_shards
 from megabench.checkpoint.manifest import (
     MANIFEST_NAME,
     DataEntry,
@@ -38,6 +37,7 @@ from megabench.checkpoint.manifest import (
     TrainingEntry,
 )
 from megabench.checkpoint.save import tensors_of
+from megabench.checkpoint.shards import StateShard, blocks_of, whole
 from megabench.models.catalog import get_model
 
 CUT = whole("lm_head.weight", (8, 4))

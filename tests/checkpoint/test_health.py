@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megabench.checkpoint.blocks import StateShard, blocks_of, whole
 from megabench.checkpoint.health import count_non_finite, describe_non_finite, is_finite
+from megabench.checkpoint.shards import StateShard, blocks_of, whole
 
 CUT = whole("lm_head.weight", (8, 4))
 

@@ -10,16 +10,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from megabench.checkpoint.weights import open_weights
+from megabench.checkpoint.weights_only import open_weights
 from megabench.convert import UnequalError
-from megabench.convert.compare import Comparison, compare, comparison_run
 from megabench.convert.exporting import SHARD_BYTES, export_dtype, export_model
 from megabench.convert.importing import import_model
 from megabench.convert.proof import proof_of
 from megabench.convert.samples import sample_tokens
+from megabench.convert.verifying import Comparison, compare, comparison_run
 from megabench.models.find import find_model
-from megabench.models.folder import INDEX, HuggingFaceWeights
 from megabench.models.mapping import Piece
+from megabench.models.model_directory import INDEX, HuggingFaceWeights
 from tests import distributed
 from tests.models.tiny import CATALOG, FAMILIES, save_model
 

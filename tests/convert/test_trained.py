@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megabench.checkpoint.blocks import whole
-from megabench.checkpoint.weights import open_weights
+from megabench.checkpoint.shards import whole
+from megabench.checkpoint.weights_only import open_weights
 from megabench.config import ResolvedConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source

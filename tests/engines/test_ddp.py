@@ -23,6 +23,9 @@ from megabench.engines.build import build_engine
 from megabench.engines.common.loss_scale import LossScale
 from megabench.specs.ddp import POWERSGD_PLAIN_STEPS
 from tests import distributed
+from tests.autotune.test_probe import SETTING, WORLD_SIZE, config
+from tests.compare.compare_process import finish, start, torchrun
+from tests.doctor.test_examine import SMALL, look, only, tp, zero3
 from tests.engines.equivalence import OPTIMIZERS, assert_equal_to_reference, resolve
 from tests.engines.reference import Reference
 from tests.engines.test_families import SMALL as SMALL_MODEL
@@ -31,9 +34,6 @@ from tests.engines.test_options import train_scaled
 from tests.planner.jobs import costs, job
 from tests.planner.test_data_parallel import FOUR, check_fragments, data_parallel
 from tests.planner.test_validation import measured_parts
-from tests.study.compare_process import finish, start, torchrun
-from tests.study.test_doctor import SMALL, look, only, tp, zero3
-from tests.study.test_probe import SETTING, WORLD_SIZE, config
 from tests.train.callbacks.test_comm_volume import EXACT, PARAMETERS, counted
 
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megabench.checkpoint.directory import RUN_ID_NAME, folder_of, steps_in
-from megabench.checkpoint.load import find_newest_good, read_shards
+from megabench.checkpoint.loading import find_newest_good, read_shards
 from megabench.checkpoint.manifest import Manifest
 from megabench.config import ResolvedConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
-from megabench.engines.base import StepResult
 from megabench.engines.build import build_engine
+from megabench.engines.protocol import StepResult
 from megabench.runtime.rendezvous import Rendezvous
 from megabench.train.checkpointing import Checkpoints, restore
 from megabench.train.resume import Resume, check_belongs

@@ -263,8 +263,8 @@ def largest_tensor_of_attention(run: ResolvedConfig, what: str | None) -> int:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megabench.engines.megatron import blocks
-    from megabench.engines.megatron.groups import create
     from megabench.engines.megatron.model import transformer_config
+    from megabench.engines.megatron.process_groups import create
 
     groups = create(run.layout)
     model_parallel_cuda_manual_seed(1)  # the built-in one draws its dropout from there

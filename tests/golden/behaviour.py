@@ -17,11 +17,11 @@ from pathlib import Path
 from rich.console import Console
 
 from megabench import UserError
-from megabench.config.requested_fields import asked_for
+from megabench.config.requested_fields import requested_fields
 from megabench.doctor import examine
-from megabench.doctor.command import write as write_findings
+from megabench.doctor.write_findings import write as write_findings
 from megabench.report import render
-from megabench.study.folder import read_folder
+from megabench.study.results_directory import read_folder
 from megabench.study.study import StudyFile, plan_study
 from megabench.study.table import show
 
@@ -77,7 +77,7 @@ def expanded(path: Path) -> str:
             "trial": trial.name,
             "id": trial.id,
             "is_reference": trial.name == study.reference,
-            "record": asked_for(trial.resolved, trial.config, trial.env),
+            "record": requested_fields(trial.resolved, trial.config, trial.env),
         }
         for trial in study.trials
     ]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megabench.study.compare_request import Request
 from megabench.study.expand import expand, numbered, with_fields
-from megabench.study.request import Request
 from megabench.study.study import Study, StudyError, StudyFile, plan_study
 
 BASE = "base: {model: llama-tiny, world_size: 4}\n"
@@ -176,7 +176,7 @@ def test_lists_in_base_are_refused(plan):
     ],
 )
 def test_processes_of_one_machine(tmp_path, monkeypatch, base, gpus, asked, size):
-    monkeypatch.setattr("megabench.study.request.gpu_names", lambda: ["NVIDIA H200"] * gpus)
+    monkeypatch.setattr("megabench.study.compare_request.gpu_names", lambda: ["NVIDIA H200"] * gpus)
     path = tmp_path / "study.yaml"
     path.write_text(f"base: {{model: llama-tiny, global_batch: 96, {base}}}\ntrials: [{{}}]")
     assert Request(path, tmp_path).plan_here(asked)[1] == size
@@ -191,7 +191,7 @@ def test_processes_of_one_machine(tmp_path, monkeypatch, base, gpus, asked, size
     ],
 )
 def test_too_few_processes_on_one_machine(tmp_path, monkeypatch, base, gpus, words):
-    monkeypatch.setattr("megabench.study.request.gpu_names", lambda: ["NVIDIA H200"] * gpus)
+    monkeypatch.setattr("megabench.study.compare_request.gpu_names", lambda: ["NVIDIA H200"] * gpus)
     path = tmp_path / "study.yaml"
     path.write_text(f"base: {{model: llama-tiny, {base}}}\ntrials: [{{}}]")
     with pytest.raises(StudyError, match=words):
@@ -200,7 +200,7 @@ def test_too_few_processes_on_one_machine(tmp_path, monkeypatch, base, gpus, wor
 
 @pytest.mark.parametrize(("only", "refused"), [(("one",), None), (("o*", "one"), None), (("two",), "two"), ((), "two")])
 def test_trials_that_are_left_out_may_need_a_larger_machine(tmp_path, monkeypatch, only, refused):
-    monkeypatch.setattr("megabench.study.request.gpu_names", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr("megabench.study.compare_request.gpu_names", lambda: ["NVIDIA H200"])
     path = tmp_path / "study.yaml"
     path.write_text(
         "base: {model: llama-tiny}\ntrials: [{name: one, world_size: 1}, {name: two, tp: 2, world_size: 2}]"
@@ -216,7 +216,7 @@ def test_trials_that_are_left_out_may_need_a_larger_machine(tmp_path, monkeypatc
 
 
 def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("megabench.study.request.gpu_names", lambda: ["NVIDIA H200"] * 2)
+    monkeypatch.setattr("megabench.study.compare_request.gpu_names", lambda: ["NVIDIA H200"] * 2)
     path = tmp_path / "study.yaml"
     path.write_text("base: {model: llama-tiny}\ntrials: [{tp: 4}]")
     with pytest.raises(StudyError, match="trial tp4 needs 4 GPUs and this machine has 2; use --nproc 2"):

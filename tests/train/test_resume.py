@@ -8,16 +8,16 @@ import torch
 from torch.distributed import HashStore
 
 from megabench.checkpoint import CheckpointError
-from megabench.checkpoint.blocks import StateShard, blocks_of, whole
 from megabench.checkpoint.directory import claim_run_id, folder_of
 from megabench.checkpoint.files import write_files
 from megabench.checkpoint.manifest import DataEntry, Manifest, ModelEntry, OptimizerEntry, TrainingEntry
 from megabench.checkpoint.save import tensors_of
+from megabench.checkpoint.shards import StateShard, blocks_of, whole
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.data.source import open_source
 from megabench.runtime.rendezvous import Rendezvous, launch_identity
 from megabench.train.resume import Resume, find_resume
-from tests.checkpoint.test_weights import save_weights
+from tests.checkpoint.test_weights_only import save_weights
 
 BASE: dict[str, Any] = {"model": "llama-tiny", "data": "synthetic", "device": "cpu"}
 

@@ -8,7 +8,7 @@ import pytest
 from megabench.config import SETTINGS, RunConfig
 from megabench.data.source import open_source
 from megabench.record import WorkClass
-from megabench.settings.field import names
+from megabench.settings.setting import names
 from megabench.train.run_record import work_class
 
 BASE: dict[str, Any] = {"model": "llama-tiny", "data": "stdlib", "steps": 10, "seq_length": 64}

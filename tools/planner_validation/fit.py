@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from megabench.cost.fit import descend
+from megabench.cost.fitting import descend
 from megabench.cost.profile import Profile
 from megabench.planner.engines import Costs
 from megabench.specs.megatron_memory import stage_memory

@@ -11,7 +11,7 @@ from typing import Literal, cast
 
 from megabench import UserError
 from megabench.cost.job import Candidate, Job, Recompute, Stack
-from megabench.hardware.catalog import Network
+from megabench.hardware.gpus import Network
 from megabench.hardware.topology import Host, Topology, build
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 from megabench.checkpoint.manifest import MANIFEST_NAME
-from megabench.checkpoint.weights import open_weights
+from megabench.checkpoint.weights_only import open_weights
 from megabench.config import ResolvedConfig
 from megabench.engines.common.initial_weights import InitialWeights
 from megabench.models.find import is_directory
-from megabench.models.folder import HuggingFaceWeights
+from megabench.models.model_directory import HuggingFaceWeights
 from megabench.models.weights import Weights
 
 

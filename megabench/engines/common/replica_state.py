@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megabench.checkpoint.blocks import StateKind, StateShard, TrainingState, blocks_of, whole
+from megabench.checkpoint.shards import StateKind, StateShard, TrainingState, blocks_of, whole
 from megabench.config import ResolvedConfig
 from megabench.engines.common.loss_scale import LossScale
 from megabench.models.mapping import hugging_face_shapes

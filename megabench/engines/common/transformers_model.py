@@ -11,12 +11,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.common.cross_entropy import linear_cross_entropy
 from megabench.engines.common.initial import initial_weights
 from megabench.engines.common.kernels import fuses_bloom, fuses_cross_entropy, patch_transformers
 from megabench.engines.common.loss_scale import LossScale
 from megabench.engines.common.optim import is_decayed
+from megabench.engines.protocol import StepResult, TensorKind
 from megabench.models.hugging_face import transformers_config
 from megabench.models.mapping import hugging_face_shapes
 from megabench.models.weights import read_flat

@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from megabench.checkpoint.blocks import TrainingState
+from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.base import DataParallelEngine, StepResult, TensorKind
 from megabench.engines.common import kernels
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.replica_state import Held, ReplicaState
+from megabench.engines.protocol import DataParallelEngine, StepResult, TensorKind
 from megabench.models.hugging_face import build_model
 from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
@@ -31,7 +31,7 @@ from megabench.specs.ddp import POWERSGD_PLAIN_STEPS, DdpSettings
 
 
 class DdpEngine(DataParallelEngine):
-    """Pure data parallelism with whole replicas; see `megabench.engines.base.Engine`."""
+    """Pure data parallelism with whole replicas; see `megabench.engines.protocol.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run = config

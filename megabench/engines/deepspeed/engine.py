@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megabench.checkpoint.blocks import TrainingState
+from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.base import DataParallelEngine, EngineError, StepResult, TensorKind
 from megabench.engines.common import kernels, loss_scale
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.deepspeed.state import ZeroState
+from megabench.engines.protocol import DataParallelEngine, EngineError, StepResult, TensorKind
 from megabench.models.hugging_face import build_model
 from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
@@ -36,7 +36,7 @@ logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
 class DeepSpeedEngine(DataParallelEngine):
-    """Pure data parallelism under ZeRO; see `megabench.engines.base.Engine`."""
+    """Pure data parallelism under ZeRO; see `megabench.engines.protocol.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run, self.own = config, DeepSpeedSettings.of(config)

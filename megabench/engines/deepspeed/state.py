@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabench.checkpoint.blocks import StateKind, StateShard, TrainingState, blocks_of, whole
+from megabench.checkpoint.shards import StateKind, StateShard, TrainingState, blocks_of, whole
 from megabench.config import ResolvedConfig
 from megabench.models.mapping import hugging_face_shapes
 

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from megabench.checkpoint.blocks import TrainingState
+from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.base import DataParallelEngine, StepResult, TensorKind
 from megabench.engines.common import kernels
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.replica_state import Held, ReplicaState
+from megabench.engines.protocol import DataParallelEngine, StepResult, TensorKind
 from megabench.models.hugging_face import build_model
 from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
@@ -31,7 +31,7 @@ from megabench.specs.fsdp import FsdpSettings
 
 
 class FsdpEngine(DataParallelEngine):
-    """Pure data parallelism under FSDP2; see `megabench.engines.base.Engine`."""
+    """Pure data parallelism under FSDP2; see `megabench.engines.protocol.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run, self.own = config, FsdpSettings.of(config)

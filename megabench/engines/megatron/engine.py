@@ -15,14 +15,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from megabench.checkpoint.blocks import TrainingState
+from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.common import kernels
 from megabench.engines.common.initial import initial_weights
 from megabench.engines.common.optim import apex_adam
-from megabench.engines.megatron import groups
+from megabench.engines.megatron import process_groups
 from megabench.engines.megatron.blocks import zigzag_slice
 from megabench.engines.megatron.gather import full_tensors
 from megabench.engines.megatron.model import (
@@ -33,18 +32,19 @@ from megabench.engines.megatron.model import (
 )
 from megabench.engines.megatron.optimizer import build_optimizer
 from megabench.engines.megatron.state import loss_scale_of, optimizer_step, set_loss_scale, set_optimizer_step, shards
+from megabench.engines.protocol import StepResult, TensorKind
 from megabench.parallel.axes import FACTORS
 from megabench.record import KernelTraits
 from megabench.specs.megatron import chunk_layers
 
 
 class MegatronEngine:
-    """TP × PP × CP × DP training of a Llama; see `megabench.engines.base.Engine`."""
+    """TP × PP × CP × DP training of a Llama; see `megabench.engines.protocol.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run = config
         self.device = device
-        self.groups = groups.create(config.layout)
+        self.groups = process_groups.create(config.layout)
         # the sequence-parallel forward takes its random state from megatron-core's tracker
         model_parallel_cuda_manual_seed(config.seed)
         self.chunks = self._build_chunks()
@@ -54,7 +54,7 @@ class MegatronEngine:
 
     @staticmethod
     def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
-        created = groups.create(config.layout)
+        created = process_groups.create(config.layout)
         return {axis: getattr(created, axis) for axis in FACTORS}
 
     def _build_chunks(self) -> list[DistributedDataParallel]:

@@ -9,8 +9,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megabench.config import ResolvedConfig
-from megabench.engines.megatron.groups import create
 from megabench.engines.megatron.model import ParallelLlama, load_weights, transformer_config
+from megabench.engines.megatron.process_groups import create
 from megabench.models.weights import Weights
 
 

@@ -6,7 +6,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.nn import Parameter
 
-from megabench.checkpoint.blocks import StateKind, StateShard, blocks_of
+from megabench.checkpoint.shards import StateKind, StateShard, blocks_of
 from megabench.config import ResolvedConfig
 from megabench.engines.megatron.optimizer import init_state
 from megabench.models.mapping import shard

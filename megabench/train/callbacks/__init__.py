@@ -1,5 +1,5 @@
 """Callbacks observe a run: console, TensorBoard, hardware monitor, communication volume, profiler, and users' own."""
 
-from megabench.train.callbacks.base import Callback, Step, TrainerState
+from megabench.train.callbacks.callback import Callback, Step, TrainerState
 
 __all__ = ["Callback", "Step", "TrainerState"]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabench.parallel.groups import differing_axes
 from megabench.parallel.layout import Layout
-from megabench.train.callbacks.base import Callback
+from megabench.train.callbacks.callback import Callback
 
 # What each of n ranks sends, as a multiple of one argument's bytes, by ring algorithms (NCCL tests' bus bandwidth:
 # https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): operation -> (the argument, the multiple)

@@ -8,7 +8,7 @@ from megabench.metrics import throughput
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import number_ranges
 from megabench.record import RunRecord, SaveTimes
-from megabench.train.callbacks.base import Callback, Step, TrainerState
+from megabench.train.callbacks.callback import Callback, Step, TrainerState
 from megabench.train.comm_preflight import Network, describe
 
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megabench.hardware.health import Checkup, worst_of_hosts
+from megabench.hardware.checkup import Checkup, worst_of_hosts
 from megabench.hardware.sampler import Sample, Sampler
 from megabench.record import Machine, NicTraffic
 from megabench.runtime import device as devices
 from megabench.runtime.rendezvous import gather_objects
-from megabench.train.callbacks.base import Callback, TrainerState
+from megabench.train.callbacks.callback import Callback, TrainerState
 
 
 @dataclass(frozen=True)

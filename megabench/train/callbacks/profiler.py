@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megabench.data.batch import Batch
-from megabench.engines.base import Engine
+from megabench.engines.protocol import Engine
 from megabench.parallel.groups import differing_axes
 from megabench.parallel.layout import Layout
 from megabench.record import Communication, StepProfile
 from megabench.runtime.device import synchronize
-from megabench.train.callbacks.base import Callback, TrainerState
+from megabench.train.callbacks.callback import Callback, TrainerState
 from megabench.train.callbacks.step_timeline import STEP, UPDATE, Split, split
 
 

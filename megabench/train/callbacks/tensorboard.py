@@ -8,7 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megabench.metrics import throughput
 from megabench.record import RunRecord
-from megabench.train.callbacks.base import Callback, Step, TrainerState
+from megabench.train.callbacks.callback import Callback, Step, TrainerState
 from megabench.train.callbacks.hardware_monitor import HardwareMonitor
 
 

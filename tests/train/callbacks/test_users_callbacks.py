@@ -12,7 +12,7 @@ import pytest
 from megabench.config import ConfigError
 from megabench.record import RunRecord
 from megabench.train.callbacks import Callback
-from megabench.train.callbacks.load import load_callbacks
+from megabench.train.callbacks.user_callbacks import load_callbacks
 
 ROOT = Path(__file__).parents[3]
 (CODE,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "callbacks.md").read_text(), re.DOTALL)

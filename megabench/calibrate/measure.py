@@ -1,0 +1,124 @@
+"""The command: starts a process for each device, measures, and writes the profile."""
+
+import json
+import os
+import time
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from megabench.calibrate.links import collective_launch, interference, links
+from megabench.calibrate.operations import (
+    attention,
+    dram_rate,
+    fit_products,
+    host_copy,
+    launch,
+    memory_rate,
+    peak,
+    products,
+)
+from megabench.calibrate.timers import Bench
+from megabench.config import ConfigError
+from megabench.cost.profile import Profile, profile_for
+from megabench.hardware.facts import RankFacts, read_facts
+from megabench.hardware.topology import Topology, emulated_host, from_facts, split
+from megabench.models.find import find_model
+from megabench.models.shape import ModelShape
+from megabench.runtime import ranks, rendezvous
+from megabench.runtime.device import choose_device, device_name, gpu_uuid, memory_gib
+from megabench.train.place_ranks import split_nccl
+
+_MOST_TOKENS = {"cuda": 8192, "cpu": 256}
+_ORIGIN = "megabench calibrate"
+
+
+def calibrate(shape: ModelShape, seq_length: int, device: torch.device, emulate_hosts: int | None) -> Profile:
+    """The profile of this machine; every rank of the default process group must call it, and gets the same."""
+    topology = _topology(device, emulate_hosts)
+    bench = Bench(device)
+    base = profile_for(device_name(device))
+    found: dict[str, object] = {}
+    origin = {"*": f"not measured here: shipped profile {base.name}"}
+
+    def note(**values: object) -> None:
+        found.update(values)
+        origin.update(dict.fromkeys(values, _ORIGIN))
+
+    here = dist.get_world_size() if topology.emulated else max(map(len, topology.ranks_by_host))
+    note(memory_gib=memory_gib(device) or psutil.virtual_memory().total / here / 2**30)
+    if device.type == "cuda":
+        note(num_sms=torch.cuda.get_device_properties(device).multi_processor_count)
+    note(memory_gb_per_s=memory_rate(bench))
+    tokens = min(seq_length, _MOST_TOKENS[device.type])
+    timed = products(bench, shape, tokens)
+    most = peak(base, device, bench, timed)
+    note(peak_tflops={bench.precision: most / 1e12})
+    profile = fit_products(base.model_copy(update=found), most, timed)
+    note(gemm_efficiency=profile.gemm_efficiency, gemm_half_k=profile.gemm_half_k)
+    forward, backward = attention(bench, shape, tokens)
+    note(attention_forward=min(1.0, forward / most), attention_backward=min(1.0, backward / most))
+    note(launch_seconds=launch(bench), host_copy_gb_per_s=host_copy(bench))
+    note(dram_gb_per_s=dram_rate(bench, topology))
+    if dist.get_world_size() > 1:
+        note(collective_launch_seconds=collective_launch(bench))
+        if (lost := interference(bench, topology, tokens, shape)) is not None:
+            note(interference=lost)
+        measured = links(bench, topology, base)
+        note(links=base.links | measured)
+        origin["links"] = f"{_ORIGIN}: {', '.join(measured)}; the others: shipped profile {base.name}"
+    fields = base.model_dump() | found | {"links": found.get("links", base.links)}
+    fields |= {"name": f"{base.name}-here", "devices": [device_name(device)], "kind": "measured", "origin": origin}
+    return Profile.model_validate(fields | {"measurements": bench.measurements})
+
+
+def _topology(device: torch.device, emulate_hosts: int | None) -> Topology:
+    local = device.index or 0
+    mine = read_facts(local, gpu_uuid(local) if device.type == "cuda" else None)
+    if emulate_hosts:  # NCCL already takes the ranks for those of several hosts, which the facts would repeat
+        mine = mine.model_copy(update={"nccl_hostid": None})
+    facts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(facts, mine.model_dump_json())
+    topology = from_facts([RankFacts.model_validate_json(text) for text in facts])
+    return split(topology, emulate_hosts) if emulate_hosts and len(topology.hosts) == 1 else topology
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Writes a profile file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(profile.model_dump(exclude_defaults=True), indent=2) + "\n")
+
+
+def _check_writable(path: Path) -> None:
+    """ConfigError where a file cannot be made at `path`; makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}; give another path") from None
+    if path.is_dir():
+        raise ConfigError(f"--out {path} is a folder; give the path of a file in it")
+
+
+def run(out: Path, model: str, seq_length: int | None, num_processes: int | None, emulate_hosts: int | None) -> None:
+    """Measures with one process a GPU, or those of the launcher, and writes the profile on rank 0."""
+    shape = find_model(model)
+    if rendezvous.rank_from_environment() == 0:
+        _check_writable(out)
+    launched = rendezvous.world_size_from_environment() if "RANK" in os.environ else None
+    size = launched or num_processes or torch.cuda.device_count() or 2
+    device = choose_device("auto", size if launched is None else 1)
+    if emulate_hosts:
+        if size % emulate_hosts:
+            raise ConfigError(f"emulate_hosts={emulate_hosts} does not divide the {size} ranks")
+        split_nccl(emulated_host(rendezvous.rank_from_environment(), size, emulate_hosts))
+    started = time.perf_counter()
+    with ranks.joined(size, device) as rank:
+        here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        profile = calibrate(shape, seq_length or shape.seq_length, here, emulate_hosts)
+        if rank == 0:
+            write(profile, out)
+            print(f"{out}: {len(profile.measurements)} measurements in {time.perf_counter() - started:.0f} s")

@@ -1,0 +1,294 @@
+"""RunConfig: all that one run is made of, and its validation with advice."""
+
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self
+
+from pydantic import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from megabench.models.find import find_model
+from megabench.models.shape import ModelShape
+from megabench.parallel.layout import Layout, divisors
+from megabench.precision import POLICIES, PrecisionPolicy
+from megabench.settings.reading import ConfigError, explain, literal_values
+from megabench.settings.run_settings import RunSettings
+from megabench.settings.setting import EngineSettings, names
+from megabench.specs.all_settings import FIELDS, SETTINGS, engines_with, hint, is_default
+from megabench.specs.engine_spec import EngineSpec
+from megabench.specs.registry import ENGINES
+
+# settings whose values are the names in a table
+_TABLES: dict[str, Mapping[str, object]] = {"engine": ENGINES, "precision": POLICIES}
+
+
+class RunConfig(RunSettings):
+    """All that one run is made of. Fields that default to None are filled by `resolve` from the model or the device.
+
+    It is made from flat fields, as a user gives them, and puts those that not all engines have into `own`.
+    """
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any], where: str = "") -> Self:
+        """A RunConfig from untyped fields; ConfigError with near matches for unknown keys. `where` names the source."""
+        try:
+            return cls.model_validate(dict(fields))
+        except ValidationError as error:
+            raise ConfigError(where + explain(error, FIELDS, hint)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _compose(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Moves the engine's settings into `own`; those of other engines may only be at their defaults."""
+        if isinstance(fields.get("own"), EngineSettings):
+            return fields
+        if "own" in fields:
+            raise PydanticCustomError("sentence", "unknown setting 'own'")
+        engine = str(fields.get("engine", RunSettings.model_fields["engine"].default))
+        common = {name: value for name, value in fields.items() if name not in SETTINGS or not engines_with(name)}
+        if engine not in ENGINES:
+            return common | {"own": EngineSettings()}  # the field's own validator refuses the engine
+        given = {name: fields[name] for name in fields.keys() - common.keys()}
+        for name in [name for name in given if engine not in engines_with(name)]:
+            if not is_default(name, given.pop(name)):
+                raise PydanticCustomError("sentence", "{text}", {"text": _not_its_setting(name, engine, fields)})
+        return common | {"own": ENGINES[engine].settings.model_validate(given)}
+
+    def flat(self, **dump: Any) -> dict[str, Any]:
+        """All settings by name, those of `own` among the others; `dump` goes to pydantic's `model_dump`."""
+        return self.model_dump(**dump, exclude={"own"}) | self.own.model_dump(**dump)
+
+    def every(self) -> dict[str, Any]:
+        """The settings of all engines by name; those that this engine does not have are at their defaults."""
+        return {name: field.default for name, field in FIELDS.items()} | self.flat()
+
+    def given(self) -> dict[str, Any]:
+        """The settings that were given, by name."""
+        return self.flat(exclude_unset=True)
+
+    @property
+    def shape(self) -> ModelShape:
+        return find_model(self.model, self.num_layers)
+
+    @field_validator(*_TABLES)
+    @classmethod
+    def _is_in_its_table(cls, value: str | None, info: ValidationInfo) -> str | None:
+        table = _TABLES[info.field_name or ""]
+        if value is not None and value not in table:
+            raise PydanticCustomError("choice", "is not known; use one of {names}", {"names": ", ".join(table)})
+        return value
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The description of the engine."""
+        return ENGINES[self.engine]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings of the engine that not all engines have, by name."""
+        return self.own.model_dump()
+
+    @property
+    def layout(self) -> Layout:
+        """The layout without dp; `resolve` checks that it can be filled."""
+        return Layout(tp=self.tp, cp=self.cp, pp=self.pp, vp=self.vp)
+
+    @property
+    def auto_settings(self) -> tuple[str, ...]:
+        """The settings that are "auto": short runs find their values before the run can be resolved."""
+        settings = self.flat()
+        return tuple(name for name in names(SETTINGS, searchable=True) if settings.get(name) == "auto")
+
+    def resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
+        """Fills every default and checks every rule; raises ConfigError, LayoutError or UnknownModelError."""
+        if self.auto_settings:
+            raise ConfigError(
+                f"{self.auto_settings[0]}=auto works only with pretrain and compare. Give an explicit value."
+            )
+        self._check_engine()
+        run = self.with_file()._resolve(world_size, device)
+        run._check_saving()
+        run.spec.check(run)
+        return run
+
+    def with_file(self) -> "RunConfig":
+        """This configuration with what a file of its engine's own says where it is silent; ConfigError where they
+        disagree."""
+        given = self.given()
+        said = self.spec.read_file(self, given)
+        return type(self).parse({**given, **said}) if said else self
+
+    def _resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
+        shape = self.shape
+        self._check_model_fits(shape)
+        self._check_placement(world_size)
+        if max(self.betas) >= 1:
+            raise ConfigError(f"betas={self.betas} must lie below 1, e.g. 0.9 0.95")
+        precision = self.precision or ("bf16" if device == "cuda" else "fp32")
+        policy = POLICIES[precision]
+        if policy.needs_gpu and device == "cpu":
+            others = " or ".join(name for name, other in POLICIES.items() if not other.needs_gpu)
+            raise ConfigError(f"precision={precision} needs a GPU; use {others} on CPU")
+        if self.optimizer == "adafactor" and not self.spec.holds_matrices(self.options):
+            whole = [name for name, spec in ENGINES.items() if spec.holds_matrices({})]
+            raise ConfigError(
+                f"optimizer=adafactor needs whole matrices on every rank, and {self._mode} cuts them; use "
+                f"{''.join(f'--engine {name}, or ' for name in whole)}optimizer=adamw"
+            )
+        if self.grad_dtype not in policy.grad_dtypes:
+            others = " or ".join(name for name, other in POLICIES.items() if self.grad_dtype in other.grad_dtypes)
+            raise ConfigError(
+                f"grad_dtype={self.grad_dtype} goes with precision={others} only, not {precision}; use grad_dtype=fp32"
+            )
+        lr = self.lr or shape.learning_rate
+        min_lr = lr / 10 if self.min_lr is None else self.min_lr
+        if min_lr > lr:
+            raise ConfigError(f"min_lr={min_lr:g} is above lr={lr:g}; use a min_lr between 0 and lr")
+        filled = {
+            "seq_length": self.seq_length or shape.seq_length,
+            "micro_batch": self.micro_batch or shape.micro_batch,
+            "global_batch": self.global_batch or shape.global_batch,
+            "precision": precision,
+            "lr": lr,
+            "min_lr": min_lr,
+            "lr_warmup": shape.lr_warmup if self.lr_warmup is None else self.lr_warmup,
+            "device": device,
+            "tensorboard": self.tensorboard or (self.out / "tensorboard" if self.out else None),
+            **self.spec.complete(self),
+        }
+        self.layout.with_world_size(world_size)
+        run = ResolvedConfig.model_validate(self.flat() | filled | {"world_size": world_size})
+        run.layout.check_model(shape, run.seq_length)
+        run.layout.check_batch(run.global_batch, run.micro_batch)
+        return run
+
+    def _check_model_fits(self, shape: ModelShape) -> None:
+        if self.spec.needs_blocks and not shape.table.has_parallel_blocks:
+            others = [name for name, spec in ENGINES.items() if not spec.needs_blocks]
+            raise ConfigError(
+                f"{shape.why_no_blocks}; the {self.engine} engine has no parallel blocks for it, and {_listed(others)} "
+                f"train it: add --engine {others[0]}, or take a Llama, Mistral or Qwen model"
+            )
+        length = self.seq_length or shape.seq_length
+        if shape.table.positions == "learned" and shape.num_positions and length > shape.num_positions:
+            raise ConfigError(
+                f"seq_length={length} is more than the {shape.num_positions} positions that {self.model} has learned; "
+                f"use a seq_length up to that"
+            )
+
+    def _check_placement(self, world_size: int) -> None:
+        if self.strict_placement and self.placement == "spread-tp":
+            raise ConfigError("strict_placement keeps TP inside NVLink domains, and placement=spread-tp puts it across")
+        if self.emulate_hosts and world_size % self.emulate_hosts:
+            raise ConfigError(
+                f"emulate_hosts={self.emulate_hosts} does not divide the {world_size} ranks; "
+                f"use one of {divisors(world_size)}"
+            )
+
+    @property
+    def _mode(self) -> str:
+        """The engine, and its mode if it has several: "ZeRO-3 of the deepspeed engine"."""
+        mode = self.spec.mode(self.options)
+        return f"{mode} of the {self.engine} engine" if mode else f"the {self.engine} engine"
+
+    def _check_engine(self) -> None:
+        for axis in ("tp", "pp", "vp", "cp"):
+            if axis not in self.spec.axes and (size := getattr(self, axis)) > 1:
+                others = [name for name, spec in ENGINES.items() if axis in spec.axes]
+                raise ConfigError(
+                    f"{self._mode} is data-parallel alone, but "
+                    f"{axis}={size}; use {axis}=1, or --engine {' or '.join(others)} for {axis}={size}"
+                )
+        if self.recompute not in self.spec.recompute:
+            others = [name for name, spec in ENGINES.items() if self.recompute in spec.recompute]
+            raise ConfigError(
+                f"recompute={self.recompute} is the {_listed(others)} engine's; use none or full with {self.engine}"
+            )
+
+    def flags(self) -> list[str]:
+        """The command-line flags that reproduce this configuration: those that differ from the defaults."""
+        words: list[str] = []
+        settings = self.flat()
+        for name in FIELDS:
+            value = settings.get(name)
+            if value is not None and not is_default(name, value):
+                values = () if isinstance(value, bool) else value if isinstance(value, tuple) else (value,)
+                words += [f"--{'no-' * (value is False)}{name.replace('_', '-')}", *map(str, values)]
+        return words
+
+    def command(self, world_size: int, env: Mapping[str, str] | None = None) -> str:
+        """What a person types to run this on one machine, with these environment variables."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in (env or {}).items()]
+        words = ["torchrun", "--nproc-per-node", str(world_size), "launch/pretrain.py", *self.flags()]
+        return " ".join([*variables, shlex.join(words)])
+
+
+class ResolvedConfig(RunConfig):
+    """A RunConfig whose every field is filled and checked for `world_size` ranks on `device`."""
+
+    world_size: PositiveInt
+    seq_length: PositiveInt
+    micro_batch: PositiveInt
+    global_batch: PositiveInt
+    recompute: Literal["none", "selective", "full"]
+    lr: PositiveFloat
+    lr_warmup: NonNegativeInt
+    min_lr: NonNegativeFloat
+    precision: str
+    device: Literal["cpu", "cuda"]
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """How the run computes."""
+        return POLICIES[self.precision]
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether a checkpoint can hold the state of training."""
+        return self.spec.why_not_saved(self) is None
+
+    def _check_saving(self) -> None:
+        for name in ("save_every", "keep"):
+            if (value := getattr(self, name)) is not None and self.save is None:
+                raise ConfigError(f"{name}={value} needs a directory to save to; add --save DIR, or leave it out")
+        if (self.save or self.load) and (reason := self.spec.why_not_saved(self)):
+            raise ConfigError(reason)
+
+    @property
+    def layout(self) -> Layout:
+        return super().layout.with_world_size(self.world_size)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one replica and step."""
+        return self.global_batch // (self.micro_batch * self.layout.data_parallel)
+
+
+def choices_of(name: str) -> tuple[Any, ...]:
+    """The values that a setting may have; empty if they cannot be listed."""
+    return tuple(_TABLES.get(name, ())) or literal_values(FIELDS[name].annotation)
+
+
+def _not_its_setting(name: str, engine: str, fields: Mapping[str, Any]) -> str:
+    """Says which engines have a setting that was given with another one."""
+    engines = engines_with(name)
+    sizes = " with tp=1 and pp=1" if ENGINES[engines[0]].is_data_parallel else ""
+    return (
+        f"{name} is a setting of the {_listed(engines)} engine{'s' * (len(engines) > 1)}, and the engine is {engine} "
+        f"(tp={fields.get('tp', 1)}, pp={fields.get('pp', 1)}); add --engine {engines[0]}{sizes}, or leave it out"
+    )
+
+
+def _listed(words: Iterable[str]) -> str:
+    """ "a, b and c"."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last

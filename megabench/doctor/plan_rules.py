@@ -1,0 +1,83 @@
+"""A study that is not run yet, as the records it would begin with: what is asked for, and nothing measured."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from megabench.config.clusters import read_cluster
+from megabench.config.requested_fields import auto_fields, requested_fields
+from megabench.hardware.facts import read_facts, visible_gpus
+from megabench.hardware.topology import Host, Topology, build, from_facts, split
+from megabench.parallel.groups import groups_on
+from megabench.parallel.placement import place
+from megabench.record import Environment, PlacementUsed, RunRecord
+from megabench.study.compare_request import Request
+from megabench.study.study import Study, StudyFile, Trial, plan_study
+
+
+def plan(source: Path, num_processes: int | None, cluster: str | None) -> tuple[list[RunRecord], str]:
+    """The records that the study file `source` would begin with, and its reference; UserError when it cannot be run.
+
+    On `cluster` (TYPE:COUNT, or a file) with a process on each of its GPUs, else on this machine.
+    """
+    if cluster:
+        topology = read_cluster(cluster)
+        study = plan_study(StudyFile.read(source), source, num_processes or topology.world_size, "cuda")
+    else:
+        study, size = Request(source, Path()).plan_here(num_processes)
+        topology = _this_machine(study, size)
+    return planned_records(study, topology), study.reference
+
+
+def planned_records(study: Study, topology: Topology) -> list[RunRecord]:
+    """A record for each run of `study`, placed on `topology`, whose first ranks a smaller trial takes."""
+    return [
+        record.model_copy(update={"repeat": repeat})
+        for trial in study.trials
+        for record in [_record(trial, topology)]
+        for repeat in range(trial.repeats)
+    ]
+
+
+def _record(trial: Trial, topology: Topology) -> RunRecord:
+    run = trial.resolved
+    here = _first_ranks(topology, trial.world_size)
+    if run.emulate_hosts:
+        here = split(here, run.emulate_hosts)
+    placed = place(here, run.layout, run.placement)
+    return RunRecord(
+        **requested_fields(run, trial.config),
+        **auto_fields(trial.config),
+        trial=trial.name,
+        trial_id=trial.id,
+        work_class=None,
+        status="ok",
+        num_hosts=len(here.hosts),
+        device=here.hosts[0].device if run.device == "cuda" else "cpu",
+        placement=PlacementUsed(policy=placed.policy, launcher_ranks=list(placed.launcher_ranks), hosts=[]),
+        groups=groups_on(run.layout, placed.topology),
+        environment=Environment(versions={}, variables=trial.env),
+    )
+
+
+def _first_ranks(topology: Topology, size: int) -> Topology:
+    """The topology of the first `size` ranks, with the hosts that they are on."""
+    used = sorted(set(topology.host_of[:size]))
+    return replace(
+        topology,
+        hosts=tuple(topology.hosts[number] for number in used),
+        host_of=tuple(used.index(number) for number in topology.host_of[:size]),
+        domain_of=topology.domain_of[:size],
+        seat_of=topology.seat_of[:size],
+    )
+
+
+def _this_machine(study: Study, size: int) -> Topology:
+    gpus = visible_gpus()
+    if any(trial.resolved.device == "cuda" for trial in study.trials):
+        return from_facts([read_facts(rank, uuid) for rank, (uuid, _) in enumerate(gpus[:size])])
+    return on_cpu(size)
+
+
+def on_cpu(size: int) -> Topology:
+    """One host without GPUs."""
+    return build([(Host("this machine", "cpu", "shm", "socket"), size, size)])

@@ -1,0 +1,375 @@
+"""The settings of a run that all engines have, each declared once. Those of one engine are in `specs/`.
+
+Flags, YAML fields, `--help`, the page of settings, record options, the rules for resumed runs and the names that other
+programs use all follow from these declarations.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megabench.parallel.placement import Policy
+from megabench.settings.setting import EngineSettings, Settings, setting
+
+Beta = PositiveFloat  # checked to be below 1 in RunConfig.resolve
+
+
+class RunSettings(Settings):
+    """The settings of a run, as a user gives them; `own` are those of its engine."""
+
+    own: EngineSettings
+    model: str = setting(
+        "llama3-8b",
+        "Model: a name of the catalogue, or a Hugging Face or checkpoint directory.",
+        panel="Model and data",
+        role="work",
+        resume="content",
+        synonyms=("model_name", "model_name_or_path", "pretrained_model_name_or_path"),
+    )
+    num_layers: PositiveInt | None = setting(
+        None,
+        "Cut or grow the model to this many layers.",
+        panel="Model and data",
+        role="work",
+        resume="content",
+        synonyms=("num_hidden_layers", "n_layers"),
+    )
+    engine: str = setting(
+        "megatron",
+        "How a step runs.",
+        panel="Engine and layout",
+        role="layout",
+        resume="content",
+        synonyms=("backend", "strategy"),
+    )
+    tp: PositiveInt = setting(
+        1,
+        "Tensor-parallel size; sequence parallelism comes with it.",
+        panel="Engine and layout",
+        role="layout",
+        resume="free",
+        synonyms=(
+            "tensor_parallel_size",
+            "tensor_model_parallel_size",
+            "tp_size",
+            "tensor_parallel_degree",
+            "tensor_parallel",
+        ),
+    )
+    pp: PositiveInt = setting(
+        1,
+        "Pipeline stages.",
+        panel="Engine and layout",
+        role="layout",
+        resume="free",
+        synonyms=(
+            "pipeline_parallel_size",
+            "pipeline_model_parallel_size",
+            "pp_size",
+            "pipeline_parallel_degree",
+            "pipeline_parallel",
+        ),
+    )
+    vp: PositiveInt = setting(
+        1,
+        "Model chunks per pipeline stage (interleaved schedule).",
+        panel="Engine and layout",
+        role="layout",
+        resume="free",
+        synonyms=("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "vp_size"),
+    )
+    cp: PositiveInt = setting(
+        1,
+        "Context-parallel size.",
+        panel="Engine and layout",
+        role="layout",
+        resume="free",
+        synonyms=("context_parallel_size", "cp_size", "context_parallel_degree"),
+    )
+    placement: Policy = setting(
+        "topology",
+        "Which rank sits where: TP inside NVLink domains, as the launcher counts, or TP across on purpose.",
+        panel="Engine and layout",
+        role="machine",
+        resume="free",
+    )
+    strict_placement: bool = setting(
+        False,
+        "Refuse to start when a TP group leaves its NVLink domain.",
+        panel="Engine and layout",
+        role="machine",
+        resume="free",
+    )
+    emulate_hosts: PositiveInt | None = setting(
+        None,
+        "Split one machine's ranks into this many hosts, which talk over sockets.",
+        panel="Engine and layout",
+        role="machine",
+        resume="free",
+    )
+    seq_length: PositiveInt | None = setting(
+        None,
+        "Tokens of a sequence [default: the model's].",
+        panel="Batch",
+        role="work",
+        resume="same",
+        synonyms=("seq_len", "sequence_length", "max_seq_len", "context_length", "max_length"),
+    )
+    micro_batch: PositiveInt | Literal["auto"] | None = setting(
+        None,
+        "Sequences of one forward pass and replica; auto tries a few [default: the model's].",
+        panel="Batch",
+        role="layout",
+        resume="free",
+        synonyms=(
+            "micro_batch_size",
+            "per_device_train_batch_size",
+            "local_batch_size",
+            "train_micro_batch_size_per_gpu",
+        ),
+        searchable=True,
+    )
+    global_batch: PositiveInt | None = setting(
+        None,
+        "Sequences of one optimizer step [default: the model's].",
+        panel="Batch",
+        role="work",
+        resume="same",
+        synonyms=("batch_size", "global_batch_size", "train_batch_size", "gradient_accumulation_steps"),
+    )
+    steps: int = setting(
+        100,
+        "Optimizer steps in all, warm-up steps included.",
+        ge=1,
+        le=10**9,
+        panel="Run",
+        role="work",
+        resume="mention",
+        synonyms=("train_iters", "max_steps", "num_steps", "training_steps"),
+    )
+    warmup_steps: NonNegativeInt = setting(
+        5,
+        "Steps before timing starts; in no reported figure.",
+        panel="Run",
+        role="machine",
+        resume="free",
+    )
+    optimizer: Literal["adamw", "sgd", "adafactor"] = setting(
+        "adamw",
+        "Optimizer (SGD without momentum; Adafactor on ddp and ZeRO-0, which hold whole matrices).",
+        panel="Optimizer",
+        role="work",
+        resume="same",
+        synonyms=("optim",),
+    )
+    lr: PositiveFloat | None = setting(
+        None,
+        "Peak learning rate [default: the model's].",
+        panel="Optimizer",
+        role="work",
+        resume="mention",
+        synonyms=("learning_rate",),
+    )
+    lr_warmup: NonNegativeInt | None = setting(
+        None,
+        "Steps of linear warm-up [default: the model's].",
+        panel="Optimizer",
+        role="work",
+        resume="mention",
+        synonyms=("lr_warmup_steps", "lr_warmup_iters", "num_warmup_steps"),
+    )
+    min_lr: NonNegativeFloat | None = setting(
+        None,
+        "Learning rate at the end of the cosine [default: a tenth of lr].",
+        panel="Optimizer",
+        role="work",
+        resume="mention",
+        synonyms=("lr_min", "min_learning_rate"),
+    )
+    betas: tuple[Beta, Beta] = setting(
+        (0.9, 0.95),
+        "AdamW's betas.",
+        panel="Optimizer",
+        role="work",
+        resume="mention",
+        synonyms=("adam_betas", "adam_beta1", "adam_beta2"),
+    )
+    eps: PositiveFloat = setting(
+        1e-8,
+        "AdamW's epsilon.",
+        panel="Optimizer",
+        role="work",
+        resume="mention",
+        synonyms=("adam_eps", "adam_epsilon"),
+    )
+    weight_decay: NonNegativeFloat = setting(
+        0.1,
+        "Weight decay of matrices; vectors have none.",
+        panel="Optimizer",
+        role="work",
+        resume="mention",
+        synonyms=("wd",),
+    )
+    clip_grad: NonNegativeFloat = setting(
+        1.0,
+        "Clip the global gradient norm to this; 0 is off.",
+        panel="Optimizer",
+        role="work",
+        resume="mention",
+        synonyms=("gradient_clipping", "max_grad_norm", "grad_clip", "max_norm"),
+    )
+    precision: str | None = setting(
+        None,
+        "Training dtype [default: bf16 on GPU, fp32 on CPU].",
+        panel="Precision and kernels",
+        role="work",
+        resume="mention",
+        synonyms=("dtype", "torch_dtype", "mixed_precision", "bf16", "fp16"),
+    )
+    grad_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        "Dtype in which gradients are reduced and at least accumulated, for every engine.",
+        panel="Precision and kernels",
+        role="work",
+        resume="mention",
+        synonyms=("grad_accum_dtype", "reduce_dtype", "main_grads_dtype"),
+    )
+    kernels: Literal["auto", "reference"] = setting(
+        "auto",
+        "Fused kernels where they serve, or plain torch as transformers ships it.",
+        panel="Precision and kernels",
+        role="machine",
+        resume="free",
+    )
+    recompute: Literal["none", "selective", "full", "auto"] = setting(
+        "none",
+        "Activations computed again in backward: none, attention alone, whole layers; auto tries them.",
+        panel="Precision and kernels",
+        role="option",
+        resume="free",
+        synonyms=(
+            "activation_checkpointing",
+            "gradient_checkpointing",
+            "recompute_granularity",
+            "activation_checkpoint",
+        ),
+        searchable=True,
+    )
+    data: str = setting(
+        "stdlib",
+        "stdlib, synthetic, a .txt/.jsonl/.parquet file, or the prefix of a .bin/.idx token file.",
+        panel="Model and data",
+        role="work",
+        resume="content",
+        synonyms=("data_path", "dataset", "dataset_path"),
+    )
+    tokenizer: str = setting(
+        "bytes",
+        "bytes, or a Hugging Face tokenizer directory.",
+        panel="Model and data",
+        role="work",
+        resume="free",
+        synonyms=("tokenizer_name", "tokenizer_path", "tokenizer_model", "tokenizer_name_or_path"),
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(
+        1234,
+        "Seed of the initial weights and of the order of the data.",
+        panel="Model and data",
+        role="work",
+        resume="same",
+        synonyms=("random_seed",),
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto",
+        "Where to run.",
+        panel="Run",
+        role="machine",
+        resume="free",
+    )
+    save: Path | None = setting(
+        None,
+        "Directory for checkpoints, shared by all hosts; the last step is saved.",
+        panel="Checkpoints",
+        role="output",
+        resume="free",
+        synonyms=("output_dir", "checkpoint_dir", "save_dir"),
+    )
+    save_every: PositiveInt | None = setting(
+        None,
+        "Save every so many steps, too.",
+        panel="Checkpoints",
+        role="output",
+        resume="free",
+        synonyms=("save_interval", "save_steps", "checkpoint_interval"),
+    )
+    keep: PositiveInt | None = setting(
+        None,
+        "Number of this run's newest checkpoints to keep; the newest one that is known to be healthy is "
+        "always kept [default: all].",
+        panel="Checkpoints",
+        role="output",
+        resume="free",
+        synonyms=("save_total_limit", "keep_latest_k"),
+    )
+    save_mode: Literal["auto", "sync", "async"] = setting(
+        "auto",
+        "Whether training waits for a checkpoint to be written, or for a copy in host memory alone "
+        "(auto: on GPUs, where that memory suffices).",
+        panel="Checkpoints",
+        role="output",
+        resume="free",
+        synonyms=("async_save", "async_mode"),
+    )
+    load: Path | None = setting(
+        None,
+        "Go on from the newest good checkpoint of this directory (that of --save may be empty yet), or "
+        "from DIR/step-N alone.",
+        panel="Checkpoints",
+        role="machine",
+        resume="free",
+        synonyms=("resume", "resume_from_checkpoint", "load_dir", "load_checkpoint"),
+    )
+    nan_tolerance: NonNegativeInt = setting(
+        3,
+        "Steps in a row that may be skipped for a loss or gradients that are not finite.",
+        panel="Run",
+        role="machine",
+        resume="free",
+    )
+    stall_seconds: PositiveFloat = setting(
+        300.0,
+        "End the run when a step makes no progress for so long (the first step: four times that).",
+        panel="Run",
+        role="watch",
+        resume="free",
+    )
+    profile: bool = setting(
+        False,
+        "Profile one more step behind the last: where it went, and a Chrome trace in OUT/trace.",
+        panel="Run",
+        role="watch",
+        resume="free",
+    )
+    callbacks: str | None = setting(
+        None,
+        "Your own callbacks as module:Class, separated by commas; the working directory is searched first.",
+        panel="Run",
+        role="watch",
+        resume="free",
+    )
+    tensorboard: Path | None = setting(
+        None,
+        "TensorBoard directory [default: OUT/tensorboard].",
+        panel="Run",
+        role="output",
+        resume="free",
+        synonyms=("tensorboard_dir", "logging_dir"),
+    )
+    out: Path | None = setting(
+        None,
+        "Directory for record.json and TensorBoard scalars.",
+        panel="Run",
+        role="output",
+        resume="free",
+    )

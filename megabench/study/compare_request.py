@@ -1,0 +1,83 @@
+"""What a person asked for, checked as far as that needs no torch and starts nothing."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from megabench.config import hint
+from megabench.study.machine import gpu_names
+from megabench.study.planned_trials import Planning
+from megabench.study.study import TRIAL_SETTINGS, Study, StudyError, StudyFile, plan_study
+
+
+@dataclass(frozen=True)
+class Request:
+    """A study file, the folder for its results, and which of its runs to do."""
+
+    source: Path
+    out: Path
+    resume: bool = False
+    only: tuple[str, ...] = ()
+    emulate_hosts: int | None = None
+    planning: Planning | None = None
+    settings: tuple[str, ...] = ()
+
+    def read_study(self) -> StudyFile:
+        """The study file, with what the command line sets in its base."""
+        file = StudyFile.read(self.source)
+        given = {"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}
+        return file.model_copy(update={"base": file.base | given | dict(map(_setting, self.settings))})
+
+    def plan_launched(self, num_processes: int) -> Study:
+        """The checked study for a launch of `num_processes` on one host or several; raises StudyError."""
+        return self._planned(self.read_study(), num_processes)
+
+    def plan_here(self, num_processes: int | None) -> tuple[Study, int]:
+        """The checked study for this machine alone, and its number of processes, which None leaves to be found out.
+
+        By default one process a GPU; without GPUs, or for a study of the CPU alone, the largest world size it names.
+        """
+        file = self.read_study()
+        num_gpus = len(gpu_names())
+        default = file.largest_world_size if file.is_cpu_only or not num_gpus else num_gpus
+        if not (size := num_processes or default):
+            missing = "no NVIDIA GPU was found" if not num_gpus else "it runs on CPU alone"
+            raise StudyError(f"{self.source} names no world_size and {missing}; add --nproc N, or world_size to base")
+        study = self._planned(file, size)
+        for trial in study.select(self.only):
+            if trial.resolved.device == "cuda" and trial.world_size > num_gpus:
+                raise StudyError(
+                    f"{self.source}: trial {trial.name} needs {trial.world_size} GPUs and this machine has {num_gpus}; "
+                    f"use --nproc {num_gpus}, or device: cpu to try it without GPUs"
+                )
+        return study, size
+
+    def _planned(self, file: StudyFile, num_processes: int) -> Study:
+        """The checked study, with the best predicted layouts where they were asked for."""
+        device: Literal["cpu", "cuda"] = "cuda" if gpu_names() else "cpu"
+        predictor = None
+        if self.planning:
+            file, predictor = self.planning.extend(file, self.source, num_processes)
+        study = plan_study(file, self.source, num_processes, device, self.only)
+        if not self.planning and not self.settings and not self.emulate_hosts:
+            return study
+        named = file.model_copy(update={"name": study.name})
+        as_run = yaml.safe_dump(named.model_dump(exclude_defaults=True), sort_keys=False)
+        return replace(study, predictor=predictor, as_run=as_run)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """The field and the value of "FIELD=VALUE", the value as it would stand in a study file."""
+    field, separator, value = text.partition("=")
+    if not separator or not field:
+        raise StudyError(f"--set {text} names no value; give a field of the study's base and its value, e.g. steps=20")
+    if field in ("name", "env"):
+        raise StudyError(f"--set {text}: {field} is no setting of a run; set it in the study file")
+    if field not in TRIAL_SETTINGS:
+        raise StudyError(f"--set {text}: unknown setting {field!r}; {hint(field, TRIAL_SETTINGS)}")
+    try:
+        return field, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise StudyError(f"--set {text}: {value!r} is not valid YAML; quote it as a study file would") from None

@@ -1,0 +1,98 @@
+"""`megabench compare STUDY --plan N`: the best predicted layouts beside a study's own trials. Loads no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from megabench.config import FIELDS, RunConfig
+from megabench.planner.candidates import settings_of
+from megabench.planner.make_plan import make_plan
+from megabench.planner.predict import Predictor
+from megabench.record import RunRecord
+from megabench.settings.run_settings import RunSettings
+from megabench.study.expand import expand
+from megabench.study.study import StudyError, StudyFile
+
+# what tells two runs of one study apart, as far as a plan sets it
+_COMPARED = [
+    *("engine", "tp", "cp", "pp", "vp", "micro_batch", "recompute", "placement"),
+    *("zero_stage", "offload", "shard_size", "hpz_size", "reshard_after_forward"),
+]
+
+
+@dataclass(frozen=True)
+class Planning:
+    """How many of the best predicted layouts to run, for which cluster (None: this machine), by which profile."""
+
+    count: int
+    cluster: str | None = None
+    profile: Path | None = None
+
+    def extend(self, file: StudyFile, source: Path, num_processes: int) -> tuple[StudyFile, Predictor]:
+        """The study with the plan's trials behind its own, and what predicts them all.
+
+        A layout that the study has already is not added again. StudyError where nothing can be planned or fits.
+        """
+        base = {name: value for name, value in file.defaults.items() if name in RunSettings.model_fields}
+        run = RunConfig.parse(base, f"{source}: base: ")
+        plan = make_plan(
+            run.model,
+            self.cluster,
+            run.seq_length,
+            run.global_batch,
+            run.num_layers,
+            run.grad_dtype,
+            self.profile,
+            top=self.count,
+            emulate_hosts=run.emulate_hosts,
+            num_processes=num_processes,
+        )
+        if plan.topology.world_size != num_processes:
+            raise StudyError(
+                f"--cluster {self.cluster} has {plan.topology.world_size} GPUs, and the launch {num_processes} "
+                f"processes; plan for the machines that the study runs on"
+            )
+        if not plan.ranked:
+            raise StudyError(f"{source}: no layout of {run.model} is predicted to fit here; see megabench plan")
+        own = [
+            _compared(base | trial)
+            for entry in file.trials
+            for trial in expand(entry)
+            if (file.base | trial).get("world_size", num_processes) == num_processes
+        ]
+        added: list[dict[str, Any]] = []
+        for number, estimate in enumerate(plan.ranked, 1):
+            # what the plan leaves at its default, the study's base may have set
+            defaults = {name: FIELDS[name].default for name in _COMPARED if name in base}
+            settings = defaults | settings_of(estimate.candidate)
+            if _compared(base | settings) not in own:
+                added.append({"name": f"plan-{number}", **settings})
+        extended = file.model_copy(update={"trials": [*file.trials, *added]})
+        return extended, Predictor(plan.topology, plan.profile, [trial["name"] for trial in added])
+
+
+def _compared(fields: dict[str, Any]) -> tuple[object, ...]:
+    return tuple(fields.get(name, FIELDS[name].default) for name in _COMPARED)
+
+
+def regret_sentence(records: list[RunRecord]) -> str | None:
+    """Whether the predicted sweet spot was the best measured, in a sentence; None where it cannot be told."""
+    timed = [record for record in records if record.prediction and record.step_seconds and record.status == "ok"]
+    if not any(record.prediction and record.prediction.planned_rank for record in timed):
+        return None
+    predicted = {record.trial: record.prediction.step_seconds for record in timed if record.prediction}
+    measured = {trial: _step_seconds([record for record in timed if record.trial == trial]) for trial in predicted}
+    chosen, best = (min(seconds, key=seconds.__getitem__) for seconds in (predicted, measured))
+    error = mean(abs(predicted[trial] / measured[trial] - 1) for trial in predicted)
+    said = f"The plan would have chosen {chosen}"
+    if chosen == best:
+        said += ", the best that was measured (regret 1.00)"
+    else:
+        said += f", and the best that was measured is {best} (regret {measured[chosen] / measured[best]:.2f})"
+    return f"{said}; predicted steps were off by {100 * error:.0f}% in the mean."
+
+
+def _step_seconds(runs: list[RunRecord]) -> float:
+    """The mean of a trial's runs, each by the median of its steps."""
+    return mean(run.step_seconds.median for run in runs if run.step_seconds)

@@ -1,0 +1,157 @@
+"""The supervisors of a study as one coordinator: they agree on a plan, notice who is lost, and stop together."""
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from torch.distributed import DistError, PrefixStore
+
+from megabench.supervisor.launch import Launch
+
+POLL_SECONDS = 0.2
+BEAT_SECONDS = 2.0
+LOST_AFTER_SECONDS = 30.0
+JOIN_SECONDS = 600.0
+
+Result = TypeVar("Result")
+
+
+class StudyStopped(Exception):
+    """The study cannot go on. `signal` is what this supervisor itself was told to stop by, 0 for another reason.
+
+    `rank` is the rank of the supervisor at fault, if there is one.
+    """
+
+    def __init__(self, reason: str, signal_number: int = 0, rank: int | None = None) -> None:
+        super().__init__(reason)
+        self.signal, self.rank = signal_number, rank
+
+
+def note_signals() -> list[int]:
+    """From now on SIGINT, SIGTERM and SIGUSR1 (a scheduler's warning) are collected in the list returned, so that
+    children can be ended in order."""
+    received: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: received.append(number))
+    return received
+
+
+class Coordinator:
+    """This supervisor's tie to the others; every wait goes through `poll`, which keeps the tie alive."""
+
+    def __init__(self, launch: Launch, signals: list[int]) -> None:
+        self.launch = launch
+        self._signals = signals
+        self._store = PrefixStore(f"{launch.root}/coordinator", launch.store)
+        self._num_beats = 0
+        self._beaten = float("-inf")
+        self._watched: dict[int, tuple[bytes, float]] = {}
+        self._beat()
+
+    def poll(self) -> None:
+        """Waits a moment; raises StudyStopped when this supervisor is told to stop, or another is lost or stops."""
+        time.sleep(POLL_SECONDS)
+        if self._signals:
+            name = signal.Signals(self._signals[0]).name
+            self.stop_all(f"the supervisor of {self._me()} was stopped by {name}", self.launch.supervisor)
+            raise StudyStopped(f"stopped by {name}", self._signals[0])
+        if time.monotonic() - self._beaten >= BEAT_SECONDS:
+            self._beat()
+            if self._store.check(["stopped"]):
+                told = json.loads(self._store.get("stopped"))
+                raise StudyStopped(told["reason"], rank=told["rank"])
+            self._watch()
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            self.poll()
+
+    def report(self, report: dict[str, Any]) -> None:
+        """Tells the lead what this supervisor found before the start."""
+        report = {"host": socket.gethostname(), **report}
+        self._store.set(f"report/{self.launch.supervisor}", json.dumps(report))
+
+    def reports(self) -> list[dict[str, Any]]:
+        """The lead waits for the reports of all supervisors; StudyStopped when one does not come."""
+        started = time.monotonic()
+        for number in self.launch.supervisors:
+            while not self._store.check([f"report/{number}"]):
+                if time.monotonic() - started > JOIN_SECONDS:
+                    reason = f"the supervisor of rank {number} did not join within {JOIN_SECONDS:.0f} s"
+                    self.stop_all(reason, number)
+                    raise StudyStopped(reason, rank=number)
+                self.poll()
+        reports = [json.loads(self._store.get(f"report/{number}")) for number in self.launch.supervisors]
+        others = [number for number in self.launch.supervisors if number != self.launch.supervisor]
+        self._watched = {number: (b"", time.monotonic()) for number in others}
+        return reports
+
+    def announce(self, key: str, content: Any) -> None:
+        """The lead tells all supervisors."""
+        self._store.set(f"announced/{key}", json.dumps(content))
+
+    def announced(self, key: str) -> Any:
+        """What the lead announced under `key`, waiting for it."""
+        self.wait_until(lambda: self._store.check([f"announced/{key}"]))
+        if not self.launch.is_lead:
+            self._watched.setdefault(0, (b"", time.monotonic()))
+        return json.loads(self._store.get(f"announced/{key}"))
+
+    def to_the_end(self, run: Callable[[], Result]) -> Result:
+        """What `run` returns, once all have parted.
+
+        StudyStopped when the coordinator cannot go on; anything else that goes wrong here makes the others stop.
+        """
+        try:
+            result = run()
+            self._part()
+        except StudyStopped:
+            raise
+        except DistError:
+            where = f"{self.launch.address}:{self.launch.port}"
+            raise StudyStopped(f"the store at {where} is gone, and with it the first process") from None
+        except Exception as error:
+            with suppress(DistError):
+                number = self.launch.supervisor
+                self.stop_all(f"the supervisor of rank {number} failed: {error!r}", number)
+            raise
+        return result
+
+    def _part(self) -> None:
+        """Ends the study for this supervisor; the lead leaves last, since its process may host the store."""
+        if not self.launch.is_lead:
+            self._store.add("parted", 1)
+            return
+        others = len(self.launch.supervisors) - 1
+        self.wait_until(lambda: self._store.add("parted", 0) == others)
+
+    def stop_all(self, reason: str, rank: int) -> None:
+        """Stop every supervisor for `reason`; `rank` names the supervisor at fault. The first reason counts."""
+        self._store.compare_set("stopped", "", json.dumps({"reason": reason, "rank": rank}))
+
+    def _me(self) -> str:
+        ranks = self.launch.ranks
+        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}–{ranks[-1]}"
+        return f"{which} on {socket.gethostname()}"
+
+    def _beat(self) -> None:
+        self._num_beats += 1
+        self._beaten = time.monotonic()
+        self._store.set(f"beat/{self.launch.supervisor}", str(self._num_beats))
+
+    def _watch(self) -> None:
+        """The lead watches all, the others the lead: by change, since clocks differ between hosts."""
+        beats = self._store.multi_get([f"beat/{number}" for number in self._watched]) if self._watched else []
+        now = time.monotonic()
+        for (number, (before, seen)), beat in zip(list(self._watched.items()), beats, strict=True):
+            if beat != before:
+                self._watched[number] = (beat, now)
+            elif now - seen > LOST_AFTER_SECONDS:
+                silent = f"silent for {now - seen:.0f} s; its process or host is gone"
+                reason = f"the supervisor of rank {number} has been {silent}"
+                self.stop_all(reason, number)
+                raise StudyStopped(reason, rank=number)

@@ -1,0 +1,180 @@
+"""How a trial ended, from how each of its ranks ended: the root cause, not the first message that came along."""
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megabench.record import FailureKind, RunFailure, Status
+from megabench.runtime.messages import Failure
+
+# what a rank says when it was another that failed: gloo, NCCL and the store, in the words of torch
+_LOST_CONNECTION = re.compile(
+    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|ncclRemoteError|remote process exited|"
+    r"socket (timeout|closed)|pair closure|DistNetworkError|failed to recv|recvValue failed|sendBytes failed|"
+    r"watchdog|no error info|unhandled system error",
+    re.IGNORECASE,
+)
+# shared memory that is full, in the words of NCCL and of the operating system
+_NO_SHARED_MEMORY = re.compile(r"/dev/shm|shared memory segment")
+
+_MOST_PLACES = 4
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank of a trial ended.
+
+    `code` is its exit status, negative for a signal; `was_ended` says that its supervisor ended it. `order` counts the
+    exits that were failures; `last_line` is from its log; `place` is where it stood when it was asked.
+    """
+
+    rank: int
+    host: str
+    code: int
+    was_ended: bool
+    order: int | None = None
+    last_line: str = ""
+    place: str | None = None
+    step: int = 0
+    num_steps: int = 0
+    failure: Failure | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def killed_by(self) -> int:
+        """The signal that ended the rank, unless its supervisor sent it; 0 for none."""
+        return -self.code if self.code < 0 and not self.was_ended else 0
+
+    @property
+    def last_words(self) -> str:
+        """The error that the rank reported, or else the last line that it printed."""
+        return self.failure.error if self.failure else self.last_line
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "RankEnd":
+        fields: dict[str, Any] = json.loads(text)
+        failure = fields.pop("failure")
+        return cls(**fields, failure=Failure(**failure) if failure else None)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The status of a trial (ok, oom, failed or timeout) and, unless it is ok, the cause: one line, and in fields."""
+
+    status: Status
+    error: str | None = None
+    failure: RunFailure | None = None
+
+
+def classify_failure(ends: Sequence[RankEnd], is_timeout: bool, timeout_seconds: float) -> Verdict:
+    """Classify how a trial ended, from how its ranks ended."""
+    if cause := _root_cause(ends):
+        failure = _failure(cause)
+        sentence = _explain(cause, several_hosts=len({end.host for end in ends}) > 1)
+        return Verdict("oom" if failure.kind == "oom" else "failed", sentence, failure)
+    if is_timeout:
+        sentence = f"no result after {timeout_seconds:g} s (timeout_seconds): {_places(ends)}"
+        return Verdict("timeout", sentence, RunFailure(kind="hang", rank=_behind(ends)))
+    return Verdict("ok")
+
+
+def _root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
+    suspects = [end for end in ends if end.failure or (end.code != 0 and not end.was_ended)]
+    return min(suspects, key=_suspicion, default=None)
+
+
+def _suspicion(end: RankEnd) -> tuple[int, bool, int]:
+    """Smaller is likelier the cause: a kill from outside, out of memory, the rank's own failure, a lost connection.
+
+    A peer that vanished makes the others fail or abort within a second, and their reports may come first.
+    """
+    if end.killed_by not in (0, signal.SIGABRT) and not end.failure:
+        likelihood = 0
+    elif end.failure and end.failure.kind == "oom":
+        likelihood = 1
+    elif not _has_lost_peer(end) and (end.failure or end.killed_by != signal.SIGABRT):
+        likelihood = 2
+    else:
+        likelihood = 3
+    return likelihood, end.failure is None, (end.failure.order if end.failure else end.order) or 0
+
+
+def _has_lost_peer(end: RankEnd) -> bool:
+    if end.failure and end.failure.kind == "hang":
+        return False
+    return _LOST_CONNECTION.search(end.last_words) is not None
+
+
+def _failure(end: RankEnd) -> RunFailure:
+    """Describe the cause in fields, from how the most likely culprit ended."""
+    told = end.failure
+    if told and told.kind == "hang":
+        return RunFailure(kind="hang", rank=told.waited_for)
+    kind: FailureKind = "error"
+    if told and told.kind == "oom":
+        kind = "oom"
+    elif (end.killed_by == signal.SIGBUS and not told) or _NO_SHARED_MEMORY.search(end.last_words):
+        kind = "shared-memory"
+    elif end.killed_by == signal.SIGKILL and not told:
+        kind = "killed"
+    return RunFailure(kind=kind, rank=end.rank)
+
+
+def _behind(ends: Sequence[RankEnd]) -> int | None:
+    """The rank that has completed fewer steps than any other; None if several are equally far behind."""
+    fewest = min(end.step for end in ends)
+    behind = [end.rank for end in ends if end.step == fewest]
+    return behind[0] if len(behind) == 1 else None
+
+
+def _explain(end: RankEnd, several_hosts: bool) -> str:
+    who = f"rank {end.rank}" + (f" on {end.host}" if several_hosts else "")
+    when = f" after step {end.step} of {end.num_steps}" if end.num_steps else ""
+    if end.failure:
+        if end.failure.kind == "oom":
+            return f"{who} ran out of memory{when}: {end.failure.error}"
+        return f"{who} failed{when}: {end.failure.error}"
+    if end.code < 0:
+        name = _signal_name(-end.code)
+        hint = "; on Linux that is often the out-of-memory killer" if name == "SIGKILL" else ""
+        words = f": {end.last_line}" if name == "SIGABRT" and end.last_line else ""
+        return f"{who} was killed by signal {-end.code} ({name}){when}{words}{hint}"
+    said = f"; its last words: {end.last_line}" if end.last_line else " and printed nothing"
+    return f"{who} ended with exit status {end.code}{when}{said}"
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else "a real-time signal"
+
+
+def _places(ends: Sequence[RankEnd]) -> str:
+    """Where the ranks of a hung trial stand, the odd ones out first."""
+    by_place: dict[str, list[RankEnd]] = {}
+    for end in ends:
+        silent = "ended" if not end.was_ended else "printed no stack when asked"
+        by_place.setdefault(f"in {end.place}" if end.place else silent, []).append(end)
+    ordered = sorted(by_place.items(), key=lambda item: (len(item[1]), item[1][0].rank))
+    parts = [f"{_ranks(group)} {place}, {_steps(group)}" for place, group in ordered[:_MOST_PLACES]]
+    if more := len(ordered) - _MOST_PLACES:
+        parts += [f"{more} other places"] if more > 0 else []
+    return "; ".join(parts)
+
+
+def _ranks(ends: Sequence[RankEnd]) -> str:
+    numbers = [end.rank for end in ends]
+    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"rank{'s' * (len(numbers) > 1)} {shown}"
+
+
+def _steps(ends: Sequence[RankEnd]) -> str:
+    steps = sorted({end.step for end in ends})
+    num_steps = max(end.num_steps for end in ends)
+    if not num_steps:
+        return "before its first step" if len(ends) == 1 else "before their first step"
+    done = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]}–{steps[-1]}"
+    return f"{done} of {num_steps} steps done"

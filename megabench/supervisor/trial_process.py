@@ -1,0 +1,147 @@
+"""One trial under supervision: each supervisor starts the processes of its own ranks and ends them together with all
+others. The lead decides when a trial is over; what each rank did is shared over the store, so nothing is guessed."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch.distributed import PrefixStore
+
+from megabench.runtime.child import Child, end_all, without_launcher
+from megabench.runtime.messages import Failure, Progress, read_failure, read_progress
+from megabench.runtime.rendezvous import PREFIX_VARIABLE
+from megabench.supervisor.coordinator import Coordinator
+from megabench.supervisor.root_cause import RankEnd
+from megabench.supervisor.stacks import ask_where
+
+# after a first failure the reports of the other ranks are waited for, to tell the cause from its consequences
+SETTLE_SECONDS = 2.5
+
+Stop = Literal["ended", "failed", "timeout"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one set of processes runs: the trainer with these flags."""
+
+    flags: Sequence[str]
+    world_size: int
+    device: Literal["cpu", "cuda"]
+    env: Mapping[str, str]
+    logs: Path
+    timeout_seconds: float
+
+
+class TrialProcesses:
+    """One supervisor's part in the run of one task. `prefix` names its part of the store: used once, never again."""
+
+    def __init__(self, coordinator: Coordinator, task: Task, trainer: Sequence[str], prefix: str) -> None:
+        self._coordinator, self._task, self._prefix = coordinator, task, prefix
+        self._command = [*trainer, *task.flags]
+        self._messages = PrefixStore(prefix, coordinator.launch.store)
+        self._notes = PrefixStore(f"{prefix}/supervisors", coordinator.launch.store)
+        self._children: dict[int, Child] = {}
+        self._ended: set[int] = set()
+        self._started = time.monotonic()
+        self._failed_at: float | None = None
+
+    def run(self, on_progress: Callable[[Progress], None]) -> Stop:
+        """Starts this supervisor's ranks and returns once they are gone: by themselves, or ended by common decision.
+
+        Raises StudyStopped when the study cannot go on; then, too, no process is left behind.
+        """
+        try:
+            self._start()
+            stop = self._watch(on_progress)
+            self._finish(stop)
+        finally:
+            end_all(self._children.values())
+        return stop
+
+    def ends(self) -> list[RankEnd]:
+        """The lead waits until the processes of all ranks are gone on every host, and returns how each ended."""
+        self._coordinator.wait_until(lambda: self._count("ended") == self._task.world_size)
+        return [RankEnd.from_json(self._notes.get(f"end/{rank}")) for rank in range(self._task.world_size)]
+
+    def _start(self) -> None:
+        for rank in self._coordinator.launch.ranks:
+            if rank < self._task.world_size:
+                log = self._task.logs / f"rank-{rank}.log"
+                self._children[rank] = Child(self._command, self._environment(rank), log)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        task = self._task
+        environment = {"PYTHONUNBUFFERED": "1"} | without_launcher(os.environ)
+        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # each layout wants its own: train/command.py
+        if task.device == "cpu":
+            environment = {"OMP_NUM_THREADS": "1"} | environment | {"CUDA_VISIBLE_DEVICES": ""}
+        placement = self._coordinator.launch.placement_variables(rank, task.world_size)
+        return environment | dict(task.env) | placement | {PREFIX_VARIABLE: self._prefix}
+
+    def _watch(self, on_progress: Callable[[Progress], None]) -> Stop:
+        """Until the lead says that the trial is over, publishes which of our ranks have ended."""
+        while not self._notes.check(["stop"]):
+            self._publish_ends()
+            if self._coordinator.launch.is_lead:
+                if stop := self._decide():
+                    self._notes.set("stop", stop)
+                elif progress := read_progress(self._messages, 0):
+                    on_progress(progress)
+            self._coordinator.poll()
+        stop_given: Stop = self._notes.get("stop").decode()  # type: ignore[assignment]
+        return stop_given
+
+    def _decide(self) -> Stop | None:
+        """The lead's decision, from counters alone, so that its cost does not grow with the number of ranks."""
+        now = time.monotonic()
+        if self._count("ended") == self._task.world_size:
+            return "ended"
+        if self._failed_at is None and (self._count("failed") or self._messages.add("failures", 0)):
+            self._failed_at = now
+        if self._failed_at is not None and now - self._failed_at > SETTLE_SECONDS:
+            return "failed"
+        return "timeout" if now - self._started > self._task.timeout_seconds else None
+
+    def _finish(self, stop: Stop) -> None:
+        self._publish_ends()
+        running = {rank: child for rank, child in self._children.items() if rank not in self._ended}
+        places = ask_where(running) if stop == "timeout" else {}
+        failures = {rank: read_failure(self._messages, rank) for rank in running}
+        # nobody ends a process before all have looked: its peers, on whatever host, will report that they lost it
+        self._notes.add("looked", len(self._children))
+        self._coordinator.wait_until(lambda: self._count("looked") == self._task.world_size)
+        end_all(running.values(), self._coordinator.poll)  # they may take longer than a supervisor may be silent
+        for rank in running:
+            self._publish(rank, failures[rank], was_ended=True, place=places.get(rank))
+
+    def _publish_ends(self) -> None:
+        for rank, child in self._children.items():
+            if rank not in self._ended and child.exit_status() is not None:
+                self._publish(rank, read_failure(self._messages, rank), was_ended=False)
+
+    def _publish(self, rank: int, failure: Failure | None, was_ended: bool, place: str | None = None) -> None:
+        child = self._children[rank]
+        code = child.exit_status()
+        progress = read_progress(self._messages, rank)
+        end = RankEnd(
+            rank=rank,
+            host=socket.gethostname(),
+            code=-9 if code is None else code,  # stuck in the kernel, its SIGKILL still to come
+            was_ended=was_ended,
+            order=self._notes.add("failed", 1) if code and not was_ended else None,
+            last_line=child.last_line(),
+            place=place,
+            step=progress.step if progress else 0,
+            num_steps=progress.num_steps if progress else 0,
+            failure=failure,
+        )
+        self._notes.set(f"end/{rank}", end.to_json())
+        self._notes.add("ended", 1)
+        self._ended.add(rank)
+
+    def _count(self, counter: str) -> int:
+        return int(self._notes.add(counter, 0))

@@ -1,0 +1,95 @@
+"""Runs the trials of a launch one after the other, each in fresh processes on all ranks.
+
+The lead supervisor starts them; all supervisors take part.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megabench.config import RunConfig
+from megabench.record import RunFailure, RunRecord
+from megabench.runtime.messages import Progress
+from megabench.study.study import Trial
+from megabench.supervisor.coordinator import Coordinator
+from megabench.supervisor.root_cause import Verdict, classify_failure
+from megabench.supervisor.trial_process import Task, TrialProcesses
+
+TRAINER = (sys.executable, "-m", "megabench.train")
+
+
+def task_of(trial: Trial, config: RunConfig, logs: Path) -> Task:
+    """The task that runs `config` as `trial` would run, and writes its record and logs into `logs`."""
+    device = trial.resolved.device
+    return Task(
+        flags=config.model_copy(update={"device": device, "out": logs}).flags(),
+        world_size=trial.world_size,
+        device=device,
+        env=trial.env,
+        logs=logs,
+        timeout_seconds=trial.timeout_seconds,
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a task ended: the record that its rank 0 wrote, or why there is none."""
+
+    record: RunRecord | None
+    verdict: Verdict
+    num_hosts: int
+
+
+class TrialQueue:
+    """Runs tasks, one after the other, on all ranks of a launch.
+
+    `trainer` is the command that trains; it gets a task's flags.
+    """
+
+    def __init__(self, coordinator: Coordinator, trainer: Sequence[str]) -> None:
+        self._coordinator, self._trainer = coordinator, tuple(trainer)
+        self._count = 0
+
+    def run(self, task: Task, on_progress: Callable[[Progress], None]) -> Result:
+        """The lead has a task run, and waits for its end on every host."""
+        self._coordinator.announce(f"task/{self._count}", {"task": asdict(task) | {"logs": str(task.logs)}})
+        run = TrialProcesses(self._coordinator, task, self._trainer, self._prefix())
+        stop = run.run(on_progress)
+        ends = run.ends()
+        num_hosts = len({end.host for end in ends})
+        verdict = classify_failure(ends, stop == "timeout", task.timeout_seconds)
+        path, record = task.logs / "record.json", None
+        if verdict.status == "ok" or (verdict.status == "timeout" and path.exists()):  # written last: all was measured
+            try:
+                record = RunRecord.read(path)
+            except FileNotFoundError:
+                verdict = _wrong_record("rank 0 ended with exit status 0 but wrote no record.json")
+            except ValueError as problem:
+                verdict = _wrong_record(f"rank 0 wrote an invalid record.json: {str(problem).splitlines()[0]}")
+        if record and verdict.status == "timeout":
+            late = f"its processes had not ended when all was measured: {verdict.error}"
+            record = record.model_copy(update={"warnings": [*record.warnings, late]})
+            verdict = Verdict("ok")
+        return Result(record, verdict, num_hosts)
+
+    def end(self, verdict: Any) -> None:
+        """The lead tells all that there is no task left, and what came of them."""
+        self._coordinator.announce(f"task/{self._count}", {"verdict": verdict})
+
+    def follow(self) -> Any:
+        """Any other supervisor takes part in the trials until the lead ends them; returns the verdict."""
+        while "verdict" not in (order := self._coordinator.announced(f"task/{self._count}")):
+            task = Task(**order["task"] | {"logs": Path(order["task"]["logs"])})
+            TrialProcesses(self._coordinator, task, self._trainer, self._prefix()).run(lambda progress: None)
+        return order["verdict"]
+
+    def _prefix(self) -> str:
+        """A part of the store for the next task: used once, never again."""
+        self._count += 1
+        return f"{self._coordinator.launch.root}/task/{self._count}"
+
+
+def _wrong_record(error: str) -> Verdict:
+    return Verdict("failed", error, RunFailure(kind="error", rank=0))

@@ -1,0 +1,147 @@
+"""The interface of a callback, which observes a run and adds a section to its record."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megabench.config import ResolvedConfig, RunConfig
+from megabench.data.batch import Batch
+from megabench.data.source import TokenSource
+from megabench.engines.protocol import Engine, StepResult
+from megabench.parallel.placement import Placement
+from megabench.record import LoadTimes, Probe, RunRecord, SaveTimes
+from megabench.runtime.rendezvous import Rendezvous
+from megabench.train.comm_preflight import Network
+from megabench.train.resume import Resume
+from megabench.train.watchdog import Watchdog
+
+
+class TrainerState(Protocol):
+    """What callbacks may read of the trainer.
+
+    `network` exists from `on_network` on, `engine` and `load` from `on_ready` on.
+
+    `given` is the configuration as the user gave it, `hosts` the host of each rank, `peak_tflops` the device's dense
+    peak in the run's precision if it is known, and `seconds` the steps' times on this rank.
+    """
+
+    run: ResolvedConfig
+    given: RunConfig
+    source: TokenSource
+    rendezvous: Rendezvous
+    placement: Placement
+    resume: Resume
+    watchdog: Watchdog
+    probes: list[Probe] | None
+    rank: int
+    hosts: list[str]
+    device: torch.device
+    device_name: str
+    peak_tflops: float | None
+    network: Network
+    engine: Engine
+    load: LoadTimes | None
+    results: list[StepResult]
+    seconds: list[float]
+    started: float
+    stopped_by: str | None
+
+    @property
+    def saves(self) -> list[SaveTimes]:
+        """The checkpoints of this run so far, oldest first."""
+        ...
+
+    @property
+    def num_finished(self) -> int:
+        """Finished steps, those of earlier runs included."""
+        ...
+
+    def batches(self, step: int) -> Sequence[Batch]:
+        """The micro-batches of this rank in step `step`, counted from 0."""
+        ...
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of step `step`, counted from 0."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Tell the user something; only rank 0 does."""
+        ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One finished step, as this rank saw it.
+
+    `number` counts from 1, steps of earlier runs included. `seconds` is from border to border: data loading, callbacks
+    and logging are part of it, saving is not. `is_timed` is false for warm-up steps.
+    """
+
+    number: int
+    result: StepResult
+    learning_rate: float
+    seconds: float
+    peak_memory_gib: float
+    is_timed: bool
+
+
+class Callback:
+    """Observes a run; every hook does nothing by default. Each rank has its own instance.
+
+    Hooks are called in this order: `on_start`, `on_network`, `on_ready`, then `around_step` and `on_step_end` for each
+    step (`on_timing_start` before the first timed step, `on_save` when a checkpoint is complete), `on_training_end`,
+    `after_training`, `local`, `section`, `on_end`.
+
+    Collective operations are allowed in `on_start`, `on_network`, `on_ready` and `after_training`, if every rank calls
+    them. They are forbidden in the others, which may run on some ranks only.
+    """
+
+    def on_start(self, trainer: TrainerState) -> None:
+        """The devices are initialized; `trainer.engine` does not exist yet."""
+
+    def on_network(self, trainer: TrainerState, network: Network) -> None:
+        """The process groups have communicated for the first time."""
+
+    def on_ready(self, trainer: TrainerState) -> None:
+        """The engine is built and holds its initial or resumed state."""
+
+    def around_step(self, step: int) -> AbstractContextManager[Any]:
+        """A context in which step `step`, counted from 1, is trained."""
+        return nullcontext()
+
+    def on_timing_start(self) -> None:
+        """Warm-up is over: the next step is the first that is timed."""
+
+    def on_step_end(self, step: Step) -> None:
+        """A step has ended on this rank."""
+
+    def on_save(self, save: SaveTimes) -> None:
+        """A checkpoint is complete. Called on rank 0 only."""
+
+    def on_note(self, text: str) -> None:
+        """The trainer has something to say to the user. Called on rank 0 only."""
+
+    def on_training_end(self) -> None:
+        """The last step has ended."""
+
+    def after_training(self, trainer: TrainerState) -> None:
+        """The last checkpoint is complete, and the peak memory is read."""
+
+    def local(self) -> object:
+        """Return this rank's part of the section. It must be picklable."""
+        return None
+
+    def section(self, by_rank: Sequence[Any]) -> Mapping[str, Any]:
+        """Combine the parts of all ranks into a section of the record. Called on rank 0 only.
+
+        A built-in callback returns fields of `RunRecord`. What a user's callback returns must be JSON; the record
+        holds it as `extra[NAME]`, where NAME is the name of its class.
+        """
+        return {}
+
+    def on_end(self, record: RunRecord, path: Path | None) -> None:
+        """The record is complete, and written to `path` if the run has an output directory. Called on rank 0 only."""

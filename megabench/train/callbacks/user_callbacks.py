@@ -1,0 +1,29 @@
+"""Imports the callbacks that a user names."""
+
+import sys
+from importlib import import_module
+
+from megabench.config import ConfigError
+from megabench.train.callbacks.callback import Callback
+
+
+def load_callbacks(names: str) -> list[Callback]:
+    """One instance of each class in `names` ("module:Class,module:Class"); ConfigError if one cannot be made."""
+    sys.path.insert(0, "")  # the working directory, as `python -m` has it
+    found: dict[str, Callback] = {}
+    for name in names.split(","):
+        module, _, attribute = name.strip().partition(":")
+        if not (module and attribute):
+            raise ConfigError(f"callbacks={name!r} names no class; write module:Class, e.g. my_callbacks:LossSpikes")
+        try:
+            kind = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"callbacks={name}: {error}; name a class of a module in the working directory or on PYTHONPATH"
+            ) from None
+        if not (isinstance(kind, type) and issubclass(kind, Callback)):
+            raise ConfigError(f"callbacks={name} is no subclass of megabench.train.callbacks.Callback; inherit from it")
+        if attribute in found:
+            raise ConfigError(f"callbacks={names} names {attribute} twice; the record has one section for each name")
+        found[attribute] = kind()
+    return [*found.values()]

@@ -1,0 +1,286 @@
+"""The training command: from the command line to an exit status.
+
+0: trained; 2: what was asked for cannot be done (one sentence, before any process group exists); 1: anything else.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+from megabench import UserError
+from megabench.config import ConfigError, ResolvedConfig, RunConfig
+from megabench.config.auto import resolve_first
+from megabench.record import Probe, RunRecord
+from megabench.runtime.exit import exit_process
+from megabench.runtime.run_lock import check_free
+from megabench.train.flags import parse_flags
+from megabench.train.stopping import StoppedError
+
+if TYPE_CHECKING:
+    from megabench.runtime.rendezvous import Rendezvous
+    from megabench.train.resume import Resume
+    from megabench.train.watchdog import Watchdog
+
+
+# completes a configuration by trying what it leaves to be found, on the ranks of a launch and a kind of device
+Find = Callable[[RunConfig, "Rendezvous", Literal["cpu", "cuda"]], tuple[RunConfig, list[Probe]]]
+
+
+def main(find: Find | None = None) -> NoReturn:
+    """Runs the command line of this process and ends it. Without `find`, "auto" is refused."""
+    # a supervisor asks where a hanging run stands
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=False)
+    try:
+        given = parse_flags()
+        if given is not None:
+            _check_launcher()
+    except UserError as error:
+        _refuse(str(error))
+    if given is not None:
+        _run(given, find)
+    exit_process(0)
+
+
+def _run(given: RunConfig, find: Find | None) -> None:
+    if given.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else libraries find the GPUs by themselves
+    from megabench.data.source import open_source
+    from megabench.runtime import rendezvous as rendezvous_module
+    from megabench.runtime.device import choose_device
+    from megabench.train.callbacks.user_callbacks import load_callbacks
+    from megabench.train.resume import find_resume
+    from megabench.train.watchdog import Watchdog
+
+    try:
+        callbacks = load_callbacks(given.callbacks) if given.callbacks else []
+    except ConfigError as error:
+        _refuse(str(error))
+    try:
+        rendezvous = rendezvous_module.join()
+    except Exception as error:
+        _refuse(f"cannot open the rendezvous store that the launcher named: {error}")
+    watchdog = Watchdog(rendezvous, given.stall_seconds, given.steps)
+    try:
+        device_kind = choose_device(given.device, rendezvous.local_world_size)
+        # what is still to be found shapes nothing that is checked here
+        run = (resolve_first if find else RunConfig.resolve)(given, rendezvous.world_size, device_kind)
+        _make_folders(run)
+        if rendezvous.rank == 0:
+            _check_free(run)
+        source = open_source(run)
+        _check_same_data(run, source.sha256, rendezvous)
+        watchdog.at("checking the checkpoint", 0)
+        resume = find_resume(run, source, rendezvous)
+        _check_out(run, resume)
+    except UserError as error:
+        _refuse(str(error), rendezvous)
+    if resume.num_done >= run.steps:
+        _leave_done(run, resume, watchdog, rendezvous)
+        return
+    probes = None
+    if given.auto_settings and find:
+        watchdog.close()  # meanwhile the processes watch each other as supervisors
+        given, probes = _complete(given, find, rendezvous, device_kind)
+        run = given.resolve(rendezvous.world_size, device_kind)
+        watchdog = Watchdog(rendezvous, given.stall_seconds, given.steps)
+    watchdog.at("starting", resume.num_done)
+    _set_environment(run)
+    _set_threads(run)
+    try:
+        from megabench.train.comm_preflight import write_nccl_log
+        from megabench.train.place_ranks import place_ranks
+        from megabench.train.trainer import Trainer
+
+        placement = place_ranks(run, rendezvous)
+        if run.device == "cuda":
+            write_nccl_log(run.out, rendezvous.rank)
+        Trainer(run, given, source, rendezvous, placement, resume, watchdog, probes, callbacks).train()
+    except StoppedError as error:
+        _stop(str(error), rendezvous)
+    except UserError as error:
+        _refuse(str(error), rendezvous)
+    except KeyboardInterrupt:
+        _interrupted(rendezvous)
+    except BaseException as error:
+        _fail(error, rendezvous)
+
+
+def _check_launcher() -> None:
+    """ConfigError where a launcher did not tell the processes that it started of each other, or not in numbers."""
+    for variable in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if not (given := os.environ.get(variable, "0")).isdecimal():
+            raise ConfigError(f"{variable}={given} is no number; unset it, or leave it to torchrun")
+    for variable, needed in (
+        ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"),
+        ("PMI_SIZE", "WORLD_SIZE"),
+        ("WORLD_SIZE", "MASTER_ADDR"),
+    ):
+        count = os.environ.get(variable, "1")
+        if count.isdecimal() and int(count) > 1 and needed not in os.environ:
+            raise ConfigError(
+                f"{variable}={count} but no {needed}: these {count} processes would each train alone; start torchrun "
+                f"once on each host, e.g. srun --ntasks-per-node 1 torchrun --nnodes … --nproc-per-node …"
+            )
+
+
+def _complete(
+    given: RunConfig, find: Find, rendezvous: "Rendezvous", device: Literal["cpu", "cuda"]
+) -> tuple[RunConfig, list[Probe]]:
+    try:
+        return find(given, rendezvous, device)
+    except StoppedError as error:
+        _stop(str(error), rendezvous)
+    except UserError as error:
+        _refuse(str(error), rendezvous)
+
+
+def _make_folders(run: ResolvedConfig) -> None:
+    """Makes the folders that the run will write to; ConfigError when that cannot be."""
+    for setting in ("out", "tensorboard", "save"):
+        if folder := getattr(run, setting):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"{setting}={folder} cannot be made a folder: {error.strerror}; give a path that can be written to"
+                ) from None
+            try:
+                TemporaryFile(dir=folder).close()
+            except OSError as error:
+                raise ConfigError(
+                    f"{setting}={folder} takes no files: {error.strerror}; give a folder that can be written to"
+                ) from None
+
+
+def _check_free(run: ResolvedConfig) -> None:
+    """RunLockedError where another run of this host writes where this one shall."""
+    for folder in (run.out, run.save):
+        if folder:
+            check_free(folder)
+
+
+def _check_out(run: ResolvedConfig, resume: "Resume") -> None:
+    """ConfigError where the record of another run would be overwritten, and its curves mixed with this one's."""
+    from megabench.runtime.rendezvous import restart_count
+
+    path = run.out / "record.json" if run.out else None
+    if path is None or not path.exists() or restart_count() > 0:
+        return
+    if resume.num_done == 0 or not _has_saved(path):
+        raise ConfigError(f"out={run.out} holds the record of another run; give another directory, or remove it first")
+
+
+def _has_saved(record: Path) -> bool:
+    """Whether a run has left checkpoints, by its record: another can go on from no other."""
+    try:
+        return bool(RunRecord.read(record).saves)
+    except (OSError, ValueError):
+        return False
+
+
+def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous") -> None:
+    """DataError where this rank reads other data than rank 0: hosts may differ in a file or in their Python."""
+    from megabench.data import DataError
+    from megabench.runtime.messages import disagreement
+
+    theirs = disagreement(rendezvous.store, rendezvous.rank, "data", sha256)
+    if theirs is not None:
+        raise DataError(
+            f"data={run.data} on rank {rendezvous.rank} ({socket.gethostname()}) has sha256 {sha256[:12]}, on rank 0 "
+            f"{theirs[:12]}; give every host the same file (stdlib: the same Python)"
+        )
+
+
+def _set_environment(run: ResolvedConfig) -> None:
+    """Set the engine's environment variables before CUDA starts, unless the user has set them."""
+    if run.device == "cuda":
+        for name, value in run.spec.environment(run).items():
+            os.environ.setdefault(name, value)
+
+
+def _set_threads(run: ResolvedConfig) -> None:
+    """Shares the cores between this host's processes where they hold an optimizer, for which torchrun leaves each one
+    thread; libraries that are loaded later read the number from the environment."""
+    uses_host = run.device == "cuda" and run.spec.uses_host(run.options)
+    if uses_host and os.environ.get("OMP_NUM_THREADS") in (None, "1"):
+        import torch
+
+        from megabench.runtime.rendezvous import share_of_cores
+
+        number = share_of_cores()
+        torch.set_num_threads(number)
+        os.environ["OMP_NUM_THREADS"] = str(number)  # for extensions that are loaded later: DeepSpeed's CPUAdam
+
+
+def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
+    """Ends this rank with status 2; the ranks of a launch that all refuse print one sentence between them."""
+    from megabench.runtime import messages
+    from megabench.runtime import rendezvous as rendezvous_module
+
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ
+    if is_alone and not rendezvous_module.is_supervised():
+        rendezvous = None
+    elif rendezvous is None:
+        with contextlib.suppress(Exception):  # out of reach
+            rendezvous = rendezvous_module.join(timedelta(seconds=20))
+    store, rank = (rendezvous.store, rendezvous.rank) if rendezvous else (None, 0)
+    messages.explain(store, rank, "invalid", sentence)
+    exit_process(2)
+
+
+def _leave_done(run: ResolvedConfig, resume: "Resume", watchdog: "Watchdog", rendezvous: "Rendezvous") -> None:
+    """Ends a run that has no step left: it was killed behind its last save, or asked for twice."""
+    from megabench.runtime.messages import meet, outlast
+
+    meet(rendezvous.store, rendezvous.world_size, "done")
+    watchdog.close()
+    outlast(rendezvous.store, rendezvous.rank, rendezvous.world_size, "done")
+    if rendezvous.rank == 0 and resume.found:
+        print(f"{resume.found.folder} is of step {resume.num_done}, and steps={run.steps}: nothing is left to train")
+
+
+def _stop(sentence: str, rendezvous: "Rendezvous") -> NoReturn:
+    """Ends this rank with status 1 and, between all ranks, one sentence."""
+    from megabench.runtime.messages import explain
+
+    explain(rendezvous.store, rendezvous.rank, "failed", sentence)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def _interrupted(rendezvous: "Rendezvous") -> NoReturn:
+    """Ends this rank with the status of Ctrl-C."""
+    if rendezvous.rank == 0:
+        print("Stopped by Ctrl-C. What was saved stays; SIGTERM saves at the next step border first.", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGINT)
+
+
+def _fail(error: BaseException, rendezvous: "Rendezvous") -> NoReturn:
+    """Ends this rank with status 1 at once: an orderly exit would wait for peers that may never answer."""
+    import torch
+
+    from megabench.runtime import messages
+
+    is_oom = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    kind: messages.FailureKind = "oom" if is_oom else "failed"
+    summary = " ".join(f"{type(error).__name__}: {error}".split())
+    messages.tell_launcher(summary)
+    try:
+        messages.report_failure(rendezvous.store, rendezvous.rank, kind, summary[:2000])
+    finally:
+        traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,16 @@
+"""The compare command with the fake trainer in the trainer's place."""
+
+import sys
+
+from megabench import cli
+from megabench.compare import runner
+from megabench.supervisor import coordinator
+
+runner.run_here.__defaults__ = runner.run_launched.__defaults__ = (
+    (sys.executable, "-m", "tests.compare.fake_trainer"),
+)
+coordinator.LOST_AFTER_SECONDS = 8.0
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "compare")
+    cli.main()
