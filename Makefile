@@ -32,7 +32,7 @@ validate-planner: $(INSTALLED)
 
 venv: $(INSTALLED)
 
-$(INSTALLED): setup.py constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --constraint constraints.txt --editable '.[test]'
 	touch $@
