@@ -133,6 +133,9 @@ def report(
         Path | None, typer.Option("--compare", metavar="DIR2", help="A second study, to set beside the first.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The page [default: DIR/report.html].")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Also write the records' scalars as TensorBoard event files.")
+    ] = None,
 ) -> None:
     """Print a study's table, and draw its report: one HTML page that needs no network, to be sent to people.
 
@@ -149,6 +152,14 @@ def report(
     write_report(path, study, findings, read_folder(beside) if beside else None)
     show(standard_output(), study.records, study.reference)
     print(path)
+    if tensorboard:
+        from megabench.compare.hparams import write_hparams
+        from megabench.compare.tensorboard_export import export_scalars
+        from megabench.study.summary import summarize
+
+        number = export_scalars(study.records, tensorboard)
+        write_hparams(tensorboard, summarize(study.records, study.reference))
+        print(f"{tensorboard}: the scalars of {number} runs, for tensorboard --logdir {tensorboard}")
 
 
 @app.command()

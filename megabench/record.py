@@ -333,6 +333,9 @@ class RunRecord(_Part):
     stopped_by: str | None = Field(default=None, description="the signal that ended the run before its last step")
     losses: list[Measure] = []  # every step of this run
     grad_norms: list[Measure] = []
+    learning_rates: list[float] | None = Field(default=None, description="of every step")
+    peak_memory_gib_by_step: list[float] | None = Field(default=None, description="of rank 0, up to each step")
+    gpu_utilization_by_step: list[float | None] | None = Field(default=None, description="of rank 0's GPU, 0 to 1")
     num_skipped_steps: int = 0
     parity: Parity | None = None
     placement: PlacementUsed | None = None

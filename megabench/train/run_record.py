@@ -32,7 +32,7 @@ def build_record(
     that callbacks fill. Throughput is of the steps after warm-up, and absent if there are none.
     """
     run, placement, network = trainer.run, trainer.placement, trainer.network
-    results, saves = trainer.results, trainer.saves
+    results, saves = [step.result for step in trainer.steps], trainer.saves
     return RunRecord(
         **requested_fields(run, trainer.given),
         **auto_fields(trainer.given),
@@ -53,6 +53,8 @@ def build_record(
         stopped_by=trainer.stopped_by,
         losses=[result.loss for result in results],
         grad_norms=[result.grad_norm for result in results],
+        learning_rates=[step.learning_rate for step in trainer.steps],
+        peak_memory_gib_by_step=[step.peak_memory_gib for step in trainer.steps],
         num_skipped_steps=sum(result.skipped for result in results),
         placement=PlacementUsed(
             policy=placement.policy,

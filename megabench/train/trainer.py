@@ -17,7 +17,7 @@ from megabench.config import ResolvedConfig, RunConfig
 from megabench.data.batch import Batch, micro_batches
 from megabench.data.source import TokenSource
 from megabench.engines.build import build_engine, process_groups
-from megabench.engines.protocol import Engine, StepResult
+from megabench.engines.protocol import Engine
 from megabench.hardware.gpus import find_gpu
 from megabench.parallel.placement import Placement
 from megabench.record import LoadTimes, Probe, RunRecord, SaveTimes
@@ -99,8 +99,7 @@ class Trainer:
         self.hosts = placement.hosts_of_ranks
         self.load: LoadTimes | None = None
         self.stopped_by: str | None = None
-        self.results: list[StepResult] = []
-        self.seconds: list[float] = []
+        self.steps: list[Step] = []
         self._checkpoints: Checkpoints | None = None
         self._nan_guard = NanGuard(run)
         self._stop_signal = StopSignal()
@@ -134,7 +133,7 @@ class Trainer:
     @property
     def num_finished(self) -> int:
         """Finished steps, those of earlier runs included."""
-        return self.resume.num_done + len(self.results)
+        return self.resume.num_done + len(self.steps)
 
     def batches(self, step: int) -> Sequence[Batch]:
         """The micro-batches of this rank in step `step`, counted from 0."""
@@ -249,17 +248,18 @@ class Trainer:
         with ExitStack() as around:
             for callback in self.callbacks:
                 around.enter_context(callback.around_step(index + 1))
-            self.results.append(self.engine.train_step(batches, learning_rate))
+            result = self.engine.train_step(batches, learning_rate)
         devices.synchronize(self.device)
-        self.seconds.append(clock.lap())
-        return Step(
+        step = Step(
             number=index + 1,
-            result=self.results[-1],
+            result=result,
             learning_rate=learning_rate,
-            seconds=self.seconds[-1],
+            seconds=clock.lap(),
             peak_memory_gib=devices.peak_memory_gib(self.device),
-            is_timed=len(self.results) > self.run.warmup_steps,
+            is_timed=len(self.steps) >= self.run.warmup_steps,
         )
+        self.steps.append(step)
+        return step
 
     def _handle_non_finite(self, step: Step) -> None:
         """Warn of a loss or gradients that are not finite, or raise StoppedError on every rank; collective."""
@@ -282,7 +282,8 @@ class Trainer:
             callback.on_training_end()
         self.watchdog.at("saving", self.num_finished)
         not_saved = self._checkpoints.close() if self._checkpoints else None
-        mine: dict[str, Any] = {"seconds": self.seconds, "peak_memory_gib": devices.peak_memory_gib(self.device)}
+        seconds = [step.seconds for step in self.steps]
+        mine: dict[str, Any] = {"seconds": seconds, "peak_memory_gib": devices.peak_memory_gib(self.device)}
         for callback in self.callbacks:
             callback.after_training(self)
         mine |= {"sections": {type(callback).__name__: callback.local() for callback in self.callbacks}}

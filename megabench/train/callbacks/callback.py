@@ -20,13 +20,29 @@ from megabench.train.resume import Resume
 from megabench.train.watchdog import Watchdog
 
 
+@dataclass(frozen=True)
+class Step:
+    """One finished step, as this rank saw it.
+
+    `number` counts from 1, steps of earlier runs included. `seconds` is from border to border: data loading, callbacks
+    and logging are part of it, saving is not. `is_timed` is false for warm-up steps.
+    """
+
+    number: int
+    result: StepResult
+    learning_rate: float
+    seconds: float
+    peak_memory_gib: float
+    is_timed: bool
+
+
 class TrainerState(Protocol):
     """What callbacks may read of the trainer.
 
     `network` exists from `on_network` on, `engine` and `load` from `on_ready` on.
 
-    `given` is the configuration as the user gave it, `hosts` the host of each rank, `peak_tflops` the device's dense
-    peak in the run's precision if it is known, and `seconds` the steps' times on this rank.
+    `given` is the configuration as the user gave it, `hosts` the host of each rank, and `peak_tflops` the dense peak of
+    the device in the run's precision if it is known.
     """
 
     run: ResolvedConfig
@@ -45,8 +61,7 @@ class TrainerState(Protocol):
     network: Network
     engine: Engine
     load: LoadTimes | None
-    results: list[StepResult]
-    seconds: list[float]
+    steps: list[Step]
     started: float
     stopped_by: str | None
 
@@ -71,22 +86,6 @@ class TrainerState(Protocol):
     def note(self, text: str) -> None:
         """Tell the user something; only rank 0 does."""
         ...
-
-
-@dataclass(frozen=True)
-class Step:
-    """One finished step, as this rank saw it.
-
-    `number` counts from 1, steps of earlier runs included. `seconds` is from border to border: data loading, callbacks
-    and logging are part of it, saving is not. `is_timed` is false for warm-up steps.
-    """
-
-    number: int
-    result: StepResult
-    learning_rate: float
-    seconds: float
-    peak_memory_gib: float
-    is_timed: bool
 
 
 class Callback:

@@ -10,7 +10,7 @@ from megabench.hardware.sampler import Sample, Sampler
 from megabench.record import Machine, NicTraffic
 from megabench.runtime import device as devices
 from megabench.runtime.rendezvous import gather_objects
-from megabench.train.callbacks.callback import Callback, TrainerState
+from megabench.train.callbacks.callback import Callback, Step, TrainerState
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class _Local:
 
     host: str
     gpu: Sample | None
+    utilization_by_step: list[float | None]
     nics: dict[str, NicTraffic]
     machine: Machine
 
@@ -31,10 +32,14 @@ class HardwareMonitor(Callback):
         uuid = devices.gpu_uuid(local_rank) if device.type == "cuda" else None
         self._host = trainer.hosts[trainer.rank]
         self._checkup = Checkup(self._host, uuid, own={*gather_objects(os.getpid())})
+        self._utilization: list[float | None] = []
         self.sampler = Sampler(device, uuid, reads_nics=local_rank == 0)
 
     def on_timing_start(self) -> None:
         self.sampler.reset()
+
+    def on_step_end(self, step: Step) -> None:
+        self._utilization.append(self.sampler.latest)
 
     def on_training_end(self) -> None:
         self.sampler.close()
@@ -45,12 +50,15 @@ class HardwareMonitor(Callback):
             name: NicTraffic(sent_gb_per_s=nic.sent / 1e9 / seconds, received_gb_per_s=nic.received / 1e9 / seconds)
             for name, nic in self.sampler.nics.items()
         }
-        return _Local(self._host, self.sampler.mean, nics, self._checkup.close(self.sampler.throttle))
+        return _Local(
+            self._host, self.sampler.mean, self._utilization, nics, self._checkup.close(self.sampler.throttle)
+        )
 
     def section(self, by_rank: Sequence[_Local]) -> Mapping[str, Any]:
         gpus = [seen.gpu for seen in by_rank if seen.gpu]
         return {
             "gpu_utilization": sum(gpu.utilization for gpu in gpus) / len(gpus) if gpus else None,
+            "gpu_utilization_by_step": by_rank[0].utilization_by_step if by_rank[0].gpu else None,
             "gpu_watts": sum(gpu.watts for gpu in gpus) / len(gpus) if gpus else None,
             "nics": {seen.host: seen.nics for seen in by_rank if seen.nics},
             "machines": worst_of_hosts([seen.machine for seen in by_rank]),

@@ -40,23 +40,23 @@ class TensorBoard(Callback):
 
     def on_step_end(self, step: Step) -> None:
         run = self._trainer.run
-        values: dict[str, float | None] = {
-            "loss/train": step.result.loss,
-            "optim/grad_norm": step.result.grad_norm,
-            "optim/learning_rate": step.learning_rate,
-            "memory/peak_reserved_gib": step.peak_memory_gib if run.device == "cuda" else None,
-            "gpu/utilization": self._monitor.sampler.latest,
-        }
+        values = step_scalars(
+            loss=step.result.loss,
+            grad_norm=step.result.grad_norm,
+            learning_rate=step.learning_rate,
+            peak_memory_gib=step.peak_memory_gib if run.device == "cuda" else None,
+            gpu_utilization=self._monitor.sampler.latest,
+        )
         if step.is_timed:
             achieved = throughput([step.seconds], run.shape, run.seq_length, run.global_batch, run.world_size)
             assert achieved is not None
-            values |= {
-                "time/step_seconds": step.seconds,
-                "throughput/tokens_per_second": achieved.tokens_per_second,
-                "throughput/tokens_per_second_per_device": achieved.tokens_per_second_per_device,
-                "throughput/tflops_per_device": achieved.tflops_per_device_causal,
-                "throughput/mfu": achieved.mfu(self._trainer.peak_tflops),
-            }
+            values |= speed_scalars(
+                seconds=step.seconds,
+                tokens_per_second=achieved.tokens_per_second,
+                world_size=run.world_size,
+                tflops_per_device=achieved.tflops_per_device_causal,
+                mfu=achieved.mfu(self._trainer.peak_tflops),
+            )
         with self._until_it_fails():
             for tag, value in values.items():
                 if self._writer and value is not None:
@@ -66,3 +66,33 @@ class TensorBoard(Callback):
         with self._until_it_fails():
             if self._writer:
                 self._writer.close()
+
+
+def step_scalars(
+    loss: float | None,
+    grad_norm: float | None,
+    learning_rate: float | None,
+    peak_memory_gib: float | None,
+    gpu_utilization: float | None,
+) -> dict[str, float | None]:
+    """The scalars of any step, by tag; None for those that are not known."""
+    return {
+        "loss/train": loss,
+        "optim/grad_norm": grad_norm,
+        "optim/learning_rate": learning_rate,
+        "memory/peak_reserved_gib": peak_memory_gib,
+        "gpu/utilization": gpu_utilization,
+    }
+
+
+def speed_scalars(
+    seconds: float, tokens_per_second: float, world_size: int, tflops_per_device: float, mfu: float | None
+) -> dict[str, float | None]:
+    """The further scalars of a timed step, by tag."""
+    return {
+        "time/step_seconds": seconds,
+        "throughput/tokens_per_second": tokens_per_second,
+        "throughput/tokens_per_second_per_device": tokens_per_second / world_size,
+        "throughput/tflops_per_device": tflops_per_device,
+        "throughput/mfu": mfu,
+    }

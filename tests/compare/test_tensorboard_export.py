@@ -1,0 +1,58 @@
+"""The export from records writes what training wrote."""
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megabench import UserError
+from megabench.compare.tensorboard_export import export_scalars, scalars_of
+from megabench.record import RunRecord, read_records
+from tests.study.records import make_record
+from tests.train.test_pretrain import ROOT, pretrain
+
+
+def scalars_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.e2e
+def test_a_run_s_record_holds_all_that_training_wrote(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert pretrain("--steps", "6", "--warmup-steps", "2", "--data", "synthetic", "--out", str(out)).returncode == 0
+    assert export_scalars([RunRecord.read(out / "record.json")], tmp_path / "exported") == 1
+    written, exported = scalars_in(out / "tensorboard"), scalars_in(tmp_path / "exported" / "run")
+    assert written.keys() == exported.keys() and len(written["time/step_seconds"]) == 4
+    for tag, points in written.items():
+        assert exported[tag] == [(step, pytest.approx(value, rel=1e-5)) for step, value in points], tag
+
+
+def test_memory_and_utilization_of_gpus() -> None:
+    fields = {"device": "NVIDIA H200", "warmup_steps": 1, "peak_memory_gib_by_step": [1.0, 2.0]}
+    record = make_record([6.0, 5.0], gpu_utilization_by_step=[None, 0.5], learning_rates=[0.1, 0.2], **fields)
+    (_, first), (_, second) = scalars_of(record)
+    assert (first["memory/peak_reserved_gib"], first["gpu/utilization"]) == (1.0, None)
+    assert (second["memory/peak_reserved_gib"], second["gpu/utilization"]) == (2.0, 0.5)
+    assert "time/step_seconds" not in first and second["optim/learning_rate"] == 0.2
+
+
+def test_older_records_export_what_they_hold() -> None:
+    records = read_records(ROOT / "benchmarks" / "llama3-8b-two-gpus" / "results.jsonl")
+    record = next(record for record in records if record.status == "ok" and record.mfu)
+    steps = dict(scalars_of(record))
+    last = steps[record.first_step + len(record.losses) - 1]
+    assert last["loss/train"] == record.losses[-1] and last["optim/learning_rate"] is None
+    assert record.step_seconds and last["time/step_seconds"] == record.step_seconds.all[-1]
+    median = record.step_seconds.median
+    assert last["throughput/mfu"] == pytest.approx(record.mfu * median / record.step_seconds.all[-1])
+
+
+def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    record = make_record([6.0])
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file is a file\. Give a directory"):
+        export_scalars([record], tmp_path / "file")
+    export_scalars([record], tmp_path / "out")
+    with pytest.raises(UserError, match="holds event files already"):
+        export_scalars([record], tmp_path / "out")
