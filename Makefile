@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test lint readme-tables settings-page validate-planner venv clean
+.PHONY: quickstart test test-fast lint readme-tables settings-page validate-planner venv clean
 
 quickstart: $(INSTALLED)
 	rm -rf runs/quickstart
@@ -11,6 +11,10 @@ quickstart: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# the tests that start no processes and open no pages
+test-fast: $(INSTALLED)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not distributed and not e2e"
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
