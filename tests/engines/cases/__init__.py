@@ -14,6 +14,7 @@ A module may define:
 """
 
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from megabench.specs.registry import ENGINES
@@ -23,6 +24,25 @@ def cases(name: str) -> dict[str, Any]:
     """The cases called `name` of all engines: a dict as it is, a list by engine and place ("fsdp-0")."""
     found: dict[str, Any] = {}
     for engine in ENGINES:
-        own = getattr(import_module(f"{__name__}.{engine}"), name, {})
-        found |= own if isinstance(own, dict) else {f"{engine}-{place}": case for place, case in enumerate(own)}
+        own = getattr(_module_of(engine), name, {})
+        own = own if isinstance(own, dict) else {f"{engine}-{place}": case for place, case in enumerate(own)}
+        if twice := sorted(found.keys() & own.keys()):
+            raise ValueError(
+                f"{name} of the {engine} engine repeats the names {twice}. Rename them in {_path_of(engine)}."
+            )
+        found |= own
     return found
+
+
+def _path_of(engine: str) -> str:
+    return f"tests/engines/cases/{engine}.py"
+
+
+def _module_of(engine: str) -> ModuleType:
+    module = f"{__name__}.{engine}"
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:  # the file is there, and something that it imports is not
+            raise
+        raise LookupError(f"The {engine} engine has no test cases. Write {_path_of(engine)}.") from None
