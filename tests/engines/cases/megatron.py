@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from megabench.specs.all_settings import engines_with
+
 IN_BF16: list[dict[str, Any]] = [{"tp": 2}]
 ON_GPUS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -27,12 +29,14 @@ ON_GPUS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp4-pp2": (8, {"tp": 4, "pp": 2}),
     "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2}),
 }
+# the engines that compile, whichever they are, as an error message lists them
+_COMPILING = "(?:, | and )".join(engines_with("compile")) + " engine" + "s" * (len(engines_with("compile")) > 1)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_leaf_layers": True}, "zero_leaf_layers is a setting of the deepspeed engine"),
     ({"optimizer": "adafactor"}, "needs whole matrices on every rank, and the megatron engine cuts them"),
     ({"keep_gathered": True}, "it needs tp=2 or more and kernels=auto"),
     ({"tp": 2, "keep_gathered": True, "kernels": "reference"}, "it needs tp=2 or more and kernels=auto"),
-    ({"compile": True}, "compile is a setting of the fsdp.* engine.*, and the engine is megatron"),
+    ({"compile": True}, f"compile is a setting of the {_COMPILING}, and the engine is megatron"),
 ]
 OF_EARLIER_VERSIONS: dict[str, dict[str, Any]] = {"megatron": {"tp": 2}}
 KERNELS: dict[str, dict[str, Any]] = {
