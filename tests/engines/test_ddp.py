@@ -32,7 +32,7 @@ from tests.engines.test_families import SMALL as SMALL_MODEL
 from tests.engines.test_families import check_model_that_no_table_describes
 from tests.engines.test_options import train_scaled
 from tests.planner.jobs import costs, job
-from tests.planner.test_data_parallel import FOUR, check_fragments, data_parallel
+from tests.planner.test_data_parallel import FOUR, bytes_a_parameter, check_fragments, data_parallel, launch_seconds
 from tests.planner.test_validation import measured_parts
 from tests.train.callbacks.test_comm_volume import EXACT, PARAMETERS, counted
 
@@ -223,6 +223,17 @@ def test_a_model_too_small_for_sharding():
 def test_powersgd_is_timed_behind_its_plain_steps():
     short = probe_config(config(engine="ddp", powersgd_rank=4), SETTING, WORLD_SIZE, "cuda")
     assert (short.warmup_steps, short.steps) == (POWERSGD_PLAIN_STEPS + 1, POWERSGD_PLAIN_STEPS + 3)
+
+
+def test_what_it_copies():
+    assert bytes_a_parameter("ddp") == pytest.approx(6 + 6 + 12 - 12)  # weights cast, gradients cast and added
+    assert bytes_a_parameter("ddp", recompute="full") == pytest.approx(bytes_a_parameter("ddp") + 6)
+    assert bytes_a_parameter("ddp", work=job(precision="fp32")) == pytest.approx(12 - 12)
+
+
+def test_it_waits_for_no_hooks():
+    """ZeRO-0 has none either, and is what ZeRO-1 and ZeRO-3 are compared with."""
+    assert launch_seconds("gpt2", 8, "ddp") == pytest.approx(launch_seconds("gpt2", 8, "deepspeed", 0))
 
 
 def test_adafactor_is_planned_without_moments():

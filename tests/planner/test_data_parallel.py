@@ -35,15 +35,10 @@ def bytes_a_parameter(engine: str, stage: int = 0, work=None, **settings) -> flo
         ("deepspeed", 2, 6 + 8 + 8 + 8 + 20 / 4 - 12),  # cast, bucket, divided, by rank; its own part back and added
         ("deepspeed", 1, 6 + 12 - 12),  # cast and added
         ("fsdp", 3, 8 + 6 + (2 * (6 + 4) + 12) / 4 - 12),  # twice cast, in and out; gradients in, and added
-        ("ddp", 0, 6 + 6 + 12 - 12),  # weights cast, gradients cast and added
     ],
 )
 def test_what_an_engine_copies(engine: str, stage: int, expected: float):
     assert bytes_a_parameter(engine, stage) == pytest.approx(expected)
-
-
-def test_weights_are_cast_again_where_they_are_recomputed():
-    assert bytes_a_parameter("ddp", recompute="full") == pytest.approx(bytes_a_parameter("ddp") + 6)
 
 
 def test_gradients_in_16_bits_are_not_cast():
@@ -52,7 +47,6 @@ def test_gradients_in_16_bits_are_not_cast():
 
 def test_nothing_is_cast_in_fp32():
     in_fp32 = job(precision="fp32")
-    assert bytes_a_parameter("ddp", work=in_fp32) == pytest.approx(12 - 12)
     assert bytes_a_parameter("fsdp", 3, in_fp32) == pytest.approx(16 + 8 + (2 * 8 + 12) / 4 - 12)
 
 
@@ -68,12 +62,12 @@ def launch_seconds(model: str, micro_batch: int, engine: str, stage: int = 0) ->
 
 
 def test_hooks_are_waited_for_where_a_gpu_has_little_to_do():
-    ddp, zero1, zero3 = launch_seconds("gpt2", 8, "ddp"), *(launch_seconds("gpt2", 8, "deepspeed", n) for n in (1, 3))
-    assert 0 < ddp < zero1 < zero3
+    plain, zero1, zero3 = (launch_seconds("gpt2", 8, "deepspeed", stage) for stage in (0, 1, 3))
+    assert 0 < plain < zero1 < zero3
     tensors = 12 * 12  # of twelve layers
     launch = costs(job(), FOUR).profile.launch_seconds
-    assert zero1 - ddp == pytest.approx(tensors * 16 * launch)
-    assert zero3 - ddp == pytest.approx(tensors * (17 + 34) * launch)
+    assert zero1 - plain == pytest.approx(tensors * 16 * launch)
+    assert zero3 - plain == pytest.approx(tensors * (17 + 34) * launch)
     assert launch_seconds("llama3-8b", 256, "deepspeed", 3) == 0, "hidden behind a GPU that is busy"
 
 
