@@ -76,7 +76,7 @@ class TrialProcesses:
     def _environment(self, rank: int) -> dict[str, str]:
         task = self._task
         environment = {"PYTHONUNBUFFERED": "1"} | without_launcher(os.environ)
-        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # each layout wants its own: train/command.py
+        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # each layout wants its own: train/main.py
         if task.device == "cpu":
             environment = {"OMP_NUM_THREADS": "1"} | environment | {"CUDA_VISIBLE_DEVICES": ""}
         placement = self._coordinator.launch.placement_variables(rank, task.world_size)
