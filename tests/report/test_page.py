@@ -19,8 +19,8 @@ from megabench.study.parity import judge_parity
 from megabench.study.results_directory import StudyRecords, read_folder
 from megabench.study.summary import summarize, write_csv
 from tests.compare.compare_process import REPOSITORY
+from tests.report import report_studies
 from tests.report.report_studies import FINDINGS, STUDIES
-from tests.study import report_studies
 from tests.study.records import make_record
 
 RECORDED = Path(__file__).parent / "recorded"

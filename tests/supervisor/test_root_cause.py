@@ -164,7 +164,7 @@ def test_the_place_is_where_the_main_thread_stands(all_threads):
         text = dump.read()
     release.set()
     thread.join()
-    assert where_it_stands(text).startswith("test_the_place_is_where_the_main_thread_stands (test_outcome.py:")
+    assert where_it_stands(text).startswith("test_the_place_is_where_the_main_thread_stands (test_root_cause.py:")
 
 
 def test_the_place_names_our_call_too():
