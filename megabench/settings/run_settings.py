@@ -29,7 +29,7 @@ class RunSettings(Settings):
     )
     num_layers: PositiveInt | None = setting(
         None,
-        "Cut or grow the model to this many layers.",
+        "Number of layers; overrides the model's.",
         panel="Model and data",
         role="work",
         resume="content",
@@ -37,7 +37,7 @@ class RunSettings(Settings):
     )
     engine: str = setting(
         "megatron",
-        "How a step runs.",
+        "Engine that trains the model: its parallelism and optimizer.",
         panel="Engine and layout",
         role="layout",
         resume="content",
@@ -45,7 +45,7 @@ class RunSettings(Settings):
     )
     tp: PositiveInt = setting(
         1,
-        "Tensor-parallel size; sequence parallelism comes with it.",
+        "Tensor-parallel size; sequence parallelism is enabled with it.",
         panel="Engine and layout",
         role="layout",
         resume="free",
@@ -59,7 +59,7 @@ class RunSettings(Settings):
     )
     pp: PositiveInt = setting(
         1,
-        "Pipeline stages.",
+        "Number of pipeline stages.",
         panel="Engine and layout",
         role="layout",
         resume="free",
@@ -89,28 +89,28 @@ class RunSettings(Settings):
     )
     placement: Policy = setting(
         "topology",
-        "Which rank sits where: TP inside NVLink domains, as the launcher counts, or TP across on purpose.",
+        "Placement of ranks: TP inside NVLink domains, the launcher's order, or TP across domains (for comparison).",
         panel="Engine and layout",
         role="machine",
         resume="free",
     )
     strict_placement: bool = setting(
         False,
-        "Refuse to start when a TP group leaves its NVLink domain.",
+        "Refuse to start if a TP group would span NVLink domains.",
         panel="Engine and layout",
         role="machine",
         resume="free",
     )
     emulate_hosts: PositiveInt | None = setting(
         None,
-        "Split one machine's ranks into this many hosts, which talk over sockets.",
+        "Divide the ranks of one machine into this many emulated hosts that communicate over sockets.",
         panel="Engine and layout",
         role="machine",
         resume="free",
     )
     seq_length: PositiveInt | None = setting(
         None,
-        "Tokens of a sequence [default: the model's].",
+        "Tokens per sequence [default: the model's].",
         panel="Batch",
         role="work",
         resume="same",
@@ -118,7 +118,7 @@ class RunSettings(Settings):
     )
     micro_batch: PositiveInt | Literal["auto"] | None = setting(
         None,
-        "Sequences of one forward pass and replica; auto tries a few [default: the model's].",
+        "Sequences per forward pass and model replica; auto finds the fastest that fits [default: the model's].",
         panel="Batch",
         role="layout",
         resume="free",
@@ -132,7 +132,7 @@ class RunSettings(Settings):
     )
     global_batch: PositiveInt | None = setting(
         None,
-        "Sequences of one optimizer step [default: the model's].",
+        "Sequences per optimizer step [default: the model's].",
         panel="Batch",
         role="work",
         resume="same",
@@ -140,7 +140,7 @@ class RunSettings(Settings):
     )
     steps: int = setting(
         100,
-        "Optimizer steps in all, warm-up steps included.",
+        "Number of optimizer steps, warm-up steps included.",
         ge=1,
         le=10**9,
         panel="Run",
@@ -150,14 +150,14 @@ class RunSettings(Settings):
     )
     warmup_steps: NonNegativeInt = setting(
         5,
-        "Steps before timing starts; in no reported figure.",
+        "Steps before timing starts; reported figures exclude them.",
         panel="Run",
         role="machine",
         resume="free",
     )
     optimizer: Literal["adamw", "sgd", "adafactor"] = setting(
         "adamw",
-        "Optimizer (SGD without momentum; Adafactor on ddp and ZeRO-0, which hold whole matrices).",
+        "Optimizer (SGD has no momentum; Adafactor needs ddp or ZeRO-0, whose ranks hold whole matrices).",
         panel="Optimizer",
         role="work",
         resume="same",
@@ -173,7 +173,7 @@ class RunSettings(Settings):
     )
     lr_warmup: NonNegativeInt | None = setting(
         None,
-        "Steps of linear warm-up [default: the model's].",
+        "Number of linear warm-up steps of the learning rate [default: the model's].",
         panel="Optimizer",
         role="work",
         resume="mention",
@@ -181,7 +181,7 @@ class RunSettings(Settings):
     )
     min_lr: NonNegativeFloat | None = setting(
         None,
-        "Learning rate at the end of the cosine [default: a tenth of lr].",
+        "Learning rate at the end of the cosine decay [default: a tenth of lr].",
         panel="Optimizer",
         role="work",
         resume="mention",
@@ -205,7 +205,7 @@ class RunSettings(Settings):
     )
     weight_decay: NonNegativeFloat = setting(
         0.1,
-        "Weight decay of matrices; vectors have none.",
+        "Weight decay of matrices; vectors are not decayed.",
         panel="Optimizer",
         role="work",
         resume="mention",
@@ -213,7 +213,7 @@ class RunSettings(Settings):
     )
     clip_grad: NonNegativeFloat = setting(
         1.0,
-        "Clip the global gradient norm to this; 0 is off.",
+        "Maximum global gradient norm; 0 disables clipping.",
         panel="Optimizer",
         role="work",
         resume="mention",
@@ -229,7 +229,7 @@ class RunSettings(Settings):
     )
     grad_dtype: Literal["fp32", "bf16"] = setting(
         "fp32",
-        "Dtype in which gradients are reduced and at least accumulated, for every engine.",
+        "Dtype in which every engine reduces gradients, and the least precise one in which it accumulates them.",
         panel="Precision and kernels",
         role="work",
         resume="mention",
@@ -237,14 +237,14 @@ class RunSettings(Settings):
     )
     kernels: Literal["auto", "reference"] = setting(
         "auto",
-        "Fused kernels where they serve, or plain torch as transformers ships it.",
+        "auto: fused kernels where they are available; reference: plain torch, as in transformers.",
         panel="Precision and kernels",
         role="machine",
         resume="free",
     )
     recompute: Literal["none", "selective", "full", "auto"] = setting(
         "none",
-        "Activations computed again in backward: none, attention alone, whole layers; auto tries them.",
+        "Activation recomputation: none, selective (attention), full (whole layers); auto finds the fastest that fits.",
         panel="Precision and kernels",
         role="option",
         resume="free",
@@ -258,7 +258,7 @@ class RunSettings(Settings):
     )
     data: str = setting(
         "stdlib",
-        "stdlib, synthetic, a .txt/.jsonl/.parquet file, or the prefix of a .bin/.idx token file.",
+        "Training data: stdlib, synthetic, a .txt/.jsonl/.parquet file, or the prefix of a .bin/.idx token file.",
         panel="Model and data",
         role="work",
         resume="content",
@@ -266,7 +266,7 @@ class RunSettings(Settings):
     )
     tokenizer: str = setting(
         "bytes",
-        "bytes, or a Hugging Face tokenizer directory.",
+        "Tokenizer: bytes, or a Hugging Face tokenizer directory.",
         panel="Model and data",
         role="work",
         resume="free",
@@ -282,14 +282,14 @@ class RunSettings(Settings):
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto",
-        "Where to run.",
+        "Device to train on.",
         panel="Run",
         role="machine",
         resume="free",
     )
     save: Path | None = setting(
         None,
-        "Directory for checkpoints, shared by all hosts; the last step is saved.",
+        "Directory for checkpoints, shared by all hosts; the last step is always saved.",
         panel="Checkpoints",
         role="output",
         resume="free",
@@ -297,7 +297,7 @@ class RunSettings(Settings):
     )
     save_every: PositiveInt | None = setting(
         None,
-        "Save every so many steps, too.",
+        "Also save after every N steps.",
         panel="Checkpoints",
         role="output",
         resume="free",
@@ -305,8 +305,7 @@ class RunSettings(Settings):
     )
     keep: PositiveInt | None = setting(
         None,
-        "Number of this run's newest checkpoints to keep; the newest one that is known to be healthy is "
-        "always kept [default: all].",
+        "Number of this run's newest checkpoints to keep; the newest healthy one is never deleted [default: all].",
         panel="Checkpoints",
         role="output",
         resume="free",
@@ -314,8 +313,8 @@ class RunSettings(Settings):
     )
     save_mode: Literal["auto", "sync", "async"] = setting(
         "auto",
-        "Whether training waits for a checkpoint to be written, or for a copy in host memory alone "
-        "(auto: on GPUs, where that memory suffices).",
+        "sync: training waits until a checkpoint is written; async: only until "
+        "it is copied to host memory; auto: async on GPUs if host memory suffices.",
         panel="Checkpoints",
         role="output",
         resume="free",
@@ -323,8 +322,8 @@ class RunSettings(Settings):
     )
     load: Path | None = setting(
         None,
-        "Go on from the newest good checkpoint of this directory (that of --save may be empty yet), or "
-        "from DIR/step-N alone.",
+        "Resume from the newest valid checkpoint in this directory "
+        "(it may be empty if it is also --save), or from DIR/step-N.",
         panel="Checkpoints",
         role="machine",
         resume="free",
@@ -332,28 +331,28 @@ class RunSettings(Settings):
     )
     nan_tolerance: NonNegativeInt = setting(
         3,
-        "Steps in a row that may be skipped for a loss or gradients that are not finite.",
+        "Number of consecutive steps with a non-finite loss or gradients that may be skipped.",
         panel="Run",
         role="machine",
         resume="free",
     )
     stall_seconds: PositiveFloat = setting(
         300.0,
-        "End the run when a step makes no progress for so long (the first step: four times that).",
+        "Abort the run if a step makes no progress for this long (four times as long for the first step).",
         panel="Run",
         role="watch",
         resume="free",
     )
     profile: bool = setting(
         False,
-        "Profile one more step behind the last: where it went, and a Chrome trace in OUT/trace.",
+        "Profile one extra step after the last: time by part, and a Chrome trace in OUT/trace.",
         panel="Run",
         role="watch",
         resume="free",
     )
     callbacks: str | None = setting(
         None,
-        "Your own callbacks as module:Class, separated by commas; the working directory is searched first.",
+        "Your own callbacks, as module:Class separated by commas; modules are first searched in the working directory.",
         panel="Run",
         role="watch",
         resume="free",
@@ -368,7 +367,7 @@ class RunSettings(Settings):
     )
     out: Path | None = setting(
         None,
-        "Directory for record.json and TensorBoard scalars.",
+        "Directory for record.json and TensorBoard files.",
         panel="Run",
         role="output",
         resume="free",

@@ -15,7 +15,7 @@ POWERSGD_PLAIN_STEPS = 2  # uncompressed steps at the start, the fewest that tor
 class DdpSettings(EngineSettings):
     powersgd_rank: PositiveInt | None = setting(
         None,
-        "Compress ddp's gradients to matrices of this rank (PowerSGD): less to send, other gradients.",
+        "Compress ddp's gradients to this rank (PowerSGD): less communication, approximate gradients.",
         panel="Engine and layout",
         role="option",
         resume="free",

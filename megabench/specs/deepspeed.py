@@ -30,7 +30,7 @@ class DeepSpeedSettings(EngineSettings):
     offload: Literal["none", "optimizer", "all"] = OFFLOAD
     hpz_size: PositiveInt | None = setting(
         None,
-        "Neighbouring ranks that keep a second copy of ZeRO-3's shards, for backward (ZeRO++ hpZ).",
+        "Neighbouring ranks that share a second copy of ZeRO-3's shards for the backward pass (ZeRO++ hpZ).",
         panel="Engine and layout",
         role="option",
         resume="free",
@@ -39,7 +39,7 @@ class DeepSpeedSettings(EngineSettings):
     )
     zero_prefetch: NonNegativeInt | None = setting(
         None,
-        "Elements that ZeRO-3 gathers ahead of their use [default: DeepSpeed's].",
+        "Number of elements that ZeRO-3 gathers in advance [default: DeepSpeed's].",
         panel="Engine and layout",
         role="option",
         resume="free",
@@ -47,7 +47,7 @@ class DeepSpeedSettings(EngineSettings):
     )
     zero_persistence: NonNegativeInt | None = setting(
         None,
-        "Elements up to which ZeRO-3 keeps a parameter whole on every rank [default: DeepSpeed's].",
+        "ZeRO-3 keeps parameters up to this number of elements whole on every rank [default: DeepSpeed's].",
         panel="Engine and layout",
         role="option",
         resume="free",
@@ -55,7 +55,7 @@ class DeepSpeedSettings(EngineSettings):
     )
     zero_leaf_layers: bool = setting(
         False,
-        "Have ZeRO-3 gather and drop each layer whole (DeepSpeed's leaf modules), not by its parts.",
+        "Make ZeRO-3 gather and release whole layers (DeepSpeed's leaf modules) instead of single modules.",
         panel="Engine and layout",
         role="option",
         resume="free",
@@ -64,7 +64,7 @@ class DeepSpeedSettings(EngineSettings):
     reshard_after_forward: bool = RESHARD_AFTER_FORWARD
     deepspeed_config: Path | None = setting(
         None,
-        "Your own DeepSpeed JSON; its settings win.",
+        "Your own DeepSpeed JSON file; its settings take precedence over megabench's defaults.",
         panel="Engine and layout",
         role="option",
         resume="free",

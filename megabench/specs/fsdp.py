@@ -17,7 +17,7 @@ class FsdpSettings(EngineSettings):
     offload: Literal["none", "optimizer", "all"] = OFFLOAD
     shard_size: PositiveInt | None = setting(
         None,
-        "Neighbouring ranks that fsdp shards over, replicating beyond them (HSDP) [default: all].",
+        "Neighbouring ranks that fsdp shards over; beyond them it replicates (HSDP) [default: all ranks].",
         panel="Engine and layout",
         role="option",
         resume="free",

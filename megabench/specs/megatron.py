@@ -15,7 +15,7 @@ from megabench.specs.megatron_memory import MegatronVariant
 class MegatronSettings(EngineSettings):
     stages: Literal["balanced", "even"] = setting(
         "balanced",
-        "Layers of pipeline stages: so that all take as long, output layer included, or as many to each.",
+        "Layers per pipeline stage: balanced (equal time, counting the output layer) or even (equal numbers).",
         panel="Engine and layout",
         role="option",
         resume="free",
@@ -23,7 +23,7 @@ class MegatronSettings(EngineSettings):
     )
     keep_gathered: bool = setting(
         False,
-        "Keep what TP gathered for the backward pass: a fifth less to send, more memory.",
+        "Keep the inputs that TP gathered for the backward pass: a fifth less TP communication, more memory.",
         panel="Engine and layout",
         role="option",
         resume="free",

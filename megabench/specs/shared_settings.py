@@ -6,7 +6,7 @@ from megabench.settings.setting import setting
 
 RESHARD_AFTER_FORWARD: Any = setting(
     True,
-    "Whether fsdp and ZeRO-3 drop a layer's weights after forward, to gather them again for backward.",
+    "Release a layer's gathered weights after forward and gather them again for backward (fsdp, ZeRO-3).",
     panel="Engine and layout",
     role="option",
     resume="free",
@@ -14,7 +14,7 @@ RESHARD_AFTER_FORWARD: Any = setting(
 )
 OFFLOAD: Any = setting(
     "none",
-    "What deepspeed and fsdp keep in host memory: the optimizer (deepspeed), or all (ZeRO-3, fsdp).",
+    "State kept in host memory: the optimizer's (deepspeed), or all state (ZeRO-3 and fsdp).",
     panel="Engine and layout",
     role="option",
     resume="free",
