@@ -148,17 +148,19 @@ def report(
     from megabench.terminal import standard_output
 
     path, study = out or folder / "report.html", read_folder(folder)
+    if tensorboard:
+        from megabench.compare.hparams import write_hparams
+        from megabench.compare.tensorboard_export import check_output, export_scalars
+        from megabench.study.summary import summarize
+
+        check_output(tensorboard)
+        number = export_scalars(study.records, tensorboard)
+        write_hparams(tensorboard, summarize(study.records, study.reference))
     findings = examine(study.records, study.reference)
     write_report(path, study, findings, read_folder(beside) if beside else None)
     show(standard_output(), study.records, study.reference)
     print(path)
     if tensorboard:
-        from megabench.compare.hparams import write_hparams
-        from megabench.compare.tensorboard_export import export_scalars
-        from megabench.study.summary import summarize
-
-        number = export_scalars(study.records, tensorboard)
-        write_hparams(tensorboard, summarize(study.records, study.reference))
         print(f"{tensorboard}: the scalars of {number} runs, for tensorboard --logdir {tensorboard}")
 
 

@@ -14,9 +14,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from megabench import UserError, older_records
 from megabench.atomic_write import write_atomically
 
-# raised with the first field that is added, or means something else, after a release, which none has been yet: then an
-# older version refuses the records in a sentence, and a newer one loads those of every schema before
-SCHEMA_VERSION = 1
+# Raised with the first field that is added or changes its meaning after a release (0.1.0 wrote 1). An older version
+# refuses records of a newer schema in one sentence; a newer version loads those of every older schema.
+SCHEMA_VERSION = 2
 
 Status = Literal["ok", "oom", "failed", "timeout", "diverged"]
 FailureKind = Literal["hang", "oom", "shared-memory", "killed", "error"]
@@ -334,7 +334,7 @@ class RunRecord(_Part):
     losses: list[Measure] = []  # every step of this run
     grad_norms: list[Measure] = []
     learning_rates: list[float] | None = Field(default=None, description="of every step")
-    peak_memory_gib_by_step: list[float] | None = Field(default=None, description="of rank 0, up to each step")
+    peak_memory_gib_by_step: list[float | None] | None = Field(default=None, description="of rank 0, up to each step")
     gpu_utilization_by_step: list[float | None] | None = Field(default=None, description="of rank 0's GPU, 0 to 1")
     num_skipped_steps: int = 0
     parity: Parity | None = None

@@ -1,25 +1,39 @@
 """Writes the scalars that the records of a study hold as TensorBoard event files."""
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
 from megabench import UserError
 from megabench.record import RunRecord
+from megabench.study.expand import SAFE_NAME
 from megabench.train.callbacks.tensorboard import speed_scalars, step_scalars
+from megabench.train.trainer import learning_rate_at
+
+
+def check_output(out: Path) -> None:
+    """UserError if `out` is no directory, or holds event files already: TensorBoard would show both as one run."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--tensorboard {out} is a file. Give a directory.")
+    if out.exists() and any(out.rglob("events.out.tfevents*")):
+        raise UserError(f"--tensorboard {out} holds event files already. Give a new directory.")
 
 
 def export_scalars(records: Sequence[RunRecord], out: Path) -> int:
     """Write a TensorBoard run for each record that has losses, as training names it; return their number.
 
-    UserError if `out` is no directory, or holds event files already: TensorBoard would show both as one run.
+    UserError if no record has losses, if a trial's name is no name for a directory, or if `out` cannot be written.
     """
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--tensorboard {out} is a file. Give a directory.")
-    if next(out.rglob("events.out.tfevents*"), None) if out.exists() else None:
-        raise UserError(f"--tensorboard {out} holds event files already. Give a new directory.")
     with_losses = [record for record in records if record.losses]
+    if not with_losses:
+        raise UserError("no record has trained a step, so there are no scalars to write. Omit --tensorboard.")
+    for record in with_losses:
+        if not SAFE_NAME.fullmatch(record.trial):
+            raise UserError(f"trial {record.trial!r} cannot name a directory. Rename it in results.jsonl.")
     for record in with_losses:
         has_repeats = any(other.trial == record.trial and other.repeat != record.repeat for other in with_losses)
         name = Path(record.trial, f"repeat-{record.repeat}") if has_repeats else Path(record.trial)
@@ -38,21 +52,43 @@ def export_scalars(records: Sequence[RunRecord], out: Path) -> int:
 def scalars_of(record: RunRecord) -> Iterator[tuple[int, dict[str, float | None]]]:
     """The number of each step, counted from 1, and its scalars by tag; None for those that the record lacks.
 
-    Step times are those of the slowest rank; during training rank 0 writes its own.
+    Step times are those of the slowest rank; during training rank 0 writes its own. Records of version 0.1.0 hold the
+    memory and the mean utilization of the whole run only, which are written for the last step.
     """
-    memory = record.peak_memory_gib_by_step if record.device not in (None, "cpu") else None
+    count = len(record.losses)
+    memory, utilization = record.peak_memory_gib_by_step, record.gpu_utilization_by_step
+    unknown: list[float | None] = [None] * (count - 1)
+    if memory is None and record.peak_memory_gib:
+        memory = [*unknown, record.peak_memory_gib.per_rank[0]]
+    if utilization is None:
+        utilization = [*unknown, record.gpu_utilization]
+    rates = record.learning_rates or _scheduled_rates(record)
     timed = record.step_seconds.all if record.step_seconds else []
     for index, loss in enumerate(record.losses):
         values = step_scalars(
-            loss=loss,
-            grad_norm=record.grad_norms[index] if index < len(record.grad_norms) else None,
-            learning_rate=record.learning_rates[index] if record.learning_rates else None,
-            peak_memory_gib=memory[index] if memory else None,
-            gpu_utilization=record.gpu_utilization_by_step[index] if record.gpu_utilization_by_step else None,
+            loss=_measured(loss),
+            grad_norm=_measured(record.grad_norms[index]) if index < len(record.grad_norms) else None,
+            learning_rate=rates[index] if rates else None,
+            peak_memory_gib=memory[index] if memory and record.device != "cpu" else None,
+            gpu_utilization=utilization[index],
         )
         if index >= record.warmup_steps and index - record.warmup_steps < len(timed):
             values |= _speed(record, timed[index - record.warmup_steps])
         yield record.first_step + index, values
+
+
+def _measured(value: float | None) -> float:
+    """A record holds null for a loss or norm that is not finite."""
+    return math.nan if value is None else value
+
+
+def _scheduled_rates(record: RunRecord) -> list[float] | None:
+    """The learning rate of each step, from the schedule of the work class."""
+    if record.work_class is None or not {"lr", "min_lr", "lr_warmup", "steps"} <= record.work_class.schedule.keys():
+        return None
+    schedule: Any = SimpleNamespace(**record.work_class.schedule)
+    first = record.first_step - 1
+    return [learning_rate_at(schedule, first + index) for index in range(len(record.losses))]
 
 
 def _speed(record: RunRecord, seconds: float) -> dict[str, float | None]:

@@ -1,12 +1,13 @@
 """The export from records writes what training wrote."""
 
+import math
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megabench import UserError
-from megabench.compare.tensorboard_export import export_scalars, scalars_of
+from megabench.compare.tensorboard_export import check_output, export_scalars, scalars_of
 from megabench.record import RunRecord, read_records
 from tests.study.records import make_record
 from tests.train.test_pretrain import ROOT, pretrain
@@ -38,21 +39,35 @@ def test_memory_and_utilization_of_gpus() -> None:
 
 
 def test_older_records_export_what_they_hold() -> None:
-    records = read_records(ROOT / "benchmarks" / "llama3-8b-two-gpus" / "results.jsonl")
-    record = next(record for record in records if record.status == "ok" and record.mfu)
-    steps = dict(scalars_of(record))
-    last = steps[record.first_step + len(record.losses) - 1]
-    assert last["loss/train"] == record.losses[-1] and last["optim/learning_rate"] is None
-    assert record.step_seconds and last["time/step_seconds"] == record.step_seconds.all[-1]
-    median = record.step_seconds.median
-    assert last["throughput/mfu"] == pytest.approx(record.mfu * median / record.step_seconds.all[-1])
+    """The event files of this study are those that training wrote."""
+    folder = ROOT / "benchmarks" / "llama3-8b-eight"
+    record = next(record for record in read_records(folder / "results.jsonl") if record.trial == "dp8")
+    written, steps = scalars_in(folder / "tensorboard" / "dp8"), dict(scalars_of(record))
+    for tag in ("loss/train", "optim/grad_norm", "optim/learning_rate"):
+        assert [(step, values[tag]) for step, values in steps.items()] == [
+            (step, pytest.approx(value, rel=1e-5)) for step, value in written[tag]
+        ]
+    last = steps[max(steps)]
+    assert last["memory/peak_reserved_gib"] == pytest.approx(written["memory/peak_reserved_gib"][-1][1])
+    assert record.step_seconds and record.mfu and last["time/step_seconds"] == record.step_seconds.all[-1]
+    faster = record.step_seconds.median / record.step_seconds.all[-1]
+    assert last["throughput/mfu"] == pytest.approx(record.mfu * faster)
+    assert last["gpu/utilization"] == record.gpu_utilization
 
 
-def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
-    record = make_record([6.0])
+def test_a_loss_that_is_not_finite_is_written_as_such() -> None:
+    (_, first), _ = scalars_of(make_record([None, 5.0]))
+    assert first["loss/train"] is not None and math.isnan(first["loss/train"])
+
+
+def test_what_cannot_be_exported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file is a file\. Give a directory"):
-        export_scalars([record], tmp_path / "file")
-    export_scalars([record], tmp_path / "out")
+        check_output(tmp_path / "file")
+    export_scalars([make_record([6.0])], tmp_path / "out")
     with pytest.raises(UserError, match="holds event files already"):
-        export_scalars([record], tmp_path / "out")
+        check_output(tmp_path / "out")
+    with pytest.raises(UserError, match="elsewhere' cannot name a directory"):
+        export_scalars([make_record([6.0], trial="../elsewhere")], tmp_path / "out")
+    with pytest.raises(UserError, match="no record has trained a step"):
+        export_scalars([make_record([])], tmp_path / "out")

@@ -262,7 +262,7 @@ def test_a_trial_without_a_result_joins_no_work_class_of_several():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"schema_version": 99}', "line 1 has record schema 99, and this megabench reads schemas up to 1"),
+        ('{"schema_version": 99}', "line 1 has record schema 99, and this megabench reads schemas up to 2"),
         ('{"schema_version": 1, "tria', "line 1 is not JSON"),
         ("[]", "line 1 is no record of a trial"),
         ('{"schema_version": 1}', "line 1 is no record that this megabench reads: trial: Field required"),
