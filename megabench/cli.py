@@ -197,7 +197,7 @@ def topo(
     from megabench.parallel.placement import place
 
     if cluster and nproc:
-        raise UserError(f"--nproc {nproc} is of this machine, and --cluster {cluster} of another; leave one out")
+        raise UserError(f"--nproc {nproc} and --cluster {cluster} are mutually exclusive. Omit one of them.")
     policy = room.read_policy(placement)
     asked = Layout(tp=tp, cp=cp, pp=pp, vp=vp)
     topology = room.find_topology(cluster, nproc, asked, _launcher_rank() is not None, emulate_hosts)

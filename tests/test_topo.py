@@ -102,7 +102,7 @@ def test_a_cluster_file_that_is_wrong(monkeypatch, capsys, tmp_path, content, se
         (["--tp", 16, "--model", "llama3-8b"], "tp=16 does not divide num_kv_heads=8 of llama3-8b"),
         (["--placement", "random"], "placement=random is not known; use one of topology, launcher, spread-tp"),
         (["--vp", 2], "vp=2 interleaves pipeline stages and needs pp > 1, but pp=1; use vp=1 or pp=2"),
-        (["--nproc", 4], "--nproc 4 is of this machine, and --cluster p4d.24xlarge:2 of another; leave one out"),
+        (["--nproc", 4], "--nproc 4 and --cluster p4d.24xlarge:2 are mutually exclusive. Omit one of them."),
         (["--emulate-hosts", 2], "emulate_hosts=2 splits one machine, but the ranks are on 2 hosts"),
     ],
 )

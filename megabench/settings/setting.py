@@ -59,7 +59,7 @@ class Settings(BaseModel):
     def _no_boolean_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML's true and yes would count as 1."""
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
-            raise PydanticCustomError("boolean", "it takes no true or false")
+            raise PydanticCustomError("boolean", "expected a number or a string, got a boolean")
         return value
 
 

@@ -32,7 +32,8 @@ def _check(run: ResolvedRun) -> None:
 def _why_not_saved(run: ResolvedRun) -> str | None:
     if rank := DdpSettings.of(run).powersgd_rank:
         return (
-            f"checkpoints do not hold what PowerSGD has left unsent; leave powersgd_rank={rank} out, or save and load"
+            f"checkpoints do not include PowerSGD's error-feedback state. Disable powersgd_rank={rank}, or train "
+            f"without --save and --load."
         )
     return None
 

@@ -124,11 +124,11 @@ class Checkpoints:
         gib, missing_gib = (value / 2**30 for value in largest.tolist())
         if missing_gib > 0 and run.save_mode == "auto":
             self._note(
-                f"saving will stop training: the copies of {gib:.1f} GiB a rank that it takes to go on meanwhile need "
-                f"{missing_gib:.1f} GiB more host memory than is free"
+                f"falling back to synchronous saves: asynchronous saving needs {gib:.1f} GiB of host memory per rank, "
+                f"and a host is short by {missing_gib:.1f} GiB"
             )
             return None
-        self._note(f"saving takes {gib:.1f} GiB of host memory on each rank, from now on")
+        self._note(f"asynchronous saving uses {gib:.1f} GiB of host memory per rank")
         return Staging(shards)
 
     def _clean(self, directory: Path, run_id: str) -> None:

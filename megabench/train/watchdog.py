@@ -92,7 +92,7 @@ def describe_stragglers(heartbeats: list[Heartbeat], silent: set[int], num_steps
     """Describe the ranks that `find_stragglers` finds in a clause."""
     stragglers = find_stragglers(heartbeats, silent)
     does = {
-        heartbeat.rank: "gives no sign of life" if silent else f"stands in {heartbeat.place}"
+        heartbeat.rank: "has stopped sending heartbeats" if silent else f"is in {heartbeat.place}"
         for heartbeat in heartbeats
     }
     named = [f"{_who(heartbeat)} {does[heartbeat.rank]}" for heartbeat in heartbeats if heartbeat.rank in stragglers]

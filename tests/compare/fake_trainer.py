@@ -23,7 +23,7 @@ REPORTS = {
     "raise": ("failed", "ValueError: the real cause"),
     "oom": ("oom", "CUDA out of memory"),
     "shm": ("failed", "OSError: [Errno 28] No space left on device: '/dev/shm/torch'"),
-    "stall": ("hang", "no progress for 9 s: rank 0 (host) stands in recv (x.py:1)", 0),
+    "stall": ("hang", "no progress for 9 s: rank 0 (host) is in recv (x.py:1)", 0),
 }
 
 

@@ -53,7 +53,7 @@ ENDS = {
     "hung": ("timeout", "rank 1 in lost_in_thought (fake_trainer.py"),
     "stalled": (
         "failed",
-        "rank 1 failed after step 2 of 4: no progress for 9 s: rank 0 (host) stands in recv (x.py:1)",
+        "rank 1 failed after step 2 of 4: no progress for 9 s: rank 0 (host) is in recv (x.py:1)",
     ),
     "shm": ("failed", "rank 1 failed after step 2 of 4: OSError: [Errno 28] No space left on device: '/dev/shm/torch'"),
     "unwritten": ("failed", "rank 0 ended with exit status 0 but wrote no record.json"),

@@ -425,7 +425,7 @@ OOM, HANG = (
     "rank 1 ran out of memory: CUDA out of memory",
     "no result after 20 s (timeout_seconds): rank 3 in train (x.py:1), 2 of 9 steps done",
 )
-STALL = "no progress for 300 s: rank 5 (b) stands in recv (x.py:1) after step 2 of 9, and the others wait"
+STALL = "no progress for 300 s: rank 5 (b) is in recv (x.py:1) after step 2 of 9, and the others wait"
 
 
 def test_trials_without_a_result_are_named():

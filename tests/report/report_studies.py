@@ -124,7 +124,7 @@ def tie() -> StudyRecords:
 
 def faults() -> StudyRecords:
     wrong = gpu_record("tp4-lr", 9900, on(4))
-    hung = "no progress for 60 s; rank 3 stands in all_reduce (engine.py:88)"
+    hung = "no progress for 60 s; rank 3 is in all_reduce (engine.py:88)"
     return study([
         zero3(),
         gpu_record("tp8", 8000, on(8)),

@@ -104,7 +104,7 @@ def test_failures_are_named_with_their_reason_and_never_ranked():
     text = page(STUDIES["faults"]())
     assert headlines(text) == ["tp8 trains fastest: 8,000 tokens/s per GPU, 1.33 × ZeRO-3 (zero3: 6,000)."]
     assert "Not ranked: tp4-lr diverged, dp16 ran out of memory, pp4-hung hit its time limit." in text
-    for reason in ("CUDA out of memory", "its losses differ from those of zero3", "rank 3 stands in all_reduce"):
+    for reason in ("CUDA out of memory", "its losses differ from those of zero3", "rank 3 is in all_reduce"):
         assert reason in text
     heads, *rows = cells(text)
     status = {row[0].split(maxsplit=1)[1]: row[heads.index("status")] for row in rows}

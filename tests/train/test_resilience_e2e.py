@@ -180,5 +180,5 @@ def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
     run = Run.start(2, "--tp", 2, "--steps", 400, "--stall-seconds", 8, PYTHONPATH=FAULTS, FAULT="hang", FAULT_RANK="1")
     assert run.finish() == 1
     assert run.output.count("Error: no progress for") == 1
-    assert "rank 1 (" in run.output and "stands in lost_in_thought (sitecustomize.py:" in run.output
+    assert "rank 1 (" in run.output and "is in lost_in_thought (sitecustomize.py:" in run.output
     assert "after step 2 of 400, and the others wait" in run.output and not run.alive()

@@ -23,19 +23,19 @@ def heartbeats(*told: tuple[int, str, bool]) -> list[Heartbeat]:
 def test_a_rank_that_stands_elsewhere() -> None:
     told = heartbeats((6, WAITING, True), (6, WAITING, True), (6, "read (socket.py:1)", False), (6, WAITING, True))
     assert describe_stragglers(told, set(), 12) == (
-        "rank 2 (host-1) stands in read (socket.py:1) after step 6 of 12, and the others wait"
+        "rank 2 (host-1) is in read (socket.py:1) after step 6 of 12, and the others wait"
     )
     assert find_stragglers(told, set()) == {2}
 
 
 def test_a_rank_that_is_behind() -> None:
     told = heartbeats((7, WAITING, True), (6, WAITING, True))
-    assert describe_stragglers(told, set(), 12).startswith("rank 1 (host-0) stands in all_reduce")
+    assert describe_stragglers(told, set(), 12).startswith("rank 1 (host-0) is in all_reduce")
 
 
 def test_a_rank_that_is_silent() -> None:
     told = heartbeats((6, WAITING, True), (5, "x", False), (6, "y", False))
-    assert describe_stragglers(told, {1}, 12) == "rank 1 (host-0) gives no sign of life after step 5 of 12"
+    assert describe_stragglers(told, {1}, 12) == "rank 1 (host-0) has stopped sending heartbeats after step 5 of 12"
     assert find_stragglers(told, {1}) == {1}
 
 
@@ -43,7 +43,7 @@ def test_the_usual_place_is_no_fault_wherever_it_is() -> None:
     told = heartbeats(
         (6, "tolist (engine.py:1)", False), (6, "tolist (engine.py:1)", False), (6, "sleep (x.py:1)", False)
     )
-    assert describe_stragglers(told, set(), 12).startswith("rank 2 (host-1) stands in sleep (x.py:1)")
+    assert describe_stragglers(told, set(), 12).startswith("rank 2 (host-1) is in sleep (x.py:1)")
 
 
 def test_none_can_be_told_apart() -> None:
@@ -54,7 +54,7 @@ def test_none_can_be_told_apart() -> None:
 
 
 def test_many_are_not_all_listed() -> None:
-    assert "rank 3 (host-1) stands in a and 2 more ranks after" in describe_stragglers(
+    assert "rank 3 (host-1) is in a and 2 more ranks after" in describe_stragglers(
         heartbeats(*[(6, "a", False)] * 6), set(), 12
     )
 
