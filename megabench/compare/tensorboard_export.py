@@ -50,7 +50,7 @@ def export_scalars(records: Sequence[RunRecord], out: Path) -> int:
 
 
 def scalars_of(record: RunRecord) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """The number of each step, counted from 1, and its scalars by tag; None for those that the record lacks.
+    """Yield each step's number, counted from 1, and its scalars by tag, None where the record lacks them.
 
     Step times are those of the slowest rank; during training rank 0 writes its own. Records of version 0.1.0 hold the
     memory and the mean utilization of the whole run only, which are written for the last step.

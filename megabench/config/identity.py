@@ -24,7 +24,7 @@ _OF_ENGINES_0_1: dict[str, Any] = {
 
 
 def identity(run: RunConfig, **more: object) -> str:
-    """Hash of all settings that affect the result, and of `more`. Output paths and monitoring are left out."""
+    """Return the hash of `more` and of all settings that affect the result, so without output paths and monitoring."""
     settings = run.flat()
     left_out = {*names(SETTINGS, role="output"), *names(SETTINGS, role="watch")}
     newer = settings.keys() - _COMMON_0_1 - _OF_ENGINES_0_1.keys()

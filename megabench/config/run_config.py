@@ -48,7 +48,7 @@ class RunConfig(RunSettings):
     @model_validator(mode="before")
     @classmethod
     def _compose(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Moves the engine's settings into `own`; those of other engines may only be at their defaults."""
+        """Move the engine's settings into `own`. Settings of other engines must be at their defaults."""
         if isinstance(fields.get("own"), EngineSettings):
             return fields
         if "own" in fields:
@@ -64,15 +64,15 @@ class RunConfig(RunSettings):
         return common | {"own": ENGINES[engine].settings.model_validate(given)}
 
     def flat(self, **dump: Any) -> dict[str, Any]:
-        """All settings by name, those of `own` among the others; `dump` goes to pydantic's `model_dump`."""
+        """Return all settings by name, including those in `own`; `dump` is passed to pydantic's `model_dump`."""
         return self.model_dump(**dump, exclude={"own"}) | self.own.model_dump(**dump)
 
     def every(self) -> dict[str, Any]:
-        """The settings of all engines by name; those that this engine does not have are at their defaults."""
+        """Return the settings of all engines by name, those of other engines at their defaults."""
         return {name: field.default for name, field in FIELDS.items()} | self.flat()
 
     def given(self) -> dict[str, Any]:
-        """The settings that were given, by name."""
+        """Return the settings that were given, by name."""
         return self.flat(exclude_unset=True)
 
     @property
@@ -121,8 +121,10 @@ class RunConfig(RunSettings):
         return run
 
     def with_file(self) -> "RunConfig":
-        """This configuration with what a file of its engine's own says where it is silent; ConfigError where they
-        disagree."""
+        """Return this configuration with the settings from a file of its engine's own, such as a DeepSpeed JSON.
+
+        ConfigError if the file contradicts a setting that was given.
+        """
         given = self.given()
         said = self.spec.read_file(self, given)
         return type(self).parse({**given, **said}) if said else self

@@ -68,13 +68,13 @@ class EngineSettings(Settings):
 
     @classmethod
     def of(cls, run: "HasEngineSettings") -> Self:
-        """The settings of the run's engine, which must be this class's."""
+        """Return the settings of the run's engine, which must be of this class."""
         assert isinstance(run.own, cls), f"the run has {type(run.own).__name__}, not {cls.__name__}"
         return run.own
 
 
 class HasEngineSettings(Protocol):
-    """A run, complete or not."""
+    """A configuration, resolved or not."""
 
     @property
     def own(self) -> EngineSettings: ...

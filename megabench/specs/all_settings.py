@@ -14,14 +14,14 @@ from megabench.specs.registry import ENGINES
 
 @dataclass(frozen=True)
 class _Declared:
-    """A setting, and the engines that have it; none where all have it."""
+    """A setting and the engines that have it; the tuple is empty if all have it."""
 
     field: FieldInfo
     engines: tuple[str, ...] = ()
 
 
 def _all_declared() -> dict[str, _Declared]:
-    """The settings of all engines, each panel followed by what single engines have in it."""
+    """Return the settings of all engines; in each panel those of single engines follow the common ones."""
     common = {name: _Declared(field) for name, field in fields_of(RunSettings).items()}
     own: dict[str, _Declared] = {}
     for spec in ENGINES.values():
@@ -43,7 +43,7 @@ SETTINGS: dict[str, Setting] = {name: metadata(name, field) for name, field in F
 
 
 def engines_with(name: str) -> tuple[str, ...]:
-    """The engines that have this setting; none where all have it."""
+    """Return the engines that have this setting; an empty tuple if all have it."""
     return _DECLARED[name].engines
 
 
@@ -63,7 +63,7 @@ def hint(word: str, known: Iterable[str], spell: Callable[[str], str] = str, oth
 
 
 def labels(options: Mapping[str, Any]) -> list[str]:
-    """What the recorded options add to the engine's name: "offload all", "hpz 4"."""
+    """Return what the recorded options add to the engine's name, e.g. "offload all" or "hpz 4"."""
     return [
         about.label.format(options[name])
         for name, about in SETTINGS.items()

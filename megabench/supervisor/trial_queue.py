@@ -79,7 +79,7 @@ class TrialQueue:
         self._coordinator.announce(f"task/{self._count}", {"verdict": verdict})
 
     def follow(self) -> Any:
-        """Any other supervisor takes part in the trials until the lead ends them; returns the verdict."""
+        """Take part in the trials until the lead supervisor ends them, and return its verdict."""
         while "verdict" not in (order := self._coordinator.announced(f"task/{self._count}")):
             task = Task(**order["task"] | {"logs": Path(order["task"]["logs"])})
             TrialProcesses(self._coordinator, task, self._trainer, self._prefix()).run(lambda progress: None)

@@ -50,19 +50,19 @@ def learning_rate_at(run: ResolvedConfig, step: int) -> float:
 
 
 class StepClock:
-    """Times steps from border to border, so that data loading, logging and callbacks are part of a step."""
+    """Measures steps from border to border, so that a step includes data loading, logging and callbacks."""
 
     def __init__(self) -> None:
         self._border = time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds since the last border, which is here now."""
+        """Return the seconds since the last border, and set a new border."""
         previous, self._border = self._border, time.perf_counter()
         return self._border - previous
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves what happens inside out of the step."""
+        """Exclude the time spent inside from the step."""
         began = time.perf_counter()
         yield
         self._border += time.perf_counter() - began
@@ -74,8 +74,9 @@ class Trainer:
     `given` is the configuration as the user gave it, `probes` are the short runs that completed it, and `callbacks`
     are the user's. Every rank must make one and call `train`.
 
-    A step is: train, synchronize the device, read the clock, call the callbacks, check that the loss is finite, look
-    after the save under way, agree on stopping, save (outside the step's time), tell the watchdog.
+    Each step trains, synchronizes the device, reads the clock, calls the callbacks, checks that the loss is finite,
+    polls the save in progress, agrees with the other ranks on stopping, saves (outside the step's time), and reports to
+    the watchdog.
     """
 
     engine: Engine
@@ -127,12 +128,12 @@ class Trainer:
 
     @property
     def saves(self) -> list[SaveTimes]:
-        """The checkpoints of this run so far, oldest first."""
+        """The checkpoints that this run has saved so far, oldest first."""
         return self._checkpoints.times if self._checkpoints else []
 
     @property
     def num_finished(self) -> int:
-        """Finished steps, those of earlier runs included."""
+        """The number of finished steps, including those of earlier runs."""
         return self.resume.num_done + len(self.steps)
 
     def batches(self, step: int) -> Sequence[Batch]:
@@ -179,7 +180,7 @@ class Trainer:
             self.note(text)
 
     def _build(self) -> None:
-        """Try the network out, build the engine, and restore the checkpoint that the run resumes."""
+        """Test the network, build the engine, and restore the checkpoint that the run resumes from."""
         run, groups = self.run, process_groups(self.run)
         self.network = try_out(
             run.layout, self.placement.topology, groups, self.rendezvous.store, self.device, nccl_log_path()
@@ -306,7 +307,7 @@ class Trainer:
         return record
 
     def _record(self, by_rank: Sequence[dict[str, Any]]) -> RunRecord:
-        """The record of the run, from what every rank measured."""
+        """Build the record of the run from the measurements of all ranks."""
         fields: dict[str, Any] = {"extra": {}}
         for callback in self.callbacks:
             name = type(callback).__name__
@@ -319,7 +320,7 @@ class Trainer:
         return build_record(self, seconds, [each["peak_memory_gib"] for each in by_rank], fields)
 
     def _write(self, record: RunRecord) -> tuple[Path | None, str | None]:
-        """Where the record is, and a sentence if it could not be written or another run has taken its place."""
+        """Write the record; return its path, and a sentence if it failed or another run took the directory over."""
         lock = self._locks.get(self.run.out) if self.run.out else None
         if not lock:
             return None, None

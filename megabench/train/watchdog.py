@@ -116,8 +116,9 @@ def _steps(heartbeats: list[Heartbeat], ranks: set[int], num_steps: int) -> str:
 class Watchdog:
     """Publishes this rank's heartbeat from a thread, and ends its process when the run hangs.
 
-    The training loop reports progress by `at` and `touch`. The first rank without progress for `patience` seconds reads
-    all heartbeats, finds the ranks that the others wait for, and publishes a verdict; every rank that reads it exits.
+    The training loop calls `at` and `touch` to report progress. The first rank without progress for `patience` seconds
+    reads all heartbeats, finds the ranks that the others wait for, and publishes a verdict. Every rank that reads the
+    verdict exits.
     """
 
     def __init__(self, rendezvous: Rendezvous, stall_seconds: float, num_steps: int) -> None:

@@ -67,12 +67,12 @@ class TrainerState(Protocol):
 
     @property
     def saves(self) -> list[SaveTimes]:
-        """The checkpoints of this run so far, oldest first."""
+        """The checkpoints that this run has saved so far, oldest first."""
         ...
 
     @property
     def num_finished(self) -> int:
-        """Finished steps, those of earlier runs included."""
+        """The number of finished steps, including those of earlier runs."""
         ...
 
     def batches(self, step: int) -> Sequence[Batch]:
