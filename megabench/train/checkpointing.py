@@ -1,4 +1,4 @@
-"""When a run saves its state, how it takes that up again, and what is told about both."""
+"""Save the state of a run, restore it, and report both to the user."""
 
 import math
 import time
@@ -45,7 +45,7 @@ from megabench.train.stopping import StoppedError
 
 
 def restore(engine: Engine, found: Found, device: torch.device) -> LoadTimes:
-    """Fills the engine with the state of a checkpoint; collective."""
+    """Load the state of a checkpoint into the engine; collective."""
     training = found.manifest.training
     assert training is not None
     began = time.perf_counter()
@@ -64,7 +64,7 @@ def restore(engine: Engine, found: Found, device: torch.device) -> LoadTimes:
 
 
 class Checkpoints:
-    """The saves of a run: of every `save_every`-th step, of the last, and of the one at which it is stopped.
+    """Saves checkpoints of a run: every `save_every` steps, after the last step, and when a signal stops the run.
 
     `note` prints a sentence, `on_save` is called with each complete checkpoint, and `touch` is called while training
     waits for a save whose files grow. `lock` is rank 0's lock of the directory.
@@ -111,7 +111,7 @@ class Checkpoints:
         )
 
     def _stage(self, local_world_size: int, device: torch.device) -> Staging | None:
-        """Host memory for asynchronous saves, where they are wanted and every host has enough of it."""
+        """Allocate host memory for asynchronous saves, if they are wanted and every host has enough memory."""
         run = self._run
         if run.save_mode == "sync" or (run.save_mode == "auto" and device.type == "cpu"):
             return None
@@ -141,7 +141,7 @@ class Checkpoints:
             self._note(f"--keep leaves checkpoints alone that this run did not write: {names}")
 
     def _set_aside(self, resume: Resume) -> None:
-        """Damaged checkpoints of this run, newer than the one that it goes on from: they must not count any more."""
+        """Rename damaged checkpoints of this run that are newer than the one it resumes from, so they are ignored."""
         for folder in resume.found.passed_over if resume.found else ():
             if self._run.save and folder.parent.resolve() == self._run.save.resolve():
                 self._note(f"{folder} is now {set_aside(folder).name}")
@@ -178,10 +178,10 @@ class Checkpoints:
         return self._good_step if self._good_step > self._newest else None
 
     def save(self, step: int) -> float:
-        """Begins to save the state behind `step` steps; the seconds that training waited for it.
+        """Begin to save the state after `step` steps; return the seconds that training waited.
 
-        Raises StoppedError, on every rank, where no later save can succeed: another run has taken the folder over, or
-        the state that was to be saved is not finite.
+        Raises StoppedError on every rank if no later save can succeed, because another run has taken the directory over
+        or the state to be saved is not finite.
         """
         began = time.perf_counter()
         self._is_postponed = False
@@ -196,7 +196,7 @@ class Checkpoints:
         return time.perf_counter() - began
 
     def _is_finite_everywhere(self) -> bool:
-        """Whether the state of all ranks was finite when the save began; collective."""
+        """Return whether the state of all ranks was finite when the save began; collective."""
         is_finite = torch.tensor([self._saver.is_finite], dtype=torch.int, device=self._device)
         dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
         return bool(is_finite)
@@ -206,12 +206,12 @@ class Checkpoints:
             raise StoppedError(self._end)
 
     def poll(self) -> None:
-        """Complete the save under way if all its files are written."""
+        """Complete the save in progress if all its files are written."""
         if self._saver.is_done:
             self._finish()
 
     def close(self) -> str | None:
-        """Waits for the save under way. A sentence, the same on every rank, where the last save failed."""
+        """Wait for the save in progress. Return a sentence, the same on every rank, if the last save failed."""
         self._finish()
         if not self.times or not (error := self.times[-1].error):
             return None
@@ -258,7 +258,7 @@ class Checkpoints:
         )
 
     def _manifest(self, step: int, state: TrainingState, elements: dict[str, int], files: list[FileEntry]) -> Manifest:
-        """The manifest of this run behind `step` steps; every parameter must be in the files, once."""
+        """Return the manifest for the state after `step` steps. Every parameter must be in the files exactly once."""
         run = self._run
         shapes = hugging_face_shapes(run.shape).values()
         expected = sum(torch.Size(shape).numel() for shape in shapes)

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from megabench.train.watchdog import Watchdog
 
 
-# completes a configuration by trying what it leaves to be found, on the ranks of a launch and a kind of device
+# completes a configuration by short runs that find its "auto" settings, on the ranks of a launch
 Find = Callable[[RunConfig, "Rendezvous", Literal["cpu", "cuda"]], tuple[RunConfig, list[Probe]]]
 
 
 def main(find: Find | None = None) -> NoReturn:
-    """Runs the command line of this process and ends it. Without `find`, "auto" is refused."""
-    # a supervisor asks where a hanging run stands
+    """Run the command line of this process and exit. Without `find`, settings that are "auto" are refused."""
+    # a supervisor sends SIGUSR2 to get the stack of a hanging run
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=False)
     try:
         given = parse_flags()
@@ -115,7 +115,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
 
 
 def _check_launcher() -> None:
-    """ConfigError where a launcher did not tell the processes that it started of each other, or not in numbers."""
+    """ConfigError if the launcher did not set the variables of torch.distributed, or set them to no numbers."""
     for variable in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not (given := os.environ.get(variable, "0")).isdecimal():
             raise ConfigError(f"{variable}={given} is no number; unset it, or leave it to torchrun")
@@ -145,7 +145,7 @@ def _complete(
 
 
 def _make_folders(run: ResolvedConfig) -> None:
-    """Makes the folders that the run will write to; ConfigError when that cannot be."""
+    """Create the directories that the run will write to; ConfigError if one cannot be written."""
     for setting in ("out", "tensorboard", "save"):
         if folder := getattr(run, setting):
             try:
@@ -163,14 +163,14 @@ def _make_folders(run: ResolvedConfig) -> None:
 
 
 def _check_free(run: ResolvedConfig) -> None:
-    """RunLockedError where another run of this host writes where this one shall."""
+    """RunLockedError if another run on this host writes into an output directory."""
     for folder in (run.out, run.save):
         if folder:
             check_free(folder)
 
 
 def _check_out(run: ResolvedConfig, resume: "Resume") -> None:
-    """ConfigError where the record of another run would be overwritten, and its curves mixed with this one's."""
+    """ConfigError if the run would overwrite the record of another run and mix their TensorBoard scalars."""
     from megabench.runtime.rendezvous import restart_count
 
     path = run.out / "record.json" if run.out else None
@@ -181,7 +181,7 @@ def _check_out(run: ResolvedConfig, resume: "Resume") -> None:
 
 
 def _has_saved(record: Path) -> bool:
-    """Whether a run has left checkpoints, by its record: another can go on from no other."""
+    """Return whether a run saved checkpoints, by its record. Only then can another run resume from it."""
     try:
         return bool(RunRecord.read(record).saves)
     except (OSError, ValueError):
@@ -189,7 +189,7 @@ def _has_saved(record: Path) -> bool:
 
 
 def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous") -> None:
-    """DataError where this rank reads other data than rank 0: hosts may differ in a file or in their Python."""
+    """DataError if this rank reads other data than rank 0; hosts may differ in a file or in their Python."""
     from megabench.data import DataError
     from megabench.runtime.messages import disagreement
 
@@ -209,8 +209,10 @@ def _set_environment(run: ResolvedConfig) -> None:
 
 
 def _set_threads(run: ResolvedConfig) -> None:
-    """Shares the cores between this host's processes where they hold an optimizer, for which torchrun leaves each one
-    thread; libraries that are loaded later read the number from the environment."""
+    """Divide the host's cores among its processes if their optimizers run on the host.
+
+    torchrun gives each process one thread. Libraries that are loaded later read the number from the environment.
+    """
     uses_host = run.device == "cuda" and run.spec.uses_host(run.options)
     if uses_host and os.environ.get("OMP_NUM_THREADS") in (None, "1"):
         import torch
@@ -223,7 +225,7 @@ def _set_threads(run: ResolvedConfig) -> None:
 
 
 def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
-    """Ends this rank with status 2; the ranks of a launch that all refuse print one sentence between them."""
+    """Exit with status 2. If all ranks of a launch refuse, one of them prints the sentence."""
     from megabench.runtime import messages
     from megabench.runtime import rendezvous as rendezvous_module
 
@@ -239,7 +241,7 @@ def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
 
 
 def _leave_done(run: ResolvedConfig, resume: "Resume", watchdog: "Watchdog", rendezvous: "Rendezvous") -> None:
-    """Ends a run that has no step left: it was killed behind its last save, or asked for twice."""
+    """End a run that has no step left, because it was killed after its last save or was started twice."""
     from megabench.runtime.messages import meet, outlast
 
     meet(rendezvous.store, rendezvous.world_size, "done")
@@ -250,7 +252,7 @@ def _leave_done(run: ResolvedConfig, resume: "Resume", watchdog: "Watchdog", ren
 
 
 def _stop(sentence: str, rendezvous: "Rendezvous") -> NoReturn:
-    """Ends this rank with status 1 and, between all ranks, one sentence."""
+    """Exit with status 1; one of the ranks prints the sentence."""
     from megabench.runtime.messages import explain
 
     explain(rendezvous.store, rendezvous.rank, "failed", sentence)
@@ -259,7 +261,7 @@ def _stop(sentence: str, rendezvous: "Rendezvous") -> NoReturn:
 
 
 def _interrupted(rendezvous: "Rendezvous") -> NoReturn:
-    """Ends this rank with the status of Ctrl-C."""
+    """Exit with the status of Ctrl-C."""
     if rendezvous.rank == 0:
         print("Stopped by Ctrl-C. What was saved stays; SIGTERM saves at the next step border first.", file=sys.stderr)
     sys.stdout.flush()
@@ -268,7 +270,7 @@ def _interrupted(rendezvous: "Rendezvous") -> NoReturn:
 
 
 def _fail(error: BaseException, rendezvous: "Rendezvous") -> NoReturn:
-    """Ends this rank with status 1 at once: an orderly exit would wait for peers that may never answer."""
+    """Exit with status 1 at once, because an orderly exit would wait for ranks that may never answer."""
     import torch
 
     from megabench.runtime import messages

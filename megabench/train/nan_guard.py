@@ -1,4 +1,4 @@
-"""Watches that losses and gradients stay finite."""
+"""Check that losses and gradients stay finite."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from megabench.engines.protocol import StepResult
 
 
 class NanGuard:
-    """Counts the steps in a row that went wrong, and ends the run after more than `nan_tolerance` of them.
+    """Counts consecutive non-finite steps; more than `nan_tolerance` of them must end the run.
 
     A skipped step does not update the weights. The run ends at once if the weights were updated (DeepSpeed
     updates them in any case under ZeRO 0 to 2 in fp32), or if weights or moments are not finite: no later step can
@@ -21,7 +21,7 @@ class NanGuard:
         self.num_in_a_row = 0
 
     def is_wrong(self, result: StepResult) -> bool:
-        """Takes in the result of the next step; whether it went wrong."""
+        """Take the result of the next step, and return whether its loss or gradients are not finite."""
         is_finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
         is_scaling = self._run.policy.scales_loss and result.skipped and math.isfinite(result.loss)
         wrong = not is_finite and not is_scaling
@@ -29,7 +29,7 @@ class NanGuard:
         return wrong
 
     def must_stop(self, result: StepResult, non_finite: Mapping[str, int] | None) -> bool:
-        """Whether the step that just went wrong was one too many; for `non_finite` see `describe`."""
+        """Return whether the run must stop after this non-finite step; for `non_finite` see `describe`."""
         return not result.skipped or bool(non_finite) or self.num_in_a_row > self._run.nan_tolerance
 
     def describe(
@@ -40,7 +40,7 @@ class NanGuard:
         hosts: list[str],
         non_finite: Mapping[str, int] | None,
     ) -> str:
-        """What went wrong at `step`, counted from 1, on which rank, and whether the weights were updated.
+        """Describe what is not finite at `step`, counted from 1, on which rank, and whether the weights were updated.
 
         `rank_losses` and `hosts` go by rank; `non_finite` counts the NaN and infinite values of the training state over
         all ranks; it is None if the state cannot be read.

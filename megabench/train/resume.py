@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it is one of the same run."""
+"""Find the checkpoint that a run resumes from, and check that it belongs to the same training."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,9 +16,9 @@ from megabench.settings.setting import names
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run begins: behind `found`, or anew; `notes` is what the user should know about that.
+    """Where a run begins: after the checkpoint `found`, or from the start. `notes` are for the user.
 
-    `continues` says that it continues the run that saved to its `--save` directory before.
+    `continues` says that the run continues the one that saved to its `--save` directory before.
     """
 
     found: Found | None = None
@@ -31,7 +31,7 @@ class Resume:
 
     @property
     def num_done(self) -> int:
-        """Steps that are done already."""
+        """The number of steps that earlier runs finished."""
         return self.training.step if self.training else 0
 
 
@@ -54,10 +54,10 @@ def _is_own_restart(run: ResolvedConfig, rendezvous: Rendezvous) -> bool:
 
 
 def find_resume(run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous) -> Resume:
-    """Where `run` begins, the same on every rank; each must call it.
+    """Return where `run` begins; collective, the same on every rank.
 
-    A run that the launcher started again goes on from its own last checkpoint. CheckpointError where `--load` names no
-    good checkpoint, or one that does not belong to this run, and where `--save` names a directory of another run.
+    A run that the launcher restarted resumes from its own last checkpoint. CheckpointError if `--load` names no valid
+    checkpoint or one that does not belong to this run, or if `--save` names the directory of another run.
     """
     is_own_restart = _is_own_restart(run, rendezvous)
     if run.save and is_own_restart:
@@ -105,7 +105,7 @@ def _plain(value: object) -> object:
 
 
 def check_belongs(folder: Path, manifest: Manifest, run: ResolvedConfig, source: TokenSource) -> TrainingEntry:
-    """The state of training in a checkpoint; CheckpointError, naming both sides, unless `run` can go on from it."""
+    """Return the training state in a checkpoint; CheckpointError, naming both sides, if `run` cannot resume from it."""
     training = manifest.training
     if training is None:
         raise CheckpointError(
