@@ -1,1 +1,1 @@
-"""Where it runs: device and backend, rendezvous, messages between a run and its supervisor."""
+"""Devices, the rendezvous store, run locks, process exit, and messages between ranks and their supervisor."""

@@ -1,4 +1,4 @@
-"""One trainer process: started in a session of its own, gone when its supervisor is gone, ended with all it started."""
+"""One trainer process in its own session, which ends together with its supervisor and its own children."""
 
 import ctypes
 import os
@@ -25,7 +25,7 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 class Child:
-    """A process and its log. Its exit is noticed only after everything it started has been killed."""
+    """A process and its log. Its exit is reported only after all its child processes have been killed."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
@@ -53,7 +53,7 @@ class Child:
         return self._process.pid
 
     def exit_status(self) -> int | None:
-        """Exit status, negative for a signal; None while the process runs."""
+        """The exit status, negative for a signal; None while the process runs."""
         if self._process.returncode is None:
             # WNOWAIT leaves a zombie, which keeps its number from being given to a stranger until the group is killed
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -63,17 +63,17 @@ class Child:
         return self._process.returncode
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the process alone, if it still runs."""
+        """Send a signal to the process only, if it still runs."""
         if self.exit_status() is None:
             os.kill(self.pid, number)
 
     def send_to_group(self, number: signal.Signals) -> None:
-        """Sends a signal to the process and to all it started, if it still runs."""
+        """Send a signal to the process and its child processes, if it still runs."""
         if self.exit_status() is None:
             os.killpg(self.pid, number)
 
     def last_line(self) -> str:
-        """The last line it printed that is neither empty nor a library's note; "" when there is none."""
+        """The last line that the process printed, without empty lines and notes of libraries; "" if there is none."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - 16384))
             text = _TERMINAL_CODE.sub("", log.read().decode(errors="replace"))
@@ -86,7 +86,7 @@ def _doze() -> None:
 
 
 def end_all(children: Collection[Child], wait: Callable[[], None] = _doze) -> None:
-    """Ends the children that still run, by process group: SIGTERM, and SIGKILL for those that stay.
+    """End the children that still run, by process group: first with SIGTERM, then with SIGKILL.
 
     `wait` is called until they are gone, and waits a moment.
     """
@@ -100,5 +100,5 @@ def end_all(children: Collection[Child], wait: Callable[[], None] = _doze) -> No
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` without what torchrun tells its own workers."""
+    """Return `environment` without the variables that torchrun sets for its workers."""
     return {name: value for name, value in environment.items() if not _LAUNCHER_VARIABLES.fullmatch(name)}

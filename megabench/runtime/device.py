@@ -1,4 +1,4 @@
-"""The device of this process, its communication backend, and what can be asked of it."""
+"""The device of this process, its communication backend, and its properties."""
 
 import os
 import resource
@@ -24,11 +24,11 @@ DTYPES = {name: _DTYPES[policy.compute] for name, policy in POLICIES.items()}
 
 
 class DeviceError(UserError):
-    """The device that was asked for is not there."""
+    """The requested device does not exist."""
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_world_size: int) -> DeviceKind:
-    """The kind of device to run on; DeviceError when `cuda` is wanted, or chosen, and there are too few GPUs."""
+    """Return the kind of device to run on; DeviceError if it is `cuda` and there are too few GPUs."""
     num_gpus = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
         return "cpu"
@@ -39,15 +39,17 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_world_size: int)
 
 
 def gpu_uuid(local_rank: int) -> str:
-    """NVML's name ("GPU-…") of the GPU that the process of `local_rank` runs on."""
+    """Return NVML's name ("GPU-…") of the GPU of `local_rank`."""
     return f"GPU-{torch.cuda.get_device_properties(local_rank).uuid}"
 
 
 def initialize(
     rendezvous: Rendezvous, rank: int, device: DeviceKind, timeout: timedelta = timedelta(minutes=10)
 ) -> torch.device:
-    """Binds this process to its device and its share of the cores (unless OMP_NUM_THREADS says), and creates the
-    default process group, in which it is `rank`: NCCL on GPUs, gloo on CPU."""
+    """Bind this process to its device and its share of the cores, and create the default process group.
+
+    The process is `rank` in that group, which uses NCCL on GPUs and gloo on CPU. OMP_NUM_THREADS overrides the cores.
+    """
     torch.set_float32_matmul_precision("highest")  # no TF32: an fp32 run means fp32
     if rendezvous.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share_of_cores())
@@ -68,23 +70,23 @@ def initialize(
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or "cpu"."""
+    """Return the GPU's name, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all that was asked of it."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def memory_gib(device: torch.device) -> float | None:
-    """What a GPU has in all; None on CPU, whose memory is not the run's alone."""
+    """Return a GPU's total memory in GiB; None on CPU, where other processes share the memory."""
     return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak so far, in GiB: reserved by the allocator on a GPU, resident set of the process on CPU."""
+    """Return the peak memory so far in GiB: reserved by the allocator on a GPU, resident set of the process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -25,7 +25,7 @@ _LOG_FILES = ("NCCL_DEBUG_FILE",)  # where a run writes does not shape it
 
 
 def collect() -> Environment:
-    """The environment of this process."""
+    """Collect the versions and environment variables of this process."""
     versions = {"megabench": megabench.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""The end of a process in which other threads may still work."""
+"""Exit a process while other threads may still run."""
 
 import atexit
 import contextlib

@@ -1,4 +1,4 @@
-"""Readies megatron-core before it is first imported."""
+"""Prepare megatron-core before it is first imported."""
 
 import warnings
 
@@ -6,7 +6,7 @@ from megabench.runtime import megatron_cpu
 
 
 def prepare() -> None:
-    """Makes megatron-core work on this machine, with or without GPUs, and keep quiet about what is as intended.
+    """Make megatron-core work on this machine, with or without GPUs, and silence its expected warnings.
 
     It must run before anything imports megatron.core, in the thread that trains.
     """

@@ -23,7 +23,7 @@ _mode: TorchFunctionMode | None = None
 
 
 def _called_by_megatron() -> bool:
-    """Whether the code that called the torch function lies in megatron.core (two frames up from the caller)."""
+    """Return whether megatron.core called the torch function (two frames above the caller)."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core")
 
 
@@ -32,7 +32,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites what megatron.core asks of CUDA: tensor devices, pinned memory, `.cuda()`, and type names."""
+    """Rewrite the CUDA requests of megatron.core: tensor devices, pinned memory, `.cuda()`, and type names."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -51,7 +51,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def install() -> None:
-    """Makes megatron-core importable and usable on CPU; a second call, or a GPU, makes this a no-op."""
+    """Make megatron-core importable and usable on CPU. Does nothing on a machine with a GPU, or if called twice."""
     global _mode
     if _mode is not None or torch.cuda.is_available():
         return
@@ -76,7 +76,7 @@ def _answer_cuda_calls() -> None:
 
 
 def _import_megatron() -> None:
-    """Imports what decorates functions with torch.compile, with compilation switched off: on CPU it costs minutes."""
+    """Import modules that use torch.compile with compilation disabled, because on CPU it takes minutes."""
     compiler = torch.compile
     torch.compile = lambda function=None, **_: function if function else (lambda inner: inner)  # type: ignore[assignment]
     try:

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other, and their supervisor, over the rendezvous store."""
+"""Messages between the ranks of a run and their supervisor, over the rendezvous store."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ FailureKind = Literal["invalid", "oom", "hang", "failed"]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is: `step` of `num_steps` is done; `activity` says what it does now."""
+    """The progress of a rank: `step` of `num_steps` steps are finished, and `activity` is what the rank does now."""
 
     activity: str
     step: int
@@ -28,7 +28,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ends: `order` counts the reports of the run, so 1 came first; `error` is one line.
+    """Why a rank ends. `order` counts the reports of the run from 1; `error` is one line.
 
     `waited_for` is the rank that the others waited for in a hang, where it is known.
     """
@@ -50,7 +50,7 @@ def read_progress(store: Store, rank: int) -> Progress | None:
 
 
 def report_failure(store: Store, rank: int, kind: FailureKind, error: str, waited_for: int | None = None) -> Failure:
-    """Publishes why this rank ends; the first report has order 1."""
+    """Publish why this rank ends; the first report of the run has order 1."""
     failure = Failure(rank, kind, error, order=store.add("failures", 1), waited_for=waited_for)
     store.set(f"failure/{rank}", json.dumps(asdict(failure)))
     return failure
@@ -73,7 +73,7 @@ def read_failure(store: Store, rank: int) -> Failure | None:
 
 
 def disagreement(store: Store, rank: int, topic: str, value: str) -> str | None:
-    """Rank 0's `value` of `topic` where this rank's differs from it; None where they agree. Every rank must call it."""
+    """Return rank 0's `value` of `topic` if this rank's differs, else None. Every rank must call it."""
     if rank == 0:
         store.set(f"agreed/{topic}", value)
         return None
@@ -82,13 +82,13 @@ def disagreement(store: Store, rank: int, topic: str, value: str) -> str | None:
 
 
 def wait_for(store: Store, keys: list[str]) -> None:
-    """Returns once all `keys` are there, however long that takes: the store's own wait has a limit."""
+    """Wait until all `keys` exist, without the time limit of the store's own wait."""
     while not store.check(keys):
         time.sleep(POLL_SECONDS)
 
 
 def meet(store: Store, world_size: int, topic: str) -> None:
-    """Returns once all ranks are here: a barrier where no process group exists."""
+    """Wait for all ranks: a barrier that needs no process group."""
     if store.add(f"met/{topic}/count", 1) == world_size:
         store.set(f"met/{topic}/all", "yes")
     wait_for(store, [f"met/{topic}/all"])
@@ -107,7 +107,7 @@ def outlast(store: Store, rank: int, world_size: int, topic: str, seconds: float
 
 
 def print_once(store: Store, text: str) -> None:
-    """Prints `text` to stderr on the first rank that gets here.
+    """Print `text` to stderr on the first rank that calls this.
 
     The others return once it is out: the first rank to end would take the rest with it.
     """
@@ -119,7 +119,7 @@ def print_once(store: Store, text: str) -> None:
 
 
 def explain(store: Store | None, rank: int, kind: FailureKind, error: str, waited_for: int | None = None) -> None:
-    """Says why this rank ends: to its launcher, to its supervisor, and to the user in one sentence of all ranks.
+    """Report why this rank ends to its launcher and its supervisor, and once for all ranks to the user.
 
     Every rank prints it where there is no store, or none in reach: better twice than not at all.
     """

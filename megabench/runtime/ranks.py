@@ -1,4 +1,4 @@
-"""The processes of a command that needs several: those of a launcher, or this one and others that it starts."""
+"""The processes of a command that needs several: those of a launcher, or child processes that it starts itself."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ _PATIENCE = timedelta(hours=12)  # rank 0 works alone for a while, and files may
 
 
 class RanksError(UserError):
-    """Processes that are too many, too few, or gone."""
+    """The number of processes is wrong, or a process has ended."""
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def _start(rank: int, world_size: int, port: int, logs: Path) -> Child:
 
 
 def _place(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What a launcher whose agent hosts the store would tell the process of `rank`."""
+    """Return the environment variables that a launcher whose agent hosts the store would set for `rank`."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

@@ -31,38 +31,38 @@ class Rendezvous:
 
 
 def is_supervised() -> bool:
-    """Whether a study's runner started this process."""
+    """Return whether a supervisor started this process."""
     return PREFIX_VARIABLE in os.environ
 
 
 def world_size_from_environment() -> int:
-    """The launcher's world size; 1 without a launcher. Needs no store."""
+    """Return the launcher's world size; 1 without a launcher. Needs no store."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_world_size_from_environment() -> int:
-    """The launcher's processes on this host; all of them where it does not say, 1 without a launcher."""
+    """Return the number of the launcher's processes on this host; its world size if it does not say, or 1."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size_from_environment()))
 
 
 def share_of_cores() -> int:
-    """How many of this host's cores are for this process."""
+    """Return the number of cores that this process may use."""
     return max(1, (os.cpu_count() or 1) // local_world_size_from_environment())
 
 
 def rank_from_environment() -> int:
-    """The launcher's rank; 0 without a launcher. Needs no store."""
+    """Return the launcher's rank; 0 without a launcher. Needs no store."""
     return int(os.environ.get("RANK", "0"))
 
 
 def reconnect(store: Store) -> Store:
-    """Another connection to the same store: a call that waits blocks all other calls of its connection."""
+    """Open another connection to the same store, because a waiting call blocks all other calls of its connection."""
     connection: Store = store.clone()  # type: ignore[attr-defined]
     return connection
 
 
 def restart_count() -> int:
-    """How often the launcher has started this run again: torchrun after a failure, Slurm after a requeue."""
+    """Return how often the launcher has restarted this run: torchrun after a failure, Slurm after a requeue."""
     return max(int(os.environ.get(name, "0")) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
@@ -77,7 +77,7 @@ def launch_identity() -> str:
 
 
 def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:
-    """Opens the store that the launcher named; a process without a launcher hosts its own, as a world of one."""
+    """Open the store that the launcher named. A process without a launcher hosts its own store, with world size 1."""
     environment = os.environ
     rank, world_size = rank_from_environment(), world_size_from_environment()
     if "MASTER_ADDR" not in environment:
@@ -103,7 +103,7 @@ def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:
 
 
 def gather_objects(mine: T) -> list[T]:
-    """The objects of all ranks, by rank, the same on every rank; collective, over the default process group."""
+    """Return the objects of all ranks, by rank; collective over the default process group."""
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone

@@ -1,8 +1,9 @@
-"""Who writes into a folder: the process that claimed it last. Loads no torch.
+"""A lock that lets one run at a time write into a directory. Loads no torch.
 
-A job that is submitted twice writes twice into the same places. A claim is a small file that names its owner. While
-that process is alive on the same host a second one is refused; from another host that cannot be known, so the folder
-changes hands, and the first finds out when it looks. What a process that died leaves behind is in nobody's way.
+A job that is submitted twice would write twice into the same directory. A lock is a small file that names its owner.
+While the owner is alive on the same host, a second process is refused. A process on another host cannot tell whether
+the owner is alive, so it takes the directory over, and the first owner notices at its next check. Locks left behind by
+dead processes are ignored.
 """
 
 import json
@@ -24,14 +25,15 @@ _SAME_SECONDS = 0.1  # by which the age of one process may differ, by rounding
 
 
 class RunLockedError(UserError):
-    """A folder that another process writes into, or that takes no files."""
+    """Another process writes into the directory, or it cannot be written."""
 
 
 @dataclass(frozen=True)
 class _Owner:
-    """A process, by a token of its own.
+    """The process that holds a lock.
 
-    `began`, in seconds since the host booted, tells it from a later one of its number; `since` is when it claimed.
+    `began`, in seconds since the host booted, distinguishes it from a later process with the same id. `since` is the
+    time at which it took the lock.
     """
 
     token: str
@@ -42,7 +44,7 @@ class _Owner:
 
     @classmethod
     def of(cls, folder: Path) -> "_Owner | None":
-        """Whom the folder belongs to; None where nobody can be read. FileNotFoundError where it is nobody's."""
+        """Return the owner of the directory; None if the file cannot be read. FileNotFoundError without an owner."""
         try:
             return cls(**json.loads((folder / _NAME).read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -65,10 +67,10 @@ class _Owner:
 
 
 class RunLock:
-    """This process's claim to write into a folder that exists."""
+    """This process's lock of an existing directory."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises RunLockedError as `check_free` does, and where no file can be written."""
+        """Raises RunLockedError as `check_free` does, and if no file can be written."""
         self.folder = folder
         path, mine = folder / _NAME, folder / f".claim.{_TOKEN}.partial"
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -88,7 +90,7 @@ class RunLock:
 
     @property
     def loss(self) -> str | None:
-        """That another has the folder, or has had it since, in a sentence; None while it is this process's."""
+        """A sentence if another process holds the lock, or has held it since; None while this process holds it."""
         try:
             owner = _Owner.of(self.folder)
         except FileNotFoundError:
@@ -98,14 +100,14 @@ class RunLock:
         return f"{owner} has taken over {self.folder}: was this job started twice?"
 
     def release(self) -> None:
-        """Leaves the folder to whoever comes next, and no file behind."""
+        """Release the lock and delete its file."""
         if self.loss is None:
             with suppress(OSError):
                 (self.folder / _NAME).unlink()
 
 
 def check_free(folder: Path) -> None:
-    """Raises RunLockedError where another process of this host has claimed the folder and is alive."""
+    """Raise RunLockedError if another process on this host holds the lock and is alive."""
     with suppress(FileNotFoundError):
         owner = _Owner.of(folder)
         if owner and owner.token != _TOKEN and owner.is_alive_here:
@@ -113,5 +115,5 @@ def check_free(folder: Path) -> None:
 
 
 def _began(pid: int) -> float:
-    """When a process began, in seconds since its host booted: that stays when the clock is set."""
+    """Return when a process began, in seconds since its host booted, which does not depend on the clock."""
     return psutil.Process(pid).create_time() - psutil.boot_time()
