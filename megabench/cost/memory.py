@@ -1,6 +1,6 @@
 """Bytes that a GPU holds at the peak of a step, by part. Loads no torch."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from megabench.cost.job import Candidate, Job
 
@@ -21,7 +21,8 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        held = self.weights + self.gradients + self.optimizer
+        return held + self.activations + self.logits + self.buffers + self.allocator
 
 
 def layer_activation_bytes(job: Job, candidate: Candidate) -> float:

@@ -63,7 +63,7 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
         )
     # what a GPU holds does not depend on where it is
     lacks = cache(costs.missing_bytes)
-    missing = [(lacks(replace(candidate, placement="topology")), candidate) for candidate in everything]
+    missing = [(lacks(_at_its_best_place(candidate)), candidate) for candidate in everything]
     fitting = [candidate for bytes_, candidate in missing if bytes_ <= 0]
     ranked = _fastest(costs, fitting, keep)
     kinds: dict[object, list[Candidate]] = {}
@@ -83,6 +83,10 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
         misfits=[costs.estimate(candidate) for _, candidate in _one_of_each(nearest)],
         usable_bytes=costs.usable_bytes,
     )
+
+
+def _at_its_best_place(candidate: Candidate) -> Candidate:
+    return candidate if candidate.placement == "topology" else replace(candidate, placement="topology")
 
 
 def _fastest(costs: Costs, members: list[Candidate], keep: int) -> list[Estimate]:

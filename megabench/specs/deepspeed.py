@@ -119,7 +119,7 @@ def _why_not_saved(run: ResolvedRun) -> str | None:
     if DeepSpeedSettings.of(run).stage != 0:
         return None
     if run.optimizer == "adafactor":
-        return "checkpoints of zero_stage=0 do not hold Adafactor's state; use --engine ddp"
+        return "checkpoints of zero_stage=0 do not hold Adafactor's state; use optimizer=adamw, or train without --save"
     if run.policy.has_masters:
         return (
             f"checkpoints of zero_stage=0 hold fp32 masters, which DeepSpeed keeps out of reach in {run.precision}; "
