@@ -41,7 +41,7 @@ class PrecisionPolicy:
 
     @property
     def bytes_of_state(self) -> int:
-        """Bytes a parameter on AdamW: the weight, an fp32 gradient, an fp32 master if there is one, two moments."""
+        """Bytes per parameter with AdamW: weight, fp32 gradient, two moments, and the fp32 master weight if any."""
         return self.bytes_of_value + 4 + 4 * self.has_masters + 8
 
 

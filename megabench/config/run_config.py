@@ -104,7 +104,7 @@ class RunConfig(RunSettings):
 
     @property
     def auto_settings(self) -> tuple[str, ...]:
-        """The settings that are "auto": short runs find their values before the run can be resolved."""
+        """The names of the settings that are "auto". Tuning finds their values before `resolve`."""
         settings = self.flat()
         return tuple(name for name in names(SETTINGS, searchable=True) if settings.get(name) == "auto")
 

@@ -40,5 +40,5 @@ def groups_on(layout: Layout, topology: Topology) -> list[Group]:
 
 
 def neighbours(axis: str, ranks: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """The pairs of a group that talk to each other: any two, but of a pipeline one stage and the next."""
+    """Return the pairs of ranks that communicate: adjacent stages of a pipeline, all pairs of other groups."""
     return pairwise(ranks) if axis == "pp" else combinations(ranks, 2)

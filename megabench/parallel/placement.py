@@ -1,7 +1,7 @@
-"""Placement: which rank sits where in the (pp, dp, cp, tp) grid. Loads no torch.
+"""Placement: the assignment of launcher ranks to positions in the (pp, dp, cp, tp) grid. Loads no torch.
 
-A layout's ranks count tp fastest, then cp, dp and pp, so a placement is an order of the launcher's ranks: neighbours in
-it are neighbours in a tensor-parallel group first.
+A layout's rank numbers increase fastest along tp, then cp, dp and pp. A placement is therefore a permutation of the
+launcher's ranks: consecutive ranks first fill a tensor-parallel group.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ Policy = Literal["topology", "launcher", "spread-tp"]
 
 
 class PlacementError(UserError):
-    """A layout that cannot be placed as strictly as was asked for."""
+    """A layout for which strict placement is impossible."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Rank n of the run is the launcher's rank `launcher_ranks[n]`. `topology` goes by the run's ranks.
+    """A permutation of ranks: rank n of the run is the launcher's rank `launcher_ranks[n]`.
 
-    `warnings` are sentences about groups that ride on slow links.
+    `topology` is indexed by the run's ranks. `warnings` are sentences about groups that use slow links.
     """
 
     policy: Policy
@@ -37,18 +37,20 @@ class Placement:
 
     @property
     def hosts_of_ranks(self) -> list[str]:
-        """The name of each rank's host, by rank."""
+        """The host name of each rank, by rank."""
         return [self.topology.hosts[number].name for number in self.topology.host_of]
 
 
 def place(topology: Topology, layout: Layout, policy: Policy = "topology", strict: bool = False) -> Placement:
-    """The ranks of `topology` (the launcher's) in the order that `policy` asks for.
+    """Order the ranks of `topology` (the launcher's ranks) by `policy`.
 
-    "topology": every TP group in one NVLink domain where any order can do so, then every CP group; stages follow the
-    hosts, so a pipeline goes on to another host as seldom as that allows, and data-parallel peers stay close.
-    "launcher": as they come. "spread-tp": TP across domains on purpose, for comparison.
-    Under the first and the last, the host of the launcher's rank 0 comes first. With `strict`, PlacementError where a
-    TP group leaves its domain.
+    - "topology" keeps every TP group in one NVLink domain if any order can, then every CP group. Pipeline stages follow
+      the hosts, so that a pipeline crosses hosts as rarely as possible and data-parallel peers stay close.
+    - "launcher" keeps the launcher's order.
+    - "spread-tp" spreads TP groups across NVLink domains on purpose, for comparison.
+
+    Under "topology" and "spread-tp", the host of the launcher's rank 0 comes first. With `strict`, raise PlacementError
+    if a TP group spans several domains.
     """
     if policy == "launcher":
         order: Sequence[int] = range(topology.world_size)
@@ -68,7 +70,7 @@ def place(topology: Topology, layout: Layout, policy: Policy = "topology", stric
 
 
 def _by_place(topology: Topology) -> list[int]:
-    """All ranks host by host, in the order of their seats; the host of rank 0 first."""
+    """Return all ranks, sorted by host and by seat on the host. The host of rank 0 comes first."""
     first = topology.host_of[0]
     return sorted(
         range(topology.world_size),
@@ -78,7 +80,7 @@ def _by_place(topology: Topology) -> list[int]:
 
 @dataclass(frozen=True)
 class _Block:
-    """Ranks that sit together; `domain` and `host` are None where they have none in common."""
+    """Ranks that stay together. `domain` and `host` are None if the ranks do not share one."""
 
     ranks: tuple[int, ...]
     domain: int | None
@@ -93,9 +95,10 @@ def _packed(topology: Topology, layout: Layout, ranks: Sequence[int]) -> list[in
 
 
 def _joined(blocks: Sequence[_Block], size: int) -> list[_Block]:
-    """Blocks of `size` blocks each: as many as possible within a domain, then within a host; in order of their first.
+    """Join blocks into larger blocks of `size` blocks each, ordered by their first member.
 
-    Taking whole blocks out of every domain is the most that any choice can place inside one.
+    Blocks are first joined within an NVLink domain, then within a host, then across hosts. Taking as many full groups
+    as possible from every domain maximizes the number of groups inside one domain.
     """
     place = {block: number for number, block in enumerate(blocks)}
     left = list(blocks)
@@ -125,7 +128,7 @@ def _merged(blocks: Sequence[_Block]) -> _Block:
 
 
 def _dealt_out(topology: Topology, ranks: Sequence[int]) -> list[int]:
-    """One rank of every domain in turn, so that neighbours sit in different ones."""
+    """Take one rank of every domain in turn, so that consecutive ranks are in different domains."""
     turn: dict[int, int] = {}
     keyed = []
     for position, rank in enumerate(ranks):
@@ -136,7 +139,7 @@ def _dealt_out(topology: Topology, ranks: Sequence[int]) -> list[int]:
 
 
 def _way_out(topology: Topology, layout: Layout, policy: Policy) -> str:
-    """What would keep the TP groups inside NVLink domains."""
+    """Return a hint for keeping the TP groups inside NVLink domains."""
     best = topology.renumbered(_packed(topology, layout, _by_place(topology)))
     if policy == "launcher" and not _stray(best, layout, "tp"):
         return "placement=topology would keep every TP group inside one NVLink domain"
@@ -154,13 +157,13 @@ def _way_out(topology: Topology, layout: Layout, policy: Policy) -> str:
 
 
 def _stray(topology: Topology, layout: Layout, axis: Literal["tp", "cp"]) -> list[list[int]]:
-    """The groups of an axis that do not lie in one domain."""
+    """Return the groups of an axis that span several domains."""
     groups = rank_groups(layout)[axis]
     return [ranks for ranks in groups if len({topology.domain_of[rank] for rank in ranks}) > 1]
 
 
 def _describe(topology: Topology, groups: Sequence[Sequence[int]], kind: str) -> str:
-    """One sentence about the first of some groups that leave their domain, and how many more do."""
+    """Describe the first of the groups that span several domains, and count the others."""
     ranks = groups[0]
     link = topology.slowest_link((ranks[0], other) for other in ranks[1:])
     hosts = [topology.hosts[number].name for number in sorted({topology.host_of[rank] for rank in ranks})]
@@ -170,12 +173,12 @@ def _describe(topology: Topology, groups: Sequence[Sequence[int]], kind: str) ->
 
 
 def and_more(groups: Sequence[object]) -> str:
-    """How many groups there are beside the first, which a sentence names."""
+    """Return " (and N more)" for the groups after the first, or an empty string."""
     return f" (and {len(groups) - 1} more)" if len(groups) > 1 else ""
 
 
 def number_ranges(numbers: Sequence[int]) -> str:
-    """Numbers in their order, runs of them shortened: (0, 1, 2, 3, 8) → "0–3, 8"."""
+    """Abbreviate runs of consecutive numbers: (0, 1, 2, 3, 8) → "0–3, 8"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,1 +1,1 @@
-"""Describes each engine without loading it: what it accepts and what it costs. Loads no torch."""
+"""Descriptions of the engines: the settings they accept and what a step costs. Loads neither an engine nor torch."""

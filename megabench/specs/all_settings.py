@@ -1,4 +1,4 @@
-"""Every setting by name: those of all engines, and those of one or some. Loads no torch."""
+"""Maps names to settings, for all engines or for some of them. Loads no torch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from megabench.specs.registry import ENGINES
 
 @dataclass(frozen=True)
 class _Declared:
-    """A setting and the engines that have it; the tuple is empty if all have it."""
+    """A setting and the engines that have it. `engines` is empty if all engines have it."""
 
     field: FieldInfo
     engines: tuple[str, ...] = ()
 
 
 def _all_declared() -> dict[str, _Declared]:
-    """Return the settings of all engines; in each panel those of single engines follow the common ones."""
+    """Return the settings of all engines. In each panel, engine-specific settings follow the common ones."""
     common = {name: _Declared(field) for name, field in fields_of(RunSettings).items()}
     own: dict[str, _Declared] = {}
     for spec in ENGINES.values():
@@ -43,7 +43,7 @@ SETTINGS: dict[str, Setting] = {name: metadata(name, field) for name, field in F
 
 
 def engines_with(name: str) -> tuple[str, ...]:
-    """Return the engines that have this setting; an empty tuple if all have it."""
+    """Return the engines that have this setting, or an empty tuple if all have it."""
     return _DECLARED[name].engines
 
 
@@ -52,9 +52,10 @@ def is_default(name: str, value: object) -> bool:
 
 
 def hint(word: str, known: Iterable[str], spell: Callable[[str], str] = str, otherwise: str | None = None) -> str:
-    """Suggest settings for an unknown name: the one that other programs call so, or those with similar names.
+    """Suggest settings for an unknown name: the setting that other programs call by that name, or similar names.
 
-    `spell` writes the names as the user does; `otherwise` is said where no name is similar, by default all of `known`.
+    `spell` formats a name as the user writes it. `otherwise` is the hint if no name is similar, by default all of
+    `known`.
     """
     names = list(known)
     if (meant := meant_by(word, SETTINGS)) in names:
@@ -63,7 +64,7 @@ def hint(word: str, known: Iterable[str], spell: Callable[[str], str] = str, oth
 
 
 def labels(options: Mapping[str, Any]) -> list[str]:
-    """Return what the recorded options add to the engine's name, e.g. "offload all" or "hpz 4"."""
+    """Return what the recorded options add to the engine's name: "offload all", "hpz 4"."""
     return [
         about.label.format(options[name])
         for name, about in SETTINGS.items()

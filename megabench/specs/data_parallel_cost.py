@@ -1,4 +1,4 @@
-"""What a step costs under data parallelism alone: ZeRO 0 to 3 with and without offload, FSDP2, DDP. Loads no torch."""
+"""The cost of a step with only data parallelism: ZeRO 0 to 3 with and without offload, FSDP2, DDP. Loads no torch."""
 
 from megabench.cost import compute, network, schedule
 from megabench.cost.geometry import Geometry
@@ -8,16 +8,17 @@ from megabench.cost.shared_costs import Base
 from megabench.specs.data_parallel_memory import data_parallel_memory, host_bytes
 from megabench.specs.sharding import REDUCE_BUCKET, sharding_of
 
-_DDP_BUCKET = 25e6 / 4  # parameters that torch's DDP reduces at once: 25 MB of fp32 gradients
-# What the host does beside starting kernels, forward and backward, in starts of a kernel: FSDP2 a layer, DeepSpeed a
-# parameter (its hooks and queues, in Python; from benchmarks/gpt2-zero, where they are all that a step waits for).
+_DDP_BUCKET = 25e6 / 4  # parameters per DDP bucket: 25 MB of fp32 gradients
+# Host time of hooks, forward and backward, in units of one kernel launch: per layer for FSDP2, per parameter for
+# DeepSpeed. DeepSpeed's hooks and queues run in Python. Their values are from benchmarks/gpt2-zero, where they alone
+# determine the step time.
 _FSDP_HOOKS, _ZERO3_HOOKS, _ZERO_HOOKS = (40, 80), (17, 34), (0, 16)
-# what the host reads and writes a parameter: AdamW, in fp32; DeepSpeed's clipping and its cast of the new weight
+# Bytes per parameter that the host reads and writes: fp32 AdamW; DeepSpeed's clipping and its cast of the new weight.
 _ADAM_HOST_BYTES, _DEEPSPEED_HOST_BYTES = 28, 8 + 6
 
 
 class DataParallel:
-    """The parts of a step, in seconds, of data-parallel candidates."""
+    """Cost model of data-parallel candidates."""
 
     def __init__(self, base: Base) -> None:
         self.base = base
@@ -55,19 +56,19 @@ class DataParallel:
         }
 
     def shortest(self, candidate: Candidate) -> float:
-        """The step time itself, because it is quick to compute."""
+        """Return the step time itself, because it is quick to compute."""
         return sum(self.parts(candidate).values())
 
     def memory(self, candidate: Candidate) -> Memory:
-        """Bytes of a rank."""
+        """Return the bytes of one rank."""
         return data_parallel_memory(self.job, candidate, self.profile)
 
     def host_bytes(self, candidate: Candidate) -> float:
-        """Bytes of host memory that offload takes on each host."""
+        """Return the bytes of host memory that offload uses on each host."""
         return host_bytes(self.job, candidate, self.base.geometry_of(candidate).ranks_per_host)
 
     def _hook_seconds(self, candidate: Candidate) -> tuple[float, float]:
-        """What a layer's hooks take on the host, forward and backward."""
+        """Return the host time of one layer's hooks, forward and backward."""
         stage = sharding_of(candidate).zero_stage
         if candidate.engine == "fsdp":
             times, hooks = 1, _FSDP_HOOKS
@@ -78,12 +79,16 @@ class DataParallel:
         return times * hooks[0] * self.profile.launch_seconds, times * hooks[1] * self.profile.launch_seconds
 
     def _copying_seconds(self, candidate: Candidate) -> float:
-        """What an engine casts, copies and adds in every micro-batch, beyond the sums of gradients in `compute`.
+        """Return the time of casts, copies and additions per micro-batch, without the gradient sums of `compute`.
 
-        Bytes a parameter, v of a value and g of a gradient; what a rank's own part sees alone, by 1/N. DeepSpeed
-        (stage3.py, stage_1_and_2.py, coalesced_collectives.py) casts gradients; stages 2 and 3 copy them into a bucket,
-        divide them and lay them out by rank; own parts are added up. FSDP2 (_fsdp_collectives.py) casts its fp32 shards
-        and copies them in, what it gathered out, and gradients in. DDP casts fp32 weights, and gradients back.
+        The formulas count bytes per parameter, with v bytes per value and g per gradient. Operations on a rank's own
+        shard have a factor of 1/N.
+
+        - DeepSpeed (stage3.py, stage_1_and_2.py, coalesced_collectives.py) casts gradients. Stages 2 and 3 copy them
+          into a bucket, divide them, reorder them by rank, and accumulate the rank's own shard.
+        - FSDP2 (_fsdp_collectives.py) casts its fp32 shards, copies them into the gather buffer, copies the gathered
+          weights out, and copies gradients into the reduction buffer.
+        - DDP casts fp32 weights, and casts gradients back.
         """
         if self.job.stack.flat_parameters:
             return 0.0
@@ -104,12 +109,15 @@ class DataParallel:
         return compute.memory_seconds(self.machine, beyond * job.num_parameters)
 
     def _sharded_seconds(self, candidate: Candidate, geometry: Geometry) -> tuple[float, float, float, float]:
-        """What a layer communicates in every micro-batch: gathers forward and backward, its gradient's reduction; and
-        what no layer hides: the embedding's gather at the start and its gradient at the end.
+        """Return a layer's communication per micro-batch: forward gather, backward gather, gradient reduction, ends.
 
-        ZeRO-3 and FSDP2 gather 2 bytes a parameter twice and reduce-scatter g (arXiv 1910.02054, section 7). ZeRO-2
-        all-reduces g, of which each rank keeps its part (DeepSpeed's use_multi_rank_bucket_allreduce). hpZ gathers for
-        backward among neighbours (arXiv 2306.10209); HSDP shards among them. Weights that are kept are gathered once.
+        "Ends" is the communication that no layer hides: the gather of the embedding at the start and its gradient at
+        the end.
+
+        ZeRO-3 and FSDP2 all-gather 2 bytes per parameter twice and reduce-scatter g bytes (arXiv 1910.02054, section
+        7). ZeRO-2 all-reduces g bytes, and each rank keeps its shard (DeepSpeed's use_multi_rank_bucket_allreduce).
+        hpZ gathers among neighbours in backward (arXiv 2306.10209). HSDP shards among neighbours. Weights that stay
+        gathered after forward are gathered only once.
         """
         job, profile, sharding = self.job, self.profile, sharding_of(candidate)
         layer, ends = job.layer_parameters, job.embedding_parameters
@@ -133,7 +141,7 @@ class DataParallel:
         return 0.0, 0.0, 0.0, 0.0
 
     def _once_a_step(self, candidate: Candidate, geometry: Geometry, backward: float) -> tuple[float, float]:
-        """Communication that comes once a step, exposed, and the optimizer."""
+        """Return the seconds of exposed communication once per step, and of the optimizer."""
         job, parameters = self.job, self.job.num_parameters
         sharding, is_ddp = sharding_of(candidate), candidate.engine == "ddp"
         ranks, once, copied = candidate.layout.world_size, 0.0, 0.0
@@ -144,7 +152,7 @@ class DataParallel:
             reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
             once = self.base.tail(backward, reduce, pieces, geometry.world, overlaps=is_ddp)
             sharded = parameters
-        elif sharding.shard_size:  # replicas of a shard add up their gradients behind the last micro-batch
+        elif sharding.shard_size:  # HSDP replicas all-reduce their gradients after the last micro-batch
             across = geometry.apart(sharding.shard_size)
             reduce = network.all_reduce_seconds(self.profile, across, gradients / sharding.shard_size)
             once = self.base.tail(backward, reduce, job.shape.num_layers, across, overlaps=True)
@@ -154,20 +162,26 @@ class DataParallel:
                 pieces = max(1, round(parameters / REDUCE_BUCKET))
                 reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
                 once += self.base.tail(backward, reduce, pieces, geometry.world, overlaps=True)
-                copied = (6 + 2 / ranks) * gradients  # as stage 2 does, but once
+                copied = (6 + 2 / ranks) * gradients  # the copies of stage 2, but once per step
         if sharding.offload != "none":
             return once, 0.0
         update = compute.optimizer_seconds(self.machine, job, sharded, sharded)
         return once, update + compute.memory_seconds(self.machine, copied)
 
     def _offload_seconds(self, candidate: Candidate, geometry: Geometry, micro_batches: int) -> float:
-        """Host copies and the host's AdamW, over memory that all GPUs of a host share (arXiv 2101.06840).
+        """Return the time of copies to and from the host and of the host's AdamW (arXiv 2101.06840).
 
-        Gradients of g bytes go out: FSDP2's in each of m micro-batches. ZeRO-3's go there and back m times, to be added
-        up and measured on the GPU (DeepSpeed's stage3.py, partition_grads); those of ZeRO-2 m times and back m - 1
-        times, but where they are in fp32, then they wait on the GPU, and ZeRO-1's always (stage_1_and_2.py,
-        copy_grads_in_partition). Then DeepSpeed sends them to the optimizer, in fp32. Weights come in once, offloaded
-        ones for every gather.
+        All GPUs of a host share its memory bandwidth. Gradients have g bytes per parameter, and a step has m
+        micro-batches.
+
+        - FSDP2 copies the gradients to the host in each micro-batch.
+        - ZeRO-3 copies them to the host and back m times, to accumulate them and compute the norm on the GPU
+          (DeepSpeed's stage3.py, partition_grads).
+        - ZeRO-2 copies them to the host m times and back m − 1 times. fp32 gradients stay on the GPU instead.
+        - ZeRO-1 always keeps them on the GPU (stage_1_and_2.py, copy_grads_in_partition).
+
+        DeepSpeed then copies fp32 gradients to the optimizer. Updated weights are copied to the GPU once per step, and
+        offloaded weights for every gather.
         """
         sharding = sharding_of(candidate)
         if sharding.offload == "none":
@@ -182,7 +196,7 @@ class DataParallel:
             gradients = g * (2 * micro_batches - 1) + 4
         else:
             gradients = 4
-        each = 4 if is_fsdp else job.bytes_of_value  # its shards are fp32
+        each = 4 if is_fsdp else job.bytes_of_value  # FSDP2's shards are fp32
         moved = gradients + each * (2 * micro_batches if sharding.offload == "all" else 1)
         shard = job.num_parameters / candidate.layout.world_size
         seconds = moved * shard / (self.profile.host_copy_gb_per_s * 1e9)
@@ -190,5 +204,5 @@ class DataParallel:
 
 
 def _cast(before: int, after: int) -> int:
-    """Bytes that an element moves when it is cast, from one size to another."""
+    """Return the bytes read and written to cast one element from one size to another."""
     return before + after if before != after else 0

@@ -1,26 +1,31 @@
-"""Bytes that a GPU and its host hold under DeepSpeed ZeRO 0 to 3, FSDP2 and DDP. Loads no torch."""
+"""GPU and host memory under DeepSpeed ZeRO 0 to 3, FSDP2 and DDP, in bytes. Loads no torch."""
 
 from megabench.cost.job import Candidate, Job
 from megabench.cost.memory import Memory, layer_activation_bytes, logit_bytes, recomputed_bytes, with_allocator
 from megabench.cost.profile import Profile
 from megabench.specs.sharding import REDUCE_BUCKET, reduce_bucket, sharding_of
 
-_GATHERED_LAYERS = 3  # that ZeRO-3 and FSDP hold whole: in use, prefetched, being reduced
+_GATHERED_LAYERS = 3  # layers that ZeRO-3 and FSDP hold unsharded: in use, prefetched, being reduced
 
 
 def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
-    """A rank of DeepSpeed, FSDP2 or DDP. Bytes a parameter, n ranks, gradients of g bytes (megabench's engines):
+    """Return the memory of one rank of DeepSpeed, FSDP2 or DDP.
 
-    - ZeRO-0: 2 + g + 12; ZeRO-1: 2 + g + 12/n; ZeRO-2: 2 + (g + 12)/n; ZeRO-3: (2 + g + 12)/n; one bucket being reduced
-    - ZeRO-1 reduces fp32 gradients of 16-bit values into a part of its own, g/n (stage_1_and_2.py, compact buffers);
-      with one micro-batch all others come while activations go
-    - FSDP2, fp32 shards: (4 + g + 8)/n; embedding and output layer stay whole from forward to backward, and are
-      reduced one at a time. What it gathers it frees at once, in order, so that little is lost between.
-    - DDP, fp32 replicas and buckets: 4 + 4 + 8, and a cast of every matrix that backward keeps, unless it computes it
-      again: 2
-    and, of ZeRO-3 and FSDP2, a few whole layers, or all that are kept. (arXiv 1910.02054, section 5; torch's
-    fully_shard.) Without AdamW's moments 8 less. Offloaded optimizers have no state here; ZeRO-3's and FSDP2's
-    gradients are with them.
+    Bytes per parameter with AdamW, for n ranks and gradients of g bytes (megabench's engines):
+
+    - ZeRO-0: 2 + g + 12. ZeRO-1: 2 + g + 12/n. ZeRO-2: 2 + (g + 12)/n. ZeRO-3: (2 + g + 12)/n. Stages 1 to 3 also hold
+      a bucket that is being reduced.
+    - ZeRO-1 with fp32 gradients of 16-bit values reduces them into a separate shard of g/n (stage_1_and_2.py, compact
+      buffers). With one micro-batch, the other gradients appear only as the activations are freed.
+    - FSDP2, with fp32 shards: (4 + g + 8)/n. The embedding and the output layer stay gathered from forward to backward
+      and are reduced one at a time. FSDP2 frees gathered weights at once and in order, which causes little
+      fragmentation.
+    - DDP, with fp32 replicas and buckets: 4 + 4 + 8, and 2 for the cast of every matrix that backward needs, unless
+      full recomputation repeats the cast.
+
+    ZeRO-3 and FSDP2 also hold a few gathered layers, or all of them if the weights stay gathered. Without AdamW's
+    moments, subtract 8. An offloaded optimizer has no state on the GPU, and ZeRO-3 and FSDP2 then also offload the
+    gradients. Sources: arXiv 1910.02054, section 5; torch's fully_shard.
     """
     sharding = sharding_of(candidate)
     stage = sharding.zero_stage
@@ -75,7 +80,7 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
 
 
 def host_bytes(job: Job, candidate: Candidate, ranks_per_host: int) -> float:
-    """Host memory that offload takes on each host: masters, moments and gradients, and with "all" the weights."""
+    """Return the host memory for offload on each host: masters, moments, gradients and, with "all", the weights."""
     offload = sharding_of(candidate).offload
     if offload == "none":
         return 0.0

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel: whole replicas."""
+"""The engine for torch's DistributedDataParallel, with full replicas."""
 
 from pydantic import PositiveInt
 
@@ -9,7 +9,7 @@ from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun
 from megabench.specs.sharding import Sharding
 from megabench.specs.shared_settings import COMPILE
 
-POWERSGD_PLAIN_STEPS = 2  # uncompressed steps at the start, the fewest that torch's hook takes with error feedback
+POWERSGD_PLAIN_STEPS = 2  # uncompressed first steps: the minimum for torch's hook with error feedback
 
 
 class DdpSettings(EngineSettings):

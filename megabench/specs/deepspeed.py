@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO, stages 0 to 3."""
+"""The engine for DeepSpeed ZeRO, stages 0 to 3."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -84,7 +84,7 @@ def _stage(options: Options) -> int:
 
 
 def _content(options: Options) -> dict[str, Any] | None:
-    """The user's own DeepSpeed JSON: its path in a run's settings, its content in a record."""
+    """Return the content of the user's own DeepSpeed JSON, of which settings hold the path and records the content."""
     given = options.get("deepspeed_config")
     return read_deepspeed_json(Path(given)) if isinstance(given, str | Path) else given
 
@@ -140,7 +140,7 @@ def _variants(ranks_per_host: int | None) -> Iterator[Sharding]:
 
 def _variant_settings(sharding: Sharding) -> Mapping[str, Any]:
     settings = {**sharding.settings, "zero_stage": sharding.zero_stage}
-    # the prediction is of ZeRO-3 that gathers whole layers: the host waits for no parts
+    # The cost model assumes ZeRO-3 that gathers whole layers, so the host does not wait for parts of a layer.
     return settings | ({"zero_leaf_layers": True} if sharding.zero_stage == 3 else {})
 
 

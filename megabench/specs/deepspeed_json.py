@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed JSON: its settings win where the run is silent, and must not contradict it elsewhere."""
+"""Reads a user's own DeepSpeed JSON. Its settings apply where the run sets none, and must not contradict the run."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ _HARMLESS = (
     "gradient_predivide_factor",
     "zero_allow_untested_optimizer",
 )
-# what would make another run of it, beside other runs, and where it is set instead
+# Sections that would make the run differ from the other trials, with the options to use instead.
 _ELSEWHERE = {
     "optimizer": "--optimizer, --lr, --betas, --eps and --weight-decay",
     "scheduler": "--lr, --lr-warmup and --min-lr",
@@ -54,9 +54,9 @@ _REFUSED = {
 
 
 def read_deepspeed_json(path: Path) -> dict[str, Any]:
-    """A DeepSpeed configuration without its "auto" entries, which leave the choice to the program that reads it.
+    """Read a DeepSpeed configuration, without its "auto" entries.
 
-    ConfigError for what is no such configuration, and for settings that would change the work that is compared.
+    Raise ConfigError if the file is not a DeepSpeed configuration, or has settings that would change the compared work.
     """
     try:
         content = json.loads(read_text(path))
@@ -90,12 +90,12 @@ def read_deepspeed_json(path: Path) -> dict[str, Any]:
 
 
 def names_batch(content: dict[str, Any]) -> bool:
-    """Whether the JSON itself says how many sequences a step has."""
+    """Return whether the JSON sets the number of sequences per step."""
     return not content.keys().isdisjoint(("train_batch_size", "gradient_accumulation_steps"))
 
 
 def settings_of_run(content: dict[str, Any], given: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What the JSON says of the run, as RunConfig fields; ConfigError where `given`, the user's own, say otherwise."""
+    """Return the JSON's settings as RunConfig fields; ConfigError if they contradict `given`, the user's settings."""
     enabled = [precision for precision in ("bf16", "fp16") if content.get(precision, {}).get("enabled")]
     if len(enabled) > 1:
         raise ConfigError(f"{path} enables both bf16 and fp16; enable one of them")
@@ -118,7 +118,7 @@ def settings_of_run(content: dict[str, Any], given: dict[str, Any], path: Path) 
 
 
 def _zero_settings(zero: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What the section zero_optimization says of the run."""
+    """Return the run settings that the section zero_optimization gives."""
     offloaded = []
     for key in ("offload_optimizer", "offload_param"):
         device = (zero.get(key) or {}).get("device", "none")
@@ -139,7 +139,7 @@ def _zero_settings(zero: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def check_deepspeed_json(content: dict[str, Any], run: ResolvedRun, zero_stage: int, path: Path) -> None:
-    """ConfigError where the JSON contradicts what the run has become."""
+    """Raise ConfigError if the JSON contradicts the resolved run."""
     for precision in ("bf16", "fp16"):
         enabled = content.get(precision, {}).get("enabled")
         if enabled is not None and bool(enabled) != (run.precision == precision):
@@ -166,7 +166,7 @@ def check_deepspeed_json(content: dict[str, Any], run: ResolvedRun, zero_stage: 
 
 
 def merge(base: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the entries of `winning` over it, mapping by mapping."""
+    """Merge `winning` into `base` recursively. Entries of `winning` take precedence."""
     merged = dict(base)
     for key, value in winning.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict)

@@ -1,4 +1,4 @@
-"""Describes an engine without loading it: what it accepts, how it is built, what it costs. Loads no torch."""
+"""The description of an engine: the settings it accepts, its implementation and its cost. Loads no torch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from megabench.settings.setting import EngineSettings
 
 
 class ResolvedRun(Protocol):
-    """What an engine's checks read of a run whose settings are complete; see `config.ResolvedConfig`."""
+    """The fields of a resolved run that the checks of engines read; see `config.ResolvedConfig`."""
 
     @property
     def own(self) -> EngineSettings: ...
@@ -52,57 +52,59 @@ class CostModel(Protocol):
     """Predicts the step time and the memory of an engine's candidates."""
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
-        """Seconds of each part of a step; they add up to the step."""
+        """Return the seconds of each part of a step. Their sum is the step time."""
         ...
 
     def shortest(self, candidate: Candidate) -> float:
-        """A lower bound of the step time in seconds that is quick to compute."""
+        """Return a lower bound of the step time in seconds that is quick to compute."""
         ...
 
     def memory(self, candidate: Candidate) -> Memory:
-        """Bytes of the fullest rank."""
+        """Return the bytes of the rank that uses the most memory."""
         ...
 
     def host_bytes(self, candidate: Candidate) -> float:
-        """Bytes of host memory that offload takes on each host."""
+        """Return the bytes of host memory that offload uses on each host."""
         ...
 
 
-Options = Mapping[str, Any]  # the engine's settings, or the options of a record
+Options = Mapping[str, Any]  # the engine's settings or a record's options
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine.
+    """The description of one engine.
 
-    `title` and `summary` are for people, `implementation` is "module:class" and imported when the engine is built.
-    `settings` declares the settings that not all engines have. `axes` are the parallel axes that the engine can use,
-    `recompute` the levels of recomputation that it has. `sharding_stage` is the ZeRO stage that it corresponds to,
-    unless the run says. An engine that `needs_blocks` trains only models for which there are parallel blocks. An engine
-    that `wants_queues` loses time with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+    `title` and `summary` are for users. `implementation` is "module:class" and is imported when the engine is built.
+    `settings` declares the settings that not all engines have. `axes` are the parallel axes that the engine supports,
+    and `recompute` its levels of recomputation. `sharding_stage` is the equivalent ZeRO stage, unless the run sets one.
+    An engine with `needs_blocks` trains only models that have parallel blocks. An engine with `wants_queues` is slower
+    with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
     These functions read the settings of a run before and after it is resolved:
 
-    - `read_file` returns the settings that a configuration file of the engine's own gives, in place of those that are
-      not among `given`; ConfigError where the two contradict each other;
-    - `complete` fills defaults that depend on other settings;
-    - `check` raises ConfigError for settings that the engine cannot combine;
-    - `why_not_saved` says why a checkpoint could not hold the state of training, None if it can;
-    - `environment` is set before CUDA starts unless the user set it.
+    - `read_file` returns settings from the engine's own configuration file, for settings not in `given`. It raises
+      ConfigError if the two contradict each other.
+    - `complete` sets defaults that depend on other settings.
+    - `check` raises ConfigError for settings that the engine cannot combine.
+    - `why_not_saved` returns the reason why a checkpoint cannot hold the training state, or None.
+    - `environment` returns environment variables to set before CUDA starts, unless the user set them.
 
-    These read the engine's settings, or the options of a record:
+    These functions read the engine's settings, or the options of a record:
 
-    - `mode` names the engine's mode ("ZeRO-3"), if it has several; `is_zero3` says whether that is ZeRO-3;
-    - `holds_matrices` says whether every rank holds whole matrices, `uses_host` whether the optimizer runs on the host;
-    - `compression` describes how gradients are compressed, None if they are not;
-    - `plain_steps` counts the first steps, which run unlike the later ones;
-    - `fixes_batch` says whether a configuration file of the engine's own sets the global batch;
-    - `recorded` returns the options that a record holds in place of those given, such as a file's content;
+    - `mode` returns the name of the engine's mode ("ZeRO-3"), if it has several. `is_zero3` returns whether it is
+      ZeRO-3.
+    - `holds_matrices` returns whether every rank holds whole matrices. `uses_host` returns whether the optimizer runs
+      on the host.
+    - `compression` describes the gradient compression, or is None without compression.
+    - `plain_steps` returns the number of first steps that run differently from later ones.
+    - `fixes_batch` returns whether the engine's own configuration file sets the global batch.
+    - `recorded` returns options to record in place of the given ones, such as a file's content.
     - `less_memory` returns the setting to change after a run with these options ran out of memory.
 
-    `variants` gives what the planner predicts, for the number of ranks of a host if several hosts take part.
-    `variant_of` gives the variant of a recorded run with these options, and `variant_settings` the settings of a run
-    that trains a variant.
+    `variants` returns the variants that the planner predicts. Its argument is the number of ranks per host, or None if
+    the run uses one host. `variant_of` returns the variant of a recorded run with these options. `variant_settings`
+    returns the settings of a run that trains a variant.
     """
 
     name: str
@@ -135,26 +137,26 @@ class EngineSpec:
     variant_settings: Callable[[Any], Mapping[str, Any]] = lambda variant: {}
 
     def stage_of(self, options: Options) -> int:
-        """The ZeRO stage that a run's settings, or the options of its record, amount to."""
+        """Return the ZeRO stage of a run's settings or of a record's options."""
         stage = options.get("zero_stage")
         return self.sharding_stage if stage is None else int(stage)
 
     def gathers_weights(self, options: Options) -> bool:
-        """Whether each rank holds a shard of the weights, and gathers a layer when it computes."""
+        """Return whether each rank holds a shard of the weights and gathers a layer to compute it."""
         return self.stage_of(options) == 3
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether the engine has no parallel axis but dp."""
+        """Whether dp is the engine's only parallel axis."""
         return self.axes == {"dp"}
 
 
 def more_offload(options: Options) -> str:
-    """The setting that frees memory in a run that already shards everything."""
+    """Return the setting that frees memory in a run that already shards everything."""
     return "more GPUs" if options.get("offload") == "all" else "offload: all"
 
 
 def check_divides(name: str, size: int | None, world_size: int) -> None:
-    """ConfigError unless groups of `size` neighbouring ranks fill the world."""
+    """Raise ConfigError unless `size` divides the world size."""
     if size and world_size % size:
         raise ConfigError(f"{name}={size} does not divide the {world_size} ranks; use one of {divisors(world_size)}")

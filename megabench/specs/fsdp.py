@@ -1,4 +1,4 @@
-"""torch's FSDP2, fully or hybrid sharded."""
+"""The engine for torch's FSDP2, fully or hybrid sharded."""
 
 from collections.abc import Iterator
 from typing import Literal

@@ -1,4 +1,4 @@
-"""TP × PP × CP × DP on megatron-core."""
+"""The engine for TP × PP × CP × DP with megatron-core."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -32,7 +32,7 @@ class MegatronSettings(EngineSettings):
 
 
 def chunk_layers(run: ResolvedRun) -> list[list[range]]:
-    """Layer numbers of every model chunk of a megatron run, as [stage][chunk]."""
+    """Return the layer numbers of every model chunk of a megatron run, as [stage][chunk]."""
     is_balanced = MegatronSettings.of(run).stages == "balanced"
     cost = output_layer_cost(run.shape, run.seq_length) if is_balanced else 0.0
     return run.layout.chunk_layers(run.shape.num_layers, cost)
@@ -47,7 +47,10 @@ def _check(run: ResolvedRun) -> None:
 
 
 def _environment(run: RunSettings) -> Mapping[str, str]:
-    """One hardware queue keeps TP and CP collectives in step with the GEMMs they overlap; others want many."""
+    """Return one hardware queue for TP and CP, which keeps collectives ordered with the GEMMs that overlap them.
+
+    Other runs need many queues.
+    """
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if run.tp > 1 or run.cp > 1 else {}
 
 

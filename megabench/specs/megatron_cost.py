@@ -1,4 +1,4 @@
-"""What a step costs under tensor, context and pipeline parallelism (megatron's engine). Loads no torch."""
+"""The cost of a step under tensor, context and pipeline parallelism (the megatron engine). Loads no torch."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ from megabench.specs.megatron_memory import (
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Seconds of one model chunk and micro-batch, by part, and the timeline's view of them."""
+    """Seconds of one model chunk and micro-batch by part, and their totals for the pipeline timeline."""
 
     stage: schedule.Stage
     compute: float
@@ -30,7 +30,7 @@ class _Chunk:
 
 
 class Pipeline:
-    """The parts of a step, in seconds, of parallel candidates."""
+    """Cost model of candidates with tensor, context or pipeline parallelism."""
 
     def __init__(self, base: Base) -> None:
         self.base = base
@@ -38,28 +38,34 @@ class Pipeline:
         self._communication = cache(self._layer_communication)
 
     def shortest(self, candidate: Candidate) -> float:
-        """Seconds that a step will take at least: without its timeline and tail."""
+        """Return a lower bound of the step time in seconds, without the timeline and the reduction after the last
+        backward.
+        """
         stages = [chunk.stage for chunk in self._chunks(candidate)]
         micro_batches = candidate.num_micro_batches(self.job)
         blocking = self._is_blocking(candidate)
         return schedule.shortest(stages, candidate.layout.vp, micro_batches, self._send(candidate), blocking)
 
     def memory(self, candidate: Candidate) -> Memory:
-        """Bytes of a rank of the fullest stage."""
+        """Return the bytes of a rank on the stage that uses the most memory."""
         return megatron_memory(self.job, candidate, self.profile)
 
     def host_bytes(self, candidate: Candidate) -> float:
-        """Nothing, because megatron's engine does not offload."""
+        """Return 0, because the megatron engine does not offload."""
         return 0.0
 
     def _layer_communication(self, sizes: Sizes, micro_batch: int) -> tuple[float, float, float, float, float]:
-        """Exposed seconds of a layer: tp forward, tp backward, cp forward, cp backward; and collectives forward.
+        """Return the exposed seconds of a layer: tp forward, tp backward, cp forward, cp backward; and collectives
+        forward.
 
-        With sequence parallelism a layer gathers 2·B·S·H/C bytes twice and reduce-scatters them twice, forward;
-        backward gathers twice, gathers inputs that were not kept again beside their gradients, and scatters beside the
-        weights' (arXiv 2205.05198, figure 5; megatron-core's layers). Without it, two all-reduces each way, of which
-        those of backward run beside the weight gradients. Context parallelism exchanges queries, keys and values, and
-        then what attention made of them, 4·B·S/C·(N + K)·D/T in all, or gathers keys and values, 4·B·S·K·D/T.
+        With sequence parallelism, a layer's forward pass gathers 2·B·S·H/C bytes twice and reduce-scatters them twice.
+        Its backward pass gathers the output gradients twice. It gathers inputs that were not kept again, overlapped
+        with the input gradients, and reduce-scatters, overlapped with the weight gradients (arXiv 2205.05198, figure 5;
+        megatron-core's layers). Without sequence parallelism, each pass has two all-reduces, and those of backward
+        overlap with the weight gradients.
+
+        Context parallelism either exchanges queries, keys, values and the attention output, 4·B·S/C·(N + K)·D/T bytes
+        in total, or gathers keys and values, 4·B·S·K·D/T bytes.
         """
         job, geometry, (tp, cp_size, *_) = self.job, self.base.geometry(*sizes), sizes
         layer = self.base.layer(tp, cp_size, micro_batch)
@@ -94,7 +100,7 @@ class Pipeline:
         return tp_forward, tp_backward, cp, cp, collectives
 
     def _chunks(self, candidate: Candidate) -> list[_Chunk]:
-        """The mean model chunk of every stage; stages between the ends are alike where they hold as many layers."""
+        """Return the mean model chunk of every stage. Middle stages with the same number of layers share one result."""
         counts = all_stage_layers(self.job, candidate)
         last = len(counts) - 1
         middle = {count: self._chunk(candidate, 1 + counts[1:last].index(count)) for count in set(counts[1:last])}
@@ -139,7 +145,7 @@ class Pipeline:
         return self.job.stack.blocking_p2p and candidate.layout.vp == 1
 
     def _send(self, candidate: Candidate) -> float:
-        """A stage's output to the next: 2·B·S·H/C bytes, cut by tp under sequence parallelism."""
+        """Return the seconds to send a stage's output: 2·B·S·H/C bytes, divided by tp under sequence parallelism."""
         layout, geometry = candidate.layout, self.base.geometry_of(candidate)
         if layout.pp == 1:
             return 0.0
@@ -185,7 +191,9 @@ class Pipeline:
         }
 
     def _tied_seconds(self, candidate: Candidate, geometry: Geometry) -> float:
-        """Adding up both gradients of tied embeddings, behind all others (megatron-core's finalize_model_grads)."""
+        """Return the time of the all-reduce of tied embedding gradients, after all others (megatron-core's
+        finalize_model_grads).
+        """
         job, layout = self.job, candidate.layout
         if layout.pp == 1 or not job.shape.tied_embeddings:
             return 0.0
@@ -198,8 +206,10 @@ class Pipeline:
         return stack.overlaps_gradients and (not is_sharded or stack.overlaps_sharded_gradients)
 
     def _num_buckets(self, candidate: Candidate, stage: int, parameters: float) -> int:
-        """Collectives in which a stage's gradients are summed: megatron-core cuts the first stage's alone, into 40 M
-        parameters or 1 M a replica (distributed_data_parallel.py).
+        """Return the number of collectives that reduce a stage's gradients.
+
+        megatron-core splits only the first stage's gradients, into buckets of 40 M parameters or 1 M per replica,
+        whichever is larger (distributed_data_parallel.py).
         """
         if not self._overlaps_gradients(candidate) or (stage and not self.job.stack.buckets_on_all_stages):
             return 1
@@ -209,9 +219,9 @@ class Pipeline:
     def _replica_seconds(
         self, candidate: Candidate, geometry: Geometry, parameters: float, calls: int
     ) -> tuple[float, float]:
-        """Summing the gradients of a rank's parameters over its replicas, and gathering what they updated.
+        """Return the seconds to reduce a rank's gradients over its replicas, and to gather the updated weights.
 
-        With a sharded optimizer a reduce-scatter and an all-gather of the weights, else an all-reduce.
+        A sharded optimizer uses a reduce-scatter and an all-gather of the weights; an unsharded one uses an all-reduce.
         """
         gradients, weights = self.job.bytes_of_gradient * parameters, self.job.bytes_of_value * parameters
         if not megatron_variant(candidate).shards_optimizer:

@@ -1,4 +1,4 @@
-"""Bytes that a GPU holds under tensor, context and pipeline parallelism (megatron's engine). Loads no torch."""
+"""GPU memory under tensor, context and pipeline parallelism (the megatron engine), in bytes. Loads no torch."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,12 +12,12 @@ from megabench.cost.memory import Memory, layer_activation_bytes, logit_bytes, r
 from megabench.cost.profile import Profile
 from megabench.parallel.layout import Layout
 
-_QUEUED_KERNELS = 1024  # launches that a CUDA stream takes before the host waits
+_QUEUED_KERNELS = 1024  # kernel launches that a CUDA stream queues before the host blocks
 
 
 @dataclass(frozen=True)
 class MegatronVariant:
-    """Whether the optimizer is sharded over the replicas of a rank's weights (dp·cp)."""
+    """Whether the optimizer is sharded over the dp·cp replicas of a rank's weights."""
 
     shards_optimizer: bool = True
 
@@ -34,15 +34,16 @@ class MegatronVariant:
 
 
 def megatron_variant(candidate: Candidate) -> MegatronVariant:
-    """The variant of a candidate of megatron's engine."""
+    """Return the variant of a candidate of the megatron engine."""
     return cast(MegatronVariant, candidate.variant)
 
 
 def in_flight(stage: int, num_stages: int, chunks: int, num_micro_batches: int) -> float:
-    """Micro-batches (of a whole stage) whose activations a stage holds at once.
+    """Return the number of micro-batches (of a whole stage) whose activations a stage holds at once.
 
-    1F1B: min(P − stage, m). Interleaved: chunks in warm-up, 2·(P − stage − 1) + (v − 1)·P + 1, of v a micro-batch
-    (arXiv 2104.04473, section 2.2); on the first stage 1 + (P − 1)/(P·v) times as many as 1F1B's.
+    1F1B: min(P − stage, m). Interleaved: the warm-up holds 2·(P − stage − 1) + (v − 1)·P + 1 chunks, and a micro-batch
+    has v chunks (arXiv 2104.04473, section 2.2). The first stage then holds 1 + (P − 1)/(P·v) times as many as with
+    1F1B.
     """
     if chunks == 1:
         return min(num_stages - stage, num_micro_batches)
@@ -51,11 +52,11 @@ def in_flight(stage: int, num_stages: int, chunks: int, num_micro_batches: int) 
 
 
 def held_bytes(job: Job, candidate: Candidate) -> float:
-    """What torch's allocator may not give out again because NCCL's stream was given it (Tensor.record_stream).
+    """Return the bytes that torch's allocator cannot reuse yet because NCCL's stream uses them (Tensor.record_stream).
 
-    It waits until the GPU is past the collective, and the host runs ahead by as many kernels as CUDA queues. In a
-    layer's backward four gathered sequences, [B·S, H] in 16 bits, go to or come from tensor-parallel collectives:
-    two input gradients before they are scattered, two output gradients after they are gathered.
+    They are reusable once the GPU has passed the collective. The host runs ahead of the GPU by the number of kernels
+    that CUDA queues. In a layer's backward pass, tensor-parallel collectives send or receive four gathered sequences of
+    [B·S, H] in 16 bits: two input gradients before the scatter and two output gradients after the gather.
     """
     if not job.stack.holds_sent or candidate.layout.tp == 1:
         return 0.0
@@ -65,9 +66,10 @@ def held_bytes(job: Job, candidate: Candidate) -> float:
 
 
 def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
-    """The fullest stage of a tensor- and pipeline-parallel run, its optimizer sharded over dp·cp or not.
+    """Return the memory of the fullest stage of a tensor- and pipeline-parallel run.
 
-    Of equal stages the first holds the most activations, and the last the logits.
+    The optimizer is sharded over dp·cp or not. With equal stages, the first stage holds the most activations, and the
+    last stage holds the logits.
     """
     last = candidate.layout.pp - 1
     stages = range(last + 1) if job.stack.stages == "filled" else sorted({0, last})
@@ -75,7 +77,10 @@ def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
 
 
 def stage_parameters(job: Job, candidate: Candidate, stage: int) -> float:
-    """Parameters of a rank of this stage: its layers, and the embedding and output layer at the ends, over tp."""
+    """Return the parameters of a rank on this stage.
+
+    They are its layers, plus the embedding on the first and the output layer on the last stage, divided by tp.
+    """
     layout, shape = candidate.layout, job.shape
     layers = stage_layers(job, candidate, stage)
     ends = (stage == 0) + (stage == layout.pp - 1)
@@ -85,21 +90,21 @@ def stage_parameters(job: Job, candidate: Candidate, stage: int) -> float:
 
 
 def stage_layers(job: Job, candidate: Candidate, stage: int) -> int:
-    """How many layers a stage holds, in all its chunks."""
+    """Return the number of layers of a stage, in all its chunks."""
     return all_stage_layers(job, candidate)[stage]
 
 
 def all_stage_layers(job: Job, candidate: Candidate) -> tuple[int, ...]:
-    """How many layers each stage holds."""
+    """Return the number of layers of each stage."""
     layout, is_filled = candidate.layout, job.stack.stages == "filled"
     return _cut(job.shape.num_layers, is_filled, job.output_cost, layout.pp, layout.vp)
 
 
 @lru_cache(maxsize=4096)
 def _cut(layers: int, is_filled: bool, output_cost: float, num_stages: int, chunks: int) -> tuple[int, ...]:
-    """The layers of every stage, the output layer counting as `output_cost` of them (Layout.chunk_layers).
+    """Return the layers of every stage. The output layer counts as `output_cost` layers (Layout.chunk_layers).
 
-    Filled (nanotron): stages are filled in turn up to their part of the whole.
+    With `is_filled` (nanotron), stages are filled one after another up to their share of the total.
     """
     if is_filled:
         each = (layers + output_cost) / num_stages
@@ -110,7 +115,7 @@ def _cut(layers: int, is_filled: bool, output_cost: float, num_stages: int, chun
 
 
 def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -> Memory:
-    """A rank of one stage."""
+    """Return the memory of a rank on one stage."""
     layout = candidate.layout
     parameters = stage_parameters(job, candidate, stage)
     shards = layout.data_parallel * layout.cp if megatron_variant(candidate).shards_optimizer else 1
@@ -123,7 +128,8 @@ def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -
     hidden = tokens * job.shape.hidden_size * job.bytes_of_value
     activations += hidden / sequence_cut * micro_batches * (stage == 0)
     activations += recomputed_bytes(job, candidate)
-    # gathered sequence of a layer's products, forward or backward; what is received from the next stages
+    # the gathered sequence of a layer's matrix products, forward or backward, and the tensors received from the
+    # neighbouring stages
     buffers = 2 * hidden * (layout.tp > 1) + 2 * hidden / sequence_cut * (layout.pp > 1)
     buffers += held_bytes(job, candidate)
     new_gradients = job.bytes_of_value if job.stack.accumulates_at_end else 0

@@ -1,4 +1,4 @@
-"""All engines by name. A new engine needs one more line here."""
+"""Registry of all engines by name. Add one line here for a new engine."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -19,11 +19,11 @@ ENGINES: dict[str, EngineSpec] = {
 
 
 def is_zero3(engine: str, options: Mapping[str, Any]) -> bool:
-    """Whether a run with these options is one of ZeRO-3; False for an engine that this version does not know."""
+    """Return whether these options select ZeRO-3; False for an engine that this version does not know."""
     return engine in ENGINES and ENGINES[engine].is_zero3(options)
 
 
 def implementation_of(name: str) -> Any:
-    """The class of an engine, imported now."""
+    """Import and return the class of an engine."""
     module, _, attribute = ENGINES[name].implementation.partition(":")
     return getattr(import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""How data-parallel engines share a model out over their ranks: DeepSpeed ZeRO, FSDP2, DDP. Loads no torch."""
+"""Sharding variants of the data-parallel engines: DeepSpeed ZeRO, FSDP2, DDP. Loads no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ Offload = Literal["none", "optimizer", "all"]
 class Sharding:
     """A way to run a data-parallel engine. `zero_stage` is 3 for FSDP2 and 0 for DDP.
 
-    `keeps_weights`: ZeRO-3 and FSDP2 hold what a forward pass gathered until backward has used it. FSDP2 shards over
-    `shard_size` neighbours (HSDP); ZeRO-3 gathers over `hpz_size` neighbours in backward (hpZ).
+    With `keeps_weights`, ZeRO-3 and FSDP2 keep the weights gathered from forward to backward. FSDP2 shards over groups
+    of `shard_size` neighbouring ranks (HSDP). ZeRO-3 gathers over groups of `hpz_size` neighbouring ranks in backward
+    (hpZ).
     """
 
     zero_stage: int
@@ -30,7 +31,7 @@ class Sharding:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Sharding":
-        """The sharding of a recorded run with these options; stage 3 unless they say."""
+        """Return the sharding of a recorded run with these options. The default is stage 3."""
         stage = options.get("zero_stage")
         return cls(
             zero_stage=3 if stage is None else int(stage),
@@ -42,7 +43,7 @@ class Sharding:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of a run, without the stage and those at their defaults."""
+        """The settings of a run, without the stage and without defaults."""
         given = {
             "offload": None if self.offload == "none" else self.offload,
             "shard_size": self.shard_size,
@@ -66,14 +67,14 @@ class Sharding:
 
 
 def sharding_of(candidate: Candidate) -> Sharding:
-    """The sharding of a data-parallel candidate."""
+    """Return the sharding of a data-parallel candidate."""
     return cast(Sharding, candidate.variant)
 
 
 @cache
 def reduce_bucket(shape: ModelShape) -> int:
-    """Elements that ZeRO-1 and 2 reduce at once: all of any gradient.
+    """Return the bucket size of ZeRO-1 and 2 in elements. It is at least the size of the largest gradient.
 
-    DeepSpeed 0.19.8 frees one that is larger than its bucket while a slow link still reads it.
+    DeepSpeed 0.19.8 frees a gradient larger than its bucket while a slow link still reads it.
     """
     return max(REDUCE_BUCKET, largest_parameter(shape))

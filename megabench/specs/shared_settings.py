@@ -1,4 +1,4 @@
-"""Settings that several engines declare alike."""
+"""Settings that several engines share."""
 
 from typing import Any
 

@@ -49,7 +49,10 @@ class RMSNorm(nn.Module):
 
 
 class RotaryAttention(SelfAttention):
-    """megatron-core's attention for training alone, with a rotary embedding that reads and writes its heads once."""
+    """megatron-core's attention, for training only.
+
+    Its fused rotary embedding reads and writes the heads once.
+    """
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **inference: Any

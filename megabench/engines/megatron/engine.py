@@ -89,7 +89,7 @@ class MegatronEngine:
         return chunks
 
     def _connect_schedule(self) -> None:
-        """What the schedule calls back: loss scale, gradient reduction and, between micro-batches, its absence."""
+        """Set the schedule's callbacks: loss scaling, gradient reduction, and no reduction between micro-batches."""
         config = self.transformer_config
         config.grad_scale_func = self.optimizer.scale_loss if self.run.policy.scales_loss else None
         config.finalize_model_grads_func = self._finalize_gradients

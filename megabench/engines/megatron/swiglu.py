@@ -17,7 +17,7 @@ _BLOCK = 1024  # elements of a program: 16 bytes of bf16 to each of 128 threads
 
 
 class SwiGLU(MegatronModule):
-    """As megatron-core's MLP takes an activation of Transformer Engine's: it is given both halves."""
+    """An activation that takes gate and up in one tensor, as megatron-core calls Transformer Engine's activations."""
 
     def forward(self, both: Tensor) -> Tensor:
         return swiglu(both)
