@@ -50,9 +50,9 @@ class Setting:
 
 
 class Settings(BaseModel):
-    """Fields that are declared with `setting`."""
+    """Base class of settings, which are declared with `setting`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -82,18 +82,22 @@ class HasEngineSettings(Protocol):
 
 def setting(
     default: Any,
-    description: str,
-    *,
     panel: Panel,
     role: Role,
     resume: Resume,
-    synonyms: tuple[str, ...] = (),
+    *,
+    synonyms: str = "",
+    description: str | None = None,
     searchable: bool = False,
     label: str | None = None,
     **bounds: Any,
 ) -> Any:
-    """A pydantic field with its `Setting`; `bounds` (ge, le, …) go to pydantic."""
-    about = Setting(panel, role, resume, synonyms, searchable, label)
+    """Declare a field of `Settings`. The docstring below the field is its description, which `--help` shows.
+
+    `synonyms` are separated by spaces. `bounds` (ge, le, …) are passed to pydantic. A setting that several classes
+    share has no docstring of its own and is given a `description`.
+    """
+    about = Setting(panel, role, resume, tuple(synonyms.split()), searchable, label)
     return Field(default, description=description, json_schema_extra={"setting": about}, **bounds)  # type: ignore[dict-item]
 
 

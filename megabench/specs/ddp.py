@@ -13,14 +13,9 @@ POWERSGD_PLAIN_STEPS = 2  # uncompressed first steps: the minimum for torch's ho
 
 
 class DdpSettings(EngineSettings):
-    powersgd_rank: PositiveInt | None = setting(
-        None,
-        "Compress ddp's gradients to this rank (PowerSGD): less communication, approximate gradients.",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        label="PowerSGD rank {}",
-    )
+    powersgd_rank: PositiveInt | None = setting(None, "Engine and layout", "option", "free", label="PowerSGD rank {}")
+    """Compress ddp's gradients to this rank (PowerSGD): less communication, approximate gradients."""
+
     compile: bool = COMPILE
 
 

@@ -20,57 +20,34 @@ _OF_STAGE_3 = ("hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layer
 
 class DeepSpeedSettings(EngineSettings):
     zero_stage: Literal[0, 1, 2, 3] | None = setting(
-        None,
-        "ZeRO stage of the deepspeed engine [default: 3].",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        synonyms=("stage", "zero", "zero_optimization_stage"),
+        None, "Engine and layout", "option", "free", synonyms="stage zero zero_optimization_stage"
     )
+    """ZeRO stage of the deepspeed engine [default: 3]."""
+
     offload: Literal["none", "optimizer", "all"] = OFFLOAD
     hpz_size: PositiveInt | None = setting(
-        None,
-        "Neighbouring ranks that share a second copy of ZeRO-3's shards for the backward pass (ZeRO++ hpZ).",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        synonyms=("zero_hpz_partition_size",),
-        label="hpz {}",
+        None, "Engine and layout", "option", "free", synonyms="zero_hpz_partition_size", label="hpz {}"
     )
+    """Neighbouring ranks that share a second copy of ZeRO-3's shards for the backward pass (ZeRO++ hpZ)."""
+
     zero_prefetch: NonNegativeInt | None = setting(
-        None,
-        "Number of elements that ZeRO-3 gathers in advance [default: DeepSpeed's].",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        synonyms=("stage3_prefetch_bucket_size",),
+        None, "Engine and layout", "option", "free", synonyms="stage3_prefetch_bucket_size"
     )
+    """Number of elements that ZeRO-3 gathers in advance [default: DeepSpeed's]."""
+
     zero_persistence: NonNegativeInt | None = setting(
-        None,
-        "ZeRO-3 keeps parameters up to this number of elements whole on every rank [default: DeepSpeed's].",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        synonyms=("stage3_param_persistence_threshold",),
+        None, "Engine and layout", "option", "free", synonyms="stage3_param_persistence_threshold"
     )
-    zero_leaf_layers: bool = setting(
-        False,
-        "Make ZeRO-3 gather and release whole layers (DeepSpeed's leaf modules) instead of single modules.",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        label="whole layers",
-    )
+    """ZeRO-3 keeps parameters up to this number of elements whole on every rank [default: DeepSpeed's]."""
+
+    zero_leaf_layers: bool = setting(False, "Engine and layout", "option", "free", label="whole layers")
+    """Make ZeRO-3 gather and release whole layers (DeepSpeed's leaf modules) instead of single modules."""
+
     reshard_after_forward: bool = RESHARD_AFTER_FORWARD
     deepspeed_config: Path | None = setting(
-        None,
-        "Your own DeepSpeed JSON file; its settings take precedence over megabench's defaults.",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        synonyms=("deepspeed", "ds_config"),
-        label="own JSON",
+        None, "Engine and layout", "option", "free", synonyms="deepspeed ds_config", label="own JSON"
     )
+    """Your own DeepSpeed JSON file; its settings take precedence over megabench's defaults."""
 
     @property
     def stage(self) -> int:
@@ -85,6 +62,7 @@ def _stage(options: Options) -> int:
 
 def _content(options: Options) -> dict[str, Any] | None:
     """Return the content of the user's own DeepSpeed JSON, of which settings hold the path and records the content."""
+
     given = options.get("deepspeed_config")
     return read_deepspeed_json(Path(given)) if isinstance(given, str | Path) else given
 

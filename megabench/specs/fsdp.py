@@ -17,13 +17,14 @@ class FsdpSettings(EngineSettings):
     offload: Literal["none", "optimizer", "all"] = OFFLOAD
     shard_size: PositiveInt | None = setting(
         None,
-        "Neighbouring ranks that fsdp shards over; beyond them it replicates (HSDP) [default: all ranks].",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        synonyms=("data_parallel_shard_degree", "hsdp_shard_size"),
+        "Engine and layout",
+        "option",
+        "free",
+        synonyms="data_parallel_shard_degree hsdp_shard_size",
         label="shards of {}",
     )
+    """Neighbouring ranks that fsdp shards over; beyond them it replicates (HSDP) [default: all ranks]."""
+
     reshard_after_forward: bool = RESHARD_AFTER_FORWARD
     compile: bool = COMPILE
 

@@ -14,25 +14,17 @@ from megabench.specs.megatron_memory import MegatronVariant
 
 class MegatronSettings(EngineSettings):
     stages: Literal["balanced", "even"] = setting(
-        "balanced",
-        "Layers per pipeline stage: balanced (equal time, counting the output layer) or even (equal numbers).",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        label="even stages",
+        "balanced", "Engine and layout", "option", "free", label="even stages"
     )
-    keep_gathered: bool = setting(
-        False,
-        "Keep the inputs that TP gathered for the backward pass: a fifth less TP communication, more memory.",
-        panel="Engine and layout",
-        role="option",
-        resume="free",
-        label="gathered kept",
-    )
+    """Layers per pipeline stage: balanced (equal time, counting the output layer) or even (equal numbers)."""
+
+    keep_gathered: bool = setting(False, "Engine and layout", "option", "free", label="gathered kept")
+    """Keep the inputs that TP gathered for the backward pass: a fifth less TP communication, more memory."""
 
 
 def chunk_layers(run: ResolvedRun) -> list[list[range]]:
     """Return the layer numbers of every model chunk of a megatron run, as [stage][chunk]."""
+
     is_balanced = MegatronSettings.of(run).stages == "balanced"
     cost = output_layer_cost(run.shape, run.seq_length) if is_balanced else 0.0
     return run.layout.chunk_layers(run.shape.num_layers, cost)

@@ -14,10 +14,10 @@ from megabench.specs.registry import ENGINES
 @pytest.mark.parametrize("left_out", ["panel", "role", "resume"])
 def test_what_records_and_resumed_runs_need_cannot_be_forgotten(left_out: str) -> None:
     about: dict[str, Any] = {"panel": "Run", "role": "option", "resume": "free"}
-    setting(1, "Something.", **about)
+    setting(1, **about)
     del about[left_out]
     with pytest.raises(TypeError, match=left_out):
-        setting(1, "Something.", **about)
+        setting(1, **about)
 
 
 def test_a_plain_field_is_no_setting() -> None:
