@@ -15,17 +15,20 @@ KILL_WAIT_SECONDS = 15.0
 _LAUNCHER_VARIABLES = re.compile(
     r"(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|PET)_.*)"
 )
-# torch's own notes, e.g. "[rank0]:[W120 09:14:02.1 ProcessGroupNCCL.cpp:1496] Warning: …", which follow the real cause
+# torch prints notes such as "[rank0]:[W120 09:14:02.1 ProcessGroupNCCL.cpp:1496] Warning: …" after the real cause
 _LIBRARY_NOTE = re.compile(r"(\[rank\d+\]:)?\s*\[?[WI]\d{3,4} ")
 _TERMINAL_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 _PR_SET_PDEATHSIG = 1
-# bound before any fork: between fork and exec nothing may be looked up
+# loaded before any fork, because a child must not load libraries between fork and exec
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 class Child:
-    """A process and its log. Its exit is reported only after all its child processes have been killed."""
+    """A process and its log.
+
+    The exit of the process is reported only after all its child processes have been killed.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
@@ -34,7 +37,7 @@ class Child:
 
         def die_with_supervisor() -> None:
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != supervisor:  # it died before the line above
+            if os.getppid() != supervisor:  # the supervisor ended before prctl was called
                 os._exit(1)
 
         with log.open("wb") as output:
@@ -53,9 +56,9 @@ class Child:
         return self._process.pid
 
     def exit_status(self) -> int | None:
-        """The exit status, negative for a signal; None while the process runs."""
+        """The exit status of the process, negative if a signal ended it; None while the process runs."""
         if self._process.returncode is None:
-            # WNOWAIT leaves a zombie, which keeps its number from being given to a stranger until the group is killed
+            # WNOWAIT leaves a zombie, so the kernel cannot reuse the process id before the group is killed
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
             os.killpg(self.pid, signal.SIGKILL)
@@ -63,7 +66,7 @@ class Child:
         return self._process.returncode
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process only, if it still runs."""
+        """Send a signal to the process, but not to its children, if the process still runs."""
         if self.exit_status() is None:
             os.kill(self.pid, number)
 
@@ -73,7 +76,7 @@ class Child:
             os.killpg(self.pid, number)
 
     def last_line(self) -> str:
-        """The last line that the process printed, without empty lines and notes of libraries; "" if there is none."""
+        """The last line that the process printed, ignoring empty lines and notes of libraries; "" if there is none."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - 16384))
             text = _TERMINAL_CODE.sub("", log.read().decode(errors="replace"))
@@ -86,7 +89,7 @@ def _doze() -> None:
 
 
 def end_all(children: Collection[Child], wait: Callable[[], None] = _doze) -> None:
-    """End the children that still run, by process group: first with SIGTERM, then with SIGKILL.
+    """End the running children and their process groups, first with SIGTERM, then with SIGKILL.
 
     `wait` is called until they are gone, and waits a moment.
     """

@@ -14,12 +14,12 @@ from megabench import UserError
 from megabench.precision import POLICIES, Dtype
 from megabench.runtime.rendezvous import Rendezvous, share_of_cores
 
-# torch 2.13 renames collectives, and the older torch that is supported has only the older names
+# torch 2.13 renames these collectives; older supported versions have only the old names
 warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
 
 DeviceKind = Literal["cpu", "cuda"]
 _DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# what weights and activations are computed in, by precision
+# the dtype of weights and activations during compute, by precision
 DTYPES = {name: _DTYPES[policy.compute] for name, policy in POLICIES.items()}
 
 
@@ -28,7 +28,7 @@ class DeviceError(UserError):
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_world_size: int) -> DeviceKind:
-    """Return the kind of device to run on; DeviceError if it is `cuda` and there are too few GPUs."""
+    """Return the kind of device to run on. Raises DeviceError if it is `cuda` and there are too few GPUs."""
     num_gpus = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
         return "cpu"
@@ -39,18 +39,19 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_world_size: int)
 
 
 def gpu_uuid(local_rank: int) -> str:
-    """Return NVML's name ("GPU-…") of the GPU of `local_rank`."""
+    """Return the NVML UUID ("GPU-…") of the GPU that `local_rank` uses."""
     return f"GPU-{torch.cuda.get_device_properties(local_rank).uuid}"
 
 
 def initialize(
     rendezvous: Rendezvous, rank: int, device: DeviceKind, timeout: timedelta = timedelta(minutes=10)
 ) -> torch.device:
-    """Bind this process to its device and its share of the cores, and create the default process group.
+    """Bind this process to its device and its share of the CPU cores, and create the default process group.
 
-    The process is `rank` in that group, which uses NCCL on GPUs and gloo on CPU. OMP_NUM_THREADS overrides the cores.
+    This process gets the number `rank` in the group. The backend is NCCL on GPUs and gloo on CPU. OMP_NUM_THREADS
+    overrides the cores.
     """
-    torch.set_float32_matmul_precision("highest")  # no TF32: an fp32 run means fp32
+    torch.set_float32_matmul_precision("highest")  # disable TF32, so that an fp32 run computes in fp32
     if rendezvous.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share_of_cores())
     if device == "cuda":
@@ -81,12 +82,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_gib(device: torch.device) -> float | None:
-    """Return a GPU's total memory in GiB; None on CPU, where other processes share the memory."""
+    """Return the total memory of the GPU in GiB, or None on CPU, where other processes share the memory."""
     return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory so far in GiB: reserved by the allocator on a GPU, resident set of the process on CPU."""
+    """Return the peak memory so far in GiB: reserved by torch's allocator on a GPU, resident set size on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,4 +1,4 @@
-"""Versions and environment variables that shape a run. Loads no heavy library."""
+"""Library versions and environment variables that affect a run. Loads no heavy library."""
 
 import os
 import platform
@@ -21,11 +21,11 @@ _PACKAGES = (
     "nvidia-nccl-cu13",
 )
 _VARIABLES = ("NCCL_", "FI_", "CUDA_", "TORCH_", "OMP_", "NVSHMEM_", "PYTORCH_")
-_LOG_FILES = ("NCCL_DEBUG_FILE",)  # where a run writes does not shape it
+_LOG_FILES = ("NCCL_DEBUG_FILE",)  # the output path does not affect the run
 
 
 def collect() -> Environment:
-    """Collect the versions and environment variables of this process."""
+    """Collect the library versions and environment variables of this process."""
     versions = {"megabench": megabench.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -8,14 +8,14 @@ from typing import NoReturn
 
 
 def exit_process(status: int) -> NoReturn:
-    """Ends this process with `status`: exit functions are called and output is written, the interpreter stays whole.
+    """End this process with `status`: call atexit functions and flush output, but skip the interpreter's shutdown.
 
-    Gloo's threads outlive `destroy_process_group` where anything still refers to a group, and megatron-core does. One
-    that waits for the interpreter to let go of a tensor, when that is taken down, makes PyTorch abort the process
-    (https://github.com/pytorch/pytorch/issues/190489): a run that is done would end with a launcher's error.
+    Gloo threads outlive `destroy_process_group` while anything refers to a group, and megatron-core keeps references.
+    If such a thread frees a tensor during interpreter shutdown, PyTorch aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489). The launcher would then report a finished run as failed.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # whoever read it is gone
+        with contextlib.suppress(OSError):  # the reader of the pipe may have exited
             stream.flush()
     os._exit(status)

@@ -1,10 +1,10 @@
-"""megatron-core on a machine without a GPU: the only file that knows how.
+"""Make megatron-core run on a machine without a GPU.
 
-megatron-core asks for CUDA by name in many places. `install()` answers those calls with the CPU, for callers inside
-megatron.core alone, so that a wrong device in our own code still fails. It does nothing where there is a GPU, and it
+megatron-core asks for CUDA by name in many places. `install()` redirects those calls to the CPU, only for callers
+inside megatron.core, so that a wrong device in megabench still fails. `install()` does nothing if there is a GPU, and
 must run before megatron.core is first imported. The mode is thread-local: call it in the thread that trains.
 
-What does not work this way: Transformer Engine, FP8, CUDA graphs, stream timing, asynchronous checkpoint saves.
+These features do not work on CPU: Transformer Engine, FP8, CUDA graphs, stream timing, asynchronous checkpoint saves.
 """
 
 import logging
@@ -23,7 +23,7 @@ _mode: TorchFunctionMode | None = None
 
 
 def _called_by_megatron() -> bool:
-    """Return whether megatron.core called the torch function (two frames above the caller)."""
+    """Return whether megatron.core called the torch function, which is two stack frames above this one."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core")
 
 
@@ -44,7 +44,7 @@ class _CudaMeansCpu(TorchFunctionMode):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.cuda and _called_by_megatron():
             return args[0]
-        # its optimizers compare `param.type()` with 'torch.cuda.FloatTensor' and the like
+        # megatron-core's optimizers compare `param.type()` with names such as 'torch.cuda.FloatTensor'
         if func is torch.Tensor.type and len(args) == 1 and not kwargs and _called_by_megatron():
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
@@ -57,7 +57,7 @@ def install() -> None:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before megatron_cpu.install()")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core insists on it, with or without a GPU
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core requires this variable even without a GPU
     _answer_cuda_calls()
     _import_megatron()
     _answer_random_state()
@@ -81,7 +81,7 @@ def _import_megatron() -> None:
     torch.compile = lambda function=None, **_: function if function else (lambda inner: inner)  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that Transformer Engine and apex are missing is known
+            warnings.simplefilter("ignore")  # hide the warnings that Transformer Engine and apex are missing
             import megatron.core.distributed
             import megatron.core.models.gpt
             import megatron.core.optimizer
@@ -100,7 +100,7 @@ def _answer_random_state() -> None:
 
 
 def _keep_saver_in_process() -> None:
-    """A checkpoint saver otherwise starts a manager process per rank, only to hold this queue."""
+    """Otherwise megatron-core's checkpoint saver starts a manager process per rank, only to hold this queue."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     results: queue.Queue[Any] = queue.Queue()

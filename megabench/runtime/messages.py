@@ -19,7 +19,7 @@ FailureKind = Literal["invalid", "oom", "hang", "failed"]
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a rank: `step` of `num_steps` steps are finished, and `activity` is what the rank does now."""
+    """The progress of a rank: `step` of `num_steps` steps are finished, and `activity` describes its current work."""
 
     activity: str
     step: int
@@ -28,9 +28,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ends. `order` counts the reports of the run from 1; `error` is one line.
+    """Why a rank ends. `order` numbers the failure reports of the run from 1; `error` is one line.
 
-    `waited_for` is the rank that the others waited for in a hang, where it is known.
+    `waited_for` is the rank that the others waited for in a hang, if it is known.
     """
 
     rank: int
@@ -57,13 +57,13 @@ def report_failure(store: Store, rank: int, kind: FailureKind, error: str, waite
 
 
 def tell_launcher(error: str) -> None:
-    """Has torchrun end its own report with `error`; other launchers repeat nothing.
+    """Make torchrun's failure report show `error`. Other launchers ignore it.
 
     Source of the format: torch.distributed.elastic.multiprocessing.errors.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"message": {"message": error, "extraInfo": {"timestamp": str(int(time.time()))}}}
-        with contextlib.suppress(OSError):  # what is printed says it as well
+        with contextlib.suppress(OSError):  # the printed message contains the same text
             Path(path).write_text(json.dumps(told))
 
 
@@ -73,7 +73,7 @@ def read_failure(store: Store, rank: int) -> Failure | None:
 
 
 def disagreement(store: Store, rank: int, topic: str, value: str) -> str | None:
-    """Return rank 0's `value` of `topic` if this rank's differs, else None. Every rank must call it."""
+    """Return rank 0's `value` of `topic` if this rank has another value, else None. Every rank must call it."""
     if rank == 0:
         store.set(f"agreed/{topic}", value)
         return None
@@ -95,9 +95,9 @@ def meet(store: Store, world_size: int, topic: str) -> None:
 
 
 def outlast(store: Store, rank: int, world_size: int, topic: str, seconds: float = 10.0) -> None:
-    """Keeps rank 0, whose process may host the store, until all ranks are here; the others go on at once.
+    """Block rank 0, whose process may host the store, until all ranks have called this. Other ranks return at once.
 
-    After `seconds` rank 0 goes on as well: a rank that was lost never comes.
+    Rank 0 returns after `seconds` in any case, because a lost rank never calls this.
     """
     deadline = time.monotonic() + seconds
     num_here = store.add(f"outlasted/{topic}", 1)
@@ -109,7 +109,7 @@ def outlast(store: Store, rank: int, world_size: int, topic: str, seconds: float
 def print_once(store: Store, text: str) -> None:
     """Print `text` to stderr on the first rank that calls this.
 
-    The others return once it is out: the first rank to end would take the rest with it.
+    Other ranks return after the text is printed, because launchers kill all ranks when the first one exits.
     """
     if store.add("printed/claims", 1) == 1:
         print(text, file=sys.stderr, flush=True)
@@ -119,9 +119,9 @@ def print_once(store: Store, text: str) -> None:
 
 
 def explain(store: Store | None, rank: int, kind: FailureKind, error: str, waited_for: int | None = None) -> None:
-    """Report why this rank ends to its launcher and its supervisor, and once for all ranks to the user.
+    """Report to the launcher and the supervisor why this rank ends, and print the reason once for all ranks.
 
-    Every rank prints it where there is no store, or none in reach: better twice than not at all.
+    Every rank prints the reason if the rendezvous store cannot be reached, so that it is never lost.
     """
     tell_launcher(error)
     text = f"Error: {error}"

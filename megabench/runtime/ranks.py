@@ -1,4 +1,4 @@
-"""The processes of a command that needs several: those of a launcher, or child processes that it starts itself."""
+"""Run a command on several processes, started by a launcher or by the command itself."""
 
 import os
 import sys
@@ -16,19 +16,20 @@ from megabench.runtime import rendezvous
 from megabench.runtime.child import Child, end_all, without_launcher
 from megabench.runtime.device import DeviceKind, initialize
 
-_PATIENCE = timedelta(hours=12)  # rank 0 works alone for a while, and files may be large
+_PATIENCE = timedelta(hours=12)  # the other ranks wait while rank 0 reads large files
 
 
 class RanksError(UserError):
-    """The number of processes is wrong, or a process has ended."""
+    """The number of processes is wrong, or one of the processes ended early."""
 
 
 @contextmanager
 def joined(world_size: int, device: DeviceKind = "cpu") -> Iterator[int]:
-    """This process's rank in a process group of `world_size`; RanksError where a launcher started another number.
+    """Create a process group of `world_size` processes and yield the rank of this one.
 
-    Without a launcher this process is rank 0, and starts its own command again for each of the others. They end with
-    it; if one of them fails, its last line says why.
+    Without a launcher, this process is rank 0 and starts the same command again for each other rank. Those processes
+    end with rank 0; if one fails, the error shows its last line. Raises RanksError if a launcher started another number
+    of processes.
     """
     launched = rendezvous.world_size_from_environment()
     if "RANK" in os.environ:
@@ -54,7 +55,7 @@ def joined(world_size: int, device: DeviceKind = "cpu") -> Iterator[int]:
             yield 0
             dist.destroy_process_group()
         except UserError:
-            raise  # all ranks know of it
+            raise  # all ranks raise the same error
         except Exception as error:
             lost = next((child for child in children if child.exit_status()), None)
             if lost is None:

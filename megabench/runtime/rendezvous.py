@@ -1,7 +1,7 @@
-"""The rendezvous store, open before any process group exists.
+"""The rendezvous store, which ranks use before any process group exists.
 
-Under torchrun the environment names the store. A supervised run (`megabench compare`) gets its own prefix in its
-supervisor's store, MEGABENCH_STORE_PREFIX: a prefix used twice would hand one trial the keys of another.
+Under torchrun the environment names the store. Under `megabench compare`, each trial has its own key prefix in the
+supervisor's store (MEGABENCH_STORE_PREFIX), so that it cannot read the keys of another trial.
 """
 
 import os
@@ -21,7 +21,7 @@ PREFIX_VARIABLE = "MEGABENCH_STORE_PREFIX"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store and this process's place in the launch."""
+    """The rendezvous store, and the rank and host of this process in the launch."""
 
     store: Store
     rank: int
@@ -41,7 +41,7 @@ def world_size_from_environment() -> int:
 
 
 def local_world_size_from_environment() -> int:
-    """Return the number of the launcher's processes on this host; its world size if it does not say, or 1."""
+    """Return the number of processes on this host: the launcher's value, or else its world size, or else 1."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size_from_environment()))
 
 
@@ -62,12 +62,12 @@ def reconnect(store: Store) -> Store:
 
 
 def restart_count() -> int:
-    """Return how often the launcher has restarted this run: torchrun after a failure, Slurm after a requeue."""
+    """Return how many times the launcher has restarted this run (torchrun after a failure, Slurm after a requeue)."""
     return max(int(os.environ.get(name, "0")) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def launch_identity() -> str:
-    """Identify this launch: the value stays the same when the launcher restarts the run. For rank 0."""
+    """Return an identifier of this launch, which stays the same when the launcher restarts the run. For rank 0."""
     if job := os.environ.get("SLURM_JOB_ID"):
         return f"slurm {job}.{os.environ.get('SLURM_STEP_ID', '')}"
     if (run := os.environ.get("TORCHELASTIC_RUN_ID", "none")) != "none":
@@ -83,7 +83,7 @@ def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:
     if "MASTER_ADDR" not in environment:
         store: Store = TCPStore("127.0.0.1", 0, world_size=1, is_master=True, timeout=timeout)
         return Rendezvous(store, 0, 1, 0, 1)
-    # torchrun's agent hosts the store itself; other launchers leave that to rank 0
+    # torchrun's agent hosts the store; with other launchers, rank 0 hosts it
     hosted = is_supervised() or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
         environment["MASTER_ADDR"],
@@ -103,7 +103,7 @@ def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:
 
 
 def gather_objects(mine: T) -> list[T]:
-    """Return the objects of all ranks, by rank; collective over the default process group."""
+    """Gather one object from each rank and return them in rank order. Collective over the default process group."""
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone

@@ -1,8 +1,8 @@
 """A lock that lets one run at a time write into a directory. Loads no torch.
 
 A job that is submitted twice would write twice into the same directory. A lock is a small file that names its owner.
-While the owner is alive on the same host, a second process is refused. A process on another host cannot tell whether
-the owner is alive, so it takes the directory over, and the first owner notices at its next check. Locks left behind by
+While the owner is alive on the same host, a second process is refused. A process on another host cannot check whether
+the owner is alive, so it takes the directory over. The first owner notices that at its next check. Locks left behind by
 dead processes are ignored.
 """
 
@@ -21,11 +21,11 @@ from megabench import UserError
 
 _NAME = ".claim.json"
 _TOKEN = secrets.token_hex(8)  # of this process
-_SAME_SECONDS = 0.1  # by which the age of one process may differ, by rounding
+_SAME_SECONDS = 0.1  # rounding error of the start time of a process
 
 
 class RunLockedError(UserError):
-    """Another process writes into the directory, or it cannot be written."""
+    """Another process writes into the directory, or the directory is not writable."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class _Owner:
     """The process that holds a lock.
 
     `began`, in seconds since the host booted, distinguishes it from a later process with the same id. `since` is the
-    time at which it took the lock.
+    time at which the process took the lock.
     """
 
     token: str
@@ -67,18 +67,18 @@ class _Owner:
 
 
 class RunLock:
-    """This process's lock of an existing directory."""
+    """The lock of this process on an existing directory."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises RunLockedError as `check_free` does, and if no file can be written."""
+        """Take the lock. Raises RunLockedError as `check_free` does, and if the directory is not writable."""
         self.folder = folder
         path, mine = folder / _NAME, folder / f".claim.{_TOKEN}.partial"
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         me = _Owner(_TOKEN, socket.gethostname(), os.getpid(), _began(os.getpid()), now)
         try:
             mine.write_text(json.dumps(asdict(me)) + "\n", encoding="utf-8")
-            with suppress(OSError):  # it is somebody's, or links are unknown here
-                os.link(mine, path)  # of several that find it nobody's, one gets it
+            with suppress(OSError):  # the lock exists, or the file system has no hard links
+                os.link(mine, path)  # creating a hard link is atomic, so only one of several processes succeeds
                 return
             check_free(folder)
             mine.replace(path)
@@ -90,7 +90,7 @@ class RunLock:
 
     @property
     def loss(self) -> str | None:
-        """A sentence if another process holds the lock, or has held it since; None while this process holds it."""
+        """An error message if another process has taken the lock since, or None if this process still holds it."""
         try:
             owner = _Owner.of(self.folder)
         except FileNotFoundError:
@@ -115,5 +115,5 @@ def check_free(folder: Path) -> None:
 
 
 def _began(pid: int) -> float:
-    """Return when a process began, in seconds since its host booted, which does not depend on the clock."""
+    """Return the start time of a process in seconds since its host booted, which clock changes do not affect."""
     return psutil.Process(pid).create_time() - psutil.boot_time()

@@ -1,4 +1,4 @@
-"""Reading settings from files, and saying in one sentence what is wrong with them."""
+"""Read settings from files, and turn invalid settings into one error message."""
 
 from collections.abc import Callable, Hashable, Mapping
 from difflib import get_close_matches
@@ -18,7 +18,7 @@ class ConfigError(UserError):
 
 
 def read_text(path: Path) -> str:
-    """The text of a settings file; ConfigError when it cannot be read."""
+    """Return the text of a settings file. Raises ConfigError if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -28,7 +28,7 @@ def read_text(path: Path) -> str:
 
 
 class _EachOnce(yaml.SafeLoader):
-    """Refuses mappings that say one thing twice, of which YAML would take the last."""
+    """A YAML loader that rejects duplicate keys, of which plain YAML uses the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -40,7 +40,7 @@ class _EachOnce(yaml.SafeLoader):
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; ConfigError when it cannot be read or holds something else."""
+    """Return the mapping in a YAML file. Raises ConfigError if the file is unreadable or contains no mapping."""
     try:
         content = yaml.load(read_text(path), _EachOnce)
     except yaml.YAMLError as error:
@@ -51,7 +51,10 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 def near_matches(word: str, known: list[str], otherwise: str | None = None) -> str:
-    """ "did you mean X?"; when nothing is near, `otherwise`, or all that is known."""
+    """Return "did you mean X?" for similar names.
+
+    If none is similar, return `otherwise`, or a list of all known names.
+    """
     near = get_close_matches(word, known, n=3, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(near)}?"
@@ -62,7 +65,7 @@ Hint = Callable[[str, list[str]], str]
 
 
 def literal_values(annotation: Any) -> tuple[Any, ...]:
-    """The choices of a Literal, or of the Literal in `Literal[…] | None`; empty for any other type."""
+    """Return the choices of a Literal, or of the Literal in `Literal[…] | None`, and () for any other type."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     arms = [arm for arm in get_args(annotation) if arm is not NoneType]
@@ -70,9 +73,9 @@ def literal_values(annotation: Any) -> tuple[Any, ...]:
 
 
 def explain(error: ValidationError, fields: Mapping[str, FieldInfo], hint: Hint = near_matches) -> str:
-    """The first problem of a ValidationError as one sentence with a way out.
+    """Return the first problem of a ValidationError as one error message with a remedy.
 
-    `fields` are those of the model; `hint` says what an unknown name means.
+    `fields` are the fields of the model; `hint` returns a suggestion for an unknown name.
     """
     problem = error.errors()[0]
     name = str(problem["loc"][0]) if problem["loc"] else "settings"

@@ -1,7 +1,7 @@
-"""The settings of a run that all engines have, each declared once. Those of one engine are in `specs/`.
+"""Declares the settings that all engines share. Settings of a single engine are declared in `specs/`.
 
-Flags, YAML fields, `--help`, the page of settings, record options, the rules for resumed runs and the names that other
-programs use all follow from these declarations.
+Flags, YAML fields, `--help`, docs/settings.md, the options in records and the rules for resumed runs are generated from
+these declarations.
 """
 
 from pathlib import Path
@@ -12,11 +12,11 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from megabench.parallel.placement import Policy
 from megabench.settings.setting import EngineSettings, Settings, setting
 
-Beta = PositiveFloat  # checked to be below 1 in RunConfig.resolve
+Beta = PositiveFloat  # RunConfig.resolve checks that betas are below 1
 
 
 class RunSettings(Settings):
-    """The settings of a run, as a user gives them; `own` are those of its engine."""
+    """The settings of a run, as the user gives them. `own` contains the settings of the run's engine."""
 
     own: EngineSettings
 

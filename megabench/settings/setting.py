@@ -1,4 +1,4 @@
-"""Declares a setting of a run once: its type, default and help, and how records and resumed runs treat it.
+"""The declaration of a setting: type, default, help, and its treatment in records and resumed runs.
 
 Loads no torch.
 """
@@ -19,7 +19,7 @@ Resume = Literal["same", "content", "mention", "free"]
 
 @dataclass(frozen=True)
 class Setting:
-    """Metadata of a setting, beside its type, default and help.
+    """Metadata of a setting, in addition to its type, default and help.
 
     `role` says what the setting is for:
 
@@ -37,8 +37,8 @@ class Setting:
     - "mention": the value may change, and the log mentions the change;
     - "free": the value may change.
 
-    `synonyms` are names that other programs give it. A `searchable` setting may be "auto". `label` is what reports add
-    to the engine's name where the setting differs from its default; `{}` stands for the value.
+    `synonyms` are names of the setting in other programs. A `searchable` setting may be "auto". Reports append `label`
+    to the engine's name if the setting differs from its default; `{}` in the label is replaced by the value.
     """
 
     panel: Panel
@@ -57,14 +57,17 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_boolean_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML's true and yes would count as 1."""
+        """Reject booleans for numeric settings, because pydantic would convert YAML's true and yes to 1."""
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
             raise PydanticCustomError("boolean", "expected a number or a string, got a boolean")
         return value
 
 
 class EngineSettings(Settings):
-    """The settings that not all engines have. An engine with such settings declares them in a subclass."""
+    """Base class of the settings that only some engines have.
+
+    An engine with additional settings declares a subclass.
+    """
 
     @classmethod
     def of(cls, run: "HasEngineSettings") -> Self:
@@ -74,7 +77,7 @@ class EngineSettings(Settings):
 
 
 class HasEngineSettings(Protocol):
-    """A configuration, resolved or not."""
+    """A configuration before or after it is resolved."""
 
     @property
     def own(self) -> EngineSettings: ...
@@ -102,12 +105,12 @@ def setting(
 
 
 def fields_of(model: type[Settings]) -> dict[str, FieldInfo]:
-    """The fields of a model that are settings, by name, in the order of their declaration."""
+    """Return the fields of `model` that are settings, by name, in the order of declaration."""
     return {name: field for name, field in model.model_fields.items() if field.annotation is not EngineSettings}
 
 
 def metadata(name: str, field: FieldInfo) -> Setting:
-    """The metadata of the setting `name`, which must be declared with `setting`."""
+    """Return the metadata of the setting `name`, which must be declared with `setting`."""
     extra: Any = field.json_schema_extra
     about = extra.get("setting") if isinstance(extra, dict) else None
     assert isinstance(about, Setting), f"{name} is declared without setting()"
@@ -115,13 +118,13 @@ def metadata(name: str, field: FieldInfo) -> Setting:
 
 
 def names(settings: dict[str, Setting], **wanted: object) -> tuple[str, ...]:
-    """The names of the settings whose metadata have these values, e.g. `role="option"`."""
+    """Return the names of the settings whose metadata has these values, e.g. `role="option"`."""
     return tuple(
         name for name, about in settings.items() if all(getattr(about, key) == value for key, value in wanted.items())
     )
 
 
 def meant_by(word: str, settings: dict[str, Setting]) -> str | None:
-    """The setting that another program calls `word`, however it is spelled (`--tensor-parallel-size`)."""
+    """Return the setting that other programs call `word`, spelled as a flag or a field (`--tensor-parallel-size`)."""
     plain = word.lstrip("-").replace("-", "_").lower()
     return next((name for name, about in settings.items() if plain in about.synonyms), None)

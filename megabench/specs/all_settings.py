@@ -1,4 +1,4 @@
-"""Maps names to settings, for all engines or for some of them. Loads no torch."""
+"""All settings by name: those that all engines share, and those of single engines. Loads no torch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def hint(word: str, known: Iterable[str], spell: Callable[[str], str] = str, oth
 
 
 def labels(options: Mapping[str, Any]) -> list[str]:
-    """Return what the recorded options add to the engine's name: "offload all", "hpz 4"."""
+    """Return the labels of recorded options for the engine's name in reports: "offload all", "hpz 4"."""
     return [
         about.label.format(options[name])
         for name, about in SETTINGS.items()

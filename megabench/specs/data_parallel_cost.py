@@ -1,4 +1,4 @@
-"""The cost of a step with only data parallelism: ZeRO 0 to 3 with and without offload, FSDP2, DDP. Loads no torch."""
+"""Cost model of a step with data parallelism only: ZeRO 0 to 3 with and without offload, FSDP2, DDP. Loads no torch."""
 
 from megabench.cost import compute, network, schedule
 from megabench.cost.geometry import Geometry
@@ -10,8 +10,8 @@ from megabench.specs.sharding import REDUCE_BUCKET, sharding_of
 
 _DDP_BUCKET = 25e6 / 4  # parameters per DDP bucket: 25 MB of fp32 gradients
 # Host time of hooks, forward and backward, in units of one kernel launch: per layer for FSDP2, per parameter for
-# DeepSpeed. DeepSpeed's hooks and queues run in Python. Their values are from benchmarks/gpt2-zero, where they alone
-# determine the step time.
+# DeepSpeed. DeepSpeed's hooks and queues run in Python. The values of these host times are from benchmarks/gpt2-zero,
+# where the host limits the step time.
 _FSDP_HOOKS, _ZERO3_HOOKS, _ZERO_HOOKS = (40, 80), (17, 34), (0, 16)
 # Bytes per parameter that the host reads and writes: fp32 AdamW; DeepSpeed's clipping and its cast of the new weight.
 _ADAM_HOST_BYTES, _DEEPSPEED_HOST_BYTES = 28, 8 + 6
@@ -56,11 +56,11 @@ class DataParallel:
         }
 
     def shortest(self, candidate: Candidate) -> float:
-        """Return the step time itself, because it is quick to compute."""
+        """Return the exact step time as the lower bound, because it is quick to compute."""
         return sum(self.parts(candidate).values())
 
     def memory(self, candidate: Candidate) -> Memory:
-        """Return the bytes of one rank."""
+        """Return the GPU memory of one rank in bytes."""
         return data_parallel_memory(self.job, candidate, self.profile)
 
     def host_bytes(self, candidate: Candidate) -> float:
@@ -111,13 +111,13 @@ class DataParallel:
     def _sharded_seconds(self, candidate: Candidate, geometry: Geometry) -> tuple[float, float, float, float]:
         """Return a layer's communication per micro-batch: forward gather, backward gather, gradient reduction, ends.
 
-        "Ends" is the communication that no layer hides: the gather of the embedding at the start and its gradient at
+        "Ends" is the communication that no layer overlaps: the gather of the embedding at the start and its gradient at
         the end.
 
         ZeRO-3 and FSDP2 all-gather 2 bytes per parameter twice and reduce-scatter g bytes (arXiv 1910.02054, section
-        7). ZeRO-2 all-reduces g bytes, and each rank keeps its shard (DeepSpeed's use_multi_rank_bucket_allreduce).
-        hpZ gathers among neighbours in backward (arXiv 2306.10209). HSDP shards among neighbours. Weights that stay
-        gathered after forward are gathered only once.
+        7). ZeRO-2 all-reduces g bytes, and each rank keeps its shard (DeepSpeed's use_multi_rank_bucket_allreduce). hpZ
+        gathers among neighbours in backward (arXiv 2306.10209). HSDP shards among neighbours. Weights that stay
+        gathered after the forward pass are gathered only once per micro-batch.
         """
         job, profile, sharding = self.job, self.profile, sharding_of(candidate)
         layer, ends = job.layer_parameters, job.embedding_parameters
@@ -152,7 +152,7 @@ class DataParallel:
             reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
             once = self.base.tail(backward, reduce, pieces, geometry.world, overlaps=is_ddp)
             sharded = parameters
-        elif sharding.shard_size:  # HSDP replicas all-reduce their gradients after the last micro-batch
+        elif sharding.shard_size:  # HSDP replicas all-reduce gradients once per step, after the last micro-batch
             across = geometry.apart(sharding.shard_size)
             reduce = network.all_reduce_seconds(self.profile, across, gradients / sharding.shard_size)
             once = self.base.tail(backward, reduce, job.shape.num_layers, across, overlaps=True)
@@ -162,7 +162,7 @@ class DataParallel:
                 pieces = max(1, round(parameters / REDUCE_BUCKET))
                 reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
                 once += self.base.tail(backward, reduce, pieces, geometry.world, overlaps=True)
-                copied = (6 + 2 / ranks) * gradients  # the copies of stage 2, but once per step
+                copied = (6 + 2 / ranks) * gradients  # ZeRO-1 copies gradients as stage 2 does, but only once per step
         if sharding.offload != "none":
             return once, 0.0
         update = compute.optimizer_seconds(self.machine, job, sharded, sharded)
@@ -180,8 +180,8 @@ class DataParallel:
         - ZeRO-2 copies them to the host m times and back m − 1 times. fp32 gradients stay on the GPU instead.
         - ZeRO-1 always keeps them on the GPU (stage_1_and_2.py, copy_grads_in_partition).
 
-        DeepSpeed then copies fp32 gradients to the optimizer. Updated weights are copied to the GPU once per step, and
-        offloaded weights for every gather.
+        At the end of a step, DeepSpeed copies fp32 gradients to the optimizer. Updated weights are copied to the GPU
+        once per step, and offloaded weights for every gather.
         """
         sharding = sharding_of(candidate)
         if sharding.offload == "none":

@@ -5,7 +5,9 @@ from megabench.cost.memory import Memory, layer_activation_bytes, logit_bytes, r
 from megabench.cost.profile import Profile
 from megabench.specs.sharding import REDUCE_BUCKET, reduce_bucket, sharding_of
 
-_GATHERED_LAYERS = 3  # layers that ZeRO-3 and FSDP hold unsharded: in use, prefetched, being reduced
+_GATHERED_LAYERS = (
+    3  # number of layers that ZeRO-3 and FSDP2 hold unsharded: one in use, one prefetched, one being reduced
+)
 
 
 def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
@@ -23,9 +25,9 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
     - DDP, with fp32 replicas and buckets: 4 + 4 + 8, and 2 for the cast of every matrix that backward needs, unless
       full recomputation repeats the cast.
 
-    ZeRO-3 and FSDP2 also hold a few gathered layers, or all of them if the weights stay gathered. Without AdamW's
-    moments, subtract 8. An offloaded optimizer has no state on the GPU, and ZeRO-3 and FSDP2 then also offload the
-    gradients. Sources: arXiv 1910.02054, section 5; torch's fully_shard.
+    ZeRO-3 and FSDP2 also hold a few gathered layers, or all of them if the weights stay gathered. Optimizers without
+    AdamW's moments use 8 bytes per parameter less. An offloaded optimizer has no state on the GPU. With an offloaded
+    optimizer, ZeRO-3 and FSDP2 also offload the gradients. Sources: arXiv 1910.02054, section 5; torch's fully_shard.
     """
     sharding = sharding_of(candidate)
     stage = sharding.zero_stage
@@ -80,7 +82,7 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
 
 
 def host_bytes(job: Job, candidate: Candidate, ranks_per_host: int) -> float:
-    """Return the host memory for offload on each host: masters, moments, gradients and, with "all", the weights."""
+    """Return the bytes that offload uses on each host: masters, moments, gradients and, with "all", the weights."""
     offload = sharding_of(candidate).offload
     if offload == "none":
         return 0.0

@@ -9,7 +9,9 @@ from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun
 from megabench.specs.sharding import Sharding
 from megabench.specs.shared_settings import COMPILE
 
-POWERSGD_PLAIN_STEPS = 2  # uncompressed first steps: the minimum for torch's hook with error feedback
+POWERSGD_PLAIN_STEPS = (
+    2  # the minimum number of uncompressed first steps that torch's hook requires with error feedback
+)
 
 
 class DdpSettings(EngineSettings):

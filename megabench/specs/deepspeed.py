@@ -61,7 +61,7 @@ def _stage(options: Options) -> int:
 
 
 def _content(options: Options) -> dict[str, Any] | None:
-    """Return the content of the user's own DeepSpeed JSON, of which settings hold the path and records the content."""
+    """Return the content of the user's DeepSpeed JSON file, from its path (in settings) or its content (in records)."""
 
     given = options.get("deepspeed_config")
     return read_deepspeed_json(Path(given)) if isinstance(given, str | Path) else given
@@ -118,7 +118,7 @@ def _variants(ranks_per_host: int | None) -> Iterator[Sharding]:
 
 def _variant_settings(sharding: Sharding) -> Mapping[str, Any]:
     settings = {**sharding.settings, "zero_stage": sharding.zero_stage}
-    # The cost model assumes ZeRO-3 that gathers whole layers, so the host does not wait for parts of a layer.
+    # The cost model assumes that ZeRO-3 gathers whole layers, so that the host does not wait for parts of a layer.
     return settings | ({"zero_leaf_layers": True} if sharding.zero_stage == 3 else {})
 
 

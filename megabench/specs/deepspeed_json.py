@@ -1,4 +1,7 @@
-"""Reads a user's own DeepSpeed JSON. Its settings apply where the run sets none, and must not contradict the run."""
+"""Read and check a user's DeepSpeed JSON file.
+
+Settings of the JSON file apply if the run does not set them, and must not contradict the run.
+"""
 
 import json
 from pathlib import Path
@@ -34,7 +37,8 @@ _HARMLESS = (
     "gradient_predivide_factor",
     "zero_allow_untested_optimizer",
 )
-# Sections that would make the run differ from the other trials, with the options to use instead.
+# Sections of the JSON file that would make the run differ from other trials, with the megabench settings to use
+# instead.
 _ELSEWHERE = {
     "optimizer": "--optimizer, --lr, --betas, --eps and --weight-decay",
     "scheduler": "--lr, --lr-warmup and --min-lr",
@@ -90,12 +94,12 @@ def read_deepspeed_json(path: Path) -> dict[str, Any]:
 
 
 def names_batch(content: dict[str, Any]) -> bool:
-    """Return whether the JSON sets the number of sequences per step."""
+    """Return whether the JSON file sets the number of sequences per step."""
     return not content.keys().isdisjoint(("train_batch_size", "gradient_accumulation_steps"))
 
 
 def settings_of_run(content: dict[str, Any], given: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the JSON's settings as RunConfig fields; ConfigError if they contradict `given`, the user's settings."""
+    """Return the settings of the JSON file as RunConfig fields. Raises ConfigError if they contradict `given`."""
     enabled = [precision for precision in ("bf16", "fp16") if content.get(precision, {}).get("enabled")]
     if len(enabled) > 1:
         raise ConfigError(f"{path} enables both bf16 and fp16; enable one of them")
@@ -118,7 +122,7 @@ def settings_of_run(content: dict[str, Any], given: dict[str, Any], path: Path) 
 
 
 def _zero_settings(zero: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the run settings that the section zero_optimization gives."""
+    """Return the run settings that correspond to the section zero_optimization."""
     offloaded = []
     for key in ("offload_optimizer", "offload_param"):
         device = (zero.get(key) or {}).get("device", "none")
@@ -139,7 +143,7 @@ def _zero_settings(zero: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def check_deepspeed_json(content: dict[str, Any], run: ResolvedRun, zero_stage: int, path: Path) -> None:
-    """Raise ConfigError if the JSON contradicts the resolved run."""
+    """Raise ConfigError if the JSON file contradicts the resolved run."""
     for precision in ("bf16", "fp16"):
         enabled = content.get(precision, {}).get("enabled")
         if enabled is not None and bool(enabled) != (run.precision == precision):

@@ -16,7 +16,7 @@ from megabench.settings.setting import EngineSettings
 
 
 class ResolvedRun(Protocol):
-    """The fields of a resolved run that the checks of engines read; see `config.ResolvedConfig`."""
+    """The fields of `config.ResolvedConfig` that the checks of engines read."""
 
     @property
     def own(self) -> EngineSettings: ...
@@ -52,7 +52,7 @@ class CostModel(Protocol):
     """Predicts the step time and the memory of an engine's candidates."""
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
-        """Return the seconds of each part of a step. Their sum is the step time."""
+        """Return the seconds of each part of a step. The sum of all parts is the step time."""
         ...
 
     def shortest(self, candidate: Candidate) -> float:
@@ -60,7 +60,7 @@ class CostModel(Protocol):
         ...
 
     def memory(self, candidate: Candidate) -> Memory:
-        """Return the bytes of the rank that uses the most memory."""
+        """Return the GPU memory in bytes of the rank that uses the most."""
         ...
 
     def host_bytes(self, candidate: Candidate) -> float:
@@ -68,7 +68,7 @@ class CostModel(Protocol):
         ...
 
 
-Options = Mapping[str, Any]  # the engine's settings or a record's options
+Options = Mapping[str, Any]  # settings of an engine, or options of a record
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class EngineSpec:
 
     These functions read the settings of a run before and after it is resolved:
 
-    - `read_file` returns settings from the engine's own configuration file, for settings not in `given`. It raises
-      ConfigError if the two contradict each other.
+    - `read_file` returns settings from the engine's own configuration file, for settings not in `given`. `read_file`
+      raises ConfigError if the file contradicts `given`.
     - `complete` sets defaults that depend on other settings.
     - `check` raises ConfigError for settings that the engine cannot combine.
     - `why_not_saved` returns the reason why a checkpoint cannot hold the training state, or None.
@@ -147,12 +147,12 @@ class EngineSpec:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether dp is the engine's only parallel axis."""
+        """Whether data parallelism is the engine's only parallel axis."""
         return self.axes == {"dp"}
 
 
 def more_offload(options: Options) -> str:
-    """Return the setting that frees memory in a run that already shards everything."""
+    """Return the setting that reduces memory in a run that already shards all state."""
     return "more GPUs" if options.get("offload") == "all" else "offload: all"
 
 

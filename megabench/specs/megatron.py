@@ -39,9 +39,9 @@ def _check(run: ResolvedRun) -> None:
 
 
 def _environment(run: RunSettings) -> Mapping[str, str]:
-    """Return one hardware queue for TP and CP, which keeps collectives ordered with the GEMMs that overlap them.
+    """Use one hardware queue under TP and CP, so that collectives start before the GEMMs that overlap them.
 
-    Other runs need many queues.
+    Runs without TP and CP need several hardware queues.
     """
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if run.tp > 1 or run.cp > 1 else {}
 

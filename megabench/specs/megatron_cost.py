@@ -1,4 +1,4 @@
-"""The cost of a step under tensor, context and pipeline parallelism (the megatron engine). Loads no torch."""
+"""Cost model of a step under tensor, context and pipeline parallelism (the megatron engine). Loads no torch."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ from megabench.specs.megatron_memory import (
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Seconds of one model chunk and micro-batch by part, and their totals for the pipeline timeline."""
+    """The seconds of one model chunk and micro-batch, by part and in total."""
 
     stage: schedule.Stage
     compute: float
@@ -38,16 +38,14 @@ class Pipeline:
         self._communication = cache(self._layer_communication)
 
     def shortest(self, candidate: Candidate) -> float:
-        """Return a lower bound of the step time in seconds, without the timeline and the reduction after the last
-        backward.
-        """
+        """Return a lower bound of the step time in seconds, without the simulated timeline and the final reduction."""
         stages = [chunk.stage for chunk in self._chunks(candidate)]
         micro_batches = candidate.num_micro_batches(self.job)
         blocking = self._is_blocking(candidate)
         return schedule.shortest(stages, candidate.layout.vp, micro_batches, self._send(candidate), blocking)
 
     def memory(self, candidate: Candidate) -> Memory:
-        """Return the bytes of a rank on the stage that uses the most memory."""
+        """Return the GPU memory in bytes of a rank on the pipeline stage that uses the most."""
         return megatron_memory(self.job, candidate, self.profile)
 
     def host_bytes(self, candidate: Candidate) -> float:
@@ -59,10 +57,10 @@ class Pipeline:
         forward.
 
         With sequence parallelism, a layer's forward pass gathers 2·B·S·H/C bytes twice and reduce-scatters them twice.
-        Its backward pass gathers the output gradients twice. It gathers inputs that were not kept again, overlapped
-        with the input gradients, and reduce-scatters, overlapped with the weight gradients (arXiv 2205.05198, figure 5;
-        megatron-core's layers). Without sequence parallelism, each pass has two all-reduces, and those of backward
-        overlap with the weight gradients.
+        Its backward pass gathers the output gradients twice. The backward pass also gathers inputs that forward did not
+        keep, overlapped with the input gradients, and reduce-scatters, overlapped with the weight gradients (arXiv
+        2205.05198, figure 5; megatron-core's layers). Without sequence parallelism, each pass has two all-reduces, and
+        those of backward overlap with the weight gradients.
 
         Context parallelism either exchanges queries, keys, values and the attention output, 4·B·S/C·(N + K)·D/T bytes
         in total, or gathers keys and values, 4·B·S·K·D/T bytes.
@@ -191,9 +189,7 @@ class Pipeline:
         }
 
     def _tied_seconds(self, candidate: Candidate, geometry: Geometry) -> float:
-        """Return the time of the all-reduce of tied embedding gradients, after all others (megatron-core's
-        finalize_model_grads).
-        """
+        """Return the time of the final all-reduce of tied embedding gradients (megatron-core: finalize_model_grads)."""
         job, layout = self.job, candidate.layout
         if layout.pp == 1 or not job.shape.tied_embeddings:
             return 0.0

@@ -42,8 +42,8 @@ def in_flight(stage: int, num_stages: int, chunks: int, num_micro_batches: int) 
     """Return the number of micro-batches (of a whole stage) whose activations a stage holds at once.
 
     1F1B: min(P − stage, m). Interleaved: the warm-up holds 2·(P − stage − 1) + (v − 1)·P + 1 chunks, and a micro-batch
-    has v chunks (arXiv 2104.04473, section 2.2). The first stage then holds 1 + (P − 1)/(P·v) times as many as with
-    1F1B.
+    has v chunks (arXiv 2104.04473, section 2.2). With the interleaved schedule, the first stage holds 1 + (P − 1)/(P·v)
+    times as many activations as with 1F1B.
     """
     if chunks == 1:
         return min(num_stages - stage, num_micro_batches)
@@ -54,9 +54,10 @@ def in_flight(stage: int, num_stages: int, chunks: int, num_micro_batches: int) 
 def held_bytes(job: Job, candidate: Candidate) -> float:
     """Return the bytes that torch's allocator cannot reuse yet because NCCL's stream uses them (Tensor.record_stream).
 
-    They are reusable once the GPU has passed the collective. The host runs ahead of the GPU by the number of kernels
-    that CUDA queues. In a layer's backward pass, tensor-parallel collectives send or receive four gathered sequences of
-    [B·S, H] in 16 bits: two input gradients before the scatter and two output gradients after the gather.
+    The allocator can reuse this memory once the GPU has finished the collective. The host runs ahead of the GPU by the
+    number of kernels that CUDA queues. In a layer's backward pass, tensor-parallel collectives send or receive four
+    gathered sequences of [B·S, H] in 16 bits: two input gradients before the scatter and two output gradients after the
+    gather.
     """
     if not job.stack.holds_sent or candidate.layout.tp == 1:
         return 0.0
@@ -66,10 +67,10 @@ def held_bytes(job: Job, candidate: Candidate) -> float:
 
 
 def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
-    """Return the memory of the fullest stage of a tensor- and pipeline-parallel run.
+    """Return the memory of the pipeline stage that uses the most.
 
-    The optimizer is sharded over dp·cp or not. With equal stages, the first stage holds the most activations, and the
-    last stage holds the logits.
+    The optimizer state may be sharded over the dp·cp replicas. With equal stages, the first stage holds the most
+    activations, and the last stage holds the logits.
     """
     last = candidate.layout.pp - 1
     stages = range(last + 1) if job.stack.stages == "filled" else sorted({0, last})
@@ -79,7 +80,8 @@ def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
 def stage_parameters(job: Job, candidate: Candidate, stage: int) -> float:
     """Return the parameters of a rank on this stage.
 
-    They are its layers, plus the embedding on the first and the output layer on the last stage, divided by tp.
+    The parameters are those of the stage's layers, of the embedding on the first stage and of the output layer on the
+    last, divided by tp.
     """
     layout, shape = candidate.layout, job.shape
     layers = stage_layers(job, candidate, stage)
@@ -90,7 +92,7 @@ def stage_parameters(job: Job, candidate: Candidate, stage: int) -> float:
 
 
 def stage_layers(job: Job, candidate: Candidate, stage: int) -> int:
-    """Return the number of layers of a stage, in all its chunks."""
+    """Return the number of layers of a pipeline stage, summed over its model chunks."""
     return all_stage_layers(job, candidate)[stage]
 
 
@@ -102,7 +104,9 @@ def all_stage_layers(job: Job, candidate: Candidate) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _cut(layers: int, is_filled: bool, output_cost: float, num_stages: int, chunks: int) -> tuple[int, ...]:
-    """Return the layers of every stage. The output layer counts as `output_cost` layers (Layout.chunk_layers).
+    """Return the number of layers of every pipeline stage.
+
+    The output layer counts as `output_cost` layers (Layout.chunk_layers).
 
     With `is_filled` (nanotron), stages are filled one after another up to their share of the total.
     """
@@ -128,8 +132,7 @@ def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -
     hidden = tokens * job.shape.hidden_size * job.bytes_of_value
     activations += hidden / sequence_cut * micro_batches * (stage == 0)
     activations += recomputed_bytes(job, candidate)
-    # the gathered sequence of a layer's matrix products, forward or backward, and the tensors received from the
-    # neighbouring stages
+    # the gathered sequence of a layer's matrix products, and the tensors received from neighbouring stages
     buffers = 2 * hidden * (layout.tp > 1) + 2 * hidden / sequence_cut * (layout.pp > 1)
     buffers += held_bytes(job, candidate)
     new_gradients = job.bytes_of_value if job.stack.accumulates_at_end else 0

@@ -16,7 +16,7 @@ Offload = Literal["none", "optimizer", "all"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """A way to run a data-parallel engine. `zero_stage` is 3 for FSDP2 and 0 for DDP.
+    """The sharding and offload options of a data-parallel run. `zero_stage` is 3 for FSDP2 and 0 for DDP.
 
     With `keeps_weights`, ZeRO-3 and FSDP2 keep the weights gathered from forward to backward. FSDP2 shards over groups
     of `shard_size` neighbouring ranks (HSDP). ZeRO-3 gathers over groups of `hpz_size` neighbouring ranks in backward
@@ -31,7 +31,7 @@ class Sharding:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Sharding":
-        """Return the sharding of a recorded run with these options. The default is stage 3."""
+        """Return the sharding of a recorded run with these options. The default ZeRO stage is 3."""
         stage = options.get("zero_stage")
         return cls(
             zero_stage=3 if stage is None else int(stage),
@@ -43,7 +43,7 @@ class Sharding:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of a run, without the stage and without defaults."""
+        """The non-default settings of a run with this sharding, except the ZeRO stage."""
         given = {
             "offload": None if self.offload == "none" else self.offload,
             "shard_size": self.shard_size,
@@ -73,7 +73,7 @@ def sharding_of(candidate: Candidate) -> Sharding:
 
 @cache
 def reduce_bucket(shape: ModelShape) -> int:
-    """Return the bucket size of ZeRO-1 and 2 in elements. It is at least the size of the largest gradient.
+    """Return the bucket size of ZeRO-1 and 2 in elements. The bucket is at least as large as the largest gradient.
 
     DeepSpeed 0.19.8 frees a gradient larger than its bucket while a slow link still reads it.
     """

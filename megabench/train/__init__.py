@@ -1,1 +1,1 @@
-"""One run: the loop, its timing and log, and the record it leaves. `python -m megabench.train` runs it."""
+"""Training of one run: the loop, its timing, its log and its record. `python -m megabench.train` starts a run."""

@@ -1,4 +1,4 @@
-"""`python -m megabench.train`: the same command as launch/pretrain.py."""
+"""`python -m megabench.train` is the same command as launch/pretrain.py."""
 
 from megabench.train.main import main
 

@@ -1,4 +1,4 @@
-"""Save the state of a run, restore it, and report both to the user."""
+"""Save and restore the training state of a run, and report both to the user."""
 
 import math
 import time
@@ -45,7 +45,7 @@ from megabench.train.stopping import StoppedError
 
 
 def restore(engine: Engine, found: Found, device: torch.device) -> LoadTimes:
-    """Load the state of a checkpoint into the engine; collective."""
+    """Load the state of a checkpoint into the engine. Collective."""
     training = found.manifest.training
     assert training is not None
     began = time.perf_counter()
@@ -66,8 +66,8 @@ def restore(engine: Engine, found: Found, device: torch.device) -> LoadTimes:
 class Checkpoints:
     """Saves checkpoints of a run: every `save_every` steps, after the last step, and when a signal stops the run.
 
-    `note` prints a sentence, `on_save` is called with each complete checkpoint, and `touch` is called while training
-    waits for a save whose files grow. `lock` is rank 0's lock of the directory.
+    `note` prints a message. `on_save` is called with each complete checkpoint. `touch` is called while training waits
+    for a save whose files still grow. `lock` is the lock that rank 0 holds on the directory.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Checkpoints:
             token = [new_token(run_id)]
             self._clean(run.save, run_id)
             self._set_aside(resume)
-        dist.broadcast_object_list(token)  # behind the clearing up: who has it may begin to save
+        dist.broadcast_object_list(token)  # sent after the cleanup, because it lets ranks save
         self._run_id = run_id_of(token[0])
         assets = assets_of_run(run) if rank == 0 else {}
         self._saver = Saver(
@@ -111,7 +111,7 @@ class Checkpoints:
         )
 
     def _stage(self, local_world_size: int, device: torch.device) -> Staging | None:
-        """Allocate host memory for asynchronous saves, if they are wanted and every host has enough memory."""
+        """Allocate host memory for asynchronous saves if they are enabled and every host has enough memory."""
         run = self._run
         if run.save_mode == "sync" or (run.save_mode == "auto" and device.type == "cpu"):
             return None
@@ -132,7 +132,7 @@ class Checkpoints:
         return Staging(shards)
 
     def _clean(self, directory: Path, run_id: str) -> None:
-        """Delete the unfinished saves of earlier starts of this run, and report what other runs left."""
+        """Delete unfinished saves of earlier starts of this run, and report files that other runs left."""
         if others := remove_partial(directory, run_id):
             self._note(f"unfinished saves of other runs stay where they are: {', '.join(map(str, others))}")
         others = [folder for step in steps_in(directory) if not is_own(folder := folder_of(directory, step), run_id)]
@@ -141,7 +141,7 @@ class Checkpoints:
             self._note(f"--keep leaves checkpoints alone that this run did not write: {names}")
 
     def _set_aside(self, resume: Resume) -> None:
-        """Rename damaged checkpoints of this run that are newer than the one it resumes from, so they are ignored."""
+        """Rename damaged checkpoints that are newer than the one the run resumes from, so that they are ignored."""
         for folder in resume.found.passed_over if resume.found else ():
             if self._run.save and folder.parent.resolve() == self._run.save.resolve():
                 self._note(f"{folder} is now {set_aside(folder).name}")
@@ -150,7 +150,10 @@ class Checkpoints:
         self._say(f"checkpoints: {text}")
 
     def observe(self, step: int, result: StepResult, is_wrong: bool) -> None:
-        """Record the result of `step`; called before `due_step`. A step that `is_wrong` did not update the weights."""
+        """Record the result of `step`.
+
+        Call this before `due_step`. A step that `is_wrong` did not update the weights.
+        """
         if not is_wrong:
             self._good_step = step
         # a step that fp16's loss scaling skipped is not wrong, but it does not prove that the weights are healthy
@@ -178,7 +181,7 @@ class Checkpoints:
         return self._good_step if self._good_step > self._newest else None
 
     def save(self, step: int) -> float:
-        """Begin to save the state after `step` steps; return the seconds that training waited.
+        """Start saving the state after `step` steps. Return the seconds that training waited.
 
         Raises StoppedError on every rank if no later save can succeed, because another run has taken the directory over
         or the state to be saved is not finite.
@@ -196,7 +199,7 @@ class Checkpoints:
         return time.perf_counter() - began
 
     def _is_finite_everywhere(self) -> bool:
-        """Return whether the state of all ranks was finite when the save began; collective."""
+        """Return whether the state of all ranks was finite when the save began. Collective."""
         is_finite = torch.tensor([self._saver.is_finite], dtype=torch.int, device=self._device)
         dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
         return bool(is_finite)
@@ -211,7 +214,10 @@ class Checkpoints:
             self._finish()
 
     def close(self) -> str | None:
-        """Wait for the save in progress. Return a sentence, the same on every rank, if the last save failed."""
+        """Wait for the save in progress.
+
+        Return an error message if the last save failed, else None. All ranks get the same result.
+        """
         self._finish()
         if not self.times or not (error := self.times[-1].error):
             return None
@@ -236,12 +242,12 @@ class Checkpoints:
 
     @property
     def newest_healthy(self) -> str:
-        """Name this run's newest checkpoint that is known to be healthy, because a later step was finite."""
+        """Return the name of this run's newest checkpoint that a later finite step has confirmed as healthy."""
         healthy = [step for step in self._good_saves() if step < self._saver.last_finite_step]
         return f"the newest healthy checkpoint of this run is that of step {healthy[-1]}" if healthy else self._kept()
 
     def _good_saves(self) -> list[int]:
-        """The steps of this run's checkpoints, oldest first: the one it resumed from, then those saved since."""
+        """The steps of this run's checkpoints, oldest first. The first is the one from which the run resumed."""
         resumed = [self._resumed] if self._resumed is not None else []
         return resumed + [times.step for times in self.times if not times.error]
 

@@ -1,7 +1,7 @@
-"""The network of a run, tried out before training: which transport NCCL chose for each group, and how fast hosts talk.
+"""Test the network of a run before training: the transport of each process group, and the bandwidth between hosts.
 
-NCCL connects a group when it first communicates, and writes how into its log without a word about the group. So each
-group's first messages are sent here, one kind of group after the other, and the log is read in between.
+NCCL connects a process group at its first communication and logs the transport, but not the name of the group.
+Therefore this module sends the first messages of each kind of group in turn, and reads NCCL's log after each kind.
 """
 
 import atexit
@@ -29,16 +29,16 @@ from megabench.parallel.placement import and_more, number_ranges
 from megabench.record import Group, LinkBandwidth
 from megabench.runtime.device import synchronize
 
-_PROBE_BYTES = 8 * 2**20  # enough for NCCL to take the paths of large messages
+_PROBE_BYTES = 8 * 2**20  # large enough for NCCL's protocols and channels of large messages
 _BANDWIDTH_BYTES = {"cuda": 128 * 2**20, "cpu": 8 * 2**20}
 _REPEATS, _IN_A_ROW = 3, 4
 
 
 @dataclass(frozen=True)
 class Network:
-    """What was found: groups with their transports, how many hosts NCCL counts, the bandwidth between hosts.
+    """Result of the test: process groups with their transports, NCCL's number of hosts, bandwidth between hosts.
 
-    `warnings` are sentences about transports that are not what the topology promises.
+    `warnings` report transports that do not match the topology.
     """
 
     groups: list[Group]
@@ -48,7 +48,7 @@ class Network:
 
 
 def write_nccl_log(folder: Path | None, rank: int) -> None:
-    """Has NCCL log into a file of its own, in `folder` or for the time being, unless the user wants it elsewhere."""
+    """Make NCCL log to a file in `folder`, or in a temporary folder, unless the user has configured NCCL's log."""
     if "NCCL_DEBUG_FILE" in os.environ or os.environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
         return
     if folder is None:
@@ -59,7 +59,7 @@ def write_nccl_log(folder: Path | None, rank: int) -> None:
 
 
 def nccl_log_path() -> Path | None:
-    """The file that NCCL of this process logs into; None when there is none."""
+    """Return the file to which NCCL logs in this process, or None if NCCL logs to no file."""
     pattern = os.environ.get("NCCL_DEBUG_FILE")
     host = socket.gethostname().split(".")[0]
     return Path(pattern.replace("%h", host).replace("%p", str(os.getpid()))) if pattern else None
@@ -73,9 +73,9 @@ def try_out(
     device: torch.device,
     nccl_log: Path | None,
 ) -> Network:
-    """Sends the first messages of `process_groups` and reads what NCCL says of them in `nccl_log`.
+    """Send the first messages of `process_groups`, and read their transports from `nccl_log`.
 
-    The same on every rank; each must call it, before anything else is sent.
+    Every rank must call this before any other communication. All ranks get the same result.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tail = transport.LogTail(nccl_log)
@@ -85,13 +85,13 @@ def try_out(
         if axis in process_groups:
             tail.read_on()
             (_first_sends if axis == "pp" else _first_collectives)(process_groups[axis], device)
-            if axis == "cp":  # whose ranks each send to all others
+            if axis == "cp":  # context parallelism also uses all-to-all
                 _first_exchange(process_groups[axis], device)
             said = tail.read_on()
             heard[axis] = said.transports
             unknown += said.unknown
     bandwidth = measure_bandwidth(topology, device) if len(topology.hosts) > 1 else None
-    if device.type == "cuda":  # the peak to be reported is the run's own
+    if device.type == "cuda":  # the reported peak memory must not include this test
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     whole = transport.LogTail(nccl_log).read_on()
@@ -121,7 +121,7 @@ def try_out(
 
 
 def _first_collectives(group: ProcessGroup, device: torch.device) -> None:
-    """One of each kind that engines use: NCCL may connect each of them in its own way."""
+    """Run each kind of collective that engines use once, because NCCL may choose different transports for them."""
     size = group.size()
     part = torch.zeros(_PROBE_BYTES // 4 // size, device=device)
     whole = torch.zeros(part.numel() * size, device=device)
@@ -138,7 +138,7 @@ def _first_exchange(group: ProcessGroup, device: torch.device) -> None:
 
 
 def _first_sends(group: ProcessGroup, device: torch.device) -> None:
-    """To the next stage and back, as activations and their gradients go."""
+    """Send to the next and the previous pipeline stage, as activations and gradients are sent."""
     before, after = group.rank() - 1, group.rank() + 1
     operations = [
         dist.P2POp(operation, torch.zeros(_PROBE_BYTES // 4, device=device), group=group, group_peer=peer)
@@ -156,8 +156,10 @@ def _finish(operations: list[dist.P2POp]) -> None:
 
 
 def measure_bandwidth(topology: Topology, device: torch.device) -> LinkBandwidth:
-    """What the network between hosts gives now: to a ring of all ranks, to one rank, and to a ring for each rank of a
-    host. Messages of all ranks at once would not tell: over the sockets of emulated hosts they got less than one ring.
+    """Measure the bandwidth between hosts for one ring of all ranks, one pair of ranks, and one ring per local rank.
+
+    Messages between all pairs at once are not measured: over the sockets of emulated hosts, they reached less bandwidth
+    than one ring.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     numel = _BANDWIDTH_BYTES[device.type] // 4 // world_size * world_size
@@ -186,8 +188,8 @@ def measure_bandwidth(topology: Topology, device: torch.device) -> LinkBandwidth
 
 
 def _all_rings(hosts: Sequence[Sequence[int]], whole: torch.Tensor, device: torch.device) -> float:
-    """GB/s that a host sends while its first rank gathers with the first of every host, its second with the second…"""
-    rings = list(zip(*hosts, strict=False))  # ranks that other hosts have no counterpart of sit out
+    """Return the GB/s that a host sends while the ranks with equal local rank all-gather, all local ranks at once."""
+    rings = list(zip(*hosts, strict=False))  # local ranks that some host does not have take no part
     mine = create_mine(rings)
     part = whole[: whole.numel() // len(rings) // len(hosts)]
     gathered = whole[: part.numel() * len(hosts)].clone()
@@ -203,8 +205,9 @@ def _all_rings(hosts: Sequence[Sequence[int]], whole: torch.Tensor, device: torc
 
 
 def _time(operation: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of `operation` on the slowest rank, of some in a row, as in training: the first finds the network
-    idle. One before them, which connects, does not count.
+    """Return the median seconds of `operation` on the slowest rank.
+
+    Operations run back to back, as in training. A first operation, which connects the ranks, is not timed.
     """
     operation()
     seconds = []
@@ -222,7 +225,7 @@ def _time(operation: Callable[[], object], device: torch.device) -> float:
 
 
 def describe(groups: Sequence[Group]) -> list[str]:
-    """One line for each kind of group: "tp 2 × 4 ranks over nvlink (P2P/CUMEM)"."""
+    """Return one line for each kind of group: "tp 2 × 4 ranks over nvlink (P2P/CUMEM)"."""
     by_kind: dict[tuple[str, str, str], list[Group]] = {}
     for group in groups:
         by_kind.setdefault((group.kind, group.link or "?", group.transport or ""), []).append(group)
@@ -233,6 +236,6 @@ def describe(groups: Sequence[Group]) -> list[str]:
 
 
 def create_mine(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
-    """This rank's group of several that all ranks make at once; None where it is in none."""
+    """Create all `groups`, and return the one that contains this rank, or None. Every rank must call this."""
     made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
     return next((group for ranks, group in made if dist.get_rank() in ranks), None)

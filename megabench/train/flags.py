@@ -1,4 +1,4 @@
-"""The command line of a run, made from RunConfig, so that flags, YAML fields and help cannot drift apart.
+"""Build the command line of a run from RunConfig, so that flags, YAML fields and help always agree.
 
 Loads no torch.
 """
@@ -15,16 +15,16 @@ from megabench.config import FIELDS, SETTINGS, ConfigError, RunConfig, choices_o
 
 
 def parse_flags(arguments: Sequence[str] | None = None) -> RunConfig | None:
-    """The configuration that a command line asks for; None when it only asked for help.
+    """Parse a command line into a configuration. Return None if the user only asked for help.
 
-    Raises ConfigError for flags that are not known, not well-formed or wrong.
+    Raises ConfigError for unknown, malformed or invalid flags.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command()(_command())
     try:
         result = app(args=arguments, standalone_mode=False)
     except Exception as error:
-        # of click, or of the copy of click that newer versions of typer carry
+        # an error of click, or of the copy of click inside newer versions of typer
         if (message := getattr(error, "format_message", None)) is None:
             raise
         if option := getattr(error, "option_name", None):
@@ -34,12 +34,13 @@ def parse_flags(arguments: Sequence[str] | None = None) -> RunConfig | None:
 
 
 def _command() -> Any:
-    """A function whose signature has an option for every field of RunConfig; it returns the configuration."""
+    """Return a function that has an option for every field of RunConfig and returns the configuration."""
 
     def pretrain(config_file: Path | None, **flags: Any) -> RunConfig:
-        """Train one model under one layout, on as many processes as the launcher started.
+        """Train one model under one layout on all processes of the launcher.
 
-        On several GPUs or hosts start it by torchrun; dp follows from the number of processes.
+        On several GPUs or hosts, start this command with torchrun. The data-parallel size follows from the number of
+        processes.
         """
         from_file = read_yaml_mapping(config_file) if config_file else {}
         given = {name: value for name, value in flags.items() if value is not None}
@@ -65,20 +66,20 @@ def _flag(name: str) -> str:
 
 
 def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    """An option that is None unless it was given."""
+    """Return a parameter for an option, which is None unless the user gives it."""
     annotation = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _shown(default: Any) -> str:
-    """The default in brackets, unless the description tells where it comes from."""
+    """Return the default in brackets. It is empty for None, whose meaning the description explains."""
     if default is None:
         return ""
     return f" [default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
 
 
 def _plain_type(annotation: Any) -> Any:
-    """What typer shall parse: the type without None and without pydantic's bounds, which RunConfig checks."""
+    """Return the type that typer parses: without None, and without pydantic's bounds, which RunConfig checks."""
     arms = [arm for arm in get_args(annotation) if arm is not NoneType]
     if NoneType in get_args(annotation):
         return str if len(arms) > 1 else _plain_type(arms[0])  # "auto" or a number: RunConfig tells them apart
@@ -87,5 +88,5 @@ def _plain_type(annotation: Any) -> Any:
     if get_origin(annotation) is tuple:
         return tuple[tuple(_plain_type(arm) for arm in arms)]  # type: ignore[misc]
     if get_origin(annotation) is Literal:
-        return type(arms[0])  # RunConfig says which values it may have
+        return type(arms[0])  # RunConfig checks the value
     return annotation

@@ -1,6 +1,7 @@
-"""The training command: from the command line to an exit status.
+"""The training command, which parses flags, trains, and exits with a status.
 
-0: trained; 2: what was asked for cannot be done (one sentence, before any process group exists); 1: anything else.
+0: trained; 2: a setting or an input is invalid (one error message, before any process group exists); 1: any other
+failure.
 """
 
 import contextlib
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
     from megabench.train.watchdog import Watchdog
 
 
-# completes a configuration by short runs that find its "auto" settings, on the ranks of a launch
+# a function that finds the "auto" settings of a configuration by short runs on the ranks of a launch
 Find = Callable[[RunConfig, "Rendezvous", Literal["cpu", "cuda"]], tuple[RunConfig, list[Probe]]]
 
 
 def main(find: Find | None = None) -> NoReturn:
-    """Run the command line of this process and exit. Without `find`, settings that are "auto" are refused."""
-    # a supervisor sends SIGUSR2 to get the stack of a hanging run
+    """Run the command line of this process and exit. Settings that are "auto" are refused unless `find` is given."""
+    # a supervisor sends SIGUSR2 to make a hanging run print its stack
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=False)
     try:
         given = parse_flags()
@@ -52,7 +53,7 @@ def main(find: Find | None = None) -> NoReturn:
 
 def _run(given: RunConfig, find: Find | None) -> None:
     if given.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else libraries find the GPUs by themselves
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise libraries would use the GPUs
     from megabench.data.source import open_source
     from megabench.runtime import rendezvous as rendezvous_module
     from megabench.runtime.device import choose_device
@@ -71,7 +72,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
     watchdog = Watchdog(rendezvous, given.stall_seconds, given.steps)
     try:
         device_kind = choose_device(given.device, rendezvous.local_world_size)
-        # what is still to be found shapes nothing that is checked here
+        # "auto" settings do not affect these checks
         run = (resolve_first if find else RunConfig.resolve)(given, rendezvous.world_size, device_kind)
         _make_folders(run)
         if rendezvous.rank == 0:
@@ -88,7 +89,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
         return
     probes = None
     if given.auto_settings and find:
-        watchdog.close()  # meanwhile the processes watch each other as supervisors
+        watchdog.close()  # during the search, the processes supervise each other
         given, probes = _complete(given, find, rendezvous, device_kind)
         run = given.resolve(rendezvous.world_size, device_kind)
         watchdog = Watchdog(rendezvous, given.stall_seconds, given.steps)
@@ -115,7 +116,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
 
 
 def _check_launcher() -> None:
-    """ConfigError if the launcher did not set the variables of torch.distributed, or set them to no numbers."""
+    """Raise ConfigError unless the launcher set the environment variables of torch.distributed to numbers."""
     for variable in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not (given := os.environ.get(variable, "0")).isdecimal():
             raise ConfigError(f"{variable}={given} is no number; unset it, or leave it to torchrun")
@@ -145,7 +146,7 @@ def _complete(
 
 
 def _make_folders(run: ResolvedConfig) -> None:
-    """Create the directories that the run will write to; ConfigError if one cannot be written."""
+    """Create the directories that the run writes to. Raises ConfigError if one is not writable."""
     for setting in ("out", "tensorboard", "save"):
         if folder := getattr(run, setting):
             try:
@@ -163,14 +164,14 @@ def _make_folders(run: ResolvedConfig) -> None:
 
 
 def _check_free(run: ResolvedConfig) -> None:
-    """RunLockedError if another run on this host writes into an output directory."""
+    """Raise RunLockedError if another run on this host writes into an output directory."""
     for folder in (run.out, run.save):
         if folder:
             check_free(folder)
 
 
 def _check_out(run: ResolvedConfig, resume: "Resume") -> None:
-    """ConfigError if the run would overwrite the record of another run and mix their TensorBoard scalars."""
+    """Raise ConfigError if the output directory contains the record of another run, which would be overwritten."""
     from megabench.runtime.rendezvous import restart_count
 
     path = run.out / "record.json" if run.out else None
@@ -181,7 +182,10 @@ def _check_out(run: ResolvedConfig, resume: "Resume") -> None:
 
 
 def _has_saved(record: Path) -> bool:
-    """Return whether a run saved checkpoints, by its record. Only then can another run resume from it."""
+    """Return whether the record says that the run saved checkpoints.
+
+    Without checkpoints, no other run can resume from that run.
+    """
     try:
         return bool(RunRecord.read(record).saves)
     except (OSError, ValueError):
@@ -189,7 +193,7 @@ def _has_saved(record: Path) -> bool:
 
 
 def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous") -> None:
-    """DataError if this rank reads other data than rank 0; hosts may differ in a file or in their Python."""
+    """Raise DataError if this rank and rank 0 read different data, because a file or the Python version differs."""
     from megabench.data import DataError
     from megabench.runtime.messages import disagreement
 
@@ -211,7 +215,8 @@ def _set_environment(run: ResolvedConfig) -> None:
 def _set_threads(run: ResolvedConfig) -> None:
     """Divide the host's cores among its processes if their optimizers run on the host.
 
-    torchrun gives each process one thread. Libraries that are loaded later read the number from the environment.
+    torchrun gives each process one thread. Libraries that are loaded later read the number of threads from the
+    environment.
     """
     uses_host = run.device == "cuda" and run.spec.uses_host(run.options)
     if uses_host and os.environ.get("OMP_NUM_THREADS") in (None, "1"):
@@ -221,11 +226,11 @@ def _set_threads(run: ResolvedConfig) -> None:
 
         number = share_of_cores()
         torch.set_num_threads(number)
-        os.environ["OMP_NUM_THREADS"] = str(number)  # for extensions that are loaded later: DeepSpeed's CPUAdam
+        os.environ["OMP_NUM_THREADS"] = str(number)  # for extensions that are loaded later DeepSpeed's CPUAdam
 
 
 def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
-    """Exit with status 2. If all ranks of a launch refuse, one of them prints the sentence."""
+    """Exit with status 2. If all ranks of a launch refuse to start, only one of them prints the error message."""
     from megabench.runtime import messages
     from megabench.runtime import rendezvous as rendezvous_module
 
@@ -241,7 +246,7 @@ def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
 
 
 def _leave_done(run: ResolvedConfig, resume: "Resume", watchdog: "Watchdog", rendezvous: "Rendezvous") -> None:
-    """End a run that has no step left, because it was killed after its last save or was started twice."""
+    """Exit with status 0 if no step is left, because the run was killed after its last save or was started twice."""
     from megabench.runtime.messages import meet, outlast
 
     meet(rendezvous.store, rendezvous.world_size, "done")
@@ -252,7 +257,7 @@ def _leave_done(run: ResolvedConfig, resume: "Resume", watchdog: "Watchdog", ren
 
 
 def _stop(sentence: str, rendezvous: "Rendezvous") -> NoReturn:
-    """Exit with status 1; one of the ranks prints the sentence."""
+    """Exit with status 1. Only one of the ranks prints the error message."""
     from megabench.runtime.messages import explain
 
     explain(rendezvous.store, rendezvous.rank, "failed", sentence)
@@ -261,7 +266,7 @@ def _stop(sentence: str, rendezvous: "Rendezvous") -> NoReturn:
 
 
 def _interrupted(rendezvous: "Rendezvous") -> NoReturn:
-    """Exit with the status of Ctrl-C."""
+    """Exit with status 130, as after Ctrl-C."""
     if rendezvous.rank == 0:
         print("Stopped by Ctrl-C. What was saved stays; SIGTERM saves at the next step border first.", file=sys.stderr)
     sys.stdout.flush()

@@ -9,7 +9,7 @@ from megabench.engines.protocol import StepResult
 
 
 class NanGuard:
-    """Counts consecutive non-finite steps; more than `nan_tolerance` of them must end the run.
+    """Counts consecutive non-finite steps. The run must end after more than `nan_tolerance` of them.
 
     A skipped step does not update the weights. The run ends at once if the weights were updated (DeepSpeed
     updates them in any case under ZeRO 0 to 2 in fp32), or if weights or moments are not finite: no later step can
@@ -21,7 +21,7 @@ class NanGuard:
         self.num_in_a_row = 0
 
     def is_wrong(self, result: StepResult) -> bool:
-        """Take the result of the next step, and return whether its loss or gradients are not finite."""
+        """Record the result of the next step. Return whether its loss or gradients are not finite."""
         is_finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
         is_scaling = self._run.policy.scales_loss and result.skipped and math.isfinite(result.loss)
         wrong = not is_finite and not is_scaling
@@ -42,8 +42,8 @@ class NanGuard:
     ) -> str:
         """Describe what is not finite at `step`, counted from 1, on which rank, and whether the weights were updated.
 
-        `rank_losses` and `hosts` go by rank; `non_finite` counts the NaN and infinite values of the training state over
-        all ranks; it is None if the state cannot be read.
+        `rank_losses` and `hosts` are indexed by rank; `non_finite` is the number of NaN and infinite values in the
+        training state of all ranks, or None if the state cannot be read.
         """
         wrong = [rank for rank, loss in enumerate(rank_losses) if not math.isfinite(loss)]
         what = "gradients are" if math.isfinite(result.loss) else f"loss is {result.loss}, which is"
@@ -56,7 +56,7 @@ class NanGuard:
 
 
 def _weights(skipped: bool, non_finite: Mapping[str, int] | None) -> str:
-    """Say whether the step updated the weights, and whether they are finite now."""
+    """Describe whether the step updated the weights, and whether the weights are still finite."""
     if non_finite:
         link = "were not updated, but" if skipped else "were updated with them, and"
         return f"the weights {link} {describe_non_finite(non_finite)}"

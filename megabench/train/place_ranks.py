@@ -1,4 +1,4 @@
-"""Where the ranks of a run sit: found out and decided over the store, before any process group exists."""
+"""Detect the topology and place the ranks of a run, over the rendezvous store, before any process group exists."""
 
 import os
 
@@ -11,9 +11,9 @@ from megabench.runtime.rendezvous import Rendezvous
 
 
 def place_ranks(run: ResolvedConfig, rendezvous: Rendezvous) -> Placement:
-    """The placement of `run`, the same on every rank; each must call it.
+    """Return the placement of the ranks of `run`. Every rank must call this, and all get the same result.
 
-    Raises PlacementError where strict placement cannot be had, TopologyError where hosts cannot be emulated.
+    Raises PlacementError if strict placement is impossible, and TopologyError if hosts cannot be emulated.
     """
     facts = read_facts(rendezvous.local_rank, gpu_uuid(rendezvous.local_rank) if run.device == "cuda" else None)
     topology = discover(rendezvous.store, facts, rendezvous.rank, rendezvous.world_size)
@@ -24,7 +24,7 @@ def place_ranks(run: ResolvedConfig, rendezvous: Rendezvous) -> Placement:
 
 
 def split_nccl(number: int) -> None:
-    """Makes NCCL take this process for one of host `number`, which others reach by sockets over the loopback device."""
+    """Make NCCL treat this process as part of host `number`, reached over sockets on the loopback device."""
     os.environ["NCCL_HOSTID"] = f"emulated-{number}"
     os.environ |= {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -16,9 +16,9 @@ from megabench.settings.setting import names
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run begins: after the checkpoint `found`, or from the start. `notes` are for the user.
+    """The starting point of a run: the checkpoint `found`, or step 0. `notes` are messages for the user.
 
-    `continues` says that the run continues the one that saved to its `--save` directory before.
+    `continues` is true if an earlier start of this run saved to the `--save` directory.
     """
 
     found: Found | None = None
@@ -40,7 +40,7 @@ def _loads_own_save(run: ResolvedConfig) -> bool:
 
 
 def _is_own_restart(run: ResolvedConfig, rendezvous: Rendezvous) -> bool:
-    """Whether the launcher restarted this run after it saved to `--save`; the same on every rank.
+    """Return whether the launcher restarted this run after it saved to `--save`. All ranks get the same result.
 
     A restart does not prove that this run owns the directory: its first attempt may have been refused.
     """
@@ -54,10 +54,10 @@ def _is_own_restart(run: ResolvedConfig, rendezvous: Rendezvous) -> bool:
 
 
 def find_resume(run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous) -> Resume:
-    """Return where `run` begins; collective, the same on every rank.
+    """Return the starting point of `run`. Every rank must call this, and all get the same result.
 
-    A run that the launcher restarted resumes from its own last checkpoint. CheckpointError if `--load` names no valid
-    checkpoint or one that does not belong to this run, or if `--save` names the directory of another run.
+    A run that the launcher restarted resumes from its own last checkpoint. Raises CheckpointError if `--load` contains
+    no valid checkpoint of this training, or if `--save` is the directory of another run.
     """
     is_own_restart = _is_own_restart(run, rendezvous)
     if run.save and is_own_restart:
@@ -105,7 +105,7 @@ def _plain(value: object) -> object:
 
 
 def check_belongs(folder: Path, manifest: Manifest, run: ResolvedConfig, source: TokenSource) -> TrainingEntry:
-    """Return the training state in a checkpoint; CheckpointError, naming both sides, if `run` cannot resume from it."""
+    """Return the training entry of a checkpoint. Raises CheckpointError if `run` cannot resume from the checkpoint."""
     training = manifest.training
     if training is None:
         raise CheckpointError(

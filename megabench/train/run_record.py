@@ -1,4 +1,4 @@
-"""The RunRecord of a run that trained to its end."""
+"""Build the RunRecord of a finished run."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -26,10 +26,11 @@ from megabench.train.callbacks.callback import TrainerState
 def build_record(
     trainer: TrainerState, seconds: Sequence[float], peak_memory_gib: Sequence[float], sections: Mapping[str, Any]
 ) -> RunRecord:
-    """The record of a run that has trained.
+    """Return the record of a finished run.
 
-    `seconds` are those of each step on the slowest rank, `peak_memory_gib` goes by rank, and `sections` are the fields
-    that callbacks fill. Throughput is of the steps after warm-up, and absent if there are none.
+    `seconds` has the time of each step on the slowest rank, `peak_memory_gib` the peak memory of each rank, and
+    `sections` the record fields of the callbacks. Throughput is computed from the steps after warm-up, and is absent if
+    there are none.
     """
     run, placement, network = trainer.run, trainer.placement, trainer.network
     results, saves = [step.result for step in trainer.steps], trainer.saves
@@ -78,7 +79,7 @@ def build_record(
 
 
 def speed_fields(run: ResolvedConfig, timed: Sequence[float], peak_tflops: float | None) -> dict[str, Any]:
-    """The fields of a record that follow from the seconds of the timed steps; none if no step was timed."""
+    """Return the record fields that depend on the seconds of the timed steps, or {} if no step was timed."""
     achieved = throughput(timed, run.shape, run.seq_length, run.global_batch, run.world_size)
     if not achieved:
         return {}
@@ -98,12 +99,12 @@ def speed_fields(run: ResolvedConfig, timed: Sequence[float], peak_tflops: float
 
 
 def unsaved(saves: list[SaveTimes]) -> list[str]:
-    """What to say of saves that failed."""
+    """Return an error message for each failed save."""
     return [f"no checkpoint of step {save.step}: {save.error}" for save in saves if save.error]
 
 
 def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
-    """What another run must have in common with `run` to be comparable."""
+    """Return the properties that must be equal for another run to be comparable with `run`."""
     schedule = {"lr": run.lr, "min_lr": run.min_lr, "lr_warmup": run.lr_warmup, "steps": run.steps}
     rules = {"weight_decay": run.weight_decay, "clip_grad": run.clip_grad}
     if run.optimizer == "adamw":

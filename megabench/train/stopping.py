@@ -1,6 +1,6 @@
-"""How a run ends early: by a signal, at a step border, or by an error that needs no traceback.
+"""End a run early: after a signal, at the end of a step, or with an error that needs no traceback.
 
-Slurm and Kubernetes announce the end of a job by SIGTERM or SIGUSR1.
+Slurm and Kubernetes announce the end of a job with SIGTERM or SIGUSR1.
 """
 
 import signal
@@ -13,16 +13,16 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StoppedError(Exception):
-    """The run cannot go on, or did not keep what it should; every rank raises it at the same step.
+    """The run cannot continue, or could not save its results. Every rank raises StoppedError at the same step.
 
-    The command prints its sentence without a traceback and exits with status 1.
+    The command prints the error message without a traceback and exits with status 1.
     """
 
 
 class StopSignal:
-    """Notes the signals, so that all ranks can agree to stop at the same step.
+    """Records signals, so that all ranks can agree to stop at the same step.
 
-    Before `install` they end the process as usual, because a run that saves nothing has no reason to wait.
+    Before `install` is called, signals end the process as usual, because a run that saves nothing need not wait.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,10 @@ class StopSignal:
         self._received = number
 
     def agreed(self, device: torch.device) -> str | None:
-        """The name of a signal that any rank has received, the same on every rank; collective."""
+        """Return the name of a signal that any rank has received, or None.
+
+        Collective; all ranks get the same result.
+        """
         if dist.get_world_size() == 1:
             number = self._received
         else:

@@ -42,7 +42,7 @@ from megabench.train.watchdog import BEFORE_FIRST_STEP, Watchdog
 
 
 def learning_rate_at(run: ResolvedConfig, step: int) -> float:
-    """The learning rate of step `step`, counted from 0: linear warm-up to lr, then a cosine down to min_lr."""
+    """Return the learning rate of step `step`, counted from 0: linear warm-up to lr, then cosine decay to min_lr."""
     if step < run.lr_warmup:
         return run.lr * (step + 1) / run.lr_warmup
     progress = (step - run.lr_warmup) / max(1, run.steps - 1 - run.lr_warmup)
@@ -50,19 +50,19 @@ def learning_rate_at(run: ResolvedConfig, step: int) -> float:
 
 
 class StepClock:
-    """Measures steps from border to border, so that a step includes data loading, logging and callbacks."""
+    """Measures a step from the end of the previous step, so that it includes data loading, logging and callbacks."""
 
     def __init__(self) -> None:
         self._border = time.perf_counter()
 
     def lap(self) -> float:
-        """Return the seconds since the last border, and set a new border."""
+        """Return the seconds since the previous call, which is the end of the previous step."""
         previous, self._border = self._border, time.perf_counter()
         return self._border - previous
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time spent inside from the step."""
+        """Exclude the time of the `with` block from the step."""
         began = time.perf_counter()
         yield
         self._border += time.perf_counter() - began
@@ -72,7 +72,7 @@ class Trainer:
     """Trains a run on this rank.
 
     `given` is the configuration as the user gave it, `probes` are the short runs that completed it, and `callbacks`
-    are the user's. Every rank must make one and call `train`.
+    are the user's. Every rank must create a Trainer and call `train`.
 
     Each step trains, synchronizes the device, reads the clock, calls the callbacks, checks that the loss is finite,
     polls the save in progress, agrees with the other ranks on stopping, saves (outside the step's time), and reports to
@@ -123,7 +123,7 @@ class Trainer:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The built-in callbacks of this rank, then the user's."""
+        """Create the built-in callbacks of this rank, followed by the user's callbacks."""
         return [*self._built_in, *self._users]
 
     @property
@@ -145,17 +145,17 @@ class Trainer:
         return learning_rate_at(self.run, step)
 
     def note(self, text: str) -> None:
-        """Tell the user something; only rank 0 does."""
+        """Print `text` for the user, on rank 0 only."""
         if self.rank == 0:
             for callback in self.callbacks:
                 callback.on_note(text)
 
     def train(self) -> RunRecord | None:
-        """Train to the last step; the record on rank 0, None elsewhere.
+        """Train to the last step. Return the record on rank 0, and None on other ranks.
 
         Raises RunLockedError, on rank 0, if another run writes into the output directories. Raises StoppedError if
-        another run has taken a directory over, if losses are not finite, and at the end if the last state was not
-        saved or the record is not in its place.
+        another run has taken a directory over, if losses are not finite, and at the end if the last checkpoint or the
+        record could not be written.
         """
         self.started = time.perf_counter()
         self._start()
@@ -168,7 +168,7 @@ class Trainer:
         run = self.run
         folders = [folder for folder in (run.out, run.save) if folder] if self.rank == 0 else []
         self._locks = {folder: RunLock(folder) for folder in folders}
-        # the watchdog knows which rank the others wait for, so it must act before the collectives time out
+        # The watchdog can name the rank that hangs, so it must act before the collectives time out.
         patience = timedelta(seconds=max(600.0, 2 * BEFORE_FIRST_STEP * run.stall_seconds))
         self.device = devices.initialize(self.rendezvous, self.rank, run.device, patience)
         self.device_name = devices.device_name(self.device)
@@ -206,7 +206,8 @@ class Trainer:
                 touch=self.watchdog.touch,
                 lock=self._locks.get(run.save),
             )
-            # not before: a run that has not begun has nothing to save, and may wait for a rank that is lost
+            # Install late: before the first step there is nothing to save, and a signal must end a run that waits for a
+            # lost rank.
             self._stop_signal.install()
 
     def _saved(self, save: SaveTimes) -> None:
@@ -263,7 +264,7 @@ class Trainer:
         return step
 
     def _handle_non_finite(self, step: Step) -> None:
-        """Warn of a loss or gradients that are not finite, or raise StoppedError on every rank; collective."""
+        """Warn about a non-finite loss or gradients, or raise StoppedError on every rank. Collective."""
         non_finite = None
         if self.run.can_be_saved:
             non_finite = sum(gather_objects(count_non_finite(self.engine.training_state().shards)), Counter())
@@ -278,7 +279,7 @@ class Trainer:
         raise StoppedError(problem)
 
     def _finish(self) -> RunRecord | None:
-        """Complete the last save, gather what the ranks measured, write the record and release the ranks together."""
+        """Complete the last save, gather the measurements of all ranks, and write the record. Ranks return together."""
         for callback in self.callbacks:
             callback.on_training_end()
         self.watchdog.at("saving", self.num_finished)
@@ -320,7 +321,10 @@ class Trainer:
         return build_record(self, seconds, [each["peak_memory_gib"] for each in by_rank], fields)
 
     def _write(self, record: RunRecord) -> tuple[Path | None, str | None]:
-        """Write the record; return its path, and a sentence if it failed or another run took the directory over."""
+        """Write the record.
+
+        Return its path, and an error message if writing failed or another run took the directory over.
+        """
         lock = self._locks.get(self.run.out) if self.run.out else None
         if not lock:
             return None, None

@@ -1,4 +1,4 @@
-"""The watchdog: when no rank makes progress, it names the rank that the others wait for, and ends the job.
+"""The watchdog ends a hanging job, and names the rank that the others wait for.
 
 Each rank runs a thread that publishes a heartbeat over a connection of its own to the rendezvous store.
 """
@@ -18,20 +18,20 @@ from typing import Any
 from megabench.runtime.messages import FailureKind, explain
 from megabench.runtime.rendezvous import Rendezvous, reconnect
 
-BEFORE_FIRST_STEP = 4.0  # patience before the first step, in units of stall_seconds: compilation, connections, loading
-SLOWEST_STEP = 5.0  # a step may take this many times as long as the slowest before it
+BEFORE_FIRST_STEP = 4.0  # multiple of stall_seconds for the first step, which may compile kernels
+SLOWEST_STEP = 5.0  # a step may take up to this multiple of the slowest step so far
 
-# a rank waits for others in torch's collectives, or in a call that waits for the device
+# functions in which a rank waits for others: torch's collectives, and calls that wait for the device
 _WAITING_FILES = ("torch/distributed/", "torch/autograd/graph.py")
 _WAITING_CALLS = ("synchronize", "update")
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank publishes about itself.
+    """The heartbeat that a rank publishes.
 
-    `beat` counts the rank's heartbeats and `step` its finished steps. `activity` is the part of the run, `place` the
-    function that the main thread is in; `is_waiting` says that ranks wait for each other there.
+    `beat` counts the rank's heartbeats and `step` its finished steps. `activity` is the current part of the run, and
+    `place` the function that the main thread executes; `is_waiting` is true if that function waits for other ranks.
     """
 
     rank: int
@@ -51,10 +51,10 @@ class Heartbeat:
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """The functions that a thread is in, and whether it waits for other ranks there.
+    """Return the functions that a thread executes, and whether the thread waits for other ranks.
 
-    For instance "all_reduce (distributed_c10d.py:2830) in update (engine.py:61)": the innermost function, and the
-    innermost one of this package.
+    Example: "all_reduce (distributed_c10d.py:2830) in update (engine.py:61)" names the innermost function, and the
+    innermost function of megabench.
     """
     innermost = sys._current_frames().get(thread)
     if innermost is None:
@@ -74,7 +74,7 @@ def _call(frame: FrameType | None) -> str:
 
 
 def find_stragglers(heartbeats: list[Heartbeat], silent: set[int]) -> set[int]:
-    """The ranks that the others wait for; all ranks if they cannot be told apart.
+    """Return the ranks that the others wait for, or all ranks if no rank stands out.
 
     `silent` are the ranks whose heartbeat has stopped.
     """
@@ -89,7 +89,7 @@ def find_stragglers(heartbeats: list[Heartbeat], silent: set[int]) -> set[int]:
 
 
 def describe_stragglers(heartbeats: list[Heartbeat], silent: set[int], num_steps: int) -> str:
-    """Describe the ranks that `find_stragglers` finds in a clause."""
+    """Describe the ranks found by `find_stragglers` as part of an error message."""
     stragglers = find_stragglers(heartbeats, silent)
     does = {
         heartbeat.rank: "has stopped sending heartbeats" if silent else f"is in {heartbeat.place}"
@@ -136,24 +136,24 @@ class Watchdog:
         self._thread.start()
 
     def at(self, activity: str, step: int) -> None:
-        """This rank makes progress: it begins `activity`, with `step` steps done."""
+        """Report that this rank begins `activity` and has finished `step` steps."""
         now = time.monotonic()
         if activity == self._activity == "training":
             self._slowest_step = max(self._slowest_step, now - self._moved)
         self._moved, self._activity, self._step = now, activity, step
 
     def touch(self) -> None:
-        """This rank makes progress in its current activity."""
+        """Report progress in the current activity of this rank."""
         self._moved = time.monotonic()
 
     def close(self) -> None:
-        """Stop: from now on ranks exit one by one."""
+        """Stop the watchdog, because ranks now exit one by one."""
         self._closed.set()
         self._thread.join()
 
     @property
     def patience(self) -> float:
-        """The seconds that this rank may go without progress."""
+        """The number of seconds without progress after which this rank counts as hanging."""
         if self._activity != "training":
             return BEFORE_FIRST_STEP * self._stall_seconds
         return max(self._stall_seconds, SLOWEST_STEP * self._slowest_step)
@@ -178,11 +178,11 @@ class Watchdog:
         self._store.set(f"watch/{self._rank}", heartbeat.to_json())
 
     def _verdict(self) -> dict[str, Any]:
-        """Why the job ends, as a sentence, and the rank that the others wait for if it is a single one."""
+        """Return the reason why the job ends, and the rank that the others wait for if there is exactly one."""
         seconds = time.monotonic() - self._moved
         before = self._heartbeats()
         deadline = time.monotonic() + 2.5 * self._interval
-        while time.monotonic() < deadline:  # or another rank would call this one silent
+        while time.monotonic() < deadline:  # otherwise another rank would report this rank's heartbeat as stopped
             time.sleep(self._interval / 2)
             self._publish()
         now = self._heartbeats()
@@ -196,7 +196,7 @@ class Watchdog:
         return {"error": error, "waited_for": min(stragglers) if len(stragglers) == 1 else None}
 
     def _heartbeats(self) -> dict[int, Heartbeat]:
-        """The last heartbeats of all ranks; a rank that has not published one is left out."""
+        """Return the last heartbeat of each rank that has published one."""
         keys = {rank: f"watch/{rank}" for rank in range(self._world_size)}
         return {
             rank: Heartbeat.from_json(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])

@@ -24,8 +24,8 @@ from megabench.train.watchdog import Watchdog
 class Step:
     """One finished step, as this rank saw it.
 
-    `number` counts from 1, steps of earlier runs included. `seconds` is from border to border: data loading, callbacks
-    and logging are part of it, saving is not. `is_timed` is false for warm-up steps.
+    `number` counts from 1, steps of earlier runs included. `seconds` runs from the end of the previous step to the end
+    of this one: it includes data loading, callbacks and logging, but not saving. `is_timed` is false for warm-up steps.
     """
 
     number: int
@@ -37,9 +37,9 @@ class Step:
 
 
 class TrainerState(Protocol):
-    """What callbacks may read of the trainer.
+    """The attributes of the trainer that callbacks may read.
 
-    `network` exists from `on_network` on, `engine` and `load` from `on_ready` on.
+    `network` is available from `on_network` on, `engine` and `load` from `on_ready` on.
 
     `given` is the configuration as the user gave it, `hosts` the host of each rank, and `peak_tflops` the dense peak of
     the device in the run's precision if it is known.
@@ -84,7 +84,7 @@ class TrainerState(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Tell the user something; only rank 0 does."""
+        """Print `text` for the user, on rank 0 only."""
         ...
 
 
@@ -96,39 +96,39 @@ class Callback:
     `after_training`, `local`, `section`, `on_end`.
 
     Collective operations are allowed in `on_start`, `on_network`, `on_ready` and `after_training`, if every rank calls
-    them. They are forbidden in the others, which may run on some ranks only.
+    them. Collective operations are forbidden in the other hooks, which may run on some ranks only.
     """
 
     def on_start(self, trainer: TrainerState) -> None:
         """The devices are initialized; `trainer.engine` does not exist yet."""
 
     def on_network(self, trainer: TrainerState, network: Network) -> None:
-        """The process groups have communicated for the first time."""
+        """Called after every process group has communicated once."""
 
     def on_ready(self, trainer: TrainerState) -> None:
-        """The engine is built and holds its initial or resumed state."""
+        """Called when the engine holds its initial or resumed state."""
 
     def around_step(self, step: int) -> AbstractContextManager[Any]:
-        """A context in which step `step`, counted from 1, is trained."""
+        """Return a context manager in which step `step`, counted from 1, is trained."""
         return nullcontext()
 
     def on_timing_start(self) -> None:
-        """Warm-up is over: the next step is the first that is timed."""
+        """Called after warm-up, before the first timed step."""
 
     def on_step_end(self, step: Step) -> None:
-        """A step has ended on this rank."""
+        """Called when a step has ended on this rank."""
 
     def on_save(self, save: SaveTimes) -> None:
         """A checkpoint is complete. Called on rank 0 only."""
 
     def on_note(self, text: str) -> None:
-        """The trainer has something to say to the user. Called on rank 0 only."""
+        """Called with a message for the user. Called on rank 0 only."""
 
     def on_training_end(self) -> None:
-        """The last step has ended."""
+        """Called when the last step has ended."""
 
     def after_training(self, trainer: TrainerState) -> None:
-        """The last checkpoint is complete, and the peak memory is read."""
+        """Called after the last checkpoint is complete and the peak memory has been read."""
 
     def local(self) -> object:
         """Return this rank's part of the section. It must be picklable."""
@@ -137,10 +137,13 @@ class Callback:
     def section(self, by_rank: Sequence[Any]) -> Mapping[str, Any]:
         """Combine the parts of all ranks into a section of the record. Called on rank 0 only.
 
-        A built-in callback returns fields of `RunRecord`. What a user's callback returns must be JSON; the record
-        holds it as `extra[NAME]`, where NAME is the name of its class.
+        A built-in callback returns fields of `RunRecord`. A user's callback returns JSON values, which the record
+        stores as `extra[NAME]`, where NAME is the name of the class.
         """
         return {}
 
     def on_end(self, record: RunRecord, path: Path | None) -> None:
-        """The record is complete, and written to `path` if the run has an output directory. Called on rank 0 only."""
+        """Called when the record is complete, and written to `path` if the run has an output directory.
+
+        Called on rank 0 only.
+        """

@@ -1,4 +1,4 @@
-"""How many bytes a step sends, counted at torch.distributed's own operations, whatever engine calls them."""
+"""Count the bytes that a training step sends, at torch.distributed's operations, for any engine."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,8 +14,9 @@ from megabench.parallel.groups import differing_axes
 from megabench.parallel.layout import Layout
 from megabench.train.callbacks.callback import Callback
 
-# What each of n ranks sends, as a multiple of one argument's bytes, by ring algorithms (NCCL tests' bus bandwidth:
-# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): operation -> (the argument, the multiple)
+# Bytes that each of n ranks sends under ring algorithms, as a multiple of the size of one argument of the operation:
+# operation -> (position of the argument, multiple). Source: the bus bandwidth of NCCL tests,
+# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 _Share = Callable[[int], float]
 _ALL_REDUCE: _Share = lambda n: 2 * (n - 1) / n  # noqa: E731
 _TO_OTHERS: _Share = lambda n: n - 1.0  # noqa: E731
@@ -39,7 +40,7 @@ _SENT: dict[str, tuple[int, _Share]] = {
 
 
 class SentBytes(TorchDispatchMode):
-    """While active, counts what this rank sends, by the axes along which the ranks of a group differ: "tp", "dp·cp"."""
+    """While active, count the bytes this rank sends, by the parallel axes of the process group: "tp", "dp·cp"."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
@@ -48,9 +49,9 @@ class SentBytes(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled functions run as they are: by default torch.compile gives up, for good, what is called under a mode.
+        """Keep compiled functions compiled, which torch.compile otherwise disables for good when a mode is active.
 
-        What they send inside is not seen; the engines compile no communication.
+        Communication inside compiled functions is not counted. The engines compile no communication.
         """
         return True
 
@@ -84,7 +85,7 @@ class CommVolume(Callback):
         return self._counted.sent if self._counted else None
 
     def section(self, by_rank: Sequence[Counter[str] | None]) -> Mapping[str, Any]:
-        """Bytes that a rank sent, by axes: the mean over all ranks."""
+        """Return the bytes that a rank sent by axes, as the mean over all ranks."""
         counts = [count for count in by_rank if count is not None]
         total = sum(counts, Counter())
         mean = {axes: number / len(counts) for axes, number in sorted(total.items()) if axes != "none"}
@@ -92,7 +93,7 @@ class CommVolume(Callback):
 
 
 def _ranks_of(args: Iterable[Any]) -> list[int]:
-    """The ranks of the process group among an operation's arguments."""
+    """Return the ranks of the process group that an operation received as an argument."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
@@ -104,7 +105,7 @@ def _num_bytes(argument: Any) -> int:
 
 
 def _tensors(argument: Any) -> Iterable[Tensor]:
-    """The tensors of an argument, which may be one, a list, or a list of lists."""
+    """Yield the tensors of an argument, which may be a tensor, a list, or a list of lists."""
     if isinstance(argument, Tensor):
         yield argument
     elif isinstance(argument, list | tuple):

@@ -1,4 +1,4 @@
-"""What a run prints: a head, a line a step, a last line."""
+"""Print a run's log: a header, one line per step, and a summary."""
 
 import sys
 from datetime import timedelta
@@ -13,7 +13,7 @@ from megabench.train.comm_preflight import Network, describe
 
 
 class Console(Callback):
-    """The log of a run on standard output."""
+    """Prints the log of a run to standard output."""
 
     def on_start(self, trainer: TrainerState) -> None:
         self._run, self._peak_tflops = trainer.run, trainer.peak_tflops
@@ -29,7 +29,7 @@ class Console(Callback):
         )
 
     def on_network(self, trainer: TrainerState, network: Network) -> None:
-        """Where the ranks sit, what their groups ride on, and, loudly, what is wrong with that."""
+        """Print the hosts of the ranks, the transport of the process groups, and warnings about both."""
         placement = trainer.placement
         topology = placement.topology
         emulated = " (emulated)" if topology.emulated else ""
@@ -51,7 +51,7 @@ class Console(Callback):
         sys.stdout.flush()
 
     def on_ready(self, trainer: TrainerState) -> None:
-        """Where the run goes on, and what it took to get there."""
+        """Print the checkpoint from which the run resumes, and how long loading took."""
         load, training = trainer.load, trainer.resume.training
         if load and training:
             print(

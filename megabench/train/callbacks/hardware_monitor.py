@@ -1,4 +1,4 @@
-"""Watches the machine beside the run: GPU utilization, power, throttling, network interfaces, other processes."""
+"""Monitor the machine during a run: GPU utilization, power, throttling, network interfaces, other processes."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from megabench.train.callbacks.callback import Callback, Step, TrainerState
 
 @dataclass(frozen=True)
 class _Local:
-    """What one rank saw during the timed steps; `gpu` is None on CPU and without NVML."""
+    """The measurements of one rank during the timed steps; `gpu` is None on CPU and without NVML."""
 
     host: str
     gpu: Sample | None
@@ -25,7 +25,7 @@ class _Local:
 
 
 class HardwareMonitor(Callback):
-    """Samples the GPU of each rank, and one rank of each host the network interfaces."""
+    """Samples the GPU on each rank, and the network interfaces on one rank of each host."""
 
     def on_ready(self, trainer: TrainerState) -> None:
         device, local_rank = trainer.device, trainer.rendezvous.local_rank

@@ -1,4 +1,4 @@
-"""One step under torch.profiler: a Chrome trace of every rank, and where the step went."""
+"""Profile one step with torch.profiler: a Chrome trace of every rank, and the time by part of the step."""
 
 import contextlib
 import gzip
@@ -25,9 +25,10 @@ from megabench.train.callbacks.step_timeline import STEP, UPDATE, Split, split
 
 
 class Profiler(Callback):
-    """Trains one more step under torch.profiler after the last, and says where it went.
+    """Trains one more step under torch.profiler after the last, and records the time of each part.
 
-    The traces go to `folder` (rank-N.json.gz, for chrome://tracing or Perfetto), to nowhere without one.
+    Traces are written to `folder` as rank-N.json.gz, for chrome://tracing or Perfetto. Without a folder they are
+    deleted.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -60,10 +61,10 @@ def profile_step(
     device: torch.device,
     folder: Path | None,
 ) -> tuple[float, Split]:
-    """Train a step under the profiler: the seconds that it took on this rank, and where they went. Collective."""
+    """Train a step under the profiler; return its seconds on this rank and their split into parts. Collective."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as traced:
-        dist.barrier()  # behind the profiler's own start, which takes each rank another time
+        dist.barrier()  # starting the profiler takes a different time on each rank
         synchronize(device)
         with _timed() as took, record_function(STEP):
             engine.accumulate(batches)
@@ -81,7 +82,7 @@ def profile_step(
 
 @contextlib.contextmanager
 def _timed() -> Iterator[list[float]]:
-    """A list that holds the seconds of the block once it is left."""
+    """Yield a list to which the duration of the block in seconds is appended."""
     took: list[float] = []
     started = time.perf_counter()
     yield took

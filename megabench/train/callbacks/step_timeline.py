@@ -1,7 +1,6 @@
-"""Where a step went, from torch.profiler's trace of it: every instant belongs to one part, so the parts add up.
+"""Split the time of a profiled step into parts. Each instant belongs to one part, so the parts add up to the step.
 
-Compute hides what runs beside it: communication counts as exposed only where nothing computes, and an instant in which
-nothing runs at all is idle.
+Communication counts as exposed only while no compute kernel runs. An instant without any kernel is idle.
 """
 
 import re
@@ -11,22 +10,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-STEP, UPDATE = "megabench step", "megabench update"  # annotations of the whole step and of the optimizer's part
+STEP, UPDATE = "megabench step", "megabench update"  # profiler annotations of the whole step and of the optimizer
 
-# parts of compute, by the names of kernels (cuBLAS, CUTLASS, cuDNN, Triton) and of ATen's operations on CPU; an
-# instant in which two of them run counts for the first
+# Names of kernels (cuBLAS, CUTLASS, cuDNN, Triton) and of ATen operations on CPU that belong to a part of compute. If
+# two parts run at the same instant, the instant belongs to the part that comes first in _COMPUTE.
 _MATMUL = re.compile(r"gemm|nvjet|cutlass|cublas|xmma|aten::(addmm|mm|bmm|baddbmm|_?linear|matmul)", re.IGNORECASE)
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 MATMUL, ATTENTION, OPTIMIZER, OTHER, COPIES = "matrix products", "attention", "optimizer", "other compute", "copies"
 _COMPUTE = (ATTENTION, MATMUL, OPTIMIZER, OTHER, COPIES)
 IDLE = "idle"
-UNKNOWN_GROUP = "a group"  # gloo does not say which
+UNKNOWN_GROUP = "a group"  # gloo's events do not name the process group
 _GROUP = "Process Group Name"  # an argument of NCCL's kernels and calls
 
 
 @dataclass(frozen=True)
 class Split:
-    """One rank's step in seconds: `parts` add up to `step`; `communication` is by axes, hidden or not."""
+    """The step of one rank in seconds. `parts` add up to `step`; `communication` includes overlapped communication."""
 
     step: float
     parts: dict[str, float]
@@ -34,19 +33,19 @@ class Split:
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Seconds of communication during which nothing computed, by axes."""
+        """Seconds of exposed communication, by parallel axes."""
         return {axes: self.parts.get(exposed(axes), 0.0) for axes in self.communication}
 
 
 def exposed(axes: str) -> str:
-    """The name of the part in which only communication along `axes` goes on."""
+    """Return the name of the part for exposed communication along `axes`."""
     return f"exposed {axes}"
 
 
 def split(trace: Mapping[str, Any], axes_of: Callable[[Sequence[int]], str]) -> Split:
-    """The parts of the step in `trace` (Chrome's format, with the annotations above).
+    """Split the step in `trace`, which is in Chrome's format and contains both annotations.
 
-    `axes_of` names the axes along which the ranks of a group differ, e.g. "tp".
+    `axes_of` returns the parallel axes along which the ranks of a group differ, e.g. "tp".
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     begin, end = _window(events, STEP)
@@ -72,7 +71,7 @@ def _window(events: Sequence[dict[str, Any]], name: str) -> tuple[float, float]:
 def _parts(
     events: Sequence[dict[str, Any]], names: Mapping[str, str], axes_of: Callable[[Sequence[int]], str]
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every event in which something was done, with the part it belongs to: of the GPU, or, without one, of the CPU."""
+    """Yield the kernels of the GPU, or the operations of the CPU if there is no GPU, each with its part."""
     begin, end = _window(events, UPDATE)
     on_gpu = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
     launches = {
@@ -98,7 +97,7 @@ def _parts(
 
 
 class _Calls:
-    """The calls of NCCL by thread: sends and receives that are coalesced become one kernel, which names no group."""
+    """NCCL calls by thread. They name the process group of coalesced sends and receives, whose kernel does not."""
 
     def __init__(self, events: Sequence[dict[str, Any]]) -> None:
         self._by_thread: defaultdict[Any, list[tuple[float, dict[str, Any]]]] = defaultdict(list)
@@ -109,7 +108,7 @@ class _Calls:
             calls.sort(key=lambda call: call[0])
 
     def before(self, launch: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the last call before `launch` on its thread."""
+        """Return the arguments of the last NCCL call before the kernel launch `launch` on the same thread."""
         calls = self._by_thread[launch.get("tid")]
         position = bisect(calls, launch["ts"], key=lambda call: call[0])
         return calls[position - 1][1] if position else {}
@@ -120,13 +119,13 @@ def _compute(name: str) -> str:
 
 
 def _group_names(trace: Mapping[str, Any], axes_of: Callable[[Sequence[int]], str]) -> dict[str, str]:
-    """The axes of every process group, by torch's name of it."""
+    """Return the parallel axes of every process group, by torch's name of the group."""
     groups = trace.get("distributedInfo", {}).get("pg_config", [])
     return {str(group["pg_name"]): axes_of(group["ranks"]) for group in groups if len(group.get("ranks", ())) > 1}
 
 
 def _axes(arguments: Mapping[str, Any], names: Mapping[str, str], axes_of: Callable[[Sequence[int]], str]) -> str:
-    """The axes of an NCCL kernel, by its group's name, or by its ranks where they are written out."""
+    """Return the parallel axes of an NCCL kernel, by the name of its group or by the ranks in its arguments."""
     if axes := names.get(str(arguments.get(_GROUP))):
         return axes
     ranks = re.findall(r"\d+", str(arguments.get("Process Group Ranks", "")))
@@ -134,7 +133,7 @@ def _axes(arguments: Mapping[str, Any], names: Mapping[str, str], axes_of: Calla
 
 
 def _sweep(spans: Sequence[tuple[float, float, str]], order: Sequence[str]) -> defaultdict[str, float]:
-    """How long each part was the first, in `order`, of those that went on."""
+    """Return the time of each part. Parts earlier in `order` take precedence while several run."""
     borders = sorted(
         border for begin, end, part in spans if end > begin for border in ((begin, 1, part), (end, -1, part))
     )

@@ -13,10 +13,10 @@ from megabench.train.callbacks.hardware_monitor import HardwareMonitor
 
 
 class TensorBoard(Callback):
-    """Writes the scalars of each step as rank 0 sees it; throughput and time of timed steps only.
+    """Writes the scalars of each step on rank 0. Throughput and step time are written for timed steps only.
 
-    In a resumed run, later steps that an earlier run wrote are hidden. If the scalars cannot be written, for instance
-    because the disk is full, the trainer says so once, and the run goes on without them.
+    A resumed run hides the scalars that the earlier run wrote for later steps. If the scalars cannot be written, for
+    instance because the disk is full, the log reports that once and the run continues.
     """
 
     def __init__(self, directory: Path, monitor: HardwareMonitor) -> None:
@@ -75,7 +75,7 @@ def step_scalars(
     peak_memory_gib: float | None,
     gpu_utilization: float | None,
 ) -> dict[str, float | None]:
-    """The scalars of any step, by tag; None for those that are not known."""
+    """Return the scalars of any step by tag. A value is None if it is not known."""
     return {
         "loss/train": loss,
         "optim/grad_norm": grad_norm,
@@ -88,7 +88,7 @@ def step_scalars(
 def speed_scalars(
     seconds: float, tokens_per_second: float, world_size: int, tflops_per_device: float, mfu: float | None
 ) -> dict[str, float | None]:
-    """The further scalars of a timed step, by tag."""
+    """Return the additional scalars of a timed step, by tag."""
     return {
         "time/step_seconds": seconds,
         "throughput/tokens_per_second": tokens_per_second,

@@ -8,8 +8,8 @@ from megabench.train.callbacks.callback import Callback
 
 
 def load_callbacks(names: str) -> list[Callback]:
-    """One instance of each class in `names` ("module:Class,module:Class"); ConfigError if one cannot be made."""
-    sys.path.insert(0, "")  # the working directory, as `python -m` has it
+    """Create an instance of each class in `names` ("module:Class,module:Class"). Raises ConfigError if one fails."""
+    sys.path.insert(0, "")  # search the working directory first, as `python -m` does
     found: dict[str, Callback] = {}
     for name in names.split(","):
         module, _, attribute = name.strip().partition(":")
