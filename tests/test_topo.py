@@ -85,7 +85,7 @@ def test_every_cluster_file_is_a_cluster(monkeypatch, capsys, path):
         ("hosts: []", "hosts=[] is not valid: list should have at least 1 item"),
         ("hosts: [{gpus: 8}]", "hosts[0]: unknown setting 'gpus'; did you mean gpu or num_gpus?"),
         ("hosts: [{instance: p4}]", "instance type 'p4' is not known; use one of p3dn.24xlarge"),
-        ("- 8", "must hold a mapping of settings"),
+        ("- 8", "must contain a mapping of settings"),
     ],
 )
 def test_a_cluster_file_that_is_wrong(monkeypatch, capsys, tmp_path, content, sentence):

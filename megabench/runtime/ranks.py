@@ -35,8 +35,8 @@ def joined(world_size: int, device: DeviceKind = "cpu") -> Iterator[int]:
     if "RANK" in os.environ:
         if launched != world_size:
             raise RanksError(
-                f"this takes {world_size} processes, and {launched} were started; "
-                f"use torchrun --nproc-per-node {world_size}, or no launcher"
+                f"this command needs {world_size} processes, but {launched} were started; "
+                f"use torchrun --nproc-per-node {world_size}, or start it without a launcher"
             )
         place = rendezvous.join()
         initialize(place, place.rank, device, _PATIENCE)
@@ -60,7 +60,7 @@ def joined(world_size: int, device: DeviceKind = "cpu") -> Iterator[int]:
             lost = next((child for child in children if child.exit_status()), None)
             if lost is None:
                 raise
-            raise RanksError(f"one of the processes ended: {lost.last_line()}") from error
+            raise RanksError(f"a child process ended: {lost.last_line()}") from error
         finally:
             end_all(children)
             for name in _place(0, world_size, store.port):

@@ -83,7 +83,7 @@ class RunLock:
             check_free(folder)
             mine.replace(path)
         except OSError as error:
-            raise RunLockedError(f"{folder} takes no files: {error.strerror}; give another folder") from None
+            raise RunLockedError(f"{folder} is not writable: {error.strerror}; use another directory") from None
         finally:
             with suppress(OSError):
                 mine.unlink()
@@ -94,7 +94,7 @@ class RunLock:
         try:
             owner = _Owner.of(self.folder)
         except FileNotFoundError:
-            return f"the claim to {self.folder} is gone: another run has ended there since; was this job started twice?"
+            return f"the lock of {self.folder} is gone, so another run has ended there; was this job started twice?"
         if owner is None or owner.token == _TOKEN:
             return None
         return f"{owner} has taken over {self.folder}: was this job started twice?"
@@ -111,7 +111,7 @@ def check_free(folder: Path) -> None:
     with suppress(FileNotFoundError):
         owner = _Owner.of(folder)
         if owner and owner.token != _TOKEN and owner.is_alive_here:
-            raise RunLockedError(f"{owner} writes into {folder}; end it first, or give another folder")
+            raise RunLockedError(f"{owner} writes into {folder}; stop that process first, or use another directory")
 
 
 def _began(pid: int) -> float:

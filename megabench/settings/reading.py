@@ -22,9 +22,9 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a file") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}; use the path of a readable file") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text; give a text file of settings") from None
+        raise ConfigError(f"{path} is not UTF-8 text; use a YAML or JSON text file") from None
 
 
 class _EachOnce(yaml.SafeLoader):
@@ -46,7 +46,7 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings, e.g. 'tp: 2', not {type(content).__name__}")
+        raise ConfigError(f"{path} must contain a mapping of settings, e.g. 'tp: 2', not {type(content).__name__}")
     return content
 
 

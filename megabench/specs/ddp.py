@@ -23,7 +23,7 @@ class DdpSettings(EngineSettings):
 
 def _check(run: ResolvedRun) -> None:
     if run.grad_dtype == "bf16" and DdpSettings.of(run).powersgd_rank:
-        raise ConfigError("PowerSGD sends fp32 factors of its own; use grad_dtype=fp32, or leave powersgd_rank out")
+        raise ConfigError("powersgd_rank sends fp32 factors; use grad_dtype=fp32, or leave powersgd_rank out")
 
 
 def _why_not_saved(run: ResolvedRun) -> str | None:
@@ -43,7 +43,7 @@ def _compression(options: Options) -> str | None:
 SPEC = EngineSpec(
     name="ddp",
     title="DDP",
-    summary="DDP, PyTorch's plain data parallelism",
+    summary="PyTorch's DDP, which replicates the model on every rank",
     implementation="megabench.engines.ddp.engine:DdpEngine",
     cost=DataParallel,
     sharding_stage=0,

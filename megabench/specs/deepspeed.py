@@ -78,15 +78,15 @@ def _check(run: ResolvedRun) -> None:
     check_divides("hpz_size", own.hpz_size, run.world_size)
     for name in _OF_STAGE_3:
         if getattr(own, name) != DeepSpeedSettings.model_fields[name].default and stage != 3:
-            raise ConfigError(f"{name}={getattr(own, name)} is a setting of zero_stage=3, not {stage}; leave it out")
+            raise ConfigError(f"{name}={getattr(own, name)} works only with zero_stage=3, not {stage}; leave it out")
     if own.offload != "none" and (stage == 0 or (own.offload == "all" and stage != 3)):
         raise ConfigError(
-            f"offload={own.offload} needs {'zero_stage=3' if own.offload == 'all' else 'zero_stage 1 to 3'}, and "
-            f"zero_stage={stage}; use it with that, or offload=none"
+            f"offload={own.offload} needs {'zero_stage=3' if own.offload == 'all' else 'zero_stage 1 to 3'}, but "
+            f"zero_stage={stage}; change zero_stage, or use offload=none"
         )
     if stage == 0 and run.precision != run.grad_dtype:
         raise ConfigError(
-            f"DeepSpeed's zero_stage=0 accumulates {run.precision} gradients in {run.precision} alone, and "
+            f"DeepSpeed's zero_stage=0 accumulates {run.precision} gradients only in {run.precision}, but "
             f"grad_dtype={run.grad_dtype}; use zero_stage=1, or precision=fp32"
         )
     if own.deepspeed_config:
@@ -97,10 +97,12 @@ def _why_not_saved(run: ResolvedRun) -> str | None:
     if DeepSpeedSettings.of(run).stage != 0:
         return None
     if run.optimizer == "adafactor":
-        return "checkpoints of zero_stage=0 do not hold Adafactor's state; use optimizer=adamw, or train without --save"
+        return (
+            "checkpoints of zero_stage=0 do not contain Adafactor's state; use optimizer=adamw, or train without --save"
+        )
     if run.policy.has_masters:
         return (
-            f"checkpoints of zero_stage=0 hold fp32 masters, which DeepSpeed keeps out of reach in {run.precision}; "
+            f"checkpoints of zero_stage=0 need the fp32 master weights, which DeepSpeed hides in {run.precision}; "
             f"use zero_stage=1, or precision=fp32"
         )
     return None
@@ -134,7 +136,7 @@ def _fixes_batch(options: Options) -> bool:
 SPEC = EngineSpec(
     name="deepspeed",
     title="DeepSpeed ZeRO",
-    summary="DeepSpeed, which keeps each layer whole and shares out what must be kept of it",
+    summary="DeepSpeed ZeRO, which shards optimizer state, gradients and weights over data-parallel ranks",
     implementation="megabench.engines.deepspeed.engine:DeepSpeedEngine",
     cost=DataParallel,
     sharding_stage=3,

@@ -46,11 +46,11 @@ _ELSEWHERE = {
 _NO_MASTERS = "all engines train with masters and moments in fp32"
 _REFUSED = {
     "zero_optimization": {
-        "zero_quantized_weights": "it changes the weights that are trained with",
+        "zero_quantized_weights": "it changes the trained weights",
         "zero_quantized_gradients": "it changes the gradients",
-        "zero_quantized_nontrainable_weights": "it changes the weights that are trained with",
-        "stage3_module_granularity_threshold": "on GPUs its gradients are wrong (0.19.8); zero_leaf_layers is right",
-        "zenflow": "it updates weights by gradients of earlier steps",
+        "zero_quantized_nontrainable_weights": "it changes the trained weights",
+        "stage3_module_granularity_threshold": "DeepSpeed 0.19.8 computes wrong gradients with it (use zero_leaf_layers)",
+        "zenflow": "it updates weights with stale gradients",
     },
     "bf16": {"bf16_master_weights_and_grads": _NO_MASTERS, "bf16_optimizer_states": _NO_MASTERS},
     "fp16": {"fp16_master_weights_and_grads": _NO_MASTERS},
@@ -67,28 +67,27 @@ def read_deepspeed_json(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {type(content).__name__}")
+        raise ConfigError(f"{path} must contain a JSON object, not {type(content).__name__}")
     for section in _SECTIONS:
         if not isinstance(content.get(section, {}), dict):
             raise ConfigError(f"{path}: {section} must be an object, e.g. {{}}, not {content[section]!r}")
     for key in content:
         if key in _ELSEWHERE:
             raise ConfigError(
-                f"{path} sets {key!r}, which megabench sets for every engine alike; remove it there and use "
-                f"{_ELSEWHERE[key]}"
+                f"{path} sets {key!r}, which megabench sets for every engine; remove it and use {_ELSEWHERE[key]}"
             )
         if key not in _RUN_KEYS + _SECTIONS + _HARMLESS:
             raise ConfigError(
-                f"{path} sets {key!r}, which megabench does not pass on; remove it "
+                f"{path} sets {key!r}, which megabench does not pass to DeepSpeed; remove it "
                 f"({near_matches(key, [*_RUN_KEYS, *_SECTIONS, *_HARMLESS])})"
             )
     for section, refused in _REFUSED.items():
         for key, why in refused.items():
             if content.get(section, {}).get(key):
-                raise ConfigError(f"{path} sets {section}.{key}, and {why}; remove it there")
+                raise ConfigError(f"{path} sets {section}.{key}, but {why}; remove it")
     if content.get("zero_optimization", {}).get("compute_grad_norm") is False:
         raise ConfigError(
-            f"{path} sets zero_optimization.compute_grad_norm to false, and records hold the norm; remove it there"
+            f"{path} sets zero_optimization.compute_grad_norm to false, but records need the norm; remove it"
         )
     return _without_auto(content)
 
@@ -116,7 +115,7 @@ def settings_of_run(content: dict[str, Any], given: dict[str, Any], path: Path) 
     for name in given.keys() & said.keys():
         if given[name] != said[name]:
             raise ConfigError(
-                f"{path} says {name}={said[name]}, but the run says {name}={given[name]}; change one of them"
+                f"{path} sets {name}={said[name]}, but the run sets {name}={given[name]}; change one of them"
             )
     return said
 
@@ -127,7 +126,9 @@ def _zero_settings(zero: dict[str, Any], path: Path) -> dict[str, Any]:
     for key in ("offload_optimizer", "offload_param"):
         device = (zero.get(key) or {}).get("device", "none")
         if device not in ("none", "cpu"):
-            raise ConfigError(f"{path} sets zero_optimization.{key}.device={device!r}, and offload goes to cpu alone")
+            raise ConfigError(
+                f"{path} sets zero_optimization.{key}.device={device!r}, but only cpu is supported; use cpu"
+            )
         offloaded.append(device == "cpu")
     optimizer, parameters = offloaded
     if parameters and not optimizer:
@@ -147,25 +148,25 @@ def check_deepspeed_json(content: dict[str, Any], run: ResolvedRun, zero_stage: 
     for precision in ("bf16", "fp16"):
         enabled = content.get(precision, {}).get("enabled")
         if enabled is not None and bool(enabled) != (run.precision == precision):
-            raise ConfigError(f"{path} says {precision}.enabled={enabled}, but the run's precision is {run.precision}")
+            raise ConfigError(f"{path} sets {precision}.enabled={enabled}, but the run's precision is {run.precision}")
     wire = content.get("communication_data_type")
     if wire is not None and wire != run.grad_dtype:
         raise ConfigError(
-            f"{path} says communication_data_type={wire}, but gradients are {run.grad_dtype}; "
+            f"{path} sets communication_data_type={wire}, but gradients are {run.grad_dtype}; "
             f"use grad_dtype={wire} for both, or remove it"
         )
     bucket = content.get("zero_optimization", {}).get("reduce_bucket_size")
     if zero_stage in (1, 2) and bucket is not None and bucket < (largest := largest_parameter(run.shape)):
         raise ConfigError(
-            f"{path} says reduce_bucket_size={bucket}, and the largest gradient of {run.model} has {largest} elements: "
-            f"across a slow link DeepSpeed loses what is larger than the bucket; give that much, or leave it out"
+            f"{path} sets reduce_bucket_size={bucket}, but the largest gradient of {run.model} has {largest} elements, "
+            f"and DeepSpeed can corrupt larger gradients on slow links; use at least {largest}, or remove it"
         )
     steps = content.get("gradient_accumulation_steps")
     if steps is not None and steps != run.num_micro_batches:
         raise ConfigError(
-            f"{path} says gradient_accumulation_steps={steps}, but global_batch={run.global_batch} is "
+            f"{path} sets gradient_accumulation_steps={steps}, but global_batch={run.global_batch} is "
             f"{run.num_micro_batches} micro-batches of {run.micro_batch} on {run.layout.dp} replicas; "
-            f"remove it there, or change global_batch"
+            f"remove it, or change global_batch"
         )
 
 

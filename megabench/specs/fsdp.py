@@ -51,7 +51,7 @@ def _less_memory(options: Options) -> str:
 SPEC = EngineSpec(
     name="fsdp",
     title="FSDP2",
-    summary="FSDP2, PyTorch's own way to share out a model",
+    summary="PyTorch's FSDP2, which shards weights, gradients and optimizer state over data-parallel ranks",
     implementation="megabench.engines.fsdp.engine:FsdpEngine",
     cost=DataParallel,
     sharding_stage=3,

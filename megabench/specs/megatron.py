@@ -33,8 +33,7 @@ def chunk_layers(run: ResolvedRun) -> list[list[range]]:
 def _check(run: ResolvedRun) -> None:
     if MegatronSettings.of(run).keep_gathered and (run.layout.tp == 1 or run.kernels == "reference"):
         raise ConfigError(
-            "keep_gathered keeps what megabench's tensor-parallel layers gather: it needs tp=2 or more and "
-            "kernels=auto; leave it out otherwise"
+            "keep_gathered needs megabench's tensor-parallel layers; use tp=2 or more and kernels=auto, or leave it out"
         )
 
 
@@ -49,7 +48,7 @@ def _environment(run: RunSettings) -> Mapping[str, str]:
 SPEC = EngineSpec(
     name="megatron",
     title="megatron-core",
-    summary="megatron-core, NVIDIA's library for models that are cut over many GPUs",
+    summary="NVIDIA's megatron-core, with tensor, pipeline, context and data parallelism",
     implementation="megabench.engines.megatron.engine:MegatronEngine",
     cost=Pipeline,
     sharding_stage=1,

@@ -134,11 +134,11 @@ class Checkpoints:
     def _clean(self, directory: Path, run_id: str) -> None:
         """Delete unfinished saves of earlier starts of this run, and report files that other runs left."""
         if others := remove_partial(directory, run_id):
-            self._note(f"unfinished saves of other runs stay where they are: {', '.join(map(str, others))}")
+            self._note(f"unfinished saves of other runs are not deleted: {', '.join(map(str, others))}")
         others = [folder for step in steps_in(directory) if not is_own(folder := folder_of(directory, step), run_id)]
         if others and self._run.keep is not None:
             names = ", ".join(folder.name for folder in others)
-            self._note(f"--keep leaves checkpoints alone that this run did not write: {names}")
+            self._note(f"--keep does not delete checkpoints of other runs: {names}")
 
     def _set_aside(self, resume: Resume) -> None:
         """Rename damaged checkpoints that are newer than the one the run resumes from, so that they are ignored."""

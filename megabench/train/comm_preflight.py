@@ -113,10 +113,10 @@ def try_out(
     ]
     num_nodes = next((found["nodes"][0] for found in everyone if found["nodes"]), None)
     if num_nodes not in (None, len(topology.hosts)):
-        warnings.append(f"NCCL counts {num_nodes} hosts where {len(topology.hosts)} were found")
+        warnings.append(f"NCCL detects {num_nodes} hosts, but the topology has {len(topology.hosts)}")
     lines = [line for found in everyone for line in found["unknown"]]
     if lines:
-        warnings.append(f"{len(lines)} lines of NCCL's log about channels have no known form, e.g. {lines[0]!r}")
+        warnings.append(f"{len(lines)} channel lines of NCCL's log have an unknown format, e.g. {lines[0]!r}")
     return Network(groups, num_nodes, bandwidth, warnings)
 
 

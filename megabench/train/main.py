@@ -119,7 +119,7 @@ def _check_launcher() -> None:
     """Raise ConfigError unless the launcher set the environment variables of torch.distributed to numbers."""
     for variable in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not (given := os.environ.get(variable, "0")).isdecimal():
-            raise ConfigError(f"{variable}={given} is no number; unset it, or leave it to torchrun")
+            raise ConfigError(f"{variable}={given} is not a number; unset it, or let torchrun set it")
     for variable, needed in (
         ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"),
         ("OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"),
@@ -153,13 +153,13 @@ def _make_folders(run: ResolvedConfig) -> None:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(
-                    f"{setting}={folder} cannot be made a folder: {error.strerror}; give a path that can be written to"
+                    f"{setting}={folder} cannot be created: {error.strerror}; use a writable path"
                 ) from None
             try:
                 TemporaryFile(dir=folder).close()
             except OSError as error:
                 raise ConfigError(
-                    f"{setting}={folder} takes no files: {error.strerror}; give a folder that can be written to"
+                    f"{setting}={folder} is not writable: {error.strerror}; use a writable directory"
                 ) from None
 
 
@@ -178,7 +178,9 @@ def _check_out(run: ResolvedConfig, resume: "Resume") -> None:
     if path is None or not path.exists() or restart_count() > 0:
         return
     if resume.num_done == 0 or not _has_saved(path):
-        raise ConfigError(f"out={run.out} holds the record of another run; give another directory, or remove it first")
+        raise ConfigError(
+            f"out={run.out} contains the record of another run; use another directory, or delete that one"
+        )
 
 
 def _has_saved(record: Path) -> bool:
@@ -201,7 +203,7 @@ def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous")
     if theirs is not None:
         raise DataError(
             f"data={run.data} on rank {rendezvous.rank} ({socket.gethostname()}) has sha256 {sha256[:12]}, on rank 0 "
-            f"{theirs[:12]}; give every host the same file (stdlib: the same Python)"
+            f"{theirs[:12]}; use the same file on every host (for stdlib, the same Python version)"
         )
 
 
@@ -253,7 +255,7 @@ def _leave_done(run: ResolvedConfig, resume: "Resume", watchdog: "Watchdog", ren
     watchdog.close()
     outlast(rendezvous.store, rendezvous.rank, rendezvous.world_size, "done")
     if rendezvous.rank == 0 and resume.found:
-        print(f"{resume.found.folder} is of step {resume.num_done}, and steps={run.steps}: nothing is left to train")
+        print(f"{resume.found.folder} contains step {resume.num_done} of {run.steps}: nothing is left to train")
 
 
 def _stop(sentence: str, rendezvous: "Rendezvous") -> NoReturn:

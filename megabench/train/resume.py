@@ -67,8 +67,8 @@ def find_resume(run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous
     continues = _loads_own_save(run) or is_own_restart
     if run.save and not continues and rendezvous.rank == 0 and (steps := steps_in(run.save)):
         raise CheckpointError(
-            f"save={run.save} holds checkpoints already, the newest of step {steps[0]}; add --load {run.save} to go on "
-            f"from it, or save to another directory"
+            f"save={run.save} already contains checkpoints, the newest of step {steps[0]}; add --load {run.save} to "
+            f"resume from it, or save to another directory"
         )
     if not run.load:
         return Resume(continues=continues)
@@ -76,9 +76,9 @@ def find_resume(run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous
     if found:
         return replace(_checked(found, run, source), continues=continues)
     if _loads_own_save(run):
-        return Resume(notes=[f"{run.load} holds no checkpoint yet: this run starts anew"], continues=True)
-    what = "holds no checkpoint" if run.load.is_dir() else "is no directory"
-    raise CheckpointError(f"load={run.load} {what}; give a directory that a run has saved to")
+        return Resume(notes=[f"{run.load} contains no checkpoint yet: training starts at step 0"], continues=True)
+    what = "contains no checkpoint" if run.load.is_dir() else "is not a directory"
+    raise CheckpointError(f"load={run.load} {what}; use the --save directory of an earlier run")
 
 
 def _find(directory: Path, rendezvous: Rendezvous, topic: str) -> Found | None:
@@ -87,7 +87,7 @@ def _find(directory: Path, rendezvous: Rendezvous, topic: str) -> Found | None:
 
 def _checked(found: Found, run: ResolvedConfig, source: TokenSource) -> Resume:
     training = check_belongs(found.folder, found.manifest, run, source)
-    notes = [f"passed over {folder}: {problem}" for folder, problem in found.passed_over.items()]
+    notes = [f"skipped the checkpoint {folder}: {problem}" for folder, problem in found.passed_over.items()]
     theirs = training.config
     ours = run.flat()
     changed = [
@@ -109,30 +109,30 @@ def check_belongs(folder: Path, manifest: Manifest, run: ResolvedConfig, source:
     training = manifest.training
     if training is None:
         raise CheckpointError(
-            f"{folder} holds weights alone, and --load goes on with a run; start one with its weights by --model "
-            f"{folder}"
+            f"{folder} contains only weights, but --load needs a training state; to start a run from these weights, "
+            f"use --model {folder}"
         )
     theirs, ours = manifest.model, ModelEntry.of(run.shape)
     if difference := theirs.difference(ours):
         raise CheckpointError(
-            f"{folder} holds {theirs.name}, and the run trains {ours.name} ({difference}); give the model that it holds"
+            f"{folder} contains {theirs.name}, but the run trains {ours.name} ({difference}); train the same model"
         )
     if training.engine != run.engine:
         raise CheckpointError(
-            f"{folder} was saved by the {training.engine} engine, and the run's engine is {run.engine}; go on with "
-            f"--engine {training.engine}, or take its weights alone by --model "
+            f"{folder} was saved by the {training.engine} engine, but the run's engine is {run.engine}; resume with "
+            f"--engine {training.engine}, or load only the weights with --model "
             f"{folder} (or tools/convert.py export)"
         )
     settings = run.flat()
     for name in names(SETTINGS, resume="same"):
         if name in training.config and name in settings and training.config[name] != settings[name]:
             raise CheckpointError(
-                f"{folder} was trained with {name}={training.config[name]}, and the run has "
-                f"{name}={settings[name]}; give it the same"
+                f"{folder} was trained with {name}={training.config[name]}, but the run has "
+                f"{name}={settings[name]}; use the same value"
             )
     if training.data.sha256 != source.sha256:
         raise CheckpointError(
-            f"{folder} was trained on data {training.data.name} (sha256 {training.data.sha256[:12]}), and the run "
-            f"reads {source.name} ({source.sha256[:12]}); give it the same data"
+            f"{folder} was trained on data {training.data.name} (sha256 {training.data.sha256[:12]}), but the run "
+            f"reads {source.name} ({source.sha256[:12]}); use the same data"
         )
     return training

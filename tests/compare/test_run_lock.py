@@ -26,7 +26,9 @@ def test_a_study_started_twice_ends_once(tmp_path):
     wait_until_running(out, {"logs/b/pid-1"})
     before = (out / "results.jsonl").read_bytes()
     status, _, stderr = compare(study, "--out", out, "--resume")
-    assert status == 2 and f"process {first.pid} of " in stderr and f"writes into {out}; end it first" in stderr
+    assert (
+        status == 2 and f"process {first.pid} of " in stderr and f"writes into {out}; stop that process first" in stderr
+    )
     assert first.poll() is None
     # the same command, on another host
     owner = {"host": "another-host", "pid": 4242, "began": 0.0, "since": "2026-01-01", "token": "1f"}
@@ -73,5 +75,5 @@ def test_all_supervisors_end_alike_where_the_folder_is_lost(tmp_path):
     wait_until_running(out, {"logs/b/pid-1"})
     (out / ".claim.json").unlink()  # another study was here, and has ended
     _, stdout, stderr = finish(first, 90)
-    assert (stdout + stderr).count(f"Error: the claim to {out} is gone") == 1
+    assert (stdout + stderr).count(f"Error: the lock of {out} is gone") == 1
     assert "--resume goes on" not in stdout + stderr and "Stopped" not in stdout + stderr

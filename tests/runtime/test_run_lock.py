@@ -40,7 +40,7 @@ def test_a_claim_is_mine_until_another_host_takes_it(tmp_path):
     claim = RunLock(tmp_path)
     assert claim.loss is None
     (tmp_path / ".claim.json").unlink()  # taken over by one that has ended since
-    assert claim.loss and claim.loss.startswith(f"the claim to {tmp_path} is gone: another run has ended there since")
+    assert claim.loss and claim.loss.startswith(f"the lock of {tmp_path} is gone, so another run has ended there")
     claim = RunLock(tmp_path)
     claim.release()
     assert list(tmp_path.iterdir()) == []
@@ -52,7 +52,9 @@ def test_who_is_alive_here_is_not_taken_over(tmp_path):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         began = psutil.Process(other.pid).create_time() - psutil.boot_time()
         write_claim(tmp_path, host=mine["host"], pid=other.pid, began=began)
-        with pytest.raises(RunLockedError, match=f"process {other.pid} of .* writes into {tmp_path}; end it first"):
+        with pytest.raises(
+            RunLockedError, match=f"process {other.pid} of .* writes into {tmp_path}; stop that process first"
+        ):
             RunLock(tmp_path)
         assert claimed_here(tmp_path)["pid"] == other.pid
         other.communicate(b"\n")
@@ -78,7 +80,7 @@ def test_of_two_at_once_one_gets_it(tmp_path):
             folder.mkdir()
             said = sorted(pool.map(claim_at, [folder] * 4, [time.time() + 2.0] * 4))
             assert [bool(text) for text in said] == [False, True, True, True], said
-            assert all(f"writes into {folder}; end it first" in text for text in said[1:])
+            assert all(f"writes into {folder}; stop that process first" in text for text in said[1:])
             assert [path.name for path in folder.iterdir()] == [".claim.json"]
 
 
@@ -105,7 +107,7 @@ def test_a_run_started_twice_is_refused(tmp_path):
         for names in (("--out", tmp_path / "out"), ("--save", tmp_path / "save")):
             second = Run.start(2, *names, "--steps", 4)
             assert second.finish() != 0
-            assert f"writes into {names[1]}; end it first, or give another folder" in second.output
+            assert f"writes into {names[1]}; stop that process first, or use another directory" in second.output
         assert first.process.poll() is None
         # a job that was submitted twice, and started on another host
         write_claim(tmp_path / "save")
@@ -142,5 +144,5 @@ def test_a_record_does_not_replace_that_of_who_took_over(tmp_path):
 
 def test_a_folder_that_takes_no_files(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(RunLockedError, match="file takes no files: Not a directory; give another folder"):
+    with pytest.raises(RunLockedError, match="file is not writable: Not a directory; use another directory"):
         RunLock(tmp_path / "file")

@@ -72,7 +72,7 @@ def test_unknown_flags_and_values(arguments: list[str], words: list[str]) -> Non
         ("tp: 0", "tp=0 is not valid"),
         ("steps: 10000000000", "steps=10000000000 is not valid: input should be less than or equal to 1000000000"),
         ("tp: true", "tp=True is not valid: expected a number or a string, got a boolean"),
-        ("- tp", "must hold a mapping"),
+        ("- tp", "must contain a mapping"),
         ("tp: [", "is not valid YAML"),
     ],
 )

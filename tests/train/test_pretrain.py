@@ -75,7 +75,7 @@ def test_a_record_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text("of another run")
     result = pretrain("--steps", "2", "--out", str(tmp_path))
     assert result.returncode == 2
-    expected = f"Error: out={tmp_path} holds the record of another run; give another directory, or remove it first\n"
+    expected = f"Error: out={tmp_path} contains the record of another run; use another directory, or delete that one\n"
     assert result.stdout == expected
     assert (tmp_path / "record.json").read_text() == "of another run"
 
@@ -86,7 +86,7 @@ def test_a_record_is_overwritten_by_what_goes_on_from_it_alone(tmp_path: Path) -
     assert pretrain("--steps", "3", "--data", "synthetic", "--out", str(tmp_path / "other")).returncode == 0
     flags += ["--load", str(tmp_path / "save"), "--steps", "4", "--out"]
     refused = pretrain(*flags, str(tmp_path / "other"))
-    assert refused.returncode == 2 and "holds the record of another run" in refused.stdout
+    assert refused.returncode == 2 and "contains the record of another run" in refused.stdout
     assert pretrain(*flags, str(tmp_path / "out")).returncode == 0
     assert json.loads((tmp_path / "out" / "record.json").read_text())["first_step"] == 3
     earlier = ["--load", str(tmp_path / "save" / "step-00000002"), "--data", "synthetic", "--steps", "3"]
@@ -115,7 +115,7 @@ def test_bad_input_under_torchrun(flags: list[str], sentence: str) -> None:
     ("flags", "words"),
     [
         (["--model", "llama-tinny"], ["unknown model 'llama-tinny'", "llama-tiny"]),
-        (["--save", "/proc"], ["save=/proc takes no files", "can be written to"]),
+        (["--save", "/proc"], ["save=/proc is not writable", "use a writable directory"]),
         (["--engine", "deepspeed", "--zero-stage", "3", "--tp", "2"], ["ZeRO-3 of the deepspeed", "tp=2", "tp=1"]),
         (["--global-batch", "10"], ["global_batch=10", "4·1"]),
         (["--data", "EMPTY"], ["EMPTY"]),
@@ -151,7 +151,7 @@ def test_a_launcher_s_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(variable, "abc")
     done = pretrain("--steps", "1")
     assert done.returncode == 2
-    assert done.stdout == f"Error: {variable}=abc is no number; unset it, or leave it to torchrun\n"
+    assert done.stdout == f"Error: {variable}=abc is not a number; unset it, or let torchrun set it\n"
 
 
 def test_ctrl_c_is_one_sentence() -> None:

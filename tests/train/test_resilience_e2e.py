@@ -36,7 +36,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, uninterrupt
     run.wait_for(r"^step +4/")
     run.rank(1).send_signal(signal.SIGUSR1)
     assert run.finish() == 0, run.output
-    assert "holds no checkpoint yet: this run starts anew" in run.output and "stopped by SIGUSR1" in run.output
+    assert "contains no checkpoint yet: training starts at step 0" in run.output and "stopped by SIGUSR1" in run.output
     (done,) = steps_in(save)
     first = RunRecord.read(tmp_path / "out" / "record.json")
     assert 4 <= done < 16 and first.stopped_by == "SIGUSR1" and first.losses == uninterrupted[:done]
@@ -69,7 +69,7 @@ def test_a_restart_does_not_take_over_another_runs_checkpoints(tmp_path: Path) -
     flags = ("--steps", 6, "--save", save, "--save-every", 1, "--keep", 1)
     other = Run.start(1, *flags, torchrun=("--max-restarts", "1"))
     assert other.finish() != 0
-    assert "holds checkpoints already, the newest of step 3; add --load" in other.output
+    assert "already contains checkpoints, the newest of step 3; add --load" in other.output
     assert "resumed from" not in other.output and steps_in(save) == [3, 2, 1]
 
 
@@ -154,7 +154,8 @@ def test_a_checkpoint_that_is_not_finite_is_not_loaded(tmp_path: Path, healthy: 
     run = Run.start(2, *flags, "--steps", 4, "--load", save)
     assert run.finish() == 0, run.output
     assert (
-        f"passed over {folder_of(save, 3)}: rank-00000-00.safetensors: 1 value of the training state is" in run.output
+        f"skipped the checkpoint {folder_of(save, 3)}: rank-00000-00.safetensors: 1 value of the training state is"
+        in run.output
     )
     assert f"resumed from {folder_of(save, 2)}" in run.output
     shutil.rmtree(folder_of(save, 2))

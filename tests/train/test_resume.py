@@ -68,7 +68,7 @@ def test_it_goes_on_behind_one_that_is_named(tmp_path: Path) -> None:
     next(older.glob("*.safetensors")).write_bytes(b"")
     with pytest.raises(CheckpointError, match="step-00000003 is damaged"):
         find(load=older)
-    with pytest.raises(CheckpointError, match="holds checkpoints already, the newest of step 6"):
+    with pytest.raises(CheckpointError, match="already contains checkpoints, the newest of step 6"):
         find(load=older, save=tmp_path)
 
 
@@ -81,8 +81,8 @@ def test_what_changes_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"num_layers": 4}, ["holds llama-tiny", "num_layers 8 there, 4 here"]),
-        ({"model": "llama3-8b", "num_layers": 1}, ["holds llama-tiny", "trains llama3-8b", "hidden_size 128 there"]),
+        ({"num_layers": 4}, ["contains llama-tiny", "num_layers 8 there, 4 here"]),
+        ({"model": "llama3-8b", "num_layers": 1}, ["contains llama-tiny", "trains llama3-8b", "hidden_size 128 there"]),
         ({"engine": "deepspeed"}, ["saved by the megatron engine", "engine is deepspeed", "tools/convert.py"]),
         ({"optimizer": "sgd"}, ["optimizer=adamw", "optimizer=sgd"]),
         ({"seed": 7}, ["seed=1234", "seed=7"]),
@@ -100,32 +100,32 @@ def test_another_run_is_refused(tmp_path: Path, fields: dict[str, Any], words: l
 
 def test_weights_alone_are_no_run(tmp_path: Path) -> None:
     save_weights(folder_of(tmp_path, 0), {"model.norm.weight": torch.ones(4)})
-    with pytest.raises(CheckpointError, match="holds weights alone"):
+    with pytest.raises(CheckpointError, match="contains only weights"):
         find(load=tmp_path)
 
 
 def test_a_directory_without_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         find(load=tmp_path)
-    with pytest.raises(CheckpointError, match="is no directory"):
+    with pytest.raises(CheckpointError, match="is not a directory"):
         find(load=tmp_path / "nowhere", save=tmp_path)
     resume = find(load=tmp_path / "new", save=tmp_path / "new")
-    assert resume.found is None and "starts anew" in resume.notes[0]
+    assert resume.found is None and "training starts at step 0" in resume.notes[0]
 
 
 def test_a_directory_of_another_run_is_not_saved_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 6)
-    with pytest.raises(CheckpointError, match=r"holds checkpoints already, the newest of step 6; add --load"):
+    with pytest.raises(CheckpointError, match=r"already contains checkpoints, the newest of step 6; add --load"):
         find(save=tmp_path)
     assert find(save=tmp_path, load=tmp_path).num_done == 6
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(CheckpointError, match="holds checkpoints already"):
+    with pytest.raises(CheckpointError, match="already contains checkpoints"):
         find(save=tmp_path)  # a restart alone does not make them its own
     claim_run_id(tmp_path, launch_identity(), continues=False)
     resume = find(save=tmp_path)
     assert resume.num_done == 6 and resume.continues, "started again, it goes on from its own"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another launch")
-    with pytest.raises(CheckpointError, match="holds checkpoints already"):
+    with pytest.raises(CheckpointError, match="already contains checkpoints"):
         find(save=tmp_path)
 
 

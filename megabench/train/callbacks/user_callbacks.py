@@ -14,16 +14,20 @@ def load_callbacks(names: str) -> list[Callback]:
     for name in names.split(","):
         module, _, attribute = name.strip().partition(":")
         if not (module and attribute):
-            raise ConfigError(f"callbacks={name!r} names no class; write module:Class, e.g. my_callbacks:LossSpikes")
+            raise ConfigError(
+                f"callbacks={name!r} does not name a class; use module:Class, e.g. my_callbacks:LossSpikes"
+            )
         try:
             kind = getattr(import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ConfigError(
-                f"callbacks={name}: {error}; name a class of a module in the working directory or on PYTHONPATH"
+                f"callbacks={name}: {error}; use a class from a module in the working directory or on PYTHONPATH"
             ) from None
         if not (isinstance(kind, type) and issubclass(kind, Callback)):
-            raise ConfigError(f"callbacks={name} is no subclass of megabench.train.callbacks.Callback; inherit from it")
+            raise ConfigError(
+                f"callbacks={name} is not a subclass of megabench.train.callbacks.Callback; derive it from that"
+            )
         if attribute in found:
-            raise ConfigError(f"callbacks={names} names {attribute} twice; the record has one section for each name")
+            raise ConfigError(f"callbacks={names} contains two classes named {attribute}; rename one of them")
         found[attribute] = kind()
     return [*found.values()]

@@ -16,7 +16,7 @@ ADAFACTOR: list[dict[str, Any]] = [{"engine": "ddp"}]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": "ddp", "offload": "all"}, "offload is a setting of the deepspeed and fsdp engines"),
     ({"engine": "fsdp", "powersgd_rank": 2}, "powersgd_rank is a setting of the ddp engine"),
-    ({"engine": "ddp", "precision": "bf16", "grad_dtype": "bf16", "powersgd_rank": 2}, "PowerSGD sends fp32"),
+    ({"engine": "ddp", "precision": "bf16", "grad_dtype": "bf16", "powersgd_rank": 2}, "powersgd_rank sends fp32"),
     ({"engine": "ddp", "powersgd_rank": 2, "save": Path("x")}, "do not include PowerSGD's error-feedback state"),
 ]
 OF_EARLIER_VERSIONS: dict[str, dict[str, Any]] = {"ddp": {"engine": "ddp"}}

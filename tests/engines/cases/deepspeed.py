@@ -39,8 +39,8 @@ ADAFACTOR: list[dict[str, Any]] = [{"engine": "deepspeed", "zero_stage": 0}]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": "deepspeed", "zero_stage": 2, "offload": "all"}, "offload=all needs zero_stage=3"),
     ({"engine": "deepspeed", "zero_stage": 0, "offload": "optimizer"}, "needs zero_stage 1 to 3"),
-    ({"engine": "deepspeed", "zero_stage": 2, "hpz_size": 2}, "hpz_size=2 is a setting of zero_stage=3, not 2"),
-    ({"engine": "deepspeed", "zero_stage": 1, "zero_leaf_layers": True}, "is a setting of zero_stage=3, not 1"),
+    ({"engine": "deepspeed", "zero_stage": 2, "hpz_size": 2}, "hpz_size=2 works only with zero_stage=3, not 2"),
+    ({"engine": "deepspeed", "zero_stage": 1, "zero_leaf_layers": True}, "works only with zero_stage=3, not 1"),
     ({"engine": "deepspeed", "hpz_size": 3}, "hpz_size=3 does not divide the 4 ranks"),
     ({"engine": "deepspeed", "optimizer": "adafactor"}, "ZeRO-3 of the deepspeed engine cuts them"),
 ]

@@ -34,8 +34,8 @@ _COMPILING = "(?:, | and )".join(engines_with("compile")) + " engine" + "s" * (l
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_leaf_layers": True}, "zero_leaf_layers is a setting of the deepspeed engine"),
     ({"optimizer": "adafactor"}, "needs whole matrices on every rank, and the megatron engine cuts them"),
-    ({"keep_gathered": True}, "it needs tp=2 or more and kernels=auto"),
-    ({"tp": 2, "keep_gathered": True, "kernels": "reference"}, "it needs tp=2 or more and kernels=auto"),
+    ({"keep_gathered": True}, "use tp=2 or more and kernels=auto"),
+    ({"tp": 2, "keep_gathered": True, "kernels": "reference"}, "use tp=2 or more and kernels=auto"),
     ({"compile": True}, f"compile is a setting of the {_COMPILING}, and the engine is megatron"),
 ]
 OF_EARLIER_VERSIONS: dict[str, dict[str, Any]] = {"megatron": {"tp": 2}}

@@ -59,10 +59,10 @@ def test_a_name_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        ("LossSpikes", "write module:Class"),
+        ("LossSpikes", "use module:Class"),
         ("json:nothing", "has no attribute 'nothing'"),
-        ("json:JSONDecoder", "is no subclass of megabench.train.callbacks.Callback"),
-        ("own_callbacks:LossSpikes,own_callbacks:LossSpikes", "names LossSpikes twice"),
+        ("json:JSONDecoder", "is not a subclass of megabench.train.callbacks.Callback"),
+        ("own_callbacks:LossSpikes,own_callbacks:LossSpikes", "two classes named LossSpikes"),
     ],
 )
 def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, sentence: str) -> None:
