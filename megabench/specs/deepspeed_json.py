@@ -49,7 +49,7 @@ _REFUSED = {
         "zero_quantized_weights": "it changes the trained weights",
         "zero_quantized_gradients": "it changes the gradients",
         "zero_quantized_nontrainable_weights": "it changes the trained weights",
-        "stage3_module_granularity_threshold": "DeepSpeed 0.19.8 computes wrong gradients with it (use zero_leaf_layers)",
+        "stage3_module_granularity_threshold": "DeepSpeed 0.19.8 computes wrong gradients (use zero_leaf_layers)",
         "zenflow": "it updates weights with stale gradients",
     },
     "bf16": {"bf16_master_weights_and_grads": _NO_MASTERS, "bf16_optimizer_states": _NO_MASTERS},
