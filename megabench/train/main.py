@@ -228,7 +228,7 @@ def _set_threads(run: ResolvedConfig) -> None:
 
         number = share_of_cores()
         torch.set_num_threads(number)
-        os.environ["OMP_NUM_THREADS"] = str(number)  # for extensions that are loaded later DeepSpeed's CPUAdam
+        os.environ["OMP_NUM_THREADS"] = str(number)  # DeepSpeed's CPUAdam is loaded later
 
 
 def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
