@@ -376,16 +376,18 @@ def read_records(path: Path) -> list[RunRecord]:
     if not path.exists():
         return []
     try:
-        lines = enumerate(path.read_text().splitlines(), 1)
+        lines = enumerate(path.read_text().split("\n"), 1)  # not at U+2028, which JSON keeps
     except UnicodeDecodeError:
         raise RecordError(f"{path} is not text, and so holds no records") from None
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror}") from None
     return [_read_line(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
 def _read_line(line: str, where: str) -> RunRecord:
     try:
         content = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"{where} is not JSON ({error}); its end may be missing") from None
     version = content.get("schema_version", SCHEMA_VERSION) if isinstance(content, dict) else None
     if not isinstance(version, int):

@@ -1,10 +1,12 @@
 """Read settings from files, and turn invalid settings into one error message."""
 
+import json
+import stat
 from collections.abc import Callable, Hashable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -17,37 +19,106 @@ class ConfigError(UserError):
     """A setting that is wrong or contradicts another."""
 
 
+_LARGEST_FILE = 2**20  # bytes
+_MOST_VALUES = 100_000  # of a YAML file after its aliases are expanded
+
+
 def read_text(path: Path) -> str:
-    """Return the text of a settings file. Raises ConfigError if the file cannot be read."""
+    """Return the text of a settings file. Raises ConfigError if the file cannot be read or exceeds 1 MiB."""
     try:
-        return path.read_text(encoding="utf-8")
+        if stat.S_ISFIFO(path.stat().st_mode) and not str(path).startswith("/dev/"):
+            raise ConfigError(f"{path} is a named pipe; use a regular file")  # reading one may block forever
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; use the path of a readable file") from None
+    if len(content) > _LARGEST_FILE:
+        raise ConfigError(f"{path} is larger than 1 MiB; use a settings file of at most 1 MiB")
+    try:
+        return content.decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text; use a YAML or JSON text file") from None
 
 
-class _EachOnce(yaml.SafeLoader):
-    """A YAML loader that rejects duplicate keys, of which plain YAML uses the last."""
+class _StrictLoader(yaml.SafeLoader):
+    """A YAML loader that rejects what plain YAML silently misreads.
+
+    Plain YAML uses the last of duplicate keys, and reads 010 as the octal number 8. A few lines of nested aliases can
+    stand for billions of values.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands twice", key.start_mark)
+                self._refuse(key, f"{key.value} occurs twice")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        digits = node.value.lstrip("+-")
+        if len(digits) > 1 and digits[0] == "0" and digits[1].isdigit():
+            self._refuse(node, f"{node.value} is octal in YAML; write the decimal number without leading zeros")
+        return super().construct_yaml_int(node)
+
+    def load(self) -> Any:
+        node = self.get_single_node()
+        if node is None:
+            return None
+        if _num_values(node, {}) > _MOST_VALUES:
+            self._refuse(node, f"it has more than {_MOST_VALUES:,} values after its aliases are expanded")
+        return self.construct_document(node)
+
+    def _refuse(self, node: yaml.Node, problem: str) -> NoReturn:
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_yaml_int)
+
+
+def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return the number of values of `node` after its aliases are expanded. `known` holds the numbers so far."""
+    if id(node) not in known:
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        children = [child for part in parts for child in (part if isinstance(part, tuple) else (part,))]
+        known[id(node)] = 1 + sum(_num_values(child, known) for child in children)
+    return known[id(node)]
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Raises ConfigError if the file is unreadable or contains no mapping."""
     try:
-        content = yaml.load(read_text(path), _EachOnce)
-    except yaml.YAMLError as error:
+        content = _StrictLoader(read_text(path)).load()
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; use a mapping of settings, e.g. 'tp: 2'") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must contain a mapping of settings, e.g. 'tp: 2', not {type(content).__name__}")
     return content
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ConfigError if the file is unreadable or contains no object."""
+    try:
+        content = json.loads(read_text(path), object_pairs_hook=lambda pairs: _each_once(pairs, path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; use a flat JSON object") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must contain a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _each_once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"{path}: {key!r} occurs twice in one object; remove one of them")
+    return dict(pairs)
 
 
 def near_matches(word: str, known: list[str], otherwise: str | None = None) -> str:

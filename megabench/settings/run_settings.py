@@ -7,9 +7,23 @@ these declarations.
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
 from megabench.parallel.placement import Policy
+from megabench.settings.bounds import (
+    Epsilon,
+    FinalLearningRate,
+    GradientNorm,
+    LearningRate,
+    NumLayers,
+    NumRanks,
+    NumSequences,
+    NumSteps,
+    NumStepsOrZero,
+    NumTokens,
+    Seconds,
+    WeightDecay,
+)
 from megabench.settings.setting import EngineSettings, Settings, setting
 
 Beta = PositiveFloat  # RunConfig.resolve checks that betas are below 1
@@ -29,7 +43,7 @@ class RunSettings(Settings):
     )
     """Model: a name of the catalogue, or a Hugging Face or checkpoint directory."""
 
-    num_layers: PositiveInt | None = setting(
+    num_layers: NumLayers | None = setting(
         None, "Model and data", "work", "content", synonyms="num_hidden_layers n_layers"
     )
     """Number of layers; overrides the model's."""
@@ -37,7 +51,7 @@ class RunSettings(Settings):
     engine: str = setting("megatron", "Engine and layout", "layout", "content", synonyms="backend strategy")
     """Engine that trains the model: its parallelism and optimizer."""
 
-    tp: PositiveInt = setting(
+    tp: NumRanks = setting(
         1,
         "Engine and layout",
         "layout",
@@ -46,7 +60,7 @@ class RunSettings(Settings):
     )
     """Tensor-parallel size; sequence parallelism is enabled with it."""
 
-    pp: PositiveInt = setting(
+    pp: NumRanks = setting(
         1,
         "Engine and layout",
         "layout",
@@ -56,7 +70,7 @@ class RunSettings(Settings):
     )
     """Number of pipeline stages."""
 
-    vp: PositiveInt = setting(
+    vp: NumRanks = setting(
         1,
         "Engine and layout",
         "layout",
@@ -65,7 +79,7 @@ class RunSettings(Settings):
     )
     """Model chunks per pipeline stage (interleaved schedule)."""
 
-    cp: PositiveInt = setting(
+    cp: NumRanks = setting(
         1, "Engine and layout", "layout", "free", synonyms="context_parallel_size cp_size context_parallel_degree"
     )
     """Context-parallel size."""
@@ -76,15 +90,15 @@ class RunSettings(Settings):
     strict_placement: bool = setting(False, "Engine and layout", "machine", "free")
     """Refuse to start if a TP group would span NVLink domains."""
 
-    emulate_hosts: PositiveInt | None = setting(None, "Engine and layout", "machine", "free")
+    emulate_hosts: NumRanks | None = setting(None, "Engine and layout", "machine", "free")
     """Divide the ranks of one machine into this many emulated hosts that communicate over sockets."""
 
-    seq_length: PositiveInt | None = setting(
+    seq_length: NumTokens | None = setting(
         None, "Batch", "work", "same", synonyms="seq_len sequence_length max_seq_len context_length max_length"
     )
     """Tokens per sequence [default: the model's]."""
 
-    micro_batch: PositiveInt | Literal["auto"] | None = setting(
+    micro_batch: NumSequences | Literal["auto"] | None = setting(
         None,
         "Batch",
         "layout",
@@ -94,7 +108,7 @@ class RunSettings(Settings):
     )
     """Sequences per forward pass and model replica; auto finds the fastest that fits [default: the model's]."""
 
-    global_batch: PositiveInt | None = setting(
+    global_batch: NumSequences | None = setting(
         None,
         "Batch",
         "work",
@@ -103,26 +117,26 @@ class RunSettings(Settings):
     )
     """Sequences per optimizer step [default: the model's]."""
 
-    steps: int = setting(
-        100, "Run", "work", "mention", synonyms="train_iters max_steps num_steps training_steps", ge=1, le=10**9
-    )
+    steps: NumSteps = setting(100, "Run", "work", "mention", synonyms="train_iters max_steps num_steps training_steps")
     """Number of optimizer steps, warm-up steps included."""
 
-    warmup_steps: NonNegativeInt = setting(5, "Run", "machine", "free")
+    warmup_steps: NumStepsOrZero = setting(5, "Run", "machine", "free")
     """Steps before timing starts; reported figures exclude them."""
 
     optimizer: Literal["adamw", "sgd", "adafactor"] = setting("adamw", "Optimizer", "work", "same", synonyms="optim")
     """Optimizer (SGD has no momentum; Adafactor needs ddp or ZeRO-0, whose ranks hold whole matrices)."""
 
-    lr: PositiveFloat | None = setting(None, "Optimizer", "work", "mention", synonyms="learning_rate")
+    lr: LearningRate | None = setting(None, "Optimizer", "work", "mention", synonyms="learning_rate")
     """Peak learning rate [default: the model's]."""
 
-    lr_warmup: NonNegativeInt | None = setting(
+    lr_warmup: NumStepsOrZero | None = setting(
         None, "Optimizer", "work", "mention", synonyms="lr_warmup_steps lr_warmup_iters num_warmup_steps"
     )
     """Number of linear warm-up steps of the learning rate [default: the model's]."""
 
-    min_lr: NonNegativeFloat | None = setting(None, "Optimizer", "work", "mention", synonyms="lr_min min_learning_rate")
+    min_lr: FinalLearningRate | None = setting(
+        None, "Optimizer", "work", "mention", synonyms="lr_min min_learning_rate"
+    )
     """Learning rate at the end of the cosine decay [default: a tenth of lr]."""
 
     betas: tuple[Beta, Beta] = setting(
@@ -130,13 +144,13 @@ class RunSettings(Settings):
     )
     """AdamW's betas."""
 
-    eps: PositiveFloat = setting(1e-8, "Optimizer", "work", "mention", synonyms="adam_eps adam_epsilon")
+    eps: Epsilon = setting(1e-8, "Optimizer", "work", "mention", synonyms="adam_eps adam_epsilon")
     """AdamW's epsilon."""
 
-    weight_decay: NonNegativeFloat = setting(0.1, "Optimizer", "work", "mention", synonyms="wd")
+    weight_decay: WeightDecay = setting(0.1, "Optimizer", "work", "mention", synonyms="wd")
     """Weight decay of matrices; vectors are not decayed."""
 
-    clip_grad: NonNegativeFloat = setting(
+    clip_grad: GradientNorm = setting(
         1.0, "Optimizer", "work", "mention", synonyms="gradient_clipping max_grad_norm grad_clip max_norm"
     )
     """Maximum global gradient norm; 0 disables clipping."""
@@ -187,12 +201,12 @@ class RunSettings(Settings):
     save: Path | None = setting(None, "Checkpoints", "output", "free", synonyms="output_dir checkpoint_dir save_dir")
     """Directory for checkpoints, shared by all hosts; the last step is always saved."""
 
-    save_every: PositiveInt | None = setting(
+    save_every: NumSteps | None = setting(
         None, "Checkpoints", "output", "free", synonyms="save_interval save_steps checkpoint_interval"
     )
     """Also save after every N steps."""
 
-    keep: PositiveInt | None = setting(None, "Checkpoints", "output", "free", synonyms="save_total_limit keep_latest_k")
+    keep: NumSteps | None = setting(None, "Checkpoints", "output", "free", synonyms="save_total_limit keep_latest_k")
     """Number of this run's newest checkpoints to keep; the newest healthy one is never deleted [default: all]."""
 
     save_mode: Literal["auto", "sync", "async"] = setting(
@@ -205,10 +219,10 @@ class RunSettings(Settings):
     )
     """Resume from the newest valid checkpoint in this directory (empty is allowed for --save), or from DIR/step-N."""
 
-    nan_tolerance: NonNegativeInt = setting(3, "Run", "machine", "free")
+    nan_tolerance: NumStepsOrZero = setting(3, "Run", "machine", "free")
     """Number of consecutive steps with a non-finite loss or gradients that may be skipped."""
 
-    stall_seconds: PositiveFloat = setting(300.0, "Run", "watch", "free")
+    stall_seconds: Seconds = setting(300.0, "Run", "watch", "free")
     """Abort the run if a step makes no progress for this long (four times as long for the first step)."""
 
     profile: bool = setting(False, "Run", "watch", "free")

@@ -5,9 +5,8 @@ from megabench.cost.memory import Memory, layer_activation_bytes, logit_bytes, r
 from megabench.cost.profile import Profile
 from megabench.specs.sharding import REDUCE_BUCKET, reduce_bucket, sharding_of
 
-_GATHERED_LAYERS = (
-    3  # number of layers that ZeRO-3 and FSDP2 hold unsharded: one in use, one prefetched, one being reduced
-)
+# number of layers that ZeRO-3 and FSDP2 hold unsharded: one in use, one prefetched, one being reduced
+_GATHERED_LAYERS = 3
 
 
 def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:

@@ -1,7 +1,6 @@
 """The engine for torch's DistributedDataParallel, with full replicas."""
 
-from pydantic import PositiveInt
-
+from megabench.settings.bounds import MatrixRank
 from megabench.settings.reading import ConfigError
 from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.data_parallel_cost import DataParallel
@@ -9,13 +8,12 @@ from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun
 from megabench.specs.sharding import Sharding
 from megabench.specs.shared_settings import COMPILE
 
-POWERSGD_PLAIN_STEPS = (
-    2  # the minimum number of uncompressed first steps that torch's hook requires with error feedback
-)
+# the minimum number of uncompressed first steps that torch's hook requires with error feedback
+POWERSGD_PLAIN_STEPS = 2
 
 
 class DdpSettings(EngineSettings):
-    powersgd_rank: PositiveInt | None = setting(None, "Engine and layout", "option", "free", label="PowerSGD rank {}")
+    powersgd_rank: MatrixRank | None = setting(None, "Engine and layout", "option", "free", label="PowerSGD rank {}")
     """Compress ddp's gradients to this rank (PowerSGD): less communication, approximate gradients."""
 
     compile: bool = COMPILE

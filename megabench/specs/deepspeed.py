@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
-
+from megabench.settings.bounds import NumElements, NumRanks
 from megabench.settings.reading import ConfigError
 from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import EngineSettings, setting
@@ -25,17 +24,17 @@ class DeepSpeedSettings(EngineSettings):
     """ZeRO stage of the deepspeed engine [default: 3]."""
 
     offload: Literal["none", "optimizer", "all"] = OFFLOAD
-    hpz_size: PositiveInt | None = setting(
+    hpz_size: NumRanks | None = setting(
         None, "Engine and layout", "option", "free", synonyms="zero_hpz_partition_size", label="hpz {}"
     )
     """Neighbouring ranks that share a second copy of ZeRO-3's shards for the backward pass (ZeRO++ hpZ)."""
 
-    zero_prefetch: NonNegativeInt | None = setting(
+    zero_prefetch: NumElements | None = setting(
         None, "Engine and layout", "option", "free", synonyms="stage3_prefetch_bucket_size"
     )
     """Number of elements that ZeRO-3 gathers in advance [default: DeepSpeed's]."""
 
-    zero_persistence: NonNegativeInt | None = setting(
+    zero_persistence: NumElements | None = setting(
         None, "Engine and layout", "option", "free", synonyms="stage3_param_persistence_threshold"
     )
     """ZeRO-3 keeps parameters up to this number of elements whole on every rank [default: DeepSpeed's]."""

@@ -3,12 +3,12 @@
 Settings of the JSON file apply if the run does not set them, and must not contradict the run.
 """
 
-import json
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from megabench.models.mapping import largest_parameter
-from megabench.settings.reading import ConfigError, near_matches, read_text
+from megabench.settings.reading import ConfigError, near_matches, read_json_object
 from megabench.specs.engine_spec import ResolvedRun
 
 _RUN_KEYS = (
@@ -43,6 +43,17 @@ _ELSEWHERE = {
     "optimizer": "--optimizer, --lr, --betas, --eps and --weight-decay",
     "scheduler": "--lr, --lr-warmup and --min-lr",
 }
+_NUMBERS = (
+    "stage",
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "zero_hpz_partition_size",
+)
+_LARGEST_NUMBER = 10**15
 _NO_MASTERS = "all engines train with masters and moments in fp32"
 _REFUSED = {
     "zero_optimization": {
@@ -62,15 +73,9 @@ def read_deepspeed_json(path: Path) -> dict[str, Any]:
 
     Raise ConfigError if the file is not a DeepSpeed configuration, or has settings that would change the compared work.
     """
-    try:
-        content = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must contain a JSON object, not {type(content).__name__}")
+    content = read_json_object(path)
     for section in _SECTIONS:
-        if not isinstance(content.get(section, {}), dict):
-            raise ConfigError(f"{path}: {section} must be an object, e.g. {{}}, not {content[section]!r}")
+        _check_section(section, content.get(section, {}), path)
     for key in content:
         if key in _ELSEWHERE:
             raise ConfigError(
@@ -90,6 +95,19 @@ def read_deepspeed_json(path: Path) -> dict[str, Any]:
             f"{path} sets zero_optimization.compute_grad_norm to false, but records need the norm; remove it"
         )
     return _without_auto(content)
+
+
+def _check_section(name: str, section: Any, path: Path) -> None:
+    """Raise ConfigError unless the values of a section have types that this package and DeepSpeed can read."""
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path}: {name} must be an object, e.g. {{}}, not {section!r}")
+    for key, value in section.items():
+        if key == "enabled" and not isinstance(value, bool) and value != "auto":
+            raise ConfigError(f"{path}: {name}.enabled must be true or false, not {value!r}")
+        if key in _NUMBERS and value != "auto" and not (type(value) in (int, float) and 0 <= value <= _LARGEST_NUMBER):
+            raise ConfigError(f"{path}: {name}.{key} must be a number from 0 to {_LARGEST_NUMBER:.0e}, not {value!r}")
+        if key.startswith("offload_") and not isinstance(value, dict | NoneType):
+            raise ConfigError(f"{path}: {name}.{key} must be an object, e.g. {{}}, not {value!r}")
 
 
 def names_batch(content: dict[str, Any]) -> bool:

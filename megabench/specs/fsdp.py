@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import PositiveInt
-
+from megabench.settings.bounds import NumRanks
 from megabench.settings.reading import ConfigError
 from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.data_parallel_cost import DataParallel
@@ -15,7 +14,7 @@ from megabench.specs.shared_settings import COMPILE, OFFLOAD, RESHARD_AFTER_FORW
 
 class FsdpSettings(EngineSettings):
     offload: Literal["none", "optimizer", "all"] = OFFLOAD
-    shard_size: PositiveInt | None = setting(
+    shard_size: NumRanks | None = setting(
         None,
         "Engine and layout",
         "option",

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import product
+from math import prod
 from typing import Any
 
 from megabench.config import ResolvedConfig
@@ -20,6 +21,11 @@ def list_fields(entry: Mapping[str, Any]) -> list[str]:
         for field, value in entry.items()
         if isinstance(value, list) and (field != "betas" or any(isinstance(item, list) for item in value))
     ]
+
+
+def num_combinations(entry: Mapping[str, Any]) -> int:
+    """Return the number of trials to which `entry` expands."""
+    return prod(len(entry[field]) for field in list_fields(entry))
 
 
 def expand(entry: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from megabench import UserError
 from megabench.config import (
@@ -24,12 +24,23 @@ from megabench.config import (
 from megabench.config.auto import resolve_first
 from megabench.config.identity import identity
 from megabench.planner.predict import Predictor
+from megabench.settings.bounds import NumRanks, NumRepeats, Seconds
 from megabench.specs.registry import is_zero3
-from megabench.study.expand import SAFE_NAME, automatic_name, expand, list_fields, numbered, with_fields
+from megabench.study.expand import (
+    SAFE_NAME,
+    automatic_name,
+    expand,
+    list_fields,
+    num_combinations,
+    numbered,
+    with_fields,
+)
 
 # where a trial writes is the study's to say, and trials leave no checkpoints
 _TRIAL_FIELDS = [name for name, about in SETTINGS.items() if about.role != "output"]
 _LONGEST_NAME = 200
+_LONGEST_VARIABLE = 2**17 - 1  # Linux: MAX_ARG_STRLEN, with the final NUL byte
+_MOST_TRIALS = 2000
 _EXTRAS = ["name", "env", "world_size", "timeout_seconds", "repeats"]
 TRIAL_SETTINGS = _TRIAL_FIELDS + _EXTRAS  # what a trial may say
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -53,9 +64,9 @@ class StudyFile(BaseModel):
         min_length=1, description="RunConfig fields of each, name, env, world_size, timeout_seconds, repeats."
     )
     reference: str | None = Field(None, description="Trial to compare with [default: the first ZeRO-3 trial].")
-    repeats: PositiveInt = Field(1, description="How often each trial runs, unless it says.")
-    timeout_seconds: PositiveFloat = Field(1800.0, description="Longest time that a trial may take, unless it says.")
-    emulate_hosts: PositiveInt | None = Field(None, description="Split the machine into this many hosts.")
+    repeats: NumRepeats = Field(1, description="How often each trial runs, unless it says.")
+    timeout_seconds: Seconds = Field(1800.0, description="Longest time that a trial may take, unless it says.")
+    emulate_hosts: NumRanks | None = Field(None, description="Split the machine into this many hosts.")
 
     @classmethod
     def read(cls, path: Path) -> "StudyFile":
@@ -64,12 +75,19 @@ class StudyFile(BaseModel):
             content = read_yaml_mapping(path)
         except ConfigError as error:
             raise StudyError(str(error)) from None
+        for name in content:
+            if name not in cls.model_fields:
+                raise StudyError(f"{path}: unknown setting {name!r}; {near_matches(str(name), [*cls.model_fields])}")
         if not content.get("trials"):
             raise StudyError(f"{path} has no trials; give a list of them, e.g. 'trials: [{{tp: 2}}, {{tp: 4}}]'")
         try:
-            return cls.model_validate(content)
+            study = cls.model_validate(content)
         except ValidationError as error:
             raise StudyError(f"{path}: {explain(error, cls.model_fields)}") from None
+        num_trials = sum(num_combinations(entry) for entry in study.trials)
+        if num_trials > _MOST_TRIALS:
+            raise StudyError(f"{path} expands to {num_trials:,} trials; use at most {_MOST_TRIALS:,} per study")
+        return study
 
     @property
     def largest_world_size(self) -> int | None:
@@ -251,16 +269,18 @@ def _draft(
         if field not in TRIAL_SETTINGS:
             raise StudyError(f"{where}: unknown setting {field!r}; {hint(field, TRIAL_SETTINGS)}")
     world_size = both.get("world_size", num_processes)
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+    if not _is(NumRanks, world_size):
         raise StudyError(f"{where}: world_size={world_size!r} must be a whole number of processes, e.g. 8")
     if not only:  # else it may be one that is left out, which its name will tell
         _check_size(where, world_size, num_processes)
     timeout = both["timeout_seconds"]
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
-        raise StudyError(f"{where}: timeout_seconds={timeout!r} must be a positive number of seconds, e.g. 600")
+    if not _is(Seconds, timeout):
+        raise StudyError(
+            f"{where}: timeout_seconds={timeout!r} must be a positive number of seconds up to 1e7, e.g. 600"
+        )
     repeats = both["repeats"]
-    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
-        raise StudyError(f"{where}: repeats={repeats!r} must be a whole number of runs, e.g. 3")
+    if not _is(NumRepeats, repeats):
+        raise StudyError(f"{where}: repeats={repeats!r} must be a whole number of runs from 1 to 1000, e.g. 3")
     try:
         config = RunConfig.parse({field: both[field] for field in both if field not in _EXTRAS})
         if config.device == "cuda" and device == "cpu":
@@ -286,6 +306,15 @@ def _draft(
     )
 
 
+def _is(kind: Any, value: object) -> bool:
+    """Return whether `value` is a number of this kind, with its bounds and without conversion."""
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
+
+
 def _given_name(entry: dict[str, Any], values: dict[str, Any], where: str) -> str | None:
     """The name that the file gives, followed by the fields that its entry varies; None when it gives none."""
     if "name" not in values:
@@ -309,7 +338,14 @@ def _variables(value: Any, where: str) -> dict[str, str]:
     for variable in value:
         if variable in _LAUNCHER_VARIABLES or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(variable)):
             raise StudyError(f"{where}: env cannot set {variable!r}; name a variable that the launcher does not set")
-    return {str(variable): str(setting) for variable, setting in value.items()}
+    variables = {str(variable): str(setting) for variable, setting in value.items()}
+    for variable, setting in variables.items():
+        if "\0" in setting or len(f"{variable}={setting}".encode()) > _LONGEST_VARIABLE:
+            raise StudyError(
+                f"{where}: env {variable} contains a NUL byte or exceeds {_LONGEST_VARIABLE} bytes, which no process "
+                f"can receive; use a shorter text"
+            )
+    return variables
 
 
 def _named(drafts: Sequence[_Draft], source: Path) -> tuple[Trial, ...]:

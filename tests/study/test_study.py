@@ -1,6 +1,7 @@
 """Study files: expansion, names, identities, and one sentence for each mistake. Nothing here starts a process."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -125,11 +126,12 @@ def test_a_trial_may_be_repeated_by_itself(plan):
         ("trials: [{tpp: 2}]", "unknown setting 'tpp'; did you mean tp"),
         ("trials: [{wrold_size: 2}]", "did you mean world_size or shard_size?"),
         ("trials: [{out: here}]", "unknown setting 'out'"),
-        ("trial: [{tp: 2}]", "has no trials"),
+        ("trial: [{tp: 2}]", "unknown setting 'trial'; did you mean trials?"),
+        ("name: empty", "has no trials"),
         ("trials: []", "has no trials"),
         ("trials: [{tp: []}, {}]", "trial 1: tp is an empty list"),
         ("trials: [{steps: 3, warmup_steps: 3}]", "steps=3 leaves no step to time behind warmup_steps=3"),
-        ("trials: [{tp: 2, tp: 4}]", "tp stands twice"),
+        ("trials: [{tp: 2, tp: 4}]", "tp occurs twice"),
         ("trials: [3]", "trials=3 is not valid"),
         ("trials: [{tp: 2}]\nrepeat: 2", "unknown setting 'repeat'; did you mean repeats?"),
         ("trials: [{tp: 2}]\nrepeats: 0", "repeats=0 is not valid"),
@@ -142,6 +144,22 @@ def test_a_trial_may_be_repeated_by_itself(plan):
         ("trials: [{world_size: many}]", "world_size='many' must be a whole number"),
         ("trials: [{timeout_seconds: soon}]", "timeout_seconds='soon' must be a positive number of seconds"),
         ("trials: [{timeout_seconds: 0}]", "timeout_seconds=0 must be"),
+        ("trials: [{timeout_seconds: .inf}]", "timeout_seconds=inf must be"),
+        ("trials: [{repeats: 99999999}]", "repeats=99999999 must be a whole number of runs from 1 to 1000"),
+        ("repeats: 99999999\ntrials: [{tp: 2}]", "repeats=99999999 is not valid"),
+        ("trials: [{world_size: 100000000}]", "world_size=100000000 must be a whole number"),
+        ("trials: [{steps: 010}]", "010 is octal in YAML"),
+        ("trials: [{steps: 1.0e+20}]", "steps=1e+20 is not valid"),
+        ('trials: [{env: {A: "x\\0y"}}]', "env A contains a NUL byte"),
+        (f"trials: [{{env: {{A: {'x' * 200_000}}}}}]", "env A contains a NUL byte or exceeds 131071 bytes"),
+        (f"trials: [{{seed: {[*range(300)]}, steps: {[*range(10, 300)]}, tp: [1, 2]}}]", "expands to 174,000 trials"),
+        ("a: " + "[" * 5000, "is nested too deeply"),
+        (
+            "a: &a [1, 2]\n" + "".join(f"{k}: &{k} [{', '.join(['*' + p] * 9)}]\n" for p, k in pairwise("abcdefghi")),
+            "more than 100,000 values",
+        ),
+        ("a: &a [*a]", "is nested too deeply"),
+        ("name: " + "x" * 2**21, "is larger than 1 MiB"),
         ("trials: [{env: {A: true}}]", "env={'A': True} must map variables to text or numbers"),
         ("trials: [{env: NCCL_DEBUG}]", "env='NCCL_DEBUG' must map"),
         ("trials: [{device: cuda}]", "no NVIDIA GPU was found"),

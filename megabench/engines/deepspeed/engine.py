@@ -7,15 +7,17 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from megabench.checkpoint.shards import TrainingState
-from megabench.config import ResolvedConfig
+from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common import kernels, loss_scale
 from megabench.engines.common import transformers_model as shared
@@ -30,6 +32,7 @@ from megabench.specs.sharding import reduce_bucket
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import safe_get_full_grad
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -47,6 +50,8 @@ class DeepSpeedEngine(DataParallelEngine):
         # a shared-memory op that it would compile on CPU, at a minute's cost, for the same losses
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+        if self.own.deepspeed_config:
+            _check_settings(self.settings, self.own.deepspeed_config)
         model = self._build_model()
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with contextlib.redirect_stdout(io.StringIO()):  # reports of memory, a dozen lines a rank
@@ -168,6 +173,16 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
     }
     path = DeepSpeedSettings.of(run).deepspeed_config
     return merge(ours, read_deepspeed_json(path)) if path else ours
+
+
+def _check_settings(settings: dict[str, Any], path: Path) -> None:
+    """Raise ConfigError if DeepSpeed itself rejects the settings, which contain those of the user's file."""
+    try:
+        DeepSpeedConfig(settings)
+    except (ValueError, TypeError, AssertionError) as error:
+        problem = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+        where = ".".join(map(str, problem["loc"]))
+        raise ConfigError(f"{path}: DeepSpeed rejects {where or 'the settings'}: {problem['msg']}") from None
 
 
 def _loss_scaling(run: ResolvedConfig) -> dict[str, Any]:
