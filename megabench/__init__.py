@@ -8,3 +8,12 @@ class UserError(ValueError):
 
     Command lines print the sentence without a traceback and exit with status 2.
     """
+
+
+def error_message(error: UserError | OSError) -> str:
+    """Return the sentence for the user. Raises `error` itself if it is an OSError that names no file."""
+    if isinstance(error, UserError):
+        return str(error)
+    if error.filename is None:
+        raise error
+    return f"cannot access {str(error.filename)[:500]}: {error.strerror}; use another path"

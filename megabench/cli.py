@@ -8,10 +8,12 @@ from typing import Annotated, cast
 
 import typer
 
-from megabench import UserError
+from megabench import UserError, error_message
 
 # the command line's own errors; typer does not export their base
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)
+
+_MOST_LOCAL_RANKS = 1024
 
 app = typer.Typer(
     help="Which parallel layout trains fastest on this cluster, and by how much does it beat pure ZeRO-3?",
@@ -40,7 +42,10 @@ def compare(
     study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study to run.")],
     out: Annotated[Path, typer.Option(help="Folder for records, table, logs and TensorBoard scalars.")],
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Processes [default: the GPUs here, else the study's world_size].")
+        int | None,
+        typer.Option(
+            min=1, max=_MOST_LOCAL_RANKS, help="Processes [default: the GPUs here, else the study's world_size]."
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Run only what has no good record yet.")] = False,
     only: Annotated[
@@ -108,7 +113,10 @@ def compare(
 def doctor(
     path: Annotated[Path, typer.Argument(metavar="DIR|STUDY.yaml", help="Folder of records, or a study not run yet.")],
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Processes of a study [default: the GPUs, else its world_size].")
+        int | None,
+        typer.Option(
+            min=1, max=_MOST_LOCAL_RANKS, help="Processes of a study [default: the GPUs, else its world_size]."
+        ),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="Where a study will run [default: this machine].")
@@ -169,7 +177,9 @@ def topo(
     cluster: Annotated[
         str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="A cluster to plan for [default: this machine].")
     ] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine [default: one a GPU].")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, max=_MOST_LOCAL_RANKS, help="Ranks on this machine [default: one a GPU].")
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
     vp: Annotated[int, typer.Option(min=1, help="Model chunks per pipeline stage.")] = 1,
@@ -215,7 +225,9 @@ def calibrate(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The profile to write, for megabench plan --profile.")],
     model: Annotated[str, typer.Option(help="Whose matrix products to time.")] = "llama3-8b",
     seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence [default: the model's].")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine [default: one a GPU, or 2].")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, max=_MOST_LOCAL_RANKS, help="Ranks on this machine [default: one a GPU, or 2].")
+    ] = None,
     emulate_hosts: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Split this machine's ranks into N hosts, linked by sockets.")
     ] = None,
@@ -288,9 +300,10 @@ def main() -> None:
     speaks = _launcher_rank() in (None, 0)
     try:
         app(standalone_mode=speaks)
-    except UserError as error:
+    except (UserError, OSError) as error:
+        message = error_message(error)
         if speaks:
-            print(f"Error: {error}", file=sys.stderr)
+            print(f"Error: {message}", file=sys.stderr)
         sys.exit(2)
     except _UsageError:
         sys.exit(2)

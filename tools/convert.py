@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megabench import UserError
+from megabench import UserError, error_message
 
 if TYPE_CHECKING:
     from megabench.convert.importing import Converted
@@ -188,9 +188,10 @@ def main() -> None:
 
     try:
         app()
-    except UserError as error:
+    except (UserError, OSError) as error:
+        message = error_message(error)
         if _is_first():
-            print(f"Error: {error}", file=sys.stderr)
+            print(f"Error: {message}", file=sys.stderr)
         sys.exit(1 if isinstance(error, UnequalError) else 2)
 
 

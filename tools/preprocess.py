@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
-from megabench import UserError
+from megabench import UserError, error_message
 from megabench.data import DataError
 from megabench.data.text import Piece, check_text_file, read_text
 from megabench.data.token_file import TokenFacts, beside, open_token_file, scan, write_facts
@@ -48,8 +48,8 @@ def main(
     started = time.perf_counter()
     try:
         num_documents, facts = preprocess(inputs, out, tokenizer, workers, append_eod)
-    except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        print(f"Error: {error_message(error)}", file=sys.stderr)
         raise typer.Exit(2) from None
     seconds = time.perf_counter() - started
     print(

@@ -13,12 +13,13 @@ unfinished directory. Symbolic links are never followed.
 import re
 import secrets
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
 from megabench.atomic_write import write_atomically
 from megabench.checkpoint import CheckpointError
-from megabench.checkpoint.manifest import DamagedError, Manifest, sync_folder
+from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, Manifest, sync_folder
 
 RUN_ID_NAME = ".run-id"
 _COMPLETE = re.compile(r"step-(\d{8,})")
@@ -97,14 +98,23 @@ def is_checkpoint(folder: Path) -> bool:
     return bool(_COMPLETE.fullmatch(folder.name)) and folder.is_dir()
 
 
+def check_step(folder: Path, manifest: Manifest) -> None:
+    """Raise DamagedError unless the name of the checkpoint's folder has the step of the manifest."""
+    name = _COMPLETE.fullmatch(folder.name)
+    if manifest.training and name and int(name[1]) != manifest.training.step:
+        raise DamagedError(f"{MANIFEST_NAME} says step {manifest.training.step}, unlike the name of the folder")
+
+
 def check_sizes(folder: Path, manifest: Manifest) -> None:
     """DamagedError unless every file is there with its size."""
     for file in manifest.files:
         try:
-            found = (folder / file.name).stat().st_size
+            status = (folder / file.name).stat()
         except OSError as error:
             raise DamagedError(f"{file.name} cannot be read: {error.strerror}") from None
-        if found != file.num_bytes:
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedError(f"{file.name} is not a regular file")
+        if (found := status.st_size) != file.num_bytes:
             raise DamagedError(f"{file.name} has {found} bytes, and the manifest says {file.num_bytes}")
 
 

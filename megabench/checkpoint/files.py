@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megabench.checkpoint.health import describe_non_finite, is_finite, num_non_finite
 from megabench.checkpoint.manifest import DamagedError, FileEntry
-from megabench.checkpoint.shards import key, overlap, parse_key, within
+from megabench.checkpoint.shards import key, overlap, parse_key, size, within
 from megabench.models.find import ASSETS
 from megabench.models.mapping import Piece
 from megabench.runtime.rendezvous import share_of_cores
@@ -136,19 +136,28 @@ def _check_file(folder: Path, entry: FileEntry) -> None:
         raise DamagedError(f"{entry.name} has checksum {checksum:08x}, and the manifest says {entry.crc32:08x}")
 
 
-def check_finite(folder: Path, files: Sequence[FileEntry]) -> None:
-    """Raise DamagedError if a tensor file holds non-finite values; the error names the first such tensors."""
+def check_tensors(folder: Path, files: Sequence[FileEntry], is_training_state: bool) -> None:
+    """Raise DamagedError if a tensor has non-finite values, an unknown dtype, or, in a training state, is not fp32."""
+    dtypes = ["F32"] if is_training_state else [*_DTYPES]
     with ThreadPoolExecutor(num_threads()) as pool:
-        list(pool.map(lambda entry: _check_finite(folder, entry), _tensor_files(files)))
+        list(pool.map(lambda entry: _check_tensors(folder, entry, dtypes), _tensor_files(files)))
 
 
-def _check_finite(folder: Path, entry: FileEntry) -> None:
+def _check_tensors(folder: Path, entry: FileEntry, dtypes: Sequence[str]) -> None:
     file = _open(folder, entry)
     counts: Counter[str] = Counter()
     for text in file.keys():  # noqa: SIM118  (it is no dict)
+        try:
+            kind, piece = parse_key(text)
+        except ValueError as error:
+            raise DamagedError(f"{entry.name}: {error}") from None
+        found = file.get_slice(text)
+        if found.get_dtype() not in dtypes:
+            raise DamagedError(f"{entry.name}: {text} has dtype {found.get_dtype()}; expected {' or '.join(dtypes)}")
+        if tuple(found.get_shape()) != tuple(size(piece)):
+            raise DamagedError(f"{entry.name}: {text} has shape {found.get_shape()}; expected {[*size(piece)]}")
         values = file.get_tensor(text)
         if not all(is_finite([values])):
-            kind, piece = parse_key(text)
             counts[f"{kind} {piece.name}"] += num_non_finite(values)
     if counts:
         raise DamagedError(f"{entry.name}: {describe_non_finite(counts)}")

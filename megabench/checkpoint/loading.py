@@ -10,8 +10,8 @@ from pathlib import Path
 from torch.distributed import Store
 
 from megabench.checkpoint import CheckpointError
-from megabench.checkpoint.directory import check_sizes, folder_of, is_checkpoint, steps_in
-from megabench.checkpoint.files import TensorFiles, check_files, check_finite, num_threads
+from megabench.checkpoint.directory import check_sizes, check_step, folder_of, is_checkpoint, steps_in
+from megabench.checkpoint.files import TensorFiles, check_files, check_tensors, num_threads
 from megabench.checkpoint.manifest import DamagedError, Manifest
 from megabench.checkpoint.shards import StateShard, view
 from megabench.runtime.messages import wait_for
@@ -45,10 +45,11 @@ def find_newest_good(directory: Path, store: Store, rank: int, world_size: int, 
         problem, refused = None, None
         try:
             manifest = Manifest.read(folder)
+            check_step(folder, manifest)
             check_sizes(folder, manifest)
             mine = manifest.files[rank::world_size]
             check_files(folder, mine)
-            check_finite(folder, mine)
+            check_tensors(folder, mine, is_training_state=manifest.training is not None)
         except DamagedError as error:
             problem = str(error)
         except CheckpointError as error:

@@ -3,22 +3,26 @@
 It is written last, and atomically: a checkpoint without a manifest that agrees with its files is not good.
 """
 
+import errno
 import json
 import os
+import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megabench.checkpoint import CheckpointError
+from megabench.models.find import ASSETS
 from megabench.models.shape import ModelShape
 
 SCHEMA_VERSION = 2
 _READABLE_VERSIONS = (1, 2)  # version 1 has no run_id
 MANIFEST_NAME = "manifest.json"
+_LARGEST_MANIFEST = 2**26
 
 # what a run may change without training another model
 _RUN_DEFAULTS = (
@@ -43,10 +47,10 @@ class _Part(BaseModel):
 
 
 class FileEntry(_Part):
-    """A file beside the manifest: its name, its size, and the CRC-32 of its bytes."""
+    """A file of the checkpoint: its path below the checkpoint's folder, its size, and the CRC-32 of its bytes."""
 
-    name: str
-    num_bytes: int
+    name: str = Field(pattern=rf"^({ASSETS}/)?[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)  # never leaves the folder
+    num_bytes: int = Field(ge=0, le=2**50)
     crc32: int
 
 
@@ -91,7 +95,7 @@ class TrainingEntry(_Part):
     """
 
     run_id: str | None = None
-    step: int
+    step: int = Field(ge=0, le=10**9)
     engine: str
     layout: dict[str, int]
     world_size: int
@@ -126,14 +130,16 @@ class Manifest(_Part):
     def read(cls, folder: Path) -> "Manifest":
         """The manifest of a checkpoint; DamagedError if it is not whole, CheckpointError if its schema is not known."""
         try:
-            content = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+            content = json.loads(read_regular(folder / MANIFEST_NAME, _LARGEST_MANIFEST))
             body = content["manifest"]
             if content["crc32"] != _checksum(body):
                 raise DamagedError(f"{MANIFEST_NAME} does not match its own checksum")
         except OSError as error:
             raise DamagedError(f"{MANIFEST_NAME} cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise DamagedError(f"{MANIFEST_NAME} is not whole") from None
+        if not isinstance(body, dict):
+            raise DamagedError(f"{MANIFEST_NAME} is not whole")
         if (schema := body.get("schema_version")) not in _READABLE_VERSIONS:
             raise CheckpointError(
                 f"{folder} has checkpoint schema {schema}, and this megabench reads schemas 1 to {SCHEMA_VERSION}; "
@@ -147,6 +153,16 @@ class Manifest(_Part):
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a regular file. Raises OSError for anything else, e.g. a named pipe, and larger files."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    if status.st_size > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes")
+    return path.read_bytes()
 
 
 def _checksum(body: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.directory import check_sizes, folder_of, steps_in
-from megabench.checkpoint.files import Named, TensorFiles, check_files, check_finite, num_bytes, write_files
+from megabench.checkpoint.files import Named, TensorFiles, check_files, check_tensors, num_bytes, write_files
 from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, FileEntry, Manifest, ModelEntry
 from megabench.checkpoint.shards import key, size
 from megabench.models.mapping import Piece
@@ -101,7 +101,7 @@ def open_weights(folder: Path, rank: int = 0, world_size: int = 1) -> Weights:
         check_sizes(folder, manifest)
         mine = manifest.files[rank::world_size]
         check_files(folder, mine)
-        check_finite(folder, mine)
+        check_tensors(folder, mine, is_training_state=manifest.training is not None)
         return Weights(folder, manifest, TensorFiles(folder, manifest.files))
     except DamagedError as error:
         raise CheckpointError(f"{folder} is damaged: {error}; use another checkpoint") from None

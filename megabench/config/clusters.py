@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from megabench.hardware.gpus import Network
-from megabench.hardware.topology import Host, Topology, build, from_cluster, instance_host
+from megabench.hardware.topology import MOST_HOSTS, Host, Topology, build, from_cluster, instance_host
 from megabench.settings.reading import ConfigError, explain, read_yaml_mapping
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -18,11 +18,11 @@ class Hosts(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    count: PositiveInt = Field(1, description="How many of these hosts there are.")
+    count: PositiveInt = Field(1, le=MOST_HOSTS, description="How many of these hosts there are.")
     name: str | None = Field(None, description="Stem of their names [default: the instance type's, or host].")
     instance: str | None = Field(None, description="Instance type of the catalogue; the rest then has its defaults.")
     gpu: str | None = Field(None, description="CUDA's name of a GPU.")
-    num_gpus: PositiveInt | None = Field(None, description="GPUs of a host [default: 8].")
+    num_gpus: PositiveInt | None = Field(None, le=1024, description="GPUs of a host [default: 8].")
     nvlink_domain: PositiveInt | None = Field(None, description="GPUs of an NVLink domain [default: all of a host].")
     nvlink_gb_per_s: PositiveFloat | None = Field(None, description="NVLink of one GPU in one direction.")
     network: Network | None = Field(None, description="What joins the hosts [default: socket].")
@@ -53,7 +53,7 @@ class ClusterFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     description: str = Field("", description="What this cluster is, in one sentence.")
-    hosts: list[dict[str, Any]] = Field(min_length=1, description="The hosts, in their order, as `Hosts`.")
+    hosts: list[dict[str, Any]] = Field(min_length=1, max_length=MOST_HOSTS, description="Hosts in order, as `Hosts`.")
 
 
 def read_cluster(text: str) -> Topology:

@@ -146,11 +146,14 @@ def from_facts(facts: Sequence[RankFacts]) -> Topology:
     )
 
 
+MOST_HOSTS = 1024  # of a cluster to plan for
+
+
 def from_cluster(text: str) -> Topology:
     """The topology of "TYPE:COUNT", e.g. "p5.48xlarge:4": that many instances of a type of the catalogue."""
     name, _, count = text.partition(":")
-    if not (count or "1").isdigit() or int(count or "1") < 1:
-        raise TopologyError(f"cluster {text!r}: {count!r} is no number of instances; write e.g. {name}:2")
+    if not (count or "1").isdecimal() or len(count) > 9 or not 1 <= int(count or "1") <= MOST_HOSTS:
+        raise TopologyError(f"cluster {text!r}: the number of instances must be 1 to {MOST_HOSTS}, e.g. {name}:2")
     host, num_gpus, domain_size = instance_host(name)
     return build(
         [(replace(host, name=f"{host.name}-{number}"), num_gpus, domain_size) for number in range(int(count or 1))]
@@ -175,6 +178,8 @@ def instance_host(instance_type: str) -> tuple[Host, int, int]:
 
 def build(hosts: Sequence[tuple[Host, int, int]]) -> Topology:
     """The topology of (host, number of ranks, ranks of an NVLink domain) each, ranks counted host by host."""
+    if len(hosts) > MOST_HOSTS:
+        raise TopologyError(f"the cluster has {len(hosts)} hosts; use at most {MOST_HOSTS}")
     host_of: list[int] = []
     domain_of: list[int] = []
     for number, (_, num_ranks, domain_size) in enumerate(hosts):

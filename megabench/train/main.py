@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from megabench import UserError
+from megabench import UserError, error_message
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.config.auto import resolve_first
 from megabench.record import Probe, RunRecord
@@ -82,8 +82,8 @@ def _run(given: RunConfig, find: Find | None) -> None:
         watchdog.at("checking the checkpoint", 0)
         resume = find_resume(run, source, rendezvous)
         _check_out(run, resume)
-    except UserError as error:
-        _refuse(str(error), rendezvous)
+    except (UserError, OSError) as error:
+        _refuse(error_message(error), rendezvous)
     if resume.num_done >= run.steps:
         _leave_done(run, resume, watchdog, rendezvous)
         return

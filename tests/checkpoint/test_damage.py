@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +96,37 @@ def flip(name: str) -> Callable[[Path], None]:
     return flip_one_bit
 
 
+def forge(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """A change of the manifest under a checksum that is right."""
+
+    def forge_manifest(folder: Path) -> None:
+        body = json.loads((folder / MANIFEST_NAME).read_text())["manifest"]
+        change(body)
+        content = {"crc32": zlib.crc32(json.dumps(body, sort_keys=True).encode()), "manifest": body}
+        (folder / MANIFEST_NAME).write_text(json.dumps(content))
+
+    return forge_manifest
+
+
+def replace_by(make: Callable[[Path], object], name: str) -> Callable[[Path], None]:
+    def replace(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return replace
+
+
+def store_as(dtype: torch.dtype) -> Callable[[Path], None]:
+    """The same tensors in another dtype, with sizes and checksums that are right."""
+
+    def convert(folder: Path) -> None:
+        shard = StateShard("weight", blocks_of(CUT, 0, 16), torch.full((16,), 1.0, dtype=dtype))
+        (entry,) = write_files(folder, "rank-0", tensors_of([shard]))
+        forge(lambda body: body["files"].__setitem__(0, entry.model_dump()))(folder)
+
+    return convert
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (truncate, "rank-1-00.safetensors has"),
     "emptied": (
@@ -106,6 +139,31 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "manifest emptied": (lambda folder: (folder / MANIFEST_NAME).write_text(""), "manifest.json is not whole"),
     "manifest flipped": (flip(MANIFEST_NAME), "manifest.json"),
     "manifest deleted": (lambda folder: (folder / MANIFEST_NAME).unlink(), "manifest.json cannot be read"),
+    "manifest is a list": (lambda folder: (folder / MANIFEST_NAME).write_text("[1, 2]"), "manifest.json is not whole"),
+    "manifest holds a list": (
+        lambda folder: (folder / MANIFEST_NAME).write_text(json.dumps({"crc32": zlib.crc32(b"[]"), "manifest": []})),
+        "manifest.json is not whole",
+    ),
+    "manifest is nested deeply": (
+        lambda folder: (folder / MANIFEST_NAME).write_text("[" * 100_000),
+        "manifest.json is not whole",
+    ),
+    "manifest is a pipe": (replace_by(os.mkfifo, MANIFEST_NAME), "manifest.json cannot be read"),
+    "manifest is endless": (
+        replace_by(lambda path: path.symlink_to("/dev/zero"), MANIFEST_NAME),
+        "manifest.json cannot be read",
+    ),
+    "a file is a pipe": (replace_by(os.mkfifo, "rank-0-00.safetensors"), "rank-0-00.safetensors is not a regular file"),
+    "a file is elsewhere": (
+        forge(lambda body: body["files"][0].update(name="../../secret")),
+        "manifest.json lacks what it should hold: ('files', 0, 'name')",
+    ),
+    "the step is another": (
+        forge(lambda body: body["training"].update(step=3)),
+        "manifest.json says step 3, unlike the name of the folder",
+    ),
+    "the step is absurd": (forge(lambda body: body["training"].update(step=10**12)), "manifest.json lacks"),
+    "the dtype is another": (store_as(torch.bfloat16), "has dtype BF16; expected F32"),
 }
 
 
