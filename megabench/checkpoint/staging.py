@@ -1,12 +1,10 @@
 """Host memory that a checkpoint is copied into, so that training goes on while it is written."""
 
-from pathlib import Path
-
-import psutil
 import torch
 
 from megabench.checkpoint.files import num_bytes
 from megabench.checkpoint.shards import StateShard
+from megabench.hardware.host_memory import available_host_bytes
 
 _SHARE = 0.8  # of the memory that is free: data, logs and the page cache need some
 
@@ -46,27 +44,5 @@ def owned_bytes(shards: list[StateShard]) -> int:
 
 
 def free_host_bytes() -> int:
-    """Host memory that this machine, or the container around this process, can still spare for staging."""
-    free = psutil.virtual_memory().available
-    if (limit := _read_number("memory.max")) is not None and (used := _read_number("memory.current")) is not None:
-        free = min(free, limit - used + (_read_reclaimable() or 0))
-    return int(free * _SHARE)
-
-
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def _read_number(name: str) -> int | None:
-    try:
-        return int((_CGROUP / name).read_text())
-    except (OSError, ValueError):  # no cgroup v2, or "max": no limit
-        return None
-
-
-def _read_reclaimable() -> int | None:
-    """The page cache counts as used, and gives way."""
-    try:
-        lines = (_CGROUP / "memory.stat").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.split()[0] in ("inactive_file", "active_file"))
-    except (OSError, ValueError, IndexError):
-        return None
+    """Return the bytes of host memory that may be used for staging."""
+    return int(available_host_bytes() * _SHARE)

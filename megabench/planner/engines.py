@@ -48,7 +48,7 @@ class Costs:
         self.usable_bytes = profile.usable_bytes(topology.hosts[0].device)
 
     def memory(self, candidate: Candidate) -> Memory:
-        return self._models[candidate.engine].memory(candidate)
+        return ENGINES[candidate.engine].memory(self.job, candidate, self.profile)
 
     def missing_bytes(self, candidate: Candidate) -> float:
         """What the fullest GPU lacks, its headroom included; negative for what is left."""
@@ -63,7 +63,8 @@ class Costs:
         model = self._models[candidate.engine]
         parts = model.parts(candidate)
         step = sum(parts.values())
-        memory = model.memory(candidate)
+        memory = self.memory(candidate)
+        ranks_per_host = self.base.geometry_of(candidate).ranks_per_host
         per_device = self.job.tokens / step / candidate.layout.world_size
         return Estimate(
             candidate=candidate,
@@ -71,7 +72,7 @@ class Costs:
             parts=parts,
             memory=memory,
             missing_bytes=memory.total - self.usable_bytes,
-            host_bytes=model.host_bytes(candidate),
+            host_bytes=ENGINES[candidate.engine].host_bytes(self.job, candidate, ranks_per_host),
             tokens_per_second_per_device=per_device,
             mfu=per_device * self.job.flops_per_token / self.base.machine.peak,
         )

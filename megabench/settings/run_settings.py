@@ -198,6 +198,9 @@ class RunSettings(Settings):
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Run", "machine", "free")
     """Device to train on."""
 
+    skip_memory_check: bool = setting(False, "Run", "watch", "free")
+    """Build the model even if its weights, gradients and optimizer state do not seem to fit into memory."""
+
     save: Path | None = setting(None, "Checkpoints", "output", "free", synonyms="output_dir checkpoint_dir save_dir")
     """Directory for checkpoints, shared by all hosts; the last step is always saved."""
 

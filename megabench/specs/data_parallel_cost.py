@@ -3,9 +3,7 @@
 from megabench.cost import compute, network, schedule
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate
-from megabench.cost.memory import Memory
 from megabench.cost.shared_costs import Base
-from megabench.specs.data_parallel_memory import data_parallel_memory, host_bytes
 from megabench.specs.sharding import REDUCE_BUCKET, sharding_of
 
 _DDP_BUCKET = 25e6 / 4  # parameters per DDP bucket: 25 MB of fp32 gradients
@@ -58,14 +56,6 @@ class DataParallel:
     def shortest(self, candidate: Candidate) -> float:
         """Return the exact step time as the lower bound, because it is quick to compute."""
         return sum(self.parts(candidate).values())
-
-    def memory(self, candidate: Candidate) -> Memory:
-        """Return the GPU memory of one rank in bytes."""
-        return data_parallel_memory(self.job, candidate, self.profile)
-
-    def host_bytes(self, candidate: Candidate) -> float:
-        """Return the bytes of host memory that offload uses on each host."""
-        return host_bytes(self.job, candidate, self.base.geometry_of(candidate).ranks_per_host)
 
     def _hook_seconds(self, candidate: Candidate) -> tuple[float, float]:
         """Return the host time of one layer's hooks, forward and backward."""

@@ -4,6 +4,7 @@ from megabench.settings.bounds import MatrixRank
 from megabench.settings.reading import ConfigError
 from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.data_parallel_cost import DataParallel
+from megabench.specs.data_parallel_memory import data_parallel_memory
 from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun
 from megabench.specs.sharding import Sharding
 from megabench.specs.shared_settings import COMPILE
@@ -44,6 +45,7 @@ SPEC = EngineSpec(
     summary="PyTorch's DDP, which replicates the model on every rank",
     implementation="megabench.engines.ddp.engine:DdpEngine",
     cost=DataParallel,
+    memory=data_parallel_memory,
     sharding_stage=0,
     settings=DdpSettings,
     check=_check,

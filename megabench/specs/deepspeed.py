@@ -9,6 +9,7 @@ from megabench.settings.reading import ConfigError
 from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.data_parallel_cost import DataParallel
+from megabench.specs.data_parallel_memory import data_parallel_memory, host_bytes
 from megabench.specs.deepspeed_json import check_deepspeed_json, names_batch, read_deepspeed_json, settings_of_run
 from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun, check_divides, more_offload
 from megabench.specs.sharding import Sharding
@@ -138,6 +139,8 @@ SPEC = EngineSpec(
     summary="DeepSpeed ZeRO, which shards optimizer state, gradients and weights over data-parallel ranks",
     implementation="megabench.engines.deepspeed.engine:DeepSpeedEngine",
     cost=DataParallel,
+    memory=data_parallel_memory,
+    host_bytes=host_bytes,
     sharding_stage=3,
     settings=DeepSpeedSettings,
     wants_queues=True,

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megabench.cost.job import Candidate, Variant
+from megabench.cost.job import Candidate, Job, Variant
 from megabench.cost.memory import Memory
+from megabench.cost.profile import Profile
 from megabench.cost.shared_costs import Base
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
@@ -49,7 +50,7 @@ class ResolvedRun(Protocol):
 
 
 class CostModel(Protocol):
-    """Predicts the step time and the memory of an engine's candidates."""
+    """Predicts the step time of an engine's candidates."""
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
         """Return the seconds of each part of a step. The sum of all parts is the step time."""
@@ -57,14 +58,6 @@ class CostModel(Protocol):
 
     def shortest(self, candidate: Candidate) -> float:
         """Return a lower bound of the step time in seconds that is quick to compute."""
-        ...
-
-    def memory(self, candidate: Candidate) -> Memory:
-        """Return the GPU memory in bytes of the rank that uses the most."""
-        ...
-
-    def host_bytes(self, candidate: Candidate) -> float:
-        """Return the bytes of host memory that offload uses on each host."""
         ...
 
 
@@ -90,6 +83,9 @@ class EngineSpec:
     - `why_not_saved` returns the reason why a checkpoint cannot hold the training state, or None.
     - `environment` returns environment variables to set before CUDA starts, unless the user set them.
 
+    `memory` returns the bytes by part of the rank that uses the most memory. `host_bytes` returns the bytes of host
+    memory that offload uses on each host, given the number of ranks per host.
+
     These functions read the engine's settings, or the options of a record:
 
     - `mode` returns the name of the engine's mode ("ZeRO-3"), if it has several. `is_zero3` returns whether it is
@@ -112,6 +108,7 @@ class EngineSpec:
     summary: str
     implementation: str
     cost: Callable[[Base], CostModel]
+    memory: Callable[[Job, Candidate, Profile], Memory]
     sharding_stage: int
     variants: Callable[[int | None], Iterable[Variant]]
     variant_of: Callable[[Options], Variant]
@@ -135,6 +132,7 @@ class EngineSpec:
     recorded: Callable[[Options], Mapping[str, Any]] = lambda options: {}
     less_memory: Callable[[Options], str] = lambda options: "more GPUs"
     variant_settings: Callable[[Any], Mapping[str, Any]] = lambda variant: {}
+    host_bytes: Callable[[Job, Candidate, int], float] = lambda job, candidate, ranks_per_host: 0.0
 
     def stage_of(self, options: Options) -> int:
         """Return the ZeRO stage of a run's settings or of a record's options."""

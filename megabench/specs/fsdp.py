@@ -7,6 +7,7 @@ from megabench.settings.bounds import NumRanks
 from megabench.settings.reading import ConfigError
 from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.data_parallel_cost import DataParallel
+from megabench.specs.data_parallel_memory import data_parallel_memory, host_bytes
 from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun, check_divides, more_offload
 from megabench.specs.sharding import Sharding
 from megabench.specs.shared_settings import COMPILE, OFFLOAD, RESHARD_AFTER_FORWARD
@@ -53,6 +54,8 @@ SPEC = EngineSpec(
     summary="PyTorch's FSDP2, which shards weights, gradients and optimizer state over data-parallel ranks",
     implementation="megabench.engines.fsdp.engine:FsdpEngine",
     cost=DataParallel,
+    memory=data_parallel_memory,
+    host_bytes=host_bytes,
     sharding_stage=3,
     settings=FsdpSettings,
     wants_queues=True,

@@ -9,7 +9,7 @@ from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.engine_spec import EngineSpec, ResolvedRun
 from megabench.specs.megatron_cost import Pipeline
-from megabench.specs.megatron_memory import MegatronVariant
+from megabench.specs.megatron_memory import MegatronVariant, megatron_memory
 
 
 class MegatronSettings(EngineSettings):
@@ -51,6 +51,7 @@ SPEC = EngineSpec(
     summary="NVIDIA's megatron-core, with tensor, pipeline, context and data parallelism",
     implementation="megabench.engines.megatron.engine:MegatronEngine",
     cost=Pipeline,
+    memory=megatron_memory,
     sharding_stage=1,
     settings=MegatronSettings,
     axes=frozenset({"tp", "pp", "vp", "cp", "dp"}),

@@ -6,11 +6,9 @@ from functools import cache
 from megabench.cost import compute, network, schedule
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate
-from megabench.cost.memory import Memory
 from megabench.cost.shared_costs import Base, Sizes
 from megabench.specs.megatron_memory import (
     all_stage_layers,
-    megatron_memory,
     megatron_variant,
     stage_layers,
     stage_parameters,
@@ -43,14 +41,6 @@ class Pipeline:
         micro_batches = candidate.num_micro_batches(self.job)
         blocking = self._is_blocking(candidate)
         return schedule.shortest(stages, candidate.layout.vp, micro_batches, self._send(candidate), blocking)
-
-    def memory(self, candidate: Candidate) -> Memory:
-        """Return the GPU memory in bytes of a rank on the pipeline stage that uses the most."""
-        return megatron_memory(self.job, candidate, self.profile)
-
-    def host_bytes(self, candidate: Candidate) -> float:
-        """Return 0, because the megatron engine does not offload."""
-        return 0.0
 
     def _layer_communication(self, sizes: Sizes, micro_batch: int) -> tuple[float, float, float, float, float]:
         """Return the exposed seconds of a layer: tp forward, tp backward, cp forward, cp backward; and collectives

@@ -57,7 +57,9 @@ def _run(given: RunConfig, find: Find | None) -> None:
     from megabench.data.source import open_source
     from megabench.runtime import rendezvous as rendezvous_module
     from megabench.runtime.device import choose_device
+    from megabench.runtime.messages import meet
     from megabench.train.callbacks.user_callbacks import load_callbacks
+    from megabench.train.memory_check import MemoryCheckError, check_memory
     from megabench.train.resume import find_resume
     from megabench.train.watchdog import Watchdog
 
@@ -80,8 +82,13 @@ def _run(given: RunConfig, find: Find | None) -> None:
         source = open_source(run)
         _check_same_data(run, source.sha256, rendezvous)
         watchdog.at("checking the checkpoint", 0)
+        if not run.skip_memory_check:
+            check_memory(run, rendezvous.local_rank, rendezvous.local_world_size)
+            meet(rendezvous.store, rendezvous.world_size, "memory-check")  # before any rank uses memory
         resume = find_resume(run, source, rendezvous)
         _check_out(run, resume)
+    except MemoryCheckError as error:
+        _refuse(str(error), rendezvous, kind="oom")
     except (UserError, OSError) as error:
         _refuse(error_message(error), rendezvous)
     if resume.num_done >= run.steps:
@@ -231,7 +238,9 @@ def _set_threads(run: ResolvedConfig) -> None:
         os.environ["OMP_NUM_THREADS"] = str(number)  # DeepSpeed's CPUAdam is loaded later
 
 
-def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
+def _refuse(
+    sentence: str, rendezvous: "Rendezvous | None" = None, kind: Literal["invalid", "oom"] = "invalid"
+) -> NoReturn:
     """Exit with status 2. If all ranks of a launch refuse to start, only one of them prints the error message."""
     from megabench.runtime import messages
     from megabench.runtime import rendezvous as rendezvous_module
@@ -243,7 +252,7 @@ def _refuse(sentence: str, rendezvous: "Rendezvous | None" = None) -> NoReturn:
         with contextlib.suppress(Exception):  # out of reach
             rendezvous = rendezvous_module.join(timedelta(seconds=20))
     store, rank = (rendezvous.store, rendezvous.rank) if rendezvous else (None, 0)
-    messages.explain(store, rank, "invalid", sentence)
+    messages.explain(store, rank, kind, sentence)
     exit_process(2)
 
 

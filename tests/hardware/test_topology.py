@@ -190,7 +190,7 @@ def test_cuda_visible_devices_is_respected():
     ("text", "words"),
     [
         ("p9.huge:2", "instance type 'p9.huge' is not known; use one of"),
-        ("p5.48xlarge:none", "write e.g. p5.48xlarge:2"),
+        ("p5.48xlarge:none", "1 to 1024, e.g. p5.48xlarge:2"),
     ],
 )
 def test_clusters_that_cannot_be(text, words):

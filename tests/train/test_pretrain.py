@@ -30,6 +30,12 @@ def pretrain(*flags: str, processes: int | None = None) -> subprocess.CompletedP
     )
 
 
+def test_a_model_that_cannot_fit_is_refused() -> None:
+    result = pretrain("--model", "llama3-8b", "--num-layers", "10000")
+    assert result.returncode == 2 and result.stdout.startswith("Error: llama3-8b needs about 3"), result.stdout
+    assert result.stdout.rstrip().endswith("or --skip-memory-check") and "Traceback" not in result.stdout
+
+
 def test_a_run_and_what_it_leaves(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
