@@ -28,6 +28,7 @@ class Results:
         self._by_key: dict[tuple[str | None, int], RunRecord] = {}
         self._of_others: list[RunRecord] = []
         self._claim: RunLock | None = None
+        self.not_written: str | None = None
 
     @classmethod
     def open(cls, out: Path, study: Study) -> "Results":
@@ -144,7 +145,7 @@ class Results:
         write_records(aside, [*read_records(aside), *self._of_others])
         names = ", ".join(dict.fromkeys(record.trial for record in self._of_others))
         self._of_others = []
-        self._write()
+        self.write()
         return f"Measured under other settings, and put aside in {aside}: {names}"
 
     def logs(self, attempt: Attempt) -> Path:
@@ -179,17 +180,25 @@ class Results:
         if self.study.predictor:
             record.prediction = self.study.predictor.predict(record)
         self._by_key[attempt.key] = record
-        return next(record for record in self._write() if (record.trial_id, record.repeat) == attempt.key)
+        self.write()
+        return next(record for record in self.records if (record.trial_id, record.repeat) == attempt.key)
 
-    def _write(self) -> list[RunRecord]:
-        """Write all files anew, and return what they hold. Raises RunLockedError if another process has taken over."""
+    def write(self) -> None:
+        """Write the files of all records so far. Raises RunLockedError if another process has taken over.
+
+        `not_written` is an error message if writing fails, e.g. because the disk is full, and None if it succeeds. A
+        later call writes all records again.
+        """
         if self._claim and (loss := self._claim.loss):
             raise RunLockedError(loss)
         records = self.records
-        write_records(self._jsonl, records)
-        write_csv(self.out / "summary.csv", summarize(records, self.study.reference))
-        self.write_report()
-        return records
+        try:
+            write_records(self._jsonl, records)
+            write_csv(self.out / "summary.csv", summarize(records, self.study.reference))
+            self.write_report()
+            self.not_written = None
+        except OSError as error:
+            self.not_written = f"the results in {self.out} could not be written: {error.strerror}"
 
     def close(self) -> None:
         """Leaves the folder to others."""

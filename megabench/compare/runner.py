@@ -131,9 +131,13 @@ def _run_all(queue: TrialQueue, request: Request, results: Results, attempts: Se
     if said := results.start():
         console.print(said, markup=False, highlight=False, soft_wrap=True)
     for number, attempt in enumerate(attempts):
-        results.clear(attempt)
         with RunDisplay(console, number + 1, len(attempts), attempt.folder.as_posix()) as display:
             _run_attempt(queue, results, attempt, display)
+    if results.not_written:
+        results.write()
+    if results.not_written:
+        print(f"Error: {results.not_written}; free space, then use --resume", file=sys.stderr, flush=True)
+        return 1
     if results.study.question:
         console.print(results.study.question, markup=False, highlight=False, soft_wrap=True)
     records, reference = results.records, results.study.reference
@@ -154,6 +158,7 @@ def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display:
     trial, logs = attempt.trial, results.logs(attempt)
     found, probes = None, None
     try:
+        results.clear(attempt)
         if trial.config.auto_settings:
             found, probes = results.found(trial) or tune(queue, trial, logs, display.note, display.update)
         config = apply_setting(trial.config, found) if found else trial.config
@@ -164,6 +169,8 @@ def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display:
             record = result.record.model_copy(update={"probes": probes, "command": command})
         else:
             record = failed_record(trial, result.verdict, result.num_hosts, found, probes)
+    except OSError as error:
+        record = failed_record(trial, Verdict("failed", str(error), RunFailure(kind="error")), None, found, probes)
     except NothingFitsError as error:
         record = failed_record(trial, error.verdict, error.num_hosts, probes=error.probes)
     except StudyStopped as stopped:

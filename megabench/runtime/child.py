@@ -1,5 +1,6 @@
 """One trainer process in its own session, which ends together with its supervisor and its own children."""
 
+import contextlib
 import ctypes
 import os
 import re
@@ -8,6 +9,8 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 TERM_GRACE_SECONDS = 5.0
 KILL_WAIT_SECONDS = 15.0
@@ -24,6 +27,11 @@ _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
+def die_with_parent() -> None:
+    """Make the kernel kill this process as soon as its parent process ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class Child:
     """A process and its log.
 
@@ -36,7 +44,7 @@ class Child:
         supervisor = os.getpid()
 
         def die_with_supervisor() -> None:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent()
             if os.getppid() != supervisor:  # the supervisor ended before prctl was called
                 os._exit(1)
 
@@ -100,6 +108,22 @@ def end_all(children: Collection[Child], wait: Callable[[], None] = _doze) -> No
         deadline = time.monotonic() + patience
         while any(child.exit_status() is None for child in running) and time.monotonic() < deadline:
             wait()
+
+
+def end_strays(variables: Mapping[str, str]) -> list[int]:
+    """Kill all processes of this user whose environment has these variables. Return their process ids.
+
+    A daemon that a child started in a session of its own is in no process group of a `Child`, but inherits its
+    environment.
+    """
+    killed = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            environment = process.environ()
+            if all(environment.get(name) == value for name, value in variables.items()) and process.pid != os.getpid():
+                process.kill()
+                killed.append(process.pid)
+    return killed
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

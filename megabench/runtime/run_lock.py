@@ -94,6 +94,8 @@ class RunLock:
         try:
             owner = _Owner.of(self.folder)
         except FileNotFoundError:
+            if not self.folder.exists():
+                return f"{self.folder} no longer exists, because it was deleted or unmounted during the run"
             return f"the lock of {self.folder} is gone, so another run has ended there; was this job started twice?"
         if owner is None or owner.token == _TOKEN:
             return None

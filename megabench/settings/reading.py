@@ -85,16 +85,22 @@ def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
     return known[id(node)]
 
 
+def parse_yaml(text: str) -> Any:
+    """Return the value of YAML text. Raises ValueError or yaml.YAMLError if the text is not valid."""
+    try:
+        return _StrictLoader(text).load()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Raises ConfigError if the file is unreadable or contains no mapping."""
     try:
-        content = _StrictLoader(read_text(path)).load()
+        content = parse_yaml(read_text(path))
+    except ConfigError:
+        raise
     except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply; use a mapping of settings, e.g. 'tp: 2'") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must contain a mapping of settings, e.g. 'tp: 2', not {type(content).__name__}")
     return content

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import yaml
 
 from megabench.config import hint
+from megabench.settings.reading import parse_yaml
 from megabench.study.machine import gpu_names
 from megabench.study.planned_trials import Planning
 from megabench.study.study import TRIAL_SETTINGS, Study, StudyError, StudyFile, plan_study
@@ -47,6 +48,7 @@ class Request:
             raise StudyError(f"{self.source} names no world_size and {missing}; add --nproc N, or world_size to base")
         study = self._planned(file, size)
         for trial in study.select(self.only):
+            _check_data(f"{self.source}: trial {trial.name}", trial.resolved.data)
             if trial.resolved.device == "cuda" and trial.world_size > num_gpus:
                 raise StudyError(
                     f"{self.source}: trial {trial.name} needs {trial.world_size} GPUs and this machine has {num_gpus}; "
@@ -68,6 +70,12 @@ class Request:
         return replace(study, predictor=predictor, as_run=as_run)
 
 
+def _check_data(where: str, data: str) -> None:
+    """Raise StudyError unless `data` is built in or exists as a file, or as a token file without its suffix."""
+    if data not in ("stdlib", "synthetic") and not Path(data).exists() and not Path(f"{data}.bin").exists():
+        raise StudyError(f"{where}: data={data} does not exist; use stdlib, synthetic, or the path of a file")
+
+
 def _setting(text: str) -> tuple[str, Any]:
     """The field and the value of "FIELD=VALUE", the value as it would stand in a study file."""
     field, separator, value = text.partition("=")
@@ -78,6 +86,6 @@ def _setting(text: str) -> tuple[str, Any]:
     if field not in TRIAL_SETTINGS:
         raise StudyError(f"--set {text}: unknown setting {field!r}; {hint(field, TRIAL_SETTINGS)}")
     try:
-        return field, yaml.safe_load(value)
-    except yaml.YAMLError:
+        return field, parse_yaml(value)
+    except (yaml.YAMLError, ValueError):
         raise StudyError(f"--set {text}: {value!r} is not valid YAML; quote it as a study file would") from None

@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch.distributed import PrefixStore
 
-from megabench.runtime.child import Child, end_all, without_launcher
+from megabench.runtime.child import Child, end_all, end_strays, without_launcher
 from megabench.runtime.messages import Failure, Progress, read_failure, read_progress
 from megabench.runtime.rendezvous import PREFIX_VARIABLE
 from megabench.supervisor.coordinator import Coordinator
@@ -42,6 +42,7 @@ class TrialProcesses:
     def __init__(self, coordinator: Coordinator, task: Task, trainer: Sequence[str], prefix: str) -> None:
         self._coordinator, self._task, self._prefix = coordinator, task, prefix
         self._command = [*trainer, *task.flags]
+        self._port = str(coordinator.launch.port)
         self._messages = PrefixStore(prefix, coordinator.launch.store)
         self._notes = PrefixStore(f"{prefix}/supervisors", coordinator.launch.store)
         self._children: dict[int, Child] = {}
@@ -60,6 +61,8 @@ class TrialProcesses:
             self._finish(stop)
         finally:
             end_all(self._children.values())
+            for rank in self._children:
+                end_strays({PREFIX_VARIABLE: self._prefix, "RANK": str(rank), "MASTER_PORT": self._port})
         return stop
 
     def ends(self) -> list[RankEnd]:
@@ -68,10 +71,14 @@ class TrialProcesses:
         return [RankEnd.from_json(self._notes.get(f"end/{rank}")) for rank in range(self._task.world_size)]
 
     def _start(self) -> None:
-        for rank in self._coordinator.launch.ranks:
-            if rank < self._task.world_size:
-                log = self._task.logs / f"rank-{rank}.log"
+        ranks = [rank for rank in self._coordinator.launch.ranks if rank < self._task.world_size]
+        self._num_ranks = len(ranks)
+        for rank in ranks:
+            log = self._task.logs / f"rank-{rank}.log"
+            try:
                 self._children[rank] = Child(self._command, self._environment(rank), log)
+            except (OSError, ValueError) as error:
+                self._publish_unstarted(rank, f"cannot start the process: {error}")
 
     def _environment(self, rank: int) -> dict[str, str]:
         task = self._task
@@ -112,7 +119,7 @@ class TrialProcesses:
         places = ask_where(running) if stop == "timeout" else {}
         failures = {rank: read_failure(self._messages, rank) for rank in running}
         # nobody ends a process before all have looked: its peers, on whatever host, will report that they lost it
-        self._notes.add("looked", len(self._children))
+        self._notes.add("looked", self._num_ranks)
         self._coordinator.wait_until(lambda: self._count("looked") == self._task.world_size)
         end_all(running.values(), self._coordinator.poll)  # they may take longer than a supervisor may be silent
         for rank in running:
@@ -139,6 +146,13 @@ class TrialProcesses:
             num_steps=progress.num_steps if progress else 0,
             failure=failure,
         )
+        self._notes.set(f"end/{rank}", end.to_json())
+        self._notes.add("ended", 1)
+        self._ended.add(rank)
+
+    def _publish_unstarted(self, rank: int, problem: str) -> None:
+        order = self._notes.add("failed", 1)
+        end = RankEnd(rank, socket.gethostname(), code=1, was_ended=False, order=order, last_line=problem)
         self._notes.set(f"end/{rank}", end.to_json())
         self._notes.add("ended", 1)
         self._ended.add(rank)

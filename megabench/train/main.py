@@ -21,6 +21,7 @@ from megabench import UserError, error_message
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.config.auto import resolve_first
 from megabench.record import Probe, RunRecord
+from megabench.runtime.child import die_with_parent
 from megabench.runtime.exit import exit_process
 from megabench.runtime.run_lock import check_free
 from megabench.train.flags import parse_flags
@@ -40,6 +41,8 @@ def main(find: Find | None = None) -> NoReturn:
     """Run the command line of this process and exit. Settings that are "auto" are refused unless `find` is given."""
     # a supervisor sends SIGUSR2 to make a hanging run print its stack
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=False)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # torchrun cannot end its processes if it is killed with SIGKILL
     try:
         given = parse_flags()
         if given is not None:

@@ -303,9 +303,18 @@ class Trainer:
         self.watchdog.close()
         dist.destroy_process_group()
         outlast(self.rendezvous.store, self.rendezvous.rank, self.rendezvous.world_size, "training")
-        if not_kept := [reason for reason in (not_saved, *everyone_hears) if reason]:
-            raise StoppedError("; ".join(not_kept))
+        if reasons := [reason for reason in (not_saved, *everyone_hears, self._why_useless()) if reason]:
+            raise StoppedError("; ".join(reasons))
         return record
+
+    def _why_useless(self) -> str | None:
+        """Return why the run is no success although it reached its end, or None."""
+        if wrong := self._nan_guard.num_in_a_row:
+            return f"the last {wrong} steps had a non-finite loss or gradients, so the run did not train to its end"
+        timed = [step for step in self.steps if step.is_timed]
+        if timed and all(step.result.skipped for step in timed):
+            return "every timed step was skipped, because its gradients were not finite; use bf16, or more steps"
+        return None
 
     def _record(self, by_rank: Sequence[dict[str, Any]]) -> RunRecord:
         """Build the record of the run from the measurements of all ranks."""

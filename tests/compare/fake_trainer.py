@@ -49,6 +49,12 @@ def main() -> int:
     if fault == "grandchild":
         note_pid(out, f"grandchild-{rank}", subprocess.Popen(["sleep", "600"]).pid)
         time.sleep(600)
+    if fault == "daemon":
+        note_pid(out, f"daemon-{rank}", subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+    if fault == "full":  # as if the disk were full from here on
+        (out.parents[1] / "results.partial").mkdir(exist_ok=True)
+    if fault == "freed":
+        (out.parents[1] / "results.partial").rmdir()
     if fault == "environment":
         (out / f"environment-{rank}").write_text("\n".join(f"{k}={v}" for k, v in sorted(os.environ.items())))
     if rank == 0 and fault != "no_record":

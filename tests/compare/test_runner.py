@@ -226,6 +226,47 @@ def test_a_stopped_supervisor_ends_all_that_its_children_started(tmp_path, sent,
     assert not running(out)
 
 
+def test_a_daemon_does_not_survive_its_trial(tmp_path):
+    study = write(tmp_path, BASE + "trials: [{name: a, env: {FAULT: daemon}}]")
+    out = tmp_path / "out"
+    assert compare(study, "--out", out, "--nproc", 2)[0] == 0
+    assert len([*out.glob("logs/a/pid-daemon-*")]) == 2 and not running(out)
+
+
+FULL = """
+trials:
+  - {name: a, world_size: 1}
+  - {name: b, world_size: 1, seed: 1, env: {FAULT: full}}
+  - {name: c, world_size: 1, seed: 2LAST}
+"""
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_a_full_disk_loses_no_later_trial(tmp_path, freed):
+    study = write(tmp_path, BASE + FULL.replace("LAST", ", env: {FAULT: freed}" * freed))
+    out = tmp_path / "out"
+    status, stdout, stderr = compare(study, "--out", out)
+    names = [record.trial for record in read_records(out / "results.jsonl")]
+    assert "Traceback" not in stdout + stderr
+    if freed:
+        assert (status, names) == (0, ["a", "b", "c"]), stderr
+    else:
+        assert (status, names) == (1, ["a"])
+        assert stderr.startswith(f"Error: the results in {out} could not be written: Is a directory; free space")
+
+
+def test_a_process_that_cannot_start_fails_its_trial_alone(tmp_path):
+    """Each variable is short enough, but all together exceed what a process may receive."""
+    many = ", ".join(f"V{number}: {'x' * 120_000}" for number in range(8))
+    study = write(tmp_path, BASE + f"trials: [{{name: a, env: {{{many}}}}}, {{name: b, seed: 1}}]")
+    out = tmp_path / "out"
+    padding = {f"P{number}": "x" * 120_000 for number in range(11)}
+    status, stdout, stderr = compare(study, "--out", out, "--nproc", 2, **padding)
+    found = {record.trial: record for record in read_records(out / "results.jsonl")}
+    assert status == 1 and found["b"].status == "ok", stdout + stderr
+    assert found["a"].status == "failed" and "cannot start the process: " in (found["a"].error or "")
+
+
 def test_children_die_with_a_killed_supervisor(tmp_path):
     study = write(tmp_path, BASE + "trials: [{name: a, env: {FAULT: kill, FAULT_RANK: 9}}]")
     out = tmp_path / "out"
