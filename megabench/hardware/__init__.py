@@ -1,1 +1,1 @@
-"""What the machine is."""
+"""Facts about the machine: hosts, GPUs, NVLinks, NICs, topology and throttling."""

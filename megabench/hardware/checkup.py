@@ -1,6 +1,6 @@
-"""What a host is like beside the run: shared memory, other processes on its GPUs, clocks, PCIe, compile cache.
+"""Condition of a host during a run: shared memory, other GPU processes, throttling, PCIe distance, compile cache.
 
-Loads no torch. Any of it may be hidden in a container or a virtual machine: what cannot be read is None.
+Loads no torch. A container or a virtual machine may hide some of the values. A value that cannot be read is None.
 """
 
 import os
@@ -16,9 +16,9 @@ import pynvml
 from megabench.hardware.facts import ask, bus_id, known_instance_type, nvml
 from megabench.record import Machine, NicDistance
 
-_NIC_DISTANCES: tuple[NicDistance, ...] = ("switch", "host bridge", "other bridge")  # near to far
+_NIC_DISTANCES: tuple[NicDistance, ...] = ("switch", "host bridge", "other bridge")  # nearest first
 
-# nvml.h, nvmlClocksEventReasons: those that say a GPU runs slower than it would
+# The bits of nvmlClocksEventReasons (nvml.h) that indicate throttling, i.e. clocks below their usual value.
 _THROTTLE = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -29,14 +29,15 @@ _THROTTLE = {
 }
 
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]+:[0-9a-f]+")
-_FORGETTING_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")  # memory, and the layer that goes with a container
+# These file systems lose their files: tmpfs and ramfs are in memory, and an overlay is deleted with its container.
+_FORGETTING_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
 
 
 class Checkup:
-    """Looks at this rank's host when it is made, and at its GPU's processes again at the end."""
+    """Record the condition of this rank's host. Other processes on the GPU are counted at the start and at the end."""
 
     def __init__(self, host: str, gpu_uuid: str | None, own: Collection[int]) -> None:
-        """`own` are the process ids of the run."""
+        """Read the condition of the host. `own` contains the process ids of the run."""
         self._gpu_uuid, self._own = gpu_uuid, own
         shm = read_shm(Path("/dev/shm"))
         cache = compile_cache(os.environ)
@@ -60,13 +61,13 @@ class Checkup:
             self._seen = self._seen.model_copy(update=update)
 
     def close(self, throttle: Mapping[str, float] | None) -> Machine:
-        """What was seen, with the `throttle` that the timed steps had."""
+        """Return the recorded condition. `throttle` maps each throttle reason to its share of the samples, 0 to 1."""
         self._look()
         return self._seen.model_copy(update={"throttle": dict(throttle) if throttle is not None else None})
 
 
 def worst_of_hosts(seen: Iterable[Machine]) -> list[Machine]:
-    """One for each host out of what its ranks saw: the worst of everything."""
+    """Return one Machine per host. Each GPU field contains the worst value that any rank of the host recorded."""
     hosts: dict[str, Machine] = {}
     for machine in seen:
         known = hosts.get(machine.host)
@@ -94,7 +95,7 @@ def _worse(a: Machine, b: Machine) -> Machine:
 
 
 def read_shm(folder: Path) -> tuple[float, float] | None:
-    """GiB of shared memory in all, and free."""
+    """Return the total and the free shared memory of the file system at `folder`, in GiB."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -103,7 +104,7 @@ def read_shm(folder: Path) -> tuple[float, float] | None:
 
 
 def other_processes(gpu_uuid: str, own: Collection[int]) -> tuple[int, float | None] | None:
-    """How many processes compute on a GPU beside the run's `own`, and the GiB that they hold."""
+    """Return the number of other processes on a GPU and their memory in GiB. `own` lists the run's own process ids."""
     with nvml() as there:
         gpu = ask(pynvml.nvmlDeviceGetHandleByUUID, gpu_uuid) if there else None
         found = ask(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu) if gpu is not None else None
@@ -111,9 +112,10 @@ def other_processes(gpu_uuid: str, own: Collection[int]) -> tuple[int, float | N
 
 
 def beside_us(memory: Mapping[int, int | None], own: Collection[int]) -> tuple[int, float | None]:
-    """The number and the GiB of the processes in `memory` (bytes by process id) that are not `own`.
+    """Return the number and the GPU memory in GiB of the processes in `memory` that are not in `own`.
 
-    In a container NVML tells the host's numbers, or none: then one of them is the run's, and nobody knows which.
+    `memory` maps process ids to bytes. In a container, NVML may report the host's process ids or none. If `memory`
+    contains no process id of this run, one unknown entry is assumed to be this run's, and the GPU memory is None.
     """
     if not memory.keys() & set(own):
         return max(0, len(memory) - 1), None
@@ -123,25 +125,25 @@ def beside_us(memory: Mapping[int, int | None], own: Collection[int]) -> tuple[i
 
 
 def throttle_reasons(gpu_uuid: str) -> frozenset[str] | None:
-    """Why a GPU now runs slower than it would; empty when it does not."""
+    """Return the reasons why a GPU currently runs below its usual clocks, or an empty set without throttling."""
     with nvml() as there:
         gpu = ask(pynvml.nvmlDeviceGetHandleByUUID, gpu_uuid) if there else None
         if gpu is None:
             return None
         bits = ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu)
-        if bits is None:  # a driver that knows the older name alone
+        if bits is None:  # Older drivers support only the older NVML function.
             bits = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu)
     return None if bits is None else frozenset(name for bit, name in _THROTTLE.items() if bits & bit)
 
 
 def shares(samples: Sequence[frozenset[str]]) -> dict[str, float]:
-    """In which part of the samples each reason was seen."""
+    """Return the share of the samples, 0 to 1, that contain each throttle reason."""
     names = sorted(set().union(*samples))
     return {name: sum(name in sample for sample in samples) / len(samples) for name in names}
 
 
 def power_limit_share(gpu_uuid: str) -> float | None:
-    """The power limit that is set, as a part of the one that the GPU came with."""
+    """Return the GPU's current power limit divided by its default power limit."""
     with nvml() as there:
         gpu = ask(pynvml.nvmlDeviceGetHandleByUUID, gpu_uuid) if there else None
         if gpu is None:
@@ -152,18 +154,21 @@ def power_limit_share(gpu_uuid: str) -> float | None:
 
 
 def compile_cache(environment: Mapping[str, str]) -> Path:
-    """Where torch.compile keeps what it made."""
+    """Return the directory of torch.compile's cache."""
     if folder := environment.get("TORCHINDUCTOR_CACHE_DIR"):
         return Path(folder)
     try:
         user = getuser()
-    except (KeyError, OSError):  # a user number without a name, as containers have
+    except (KeyError, OSError):  # In a container, the user id may have no user name.
         user = str(os.getuid())
     return Path(tempfile.gettempdir()) / f"torchinductor_{user}"
 
 
 def is_kept(folder: Path, mounts: Path) -> bool | None:
-    """Whether `folder` lies on a file system that outlives a container and a restart; `mounts` is /proc/self/mounts."""
+    """Return whether files in `folder` survive a restart of the container or the host.
+
+    `mounts` is the path of /proc/self/mounts.
+    """
     try:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:
@@ -176,7 +181,7 @@ def is_kept(folder: Path, mounts: Path) -> bool | None:
 
 
 def read_nic_distance(gpu_uuid: str) -> NicDistance | None:
-    """How far the GPU is from the nearest NIC that reads memory itself (InfiniBand, RoCE, EFA)."""
+    """Return the PCIe distance from the GPU to the nearest RDMA NIC (InfiniBand, RoCE, EFA)."""
     with nvml() as there:
         gpu = ask(pynvml.nvmlDeviceGetHandleByUUID, gpu_uuid) if there else None
         address = bus_id(gpu) if gpu is not None else None
@@ -186,12 +191,12 @@ def read_nic_distance(gpu_uuid: str) -> NicDistance | None:
     for file in files:
         if file and (distance := distance_in_nccl_topology(Path(file), address)):
             return distance
-    # a virtual machine shows a PCIe tree of its own making
+    # The PCIe tree of a virtual machine is emulated and differs from the PCIe tree of the hardware.
     return None if is_virtual(Path("/proc/cpuinfo")) else distance_in_sys(Path("/sys"), address)
 
 
 def is_virtual(cpuinfo: Path) -> bool:
-    """Whether this is a virtual machine, by the flag that processors show there."""
+    """Return whether this host is a virtual machine, i.e. whether /proc/cpuinfo lists the flag "hypervisor"."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -200,9 +205,10 @@ def is_virtual(cpuinfo: Path) -> bool:
 
 
 def distance_in_sys(sys: Path, address: str) -> NicDistance | None:
-    """From the device files: what the paths of the GPU and of a NIC have in common, the nearest NIC counting.
+    """Return the PCIe distance from the GPU to the nearest NIC, computed from the device paths under `sys`.
 
-    A path goes through the host bridge and the PCIe bridges to the device: …/pci0000:3a/0000:3a:00.0/0000:3b:00.0.
+    A device path contains the host bridge, the PCIe bridges and the device: …/pci0000:3a/0000:3a:00.0/0000:3b:00.0.
+    The part that the paths of the GPU and of a NIC have in common determines the distance.
     """
     gpu = _pci_path(sys / "bus/pci/devices" / _short(address))
     try:
@@ -214,7 +220,7 @@ def distance_in_sys(sys: Path, address: str) -> NicDistance | None:
 
 
 def _pci_path(device: Path) -> tuple[str, ...] | None:
-    """The host bridge, the bridges and the device itself."""
+    """Return the PCI path of a device: the host bridge, the PCIe bridges and the device."""
     if not device.exists():
         return None
     parts = device.resolve().parts
@@ -230,13 +236,16 @@ def _distance(a: tuple[str, ...], b: tuple[str, ...]) -> NicDistance:
 
 
 def _short(address: str) -> str:
-    """A PCI address with the four digits of domain that Linux writes."""
+    """Return a PCI address with a four-digit domain, the format of Linux."""
     domain, rest = address.lower().split(":", 1)
     return f"{int(domain, 16):04x}:{rest}"
 
 
 def distance_in_nccl_topology(file: Path, address: str) -> NicDistance | None:
-    """From a topology that NCCL wrote or was given: system > cpu > pci > … > pci > gpu, and nic > net beside it."""
+    """Return the PCIe distance from the GPU to the nearest NIC, computed from a topology file of NCCL.
+
+    GPUs are nested as system > cpu > pci > … > pci > gpu, NICs as system > cpu > pci > … > pci > nic > net.
+    """
     try:
         root = ElementTree.parse(file).getroot()
     except (OSError, ElementTree.ParseError):

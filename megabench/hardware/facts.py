@@ -1,6 +1,7 @@
-"""What one process can tell about where it runs: host, GPU with its NVLinks, network. Loads no torch.
+"""Facts that one process reads about its environment: host, GPU, NVLinks and network. Loads no torch.
 
-GPU facts come from NVML, the others from the files of Linux; what cannot be read is None, or absent.
+GPU facts come from NVML. All other facts come from /sys, /proc and environment variables. A fact that cannot be read
+is None or absent.
 """
 
 import ctypes
@@ -25,12 +26,12 @@ class _Facts(BaseModel):
 
 
 class GpuFacts(_Facts):
-    """One GPU. Bus ids are PCI addresses, which name a GPU within one server only.
+    """One GPU. Bus ids are PCI addresses, which identify a GPU only within one server.
 
-    `nvlinks` holds the remote end of every link that is up: a GPU's bus id, or None for a switch or an end that NVML
-    does not tell; it is None itself when NVML tells nothing of links. `visible_bus_ids` are all GPUs that this process
-    could see, `p2p_bus_ids` those that this GPU can read directly. `fabric` is (cluster UUID, clique) of a multi-node
-    NVLink fabric, once it is up.
+    `nvlinks` contains the remote end of each active NVLink: a GPU's bus id, or None for a switch or an unknown end.
+    `nvlinks` is None if NVML does not report NVLinks. `visible_bus_ids` are the bus ids of all GPUs that this process
+    can see. `p2p_bus_ids` are the bus ids of the GPUs whose memory this GPU can read directly. `fabric` is the
+    (cluster UUID, clique) of an active multi-node NVLink fabric.
     """
 
     uuid: str
@@ -44,8 +45,11 @@ class GpuFacts(_Facts):
 
 
 class RankFacts(_Facts):
-    """Where one rank runs. `nccl_hostid` is NCCL_HOSTID, which replaces hostname and boot id in NCCL's eyes;
-    `shm_device` the device number of /dev/shm; `network_gbits` of all NICs of its network together."""
+    """The host, network and GPU of one rank.
+
+    `nccl_hostid` is the environment variable NCCL_HOSTID, which replaces hostname and boot id as NCCL's identity of the
+    host. `shm_device` is the device number of /dev/shm. `network_gbits` is the total bandwidth of the NICs.
+    """
 
     hostname: str
     boot_id: str
@@ -59,7 +63,7 @@ class RankFacts(_Facts):
 
 
 def read_facts(local_rank: int, gpu_uuid: str | None) -> RankFacts:
-    """The facts of this process, which runs on the GPU `gpu_uuid` ("GPU-…"), or on CPU if that is None."""
+    """Return the facts of this process. `gpu_uuid` is the UUID of the process's GPU ("GPU-…"), or None on CPU."""
     network, gbits = read_network(_SYS)
     return RankFacts(
         hostname=socket.gethostname(),
@@ -75,13 +79,13 @@ def read_facts(local_rank: int, gpu_uuid: str | None) -> RankFacts:
 
 
 def known_instance_type() -> str | None:
-    """The type of cloud instance that this host is; None for any that the catalogue does not know."""
+    """Return the cloud instance type of this host, or None if the catalogue does not list the type."""
     name = _read(_SYS / "devices/virtual/dmi/id/product_name")
     return name if name and find_instance(name) else None
 
 
 def read_network(sys: Path) -> tuple[Network, float | None]:
-    """The fastest kind of network that the device files under `sys` show, and its NICs' Gbit/s together."""
+    """Return the fastest kind of network listed under `sys` (/sys), and the total bandwidth of its NICs in Gbit/s."""
     rates: dict[Network, list[float | None]] = {"efa": [], "infiniband": [], "socket": []}
     for device in _entries(sys / "class/infiniband"):
         driver = device / "device/driver"
@@ -101,7 +105,7 @@ def read_network(sys: Path) -> tuple[Network, float | None]:
 
 @contextmanager
 def nvml() -> Iterator[bool]:
-    """NVML for a while; False where there is none."""
+    """Initialize NVML for the duration of the context. Yield False if NVML is not available."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -114,7 +118,7 @@ def nvml() -> Iterator[bool]:
 
 
 def visible_gpus() -> list[tuple[str, str]]:
-    """UUID and name of the NVIDIA GPUs that a process started here would see, in CUDA's order."""
+    """Return the UUID and name of each NVIDIA GPU that a new process would see, in CUDA's order."""
     with nvml() as there:
         if not there:
             return []
@@ -124,22 +128,22 @@ def visible_gpus() -> list[tuple[str, str]]:
 
 
 def seen_by_cuda(gpus: Sequence[tuple[str, str]], visible: str) -> list[tuple[str, str]]:
-    """Those of `gpus` (UUID and name) that CUDA_VISIBLE_DEVICES=`visible` lets through, in its order."""
+    """Return the (UUID, name) pairs of `gpus` that CUDA_VISIBLE_DEVICES=`visible` selects, ordered as in `visible`."""
     words = [word.strip() for word in visible.split(",")]
     by_index = {str(index): gpu for index, gpu in enumerate(gpus)}
     chosen = []
     for word in words:
         gpu = by_index.get(word) or next((gpu for gpu in gpus if word and gpu[0].startswith(word)), None)
         if gpu is None and word.startswith("MIG-") and gpus:
-            gpu = (word, gpus[0][1])  # a slice of some GPU here
+            gpu = (word, gpus[0][1])  # the MIG instance belongs to a GPU of this host
         if gpu is None:
-            break  # as CUDA does: what stands behind a wrong word is not seen
+            break  # CUDA ignores all entries after the first invalid entry
         chosen.append(gpu)
     return chosen
 
 
 def read_gpu(uuid: str) -> GpuFacts | None:
-    """What NVML tells of one GPU; None where there is no NVML, or it does not know the GPU."""
+    """Return the facts that NVML reports about one GPU, or None if NVML is missing or does not know the GPU."""
     with nvml() as there:
         if not there or (gpu := ask(pynvml.nvmlDeviceGetHandleByUUID, uuid)) is None:
             return None
@@ -162,7 +166,7 @@ def _gpus() -> list[Any]:
 
 
 def ask(question: Callable[..., Any], *arguments: Any) -> Any:
-    """NVML's answer; None where this GPU or driver has none."""
+    """Call an NVML function and return its result, or None if the GPU or the driver does not support the function."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:
@@ -170,12 +174,12 @@ def ask(question: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def bus_id(gpu: Any) -> str:
-    """The PCI address of a GPU."""
+    """Return the PCI address of a GPU."""
     return _address(pynvml.nvmlDeviceGetPciInfo(gpu))
 
 
 def _address(pci: Any) -> str:
-    """A PCI address in one form: NVML pads the domain to four or eight digits."""
+    """Return a PCI address with an eight-digit domain. NVML pads the domain to four or eight digits."""
     text = pci.busId.decode() if isinstance(pci.busId, bytes) else pci.busId
     domain, rest = text.lower().split(":", 1)
     return f"{int(domain, 16):08x}:{rest}"
@@ -197,8 +201,9 @@ def _remote_gpu(gpu: Any, link: int) -> str | None:
 
 
 def _nvlink_gb_per_s(gpu: Any) -> float | None:
-    """One direction, all links that are up together."""
-    fields = [pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT]  # MB/s of a link, links
+    """Return the total bandwidth of a GPU's active NVLinks in one direction, in GB/s."""
+    # NVML returns the speed of one link in MB/s and the number of links.
+    fields = [pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT]
     values = ask(pynvml.nvmlDeviceGetFieldValues, gpu, fields)
     if values is None or any(value.nvmlReturn != pynvml.NVML_SUCCESS for value in values):
         return None
@@ -207,7 +212,7 @@ def _nvlink_gb_per_s(gpu: Any) -> float | None:
 
 
 def _reads(gpu: Any, other: Any) -> bool:
-    read = 0  # NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py gives as a tuple
+    read = 0  # nvidia-ml-py defines the constant NVML_P2P_CAPS_INDEX_READ = 0 as a tuple
     status = ask(pynvml.nvmlDeviceGetP2PStatus, gpu, other, read)
     return bool(status == pynvml.NVML_P2P_STATUS_OK)
 
@@ -234,7 +239,7 @@ def _read(path: Path) -> str | None:
 
 
 def _number(text: str | None) -> float | None:
-    """The first word of `text` as a number: "100 Gb/sec (4X EDR)" → 100."""
+    """Return the first word of `text` as a number, e.g. 100 for "100 Gb/sec (4X EDR)"."""
     try:
         return float((text or "").split()[0])
     except (ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""GPUs with their peak rates and cloud instances with their networks; every fact with its source. Loads no torch."""
+"""Catalogues of GPUs (peak FLOP/s, memory) and of cloud instances (GPUs, network), with sources. Loads no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,9 +10,9 @@ Network = Literal["efa", "infiniband", "socket"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator: dense peak in TFLOP/s by precision (no sparsity).
+    """One type of GPU with its dense peak TFLOP/s (without sparsity) per precision.
 
-    `fp32` is the rate of plain fp32 arithmetic: megabench keeps TF32 off in fp32 runs.
+    `fp32_tflops` is the peak of fp32 arithmetic without TF32, because megabench disables TF32 in fp32 runs.
     """
 
     name: str
@@ -22,16 +22,16 @@ class Gpu:
     source: str
 
     def peak_tflops(self, precision: str) -> float | None:
-        """The dense peak of the matrix products of a precision; None where the GPU does not have them."""
+        """Return the dense peak TFLOP/s of matrix products in a precision, or None if the GPU lacks the precision."""
         peaks = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "fp32": self.fp32_tflops}
         return peaks.get(POLICIES[precision].products)
 
 
-_HOPPER = "NVIDIA H100 datasheet (SXM, dense); the H200 has the same processor"
+_HOPPER = "NVIDIA H100 datasheet (SXM, dense); the H200 has the same peak FLOP/s"
 _AMPERE = "NVIDIA A100 datasheet (dense)"
 _VOLTA = "NVIDIA V100 datasheet"
 
-# by the name that CUDA gives the device: another variant of a chip may run at other rates
+# The keys are CUDA device names, because variants of one chip may have different peak FLOP/s.
 _GPUS = {
     "NVIDIA H200": Gpu("H200", 989.4, 989.4, 66.9, _HOPPER),
     "NVIDIA H200 NVL": Gpu("H200 NVL", 835.5, 835.5, 60.0, "NVIDIA H200 datasheet (NVL, dense)"),
@@ -39,7 +39,7 @@ _GPUS = {
     "NVIDIA H100 PCIe": Gpu("H100 PCIe", 756.0, 756.0, 51.2, "NVIDIA H100 datasheet (PCIe, dense)"),
     "NVIDIA H100 NVL": Gpu("H100 NVL", 835.5, 835.5, 60.0, "NVIDIA H100 datasheet (NVL, dense)"),
     "NVIDIA GH200 480GB": Gpu("GH200", 989.4, 989.4, 66.9, "NVIDIA GH200 datasheet (dense)"),
-    "NVIDIA B200": Gpu("B200", 2250.0, 2250.0, 75.0, "NVIDIA DGX B200 datasheet (a GPU, dense)"),
+    "NVIDIA B200": Gpu("B200", 2250.0, 2250.0, 75.0, "NVIDIA DGX B200 datasheet (per GPU, dense)"),
     "NVIDIA A100-SXM4-80GB": Gpu("A100", 312.0, 312.0, 19.5, _AMPERE),
     "NVIDIA A100-SXM4-40GB": Gpu("A100", 312.0, 312.0, 19.5, _AMPERE),
     "NVIDIA A100 80GB PCIe": Gpu("A100 PCIe", 312.0, 312.0, 19.5, _AMPERE),
@@ -58,16 +58,17 @@ GPU_NAMES = tuple(_GPUS)
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """The catalogue entry for a CUDA device name such as "NVIDIA H200"; None when it is not known (never a guess)."""
+    """Return the GPU with the CUDA device name `device_name`, or None. The name must match exactly: "NVIDIA H200"."""
     return _GPUS.get(device_name)
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One type of cloud instance. `gpu` is CUDA's name of its GPUs.
+    """One type of cloud instance. `gpu` is the CUDA device name of its GPUs.
 
-    `nvlink_gb_per_s` is of one GPU in one direction, 0 without NVLink; `nvlink_domain` how many GPUs it joins.
-    `gpudirect` tells whether the network reads GPU memory (aws-ofi-nccl #547: P instances from p4d on).
+    `nvlink_gb_per_s` is the NVLink bandwidth of one GPU in one direction, 0 without NVLink. `nvlink_domain` is the
+    number of GPUs per NVLink domain. `gpudirect` is True if the NICs can read GPU memory directly. AWS P instances
+    support GPUDirect since p4d (aws-ofi-nccl #547).
     """
 
     name: str
@@ -84,11 +85,12 @@ class Instance:
 
     @property
     def network_gbits(self) -> float:
-        """Of all its NICs together, one direction."""
+        """The total bandwidth of all NICs of the instance in one direction, in Gbit/s."""
         return self.num_nics * self.nic_gbits
 
 
-# karpenter-provider-aws instance-types.md; awsome-distributed-training efa-cheatsheet.md; NVLink: the GPUs' datasheets
+# Sources: karpenter-provider-aws instance-types.md, awsome-distributed-training efa-cheatsheet.md. NVLink bandwidths
+# are from the GPUs' datasheets.
 _A100_40, _A100_80 = "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"
 _INSTANCES = {
     instance.name: instance
@@ -110,11 +112,11 @@ INSTANCE_NAMES = tuple(_INSTANCES)
 
 
 def find_instance(name: str) -> Instance | None:
-    """The catalogue entry for an instance type such as "p5.48xlarge"; None when it is not known."""
+    """Return the catalogue entry for an instance type such as "p5.48xlarge", or None if the type is unknown."""
     return _INSTANCES.get(name)
 
 
-# of GPUs that no instance above has: their data sheets
+# The memory of GPUs that are in no instance of _INSTANCES, from the GPUs' datasheets.
 _MEMORY_MIB = {
     "NVIDIA H200 NVL": 144384,
     "NVIDIA H100 PCIe": 81920,
@@ -129,6 +131,6 @@ _MEMORY_MIB = {
 
 
 def gpu_memory_mib(device_name: str) -> int | None:
-    """Memory of a GPU by CUDA's name for it; None when it is not known."""
+    """Return the memory in MiB of the GPU with this CUDA device name, or None if the name is unknown."""
     found = (instance.gpu_memory_mib for instance in _INSTANCES.values() if instance.gpu == device_name)
     return next(found, _MEMORY_MIB.get(device_name))

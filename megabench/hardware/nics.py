@@ -1,4 +1,4 @@
-"""What this host's network interfaces have sent and received, from the kernel's counters. Loads no torch."""
+"""Bytes that this host's network interfaces sent and received, from the kernel's counters. Loads no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +9,14 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class NicBytes:
-    """Bytes since the interface came up."""
+    """Bytes that one network interface sent and received."""
 
     sent: int
     received: int
 
 
 def read_nics(net: Path = _NET, infiniband: Path = _INFINIBAND) -> dict[str, NicBytes]:
-    """Every interface that counts, by name: Ethernet and loopback, InfiniBand ports, EFA devices."""
+    """Return the byte counters of all Ethernet, loopback, InfiniBand and EFA interfaces of this host, by name."""
     found = {}
     for interface in _children(net):
         counted = _read(interface / "statistics" / "tx_bytes"), _read(interface / "statistics" / "rx_bytes")
@@ -24,7 +24,7 @@ def read_nics(net: Path = _NET, infiniband: Path = _INFINIBAND) -> dict[str, Nic
             found[interface.name] = NicBytes(counted[0], counted[1])
     for device in _children(infiniband):
         for port in _children(device / "ports"):
-            # EFA counts bytes; InfiniBand words of four (Documentation/ABI/stable/sysfs-class-infiniband)
+            # EFA counts bytes. InfiniBand counts units of 4 bytes (Documentation/ABI/stable/sysfs-class-infiniband).
             efa = _read(port / "hw_counters" / "tx_bytes"), _read(port / "hw_counters" / "rx_bytes")
             words = _read(port / "counters" / "port_xmit_data"), _read(port / "counters" / "port_rcv_data")
             name = f"{device.name}/{port.name}"
@@ -36,7 +36,7 @@ def read_nics(net: Path = _NET, infiniband: Path = _INFINIBAND) -> dict[str, Nic
 
 
 def since(before: dict[str, NicBytes], now: dict[str, NicBytes]) -> dict[str, NicBytes]:
-    """What went over each interface that was there both times and moved anything."""
+    """Return the bytes that each interface transferred between two readings. Idle interfaces are omitted."""
     moved = {
         name: NicBytes(now[name].sent - old.sent, now[name].received - old.received)
         for name, old in before.items()

@@ -1,5 +1,4 @@
-"""What the hardware does beside the run: GPU utilisation, power and throttling, sampled by a thread, and the network's
-counters."""
+"""Background sampling of a GPU's utilization, power and throttling, and of the host's network counters."""
 
 import threading
 import time
@@ -13,16 +12,16 @@ from megabench.hardware.nics import NicBytes, read_nics, since
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at a GPU: `utilization` is 0 to 1."""
+    """One sample of a GPU. `utilization` is between 0 and 1."""
 
     utilization: float
     watts: float
 
 
 class Sampler:
-    """Samples one GPU through NVML, twice a second; on CPU, and without NVML, it knows nothing of it.
+    """Sample one GPU through NVML every `interval_seconds`. Without a GPU or NVML, the sampler has no samples.
 
-    Every host's network counters are read at `reset` and at `close`, by whoever `reads_nics`.
+    With `reads_nics`, `reset` and `close` also read the host's network counters. One rank per host sets `reads_nics`.
     """
 
     def __init__(
@@ -50,22 +49,22 @@ class Sampler:
                 reasons = throttle_reasons(self.gpu_uuid) if self.gpu_uuid else None
                 if reasons is not None:
                     self.throttled.append(reasons)
-            except Exception:  # no NVML here, or it went away: not known, and no reason to end a run
+            except Exception:  # If NVML is missing or fails, sampling stops and the run continues.
                 return
 
     def reset(self) -> None:
-        """Forgets what was sampled so far."""
+        """Discard all samples and read the network counters again."""
         self.samples, self.throttled = [], []
         self._began, self._nics_before = time.perf_counter(), read_nics() if self._reads_nics else {}
 
     @property
     def latest(self) -> float | None:
-        """The last utilisation that was sampled."""
+        """The GPU utilization in the most recent sample, or None without samples."""
         return self.samples[-1].utilization if self.samples else None
 
     @property
     def mean(self) -> Sample | None:
-        """None when nothing was sampled."""
+        """The mean GPU utilization and power of all samples, or None without samples."""
         samples = list(self.samples)
         if not samples:
             return None
@@ -76,12 +75,12 @@ class Sampler:
 
     @property
     def throttle(self) -> dict[str, float] | None:
-        """In which part of the samples each reason slowed the GPU down; None when nothing was sampled."""
+        """The share of the samples, 0 to 1, that contain each throttle reason, or None without samples."""
         throttled = list(self.throttled)
         return shares(throttled) if throttled else None
 
     def close(self) -> None:
-        """Ends sampling; `nics` is what each interface moved since `reset`, in `nic_seconds`."""
+        """Stop sampling. Set `nics` to the bytes that each interface transferred in the `nic_seconds` since `reset`."""
         self._stop.set()
         if self._reads_nics:
             self.nics, self.nic_seconds = since(self._nics_before, read_nics()), time.perf_counter() - self._began

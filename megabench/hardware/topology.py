@@ -1,6 +1,7 @@
-"""Topology: which ranks share a host and an NVLink domain, and what links any two of them. Loads no torch.
+"""Topology: the host and the NVLink domain of each rank, and the link between any two ranks. Loads no torch.
 
-The rules are NCCL's own: src/init.cc (hosts), src/graph/paths.cc and src/graph/xml.cc (NVLinks), of NCCL 2.28.
+The rules for hosts follow src/init.cc of NCCL 2.28. The rules for NVLinks follow src/graph/paths.cc and
+src/graph/xml.cc of NCCL 2.28.
 """
 
 import re
@@ -18,19 +19,20 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 Link = Literal["nvlink", "pcie", "shm", "infiniband", "efa", "socket"]
-LINKS: tuple[Link, ...] = ("nvlink", "pcie", "shm", "infiniband", "efa", "socket")  # fast to slow
+LINKS: tuple[Link, ...] = ("nvlink", "pcie", "shm", "infiniband", "efa", "socket")  # fastest first
 
 
 class TopologyError(UserError):
-    """A cluster that cannot be, or cannot be found out."""
+    """An invalid cluster description, or a topology that cannot be discovered."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """What NCCL would call a node. `inside` links its GPUs that share no domain; `device` is a GPU's name, or "cpu".
+    """One host, which NCCL calls a node. `device` is the name of its GPUs, or "cpu".
 
-    `nvlink_gb_per_s` is of one GPU in one direction, `network_gbits` of all NICs together, `ring_gbits` what one ring
-    of ranks gets of them; None where not known.
+    `inside` is the link between GPUs of the host that are in different NVLink domains. `nvlink_gb_per_s` is the NVLink
+    bandwidth of one GPU in one direction. `network_gbits` is the total bandwidth of all NICs. `ring_gbits` is the part
+    of `network_gbits` that one ring of ranks can use. Unknown bandwidths are None.
     """
 
     name: str
@@ -44,10 +46,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks on hosts and in NVLink domains; on CPU a host's ranks are one domain, joined by shared memory.
+    """The host and the NVLink domain of each rank. On CPU, the ranks of a host are one domain over shared memory.
 
-    `host_of`, `domain_of` and `seat_of` go by rank. Hosts and domains are numbered in an order of their own, which
-    does not depend on how the launcher numbered the ranks; `seat_of` orders the ranks within a host in the same way.
+    `host_of`, `domain_of` and `seat_of` map each rank to the number of its host, NVLink domain and seat. Seats number
+    the ranks by host, then by GPU. The numbers of hosts, domains and seats are independent of the launcher's ranks.
     """
 
     hosts: tuple[Host, ...]
@@ -62,7 +64,7 @@ class Topology:
 
     @property
     def ranks_by_host(self) -> list[list[int]]:
-        """The ranks of every host, in the order of their seats."""
+        """The ranks of each host, sorted by seat."""
         members: list[list[int]] = [[] for _ in self.hosts]
         for rank in sorted(range(self.world_size), key=self.seat_of.__getitem__):
             members[self.host_of[rank]].append(rank)
@@ -70,28 +72,28 @@ class Topology:
 
     @property
     def ranks_by_domain(self) -> list[list[int]]:
-        """The ranks of every NVLink domain, ascending."""
+        """The ranks of each NVLink domain, in ascending order."""
         members: dict[int, list[int]] = {}
         for rank, domain in enumerate(self.domain_of):
             members.setdefault(domain, []).append(rank)
         return [members[domain] for domain in sorted(members)]
 
     def link(self, a: int, b: int) -> Link:
-        """The link between two different ranks."""
+        """Return the link between two different ranks."""
         host, other = self.hosts[self.host_of[a]], self.hosts[self.host_of[b]]
         if self.domain_of[a] == self.domain_of[b]:
             return "shm" if host.device == "cpu" else "nvlink"
         if self.host_of[a] == self.host_of[b]:
             return host.inside
-        # EFA and InfiniBand do not talk to each other
+        # An EFA host and an InfiniBand host can communicate only over sockets.
         return host.network if host.network == other.network else "socket"
 
     def slowest_link(self, pairs: Iterable[tuple[int, int]]) -> Link | None:
-        """The slowest link between any of these pairs of ranks; None without pairs."""
+        """Return the slowest link between any of the given pairs of ranks, or None without pairs."""
         return max((self.link(a, b) for a, b in pairs), key=LINKS.index, default=None)
 
     def count_links(self) -> dict[Link, int]:
-        """How many pairs of ranks each kind of link joins."""
+        """Return the number of pairs of ranks for each kind of link."""
         counts: dict[Link, int] = {}
         for a, b in combinations(range(self.world_size), 2):
             kind = self.link(a, b)
@@ -99,7 +101,7 @@ class Topology:
         return {kind: counts[kind] for kind in LINKS if kind in counts}
 
     def renumbered(self, ranks: Sequence[int]) -> "Topology":
-        """The same machines with rank n where `ranks[n]` was."""
+        """Return the topology with renumbered ranks: the new rank n is the old rank `ranks[n]`."""
         return replace(
             self,
             host_of=tuple(self.host_of[rank] for rank in ranks),
@@ -109,7 +111,10 @@ class Topology:
 
 
 def discover(store: "Store", facts: RankFacts, rank: int, world_size: int) -> Topology:
-    """The topology of a launch, the same on every rank; each must call it. Needs a store, and no process group."""
+    """Exchange the facts of all ranks through `store` and return the topology of the launch.
+
+    Every rank must call `discover`, and every rank receives an equal topology. `discover` needs no process group.
+    """
     store.set(f"facts/{rank}", facts.model_dump_json())
     keys = [f"facts/{number}" for number in range(world_size)]
     try:
@@ -117,13 +122,14 @@ def discover(store: "Store", facts: RankFacts, rank: int, world_size: int) -> To
     except Exception:
         missing = [number for number, key in enumerate(keys) if not store.check([key])]
         raise TopologyError(
-            f"ranks {missing} of {world_size} did not say within 5 minutes where they run; look at their logs"
+            f"ranks {missing} of {world_size} did not report their hosts within 5 minutes. "
+            f"Check the logs of ranks {missing}."
         ) from None
     return from_facts([RankFacts.model_validate_json(text) for text in store.multi_get(keys)])
 
 
 def from_facts(facts: Sequence[RankFacts]) -> Topology:
-    """The topology that the facts of all ranks add up to, by rank."""
+    """Return the topology that follows from the facts of all ranks. `facts` is indexed by rank."""
     identities = [_host_identity(fact) for fact in facts]
     names = _host_names(facts, identities)
     order = sorted(set(identities), key=lambda identity: (_natural(names[identity]), identity))
@@ -150,7 +156,7 @@ MOST_HOSTS = 1024  # of a cluster to plan for
 
 
 def from_cluster(text: str) -> Topology:
-    """The topology of "TYPE:COUNT", e.g. "p5.48xlarge:4": that many instances of a type of the catalogue."""
+    """Return the topology of "TYPE:COUNT". For example, "p5.48xlarge:4" means four p5.48xlarge instances."""
     name, _, count = text.partition(":")
     if not (count or "1").isdecimal() or len(count) > 9 or not 1 <= int(count or "1") <= MOST_HOSTS:
         raise TopologyError(f"cluster {text!r}: the number of instances must be 1 to {MOST_HOSTS}, e.g. {name}:2")
@@ -161,7 +167,10 @@ def from_cluster(text: str) -> Topology:
 
 
 def instance_host(instance_type: str) -> tuple[Host, int, int]:
-    """A host of an instance type, its number of GPUs, and of GPUs in an NVLink domain; TopologyError if not known."""
+    """Return a host of an instance type, its number of GPUs, and the number of GPUs per NVLink domain.
+
+    Raise TopologyError if the catalogue does not list the instance type.
+    """
     instance = find_instance(instance_type)
     if instance is None:
         raise TopologyError(f"instance type {instance_type!r} is not known; use one of {', '.join(INSTANCE_NAMES)}")
@@ -177,7 +186,7 @@ def instance_host(instance_type: str) -> tuple[Host, int, int]:
 
 
 def build(hosts: Sequence[tuple[Host, int, int]]) -> Topology:
-    """The topology of (host, number of ranks, ranks of an NVLink domain) each, ranks counted host by host."""
+    """Build a topology from tuples (host, number of ranks, ranks per NVLink domain). Number the ranks host by host."""
     if len(hosts) > MOST_HOSTS:
         raise TopologyError(f"the cluster has {len(hosts)} hosts; use at most {MOST_HOSTS}")
     host_of: list[int] = []
@@ -195,18 +204,21 @@ def build(hosts: Sequence[tuple[Host, int, int]]) -> Topology:
 
 
 def split(topology: Topology, num_hosts: int) -> Topology:
-    """One machine's ranks dealt out, in their order, to `num_hosts` emulated hosts that talk over sockets.
+    """Split the ranks of one machine, in rank order, into `num_hosts` emulated hosts that communicate over sockets.
 
-    TopologyError when they are on several hosts already, or cannot be dealt out evenly.
+    Raise TopologyError if the ranks are on several hosts already, or if `num_hosts` does not divide the world size.
     """
     if len(topology.hosts) > 1:
         names = ", ".join(host.name for host in topology.hosts)
         raise TopologyError(
             f"emulate_hosts={num_hosts} splits one machine, but the ranks are on {len(topology.hosts)} hosts "
-            f"({names}); leave it out, or start on one machine"
+            f"({names}). Remove emulate_hosts, or start all ranks on one machine."
         )
     if topology.world_size % num_hosts:
-        raise TopologyError(f"emulate_hosts={num_hosts} does not divide the {topology.world_size} ranks")
+        raise TopologyError(
+            f"emulate_hosts={num_hosts} does not divide the {topology.world_size} ranks. "
+            f"Set emulate_hosts to a divisor of {topology.world_size}."
+        )
     host = replace(topology.hosts[0], network="socket", network_gbits=None, ring_gbits=None)
     host_of = tuple(emulated_host(rank, topology.world_size, num_hosts) for rank in range(topology.world_size))
     domains = sorted(set(zip(host_of, topology.domain_of, strict=True)))
@@ -220,17 +232,17 @@ def split(topology: Topology, num_hosts: int) -> Topology:
 
 
 def emulated_host(rank: int, world_size: int, num_hosts: int) -> int:
-    """The number of the emulated host that the launcher's `rank` is put on."""
+    """Return the number of the emulated host that contains the launcher's `rank`."""
     return rank * num_hosts // world_size
 
 
 def _host_identity(fact: RankFacts) -> str:
-    """Equal for ranks that NCCL would put on one node and let talk to each other there."""
+    """Return a key that is equal for ranks that NCCL counts as one node and connects inside that node."""
     return f"{fact.nccl_hostid or fact.hostname + fact.boot_id} {fact.shm_device}"
 
 
 def _host_names(facts: Sequence[RankFacts], identities: Sequence[str]) -> dict[str, str]:
-    """A name for every host: its hostname where that is enough, else with its NCCL_HOSTID or a number."""
+    """Return a unique name per host: the hostname, with NCCL_HOSTID if set, and with a number if names are equal."""
     stems = {
         identity: f"{fact.hostname}/{fact.nccl_hostid}" if fact.nccl_hostid else fact.hostname
         for fact, identity in zip(facts, identities, strict=True)
@@ -243,7 +255,7 @@ def _host_names(facts: Sequence[RankFacts], identities: Sequence[str]) -> dict[s
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key by which node-2 comes before node-10."""
+    """Return a sort key that orders node-2 before node-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -272,7 +284,7 @@ def _bus_ids(gpus: Iterable[GpuFacts]) -> list[str]:
 
 
 def _domains(facts: Sequence[RankFacts], host_of: Sequence[int]) -> list[int]:
-    """For every rank a number that it shares with the ranks of its NVLink domain."""
+    """Return one number per rank. Ranks have equal numbers if they are in one NVLink domain."""
     parent = list(range(len(facts)))
 
     def root(rank: int) -> int:
@@ -284,7 +296,8 @@ def _domains(facts: Sequence[RankFacts], host_of: Sequence[int]) -> list[int]:
         for rank in ranks[1:]:
             parent[root(rank)] = root(ranks[0])
 
-    hosts_with: dict[tuple[str, str], set[int]] = {}  # of a GPU, by server and bus id
+    # Maps (boot id of a server, bus id of a GPU) to the hosts whose ranks use the GPU.
+    hosts_with: dict[tuple[str, str], set[int]] = {}
     for fact, host in zip(facts, host_of, strict=True):
         if fact.gpu:
             hosts_with.setdefault((fact.boot_id, fact.gpu.bus_id), set()).add(host)
@@ -300,14 +313,15 @@ def _domains(facts: Sequence[RankFacts], host_of: Sequence[int]) -> list[int]:
 
 
 def _hubs(fact: RankFacts, host: int, hosts_with: Mapping[tuple[str, str], set[int]]) -> set[str]:
-    """What a rank is wired to on its host; ranks of one host with a hub in common can reach each other.
+    """Return the NVLink hubs of a rank. Two ranks of one host with a common hub are in one NVLink domain.
 
-    A hub is a switch, or a wire between two GPUs, named by both its ends.
+    A hub is an NVLink switch, or a direct NVLink between two GPUs, named after both GPUs. All ranks on CPU have the
+    hub "shared memory".
     """
     gpu = fact.gpu
     if gpu is None:
         return {"shared memory"}
-    if gpu.nvlinks is None:  # NVML is silent: the instance type tells
+    if gpu.nvlinks is None:  # NVML does not report NVLinks: use the instance type instead
         instance = find_instance(fact.instance_type or "")
         return {"switch"} if instance and instance.nvlink_domain > 1 else set()
     hubs = set()
@@ -316,6 +330,6 @@ def _hubs(fact: RankFacts, host: int, hosts_with: Mapping[tuple[str, str], set[i
         if host in owners:
             hubs.add(" ".join(sorted([gpu.bus_id, str(remote)])))
         elif not owners and remote not in gpu.visible_bus_ids:
-            hubs.add("switch")  # NCCL's rule: an end that cannot be seen is a switch
-        # else it leads to a GPU of another host, or to one that takes no part
+            hubs.add("switch")  # NCCL also treats a remote end that is not visible as a switch
+        # any other link leads to a GPU of another host, or to a GPU without a rank
     return hubs

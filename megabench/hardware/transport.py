@@ -1,6 +1,6 @@
-"""What NCCL says in its log (NCCL_DEBUG=INFO) about the transports it uses. Loads no torch.
+"""Parser of the transports in NCCL's log (NCCL_DEBUG=INFO). Loads no torch.
 
-Forms of the lines: NCCL 2.10 to 2.30, src/transport/{p2p,shm,net}.cc and src/init.cc.
+The line formats are those of NCCL 2.10 to 2.30, in src/transport/{p2p,shm,net}.cc and src/init.cc.
 """
 
 import re
@@ -26,10 +26,10 @@ _NET = re.compile(r"(NET|COLLNET)/([A-Za-z][\w .-]*)/\d+(\(\d+\))?((?:/\w+)*)")
 
 @dataclass(frozen=True)
 class Connection:
-    """A connection between two ranks of some communicator, numbered as in that communicator.
+    """A connection between two ranks of a communicator. Rank numbers are those of the communicator.
 
-    `transport` is one of P2P/CUMEM, P2P/IPC, …, SHM, NET/Socket, NET/IB/GDRDMA, NET/Libfabric/GDRDMA, …; `pxn` tells
-    that it goes to the network through another GPU.
+    `transport` is for example P2P/CUMEM, P2P/IPC, SHM, NET/Socket, NET/IB/GDRDMA or NET/Libfabric/GDRDMA. `pxn` is True
+    if the connection reaches the network through another GPU (NCCL's PXN).
     """
 
     sender: int
@@ -40,7 +40,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Communicator:
-    """What one process said of a communicator that it made."""
+    """A communicator, as one of its ranks logged the communicator."""
 
     rank: int
     num_ranks: int
@@ -50,7 +50,7 @@ class Communicator:
 
 @dataclass
 class NcclLog:
-    """What a log, or a part of one, says. `unknown` keeps the lines about channels that have no known form."""
+    """The parsed contents of a log or of a part of a log. `unknown` contains channel lines in an unknown format."""
 
     version: str | None = None
     network: str | None = None
@@ -61,13 +61,13 @@ class NcclLog:
 
     @property
     def transports(self) -> list[str]:
-        """The different transports of all connections, slowest first."""
+        """The distinct transports of all connections, slowest first."""
         found = {connection.transport + " (PXN)" * connection.pxn for connection in self.connections}
         return in_order(found | ({"NVLS"} if self.nvls else set()))
 
 
 def read(text: str) -> NcclLog:
-    """What `text` says; a last line that was cut before its end is kept as unknown if it speaks of a channel."""
+    """Parse `text`. If the last line is incomplete and mentions a channel, the line is stored in `unknown`."""
     log = NcclLog()
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
@@ -110,14 +110,17 @@ def _connection(match: re.Match[str]) -> Connection | None:
 
 
 def in_order(transports: Iterable[str]) -> list[str]:
-    """Different transports, slowest first: network, shared memory, peer to peer."""
+    """Return the distinct transports, slowest first: network, shared memory, peer-to-peer, NVLink SHARP."""
     kinds = ("NET/Socket", "NET", "COLLNET", "SHM", "P2P", "NVLS")
     place = {name: next(n for n, kind in enumerate(kinds) if name.startswith(kind)) for name in transports}
     return sorted(place, key=lambda name: (place[name], name))
 
 
 def disagreement(kind: str, link: str | None, transports: Sequence[str]) -> str | None:
-    """What is wrong with the transports of a group whose slowest link is `link`; None when nothing is known to be."""
+    """Return a warning if the transports of a group are slower than the group's slowest `link`, else None.
+
+    Tensor parallelism over the network also returns a warning.
+    """
     on_network = [name for name in transports if name.startswith("NET/")]
     if on_network and link in ("nvlink", "pcie", "shm"):
         return f"NCCL uses {on_network[0]} between ranks of one host, where {link} was expected"
@@ -125,25 +128,25 @@ def disagreement(kind: str, link: str | None, transports: Sequence[str]) -> str 
         return "NCCL uses SHM where nvlink was expected"
     if link == "efa" and "NET/Socket" in on_network:
         return (
-            "EFA was expected and NCCL uses NET/Socket; look for the aws-ofi-nccl plugin and, under Kubernetes, the "
-            "vpc.amazonaws.com/efa request"
+            "EFA was expected, but NCCL uses NET/Socket. Check that the aws-ofi-nccl plugin is installed and, under "
+            "Kubernetes, that the pod requests vpc.amazonaws.com/efa."
         )
     if link == "infiniband" and "NET/Socket" in on_network:
-        return "InfiniBand was expected and NCCL uses NET/Socket; look at NCCL_IB_DISABLE and NCCL_IB_HCA"
+        return "InfiniBand was expected, but NCCL uses NET/Socket. Check NCCL_IB_DISABLE and NCCL_IB_HCA."
     if on_network and kind == "tp":
-        return f"tensor parallelism rides on {on_network[0]}, a slow link that every layer waits for"
+        return f"tensor parallelism communicates over {on_network[0]}, a slow link that every layer waits for"
     return None
 
 
 class LogTail:
-    """NCCL's log file of this process, read part by part; a file that is not there says nothing."""
+    """Incremental reader of this process's NCCL log file. A missing file counts as an empty log."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._offset = 0
 
     def read_on(self) -> NcclLog:
-        """What was written since the last call."""
+        """Parse and return the part of the log that NCCL has written since the last call."""
         if self.path is None or not self.path.exists():
             return NcclLog()
         with self.path.open("rb") as file:

@@ -106,9 +106,9 @@ def test_nvls_is_named():
     [
         ("tp", "nvlink", ["NET/Socket"], "between ranks of one host, where nvlink was expected"),
         ("dp", "nvlink", ["SHM"], "NCCL uses SHM where nvlink was expected"),
-        ("dp", "efa", ["NET/Socket", "P2P/CUMEM"], "EFA was expected and NCCL uses NET/Socket"),
+        ("dp", "efa", ["NET/Socket", "P2P/CUMEM"], "EFA was expected, but NCCL uses NET/Socket"),
         ("pp", "infiniband", ["NET/Socket"], "InfiniBand was expected"),
-        ("tp", "socket", ["NET/Socket"], "rides on NET/Socket, a slow link that every layer waits for"),
+        ("tp", "socket", ["NET/Socket"], "communicates over NET/Socket, a slow link that every layer waits for"),
         ("tp", "nvlink", ["P2P/CUMEM", "NVLS"], None),
         ("tp", "pcie", ["SHM"], None),
         ("dp", "efa", ["NET/Libfabric/GDRDMA", "P2P/CUMEM"], None),
