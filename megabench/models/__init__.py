@@ -1,1 +1,1 @@
-"""What is trained: named shapes, the weight mapping, the initial weights."""
+"""Models: named shapes, the weight mapping between Hugging Face and parallel layouts, and sources of weights."""

@@ -1,4 +1,4 @@
-"""Named model shapes, each with the defaults that belong to it. Loads no torch."""
+"""Catalogue of named model shapes with their default training settings. Loads no torch."""
 
 from difflib import get_close_matches
 
@@ -7,7 +7,7 @@ from megabench.models.shape import ModelShape, RopeScaling
 
 
 class UnknownModelError(UserError):
-    """The model is not in the catalogue."""
+    """The model name is not in the catalogue."""
 
 
 _SHAPES = (
@@ -16,35 +16,35 @@ _SHAPES = (
         num_layers=8, hidden_size=128, num_heads=8, num_kv_heads=4, head_dim=16, ffn_size=384, vocab_size=512,
         norm_eps=1e-5, rope_theta=500_000.0,
         seq_length=256, micro_batch=4, global_batch=16, learning_rate=3e-3, lr_warmup=10,
-        source="megabench: small enough for 8 processes on 2 cores; every layout up to tp 4 and pp·vp 8 divides it",
+        source="megabench: a test model for 8 processes on 2 cores; supports every layout up to tp=4 and pp·vp=8",
     ),
     ModelShape(
         name="llama-tiny-tp8", family="llama",
         num_layers=8, hidden_size=128, num_heads=16, num_kv_heads=8, head_dim=16, ffn_size=384, vocab_size=512,
         norm_eps=1e-5, rope_theta=500_000.0,
         seq_length=256, micro_batch=4, global_batch=16, learning_rate=3e-3, lr_warmup=10,
-        source="megabench: llama-tiny with heads enough for tp 8",
+        source="megabench: llama-tiny with enough heads for tp=8",
     ),
     ModelShape(
         name="qwen3-tiny", family="qwen3",
         num_layers=8, hidden_size=128, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=384, vocab_size=512,
         norm_eps=1e-6, rope_theta=1_000_000.0,
         seq_length=256, micro_batch=4, global_batch=16, learning_rate=3e-3, lr_warmup=10,
-        source="megabench: as llama-tiny",
+        source="megabench: a test model like llama-tiny",
     ),
     ModelShape(
         name="gpt2-tiny", family="gpt2",
         num_layers=4, hidden_size=128, num_heads=8, num_kv_heads=8, head_dim=16, ffn_size=512, vocab_size=512,
         norm_eps=1e-5, num_positions=256, tied_embeddings=True,
         seq_length=256, micro_batch=4, global_batch=16, learning_rate=3e-3, lr_warmup=10,
-        source="megabench: as llama-tiny",
+        source="megabench: a test model like llama-tiny",
     ),
     ModelShape(
         name="bloom-tiny", family="bloom",
         num_layers=4, hidden_size=128, num_heads=8, num_kv_heads=8, head_dim=16, ffn_size=512, vocab_size=512,
         norm_eps=1e-5, tied_embeddings=True,
         seq_length=256, micro_batch=4, global_batch=16, learning_rate=3e-3, lr_warmup=10,
-        source="megabench: as llama-tiny",
+        source="megabench: a test model like llama-tiny",
     ),
     ModelShape(
         name="llama3-8b", family="llama",
@@ -77,35 +77,36 @@ _SHAPES = (
         num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=32768,
         norm_eps=1e-5, rope_theta=1_000_000.0,
         seq_length=8192, micro_batch=1, global_batch=32, learning_rate=3e-4, lr_warmup=2000,
-        source="config.json of Mistral-7B-v0.3, which has no sliding window; learning rate: not published, llama3-8b's",
+        source="config.json of Mistral-7B-v0.3, which has no sliding window; learning rate: not published, as "
+        "llama3-8b",
     ),
     ModelShape(
         name="qwen3-0.6b", family="qwen3",
         num_layers=28, hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=128, ffn_size=3072, vocab_size=151936,
         norm_eps=1e-6, rope_theta=1_000_000.0, tied_embeddings=True,
         seq_length=4096, micro_batch=1, global_batch=32, learning_rate=3e-4, lr_warmup=2000,
-        source="arXiv 2505.09388 table 1 and config.json of Qwen3-0.6B; learning rate: not published, llama3-8b's",
+        source="arXiv 2505.09388 table 1 and config.json of Qwen3-0.6B; learning rate: not published, as llama3-8b",
     ),
     ModelShape(
         name="qwen3-8b", family="qwen3",
         num_layers=36, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=12288, vocab_size=151936,
         norm_eps=1e-6, rope_theta=1_000_000.0,
         seq_length=4096, micro_batch=1, global_batch=32, learning_rate=3e-4, lr_warmup=2000,
-        source="arXiv 2505.09388 table 1 and config.json of Qwen3-8B; learning rate: not published, llama3-8b's",
+        source="arXiv 2505.09388 table 1 and config.json of Qwen3-8B; learning rate: not published, as llama3-8b",
     ),
     ModelShape(
         name="gpt2", family="gpt2",
         num_layers=12, hidden_size=768, num_heads=12, num_kv_heads=12, head_dim=64, ffn_size=3072, vocab_size=50257,
         norm_eps=1e-5, num_positions=1024, tied_embeddings=True,
         seq_length=1024, micro_batch=1, global_batch=32, learning_rate=6e-4, lr_warmup=2000,
-        source="GPT-2 report table 2 and its config.json; learning rate: arXiv 2005.14165 table 2.1, 125M",
+        source="GPT-2 report table 2 and config.json of GPT-2; learning rate: arXiv 2005.14165 table 2.1, 125M",
     ),
     ModelShape(
         name="gpt2-xl", family="gpt2",
         num_layers=48, hidden_size=1600, num_heads=25, num_kv_heads=25, head_dim=64, ffn_size=6400, vocab_size=50257,
         norm_eps=1e-5, num_positions=1024, tied_embeddings=True,
         seq_length=1024, micro_batch=1, global_batch=32, learning_rate=2e-4, lr_warmup=2000,
-        source="GPT-2 report table 2 and its config.json; learning rate: arXiv 2005.14165 table 2.1, 1.3B",
+        source="GPT-2 report table 2 and config.json of GPT-2; learning rate: arXiv 2005.14165 table 2.1, 1.3B",
     ),
     ModelShape(
         name="bloom-560m", family="bloom",
@@ -127,7 +128,7 @@ CATALOG = {shape.name: shape for shape in _SHAPES}
 
 
 def get_model(name: str) -> ModelShape:
-    """The shape called `name`; UnknownModelError names near matches."""
+    """Return the shape with this name. For an unknown name, raise UnknownModelError with similar names."""
     if name in CATALOG:
         return CATALOG[name]
     near = get_close_matches(name, CATALOG, n=3, cutoff=0.4)

@@ -1,27 +1,28 @@
-"""One table a model family: its Hugging Face tensors, their shapes, and how tensor-parallel ranks share them. No torch.
+"""Tables of Hugging Face tensors per model family, with shapes and tensor-parallel split. Loads no torch.
 
-A new family whose blocks differ in nothing but these tensors is one more table.
+To add a family whose blocks differ from the supported blocks only in their tensors, add one table.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-# How a parallel parameter is cut out of its Hugging Face tensors:
-#   whole       on every rank alike
-#   rows        this rank's rows of each tensor, one tensor's behind the other's: [gate; up] of the rank
-#   columns     this rank's columns
-#   vocabulary  this rank's rows of a vocabulary that is padded to be divisible
-#   groups      this rank's query groups, each [its query heads, its key, its value]
+# How tensor parallelism splits a parallel parameter:
+#   "whole"       Every rank has the whole parameter.
+#   "rows"        Each rank has its share of the rows of each Hugging Face tensor, concatenated: [gate; up].
+#   "columns"     Each rank has its share of the columns of the Hugging Face tensor.
+#   "vocabulary"  Each rank has its share of the vocabulary's rows, which are padded to a multiple of tp.
+#   "groups"      Each rank has its share of the query groups, each stored as [query heads, key head, value head].
 Cut = Literal["whole", "rows", "columns", "vocabulary", "groups"]
 
-# The sizes that shapes are made of ("h 3h" is [hidden, 3·hidden]; a number stands for itself):
-#   v vocabulary   h hidden   q heads·head_dim   k KV heads·head_dim   d head_dim   f FFN   p positions
+# Symbols for the sizes in a tensor's shape. "h 3h" means [hidden, 3·hidden], and a number is a literal size.
+# The symbols are v (vocabulary), h (hidden), q (heads·head_dim), k (KV heads·head_dim), d (head_dim), f (FFN size)
+# and p (positions).
 Dims = str
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A parallel parameter and the Hugging Face tensors that it is made of; None where there are no parallel blocks."""
+    """A parallel parameter and its Hugging Face tensors. `parameter` is None if the family has no parallel blocks."""
 
     parameter: str | None
     tensors: dict[str, Dims]
@@ -30,9 +31,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Family:
-    """A family, by transformers' `model_type`; names of layers are those behind `layer_prefix` and the number.
+    """A model family, named by transformers' `model_type`.
 
-    `residual` ends the names of the matrices that write into the residual stream.
+    A tensor name in `layer` is appended to `layer_prefix` and the layer number. `residual` contains the name suffixes
+    of the matrices that write into the residual stream.
     """
 
     name: str
@@ -47,7 +49,7 @@ class Family:
 
     @property
     def embedding(self) -> str:
-        """The name of the token embedding, which tied output layers use, too."""
+        """The name of the token embedding, which is also the weight of a tied output layer."""
         return next(iter(self.first[0].tensors))
 
     @property
@@ -55,7 +57,7 @@ class Family:
         return bool(self.layer) and all(rule.parameter for rule in self.layer)
 
 
-OUTPUT = "output_layer.weight"  # the parallel parameter that may be tied to the embedding
+OUTPUT = "output_layer.weight"  # the parallel parameter of the output layer, which may be tied to the embedding
 
 _LLAMA_FIRST = (Rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "v h"}, "vocabulary"),)
 _LLAMA_LAYER = (

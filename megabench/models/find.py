@@ -1,6 +1,6 @@
-"""What `--model` names: a shape of the catalogue, a Hugging Face directory, or a checkpoint.
+"""Lookup of a `--model` value: a name of the catalogue, a Hugging Face directory, or a checkpoint.
 
-Loads torch for the last two alone.
+Loads torch only for a Hugging Face directory or a checkpoint.
 """
 
 import os
@@ -11,33 +11,34 @@ from megabench import UserError
 from megabench.models.catalog import CATALOG, UnknownModelError, get_model
 from megabench.models.shape import ModelShape
 
-# where a checkpoint keeps its model's configuration and tokenizer
+# the folder inside a checkpoint that contains the model's configuration and tokenizer
 ASSETS = "hugging_face"
 
 
 class LayersError(UserError):
-    """A number of layers for a model that has its own."""
+    """`num_layers` was set for a model directory, whose number of layers is fixed."""
 
 
 def find_model(name: str, num_layers: int | None = None) -> ModelShape:
-    """The shape of a catalogue name, cut or grown to `num_layers`, or of a directory.
+    """Return the shape of a model that is given by its catalogue name or by its directory.
 
-    UnknownModelError where there is none, UnsupportedModelError where the directory's configuration is none that
-    megabench computes, LayersError for a directory of other layers than it has.
+    `num_layers` replaces the number of layers of a catalogue model. Raise UnknownModelError for an unknown model,
+    UnsupportedModelError for a configuration that megabench cannot train, and LayersError for a directory with
+    `num_layers`.
     """
     if name in CATALOG or not (os.sep in name or Path(name).is_dir()):
         shape = get_model(name)
         return shape.with_layers(num_layers) if num_layers else shape
     if num_layers:
         raise LayersError(
-            f"num_layers={num_layers} cuts models of the catalogue, and model={name} has weights of its own; leave it "
-            f"out"
+            f"num_layers={num_layers} applies only to models of the catalogue, but model={name} is a directory with a "
+            f"fixed number of layers. Remove num_layers."
         )
     return _read(name)
 
 
 def is_directory(name: str) -> bool:
-    """Whether a model that `find_model` found has weights of its own."""
+    """Return whether a model that `find_model` accepted is a directory with weights, not a name of the catalogue."""
     return name not in CATALOG
 
 
@@ -50,13 +51,15 @@ def _read(name: str) -> ModelShape:
     folder = Path(name)
     if not folder.is_dir():
         raise UnknownModelError(
-            f"model={name} is no directory, and no name of the catalogue; known: {', '.join(CATALOG)}"
+            f"model={name} is neither a directory nor a name of the catalogue. Known names: {', '.join(CATALOG)}."
         )
     for candidate in (folder, folder / ASSETS):
         if (candidate / CONFIG_NAME).exists():
             return replace(read_shape(candidate), name=name)
     steps = sorted(folder.glob(f"*/{ASSETS}/{CONFIG_NAME}"))
     hint = (
-        f"it holds checkpoints: give one of them, as {steps[-1].parent.parent}" if steps else "give a model's directory"
+        f"The directory contains checkpoints. Give one of the checkpoints, for example {steps[-1].parent.parent}."
+        if steps
+        else "Give the directory of a model."
     )
-    raise UnknownModelError(f"model={name} has no {CONFIG_NAME}; {hint}")
+    raise UnknownModelError(f"model={name} has no {CONFIG_NAME}. {hint}")

@@ -1,6 +1,6 @@
-"""transformers' side of a shape: its configuration and its model, and the shape of a configuration.
+"""Conversion between model shapes and transformers: configurations, models, and shapes read from config.json.
 
-A configuration that megabench's blocks would compute otherwise is none for them: never a silently different model.
+The parallel blocks of megabench reject every configuration that they would compute differently from transformers.
 """
 
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 
-# what transformers' field must be, where a family has it, and what another value would mean
+# Maps a field of transformers' configuration to the required value and to the meaning of any other value.
 _REQUIRED: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "another activation"),
     "attention_bias": (False, "biases in attention"),
@@ -27,12 +27,13 @@ _REQUIRED: dict[str, tuple[Any, str]] = {
     "sliding_window": (None, "attention over a sliding window"),
     "use_sliding_window": (False, "attention over a sliding window"),
 }
-# fields that make up the shape, or that change nothing about training
+# configuration fields that determine the shape
 _TAKEN = {
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "layer_types",
     "max_position_embeddings",
 }  # fmt: skip
+# configuration fields that do not affect training
 _IGNORED = {
     "transformers_version", "architectures", "output_hidden_states", "output_attentions", "return_dict", "dtype",
     "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "initializer_range",
@@ -42,11 +43,11 @@ _ROPE_TYPES = ("default", "llama3")
 
 
 class UnsupportedModelError(UserError):
-    """A Hugging Face model that megabench would not compute as transformers does."""
+    """A Hugging Face model that megabench cannot train exactly as transformers does."""
 
 
 def transformers_config(shape: ModelShape) -> "PreTrainedConfig":
-    """transformers' configuration of a model of `shape`."""
+    """Return the transformers configuration of a model with the given shape."""
     from transformers import AutoConfig
 
     if shape.foreign:
@@ -64,12 +65,12 @@ def transformers_config(shape: ModelShape) -> "PreTrainedConfig":
         special = {"n_layer": shape.num_layers, "n_head": shape.num_heads, "n_inner": shape.ffn_size}
         special |= {"n_positions": shape.num_positions, "layer_norm_epsilon": shape.norm_eps}
         special |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-        if shape.vocab_size < 50257:  # the tokens that GPT-2 has by default are its vocabulary's last
+        if shape.vocab_size < 50257:  # GPT-2's default BOS and EOS tokens are the last token of its full vocabulary
             special |= {"bos_token_id": None, "eos_token_id": None}
     elif shape.family == "bloom":
         special = {"n_layer": shape.num_layers, "n_head": shape.num_heads, "layer_norm_epsilon": shape.norm_eps}
         special |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-        special |= {"attn_implementation": "eager"}  # its ALiBi has no other
+        special |= {"attn_implementation": "eager"}  # transformers supports BLOOM's ALiBi only with eager attention
     else:
         special = heads | {
             "intermediate_size": shape.ffn_size,
@@ -91,7 +92,7 @@ def _rope_parameters(shape: ModelShape) -> dict[str, Any]:
 
 
 def build_model(config: "PreTrainedConfig") -> "PreTrainedModel":
-    """The causal language model of a configuration, on the default device, in the default dtype, with any weights."""
+    """Build a configuration's causal language model with uninitialized weights, on the default device and dtype."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.initialization import no_init_weights
 
@@ -102,7 +103,7 @@ def build_model(config: "PreTrainedConfig") -> "PreTrainedModel":
 
 
 def config_text(shape: ModelShape) -> bytes:
-    """The config.json of a model of `shape` that no directory describes yet."""
+    """Return the content of config.json for a model that has no Hugging Face directory yet."""
     config = transformers_config(shape)
     config.use_cache = True
     with_class = config.to_diff_dict() | {"architectures": [type(_on_meta(shape)).__name__]}
@@ -110,7 +111,7 @@ def config_text(shape: ModelShape) -> bytes:
 
 
 def _on_meta(shape: ModelShape) -> "PreTrainedModel":
-    """A model of one layer, without weights."""
+    """Build a one-layer model on the meta device, without weights."""
     import torch
 
     with torch.device("meta"):
@@ -118,21 +119,23 @@ def _on_meta(shape: ModelShape) -> "PreTrainedModel":
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json; UnsupportedModelError where it cannot be read."""
+    """Return the content of the config.json in `folder`. Raise UnsupportedModelError if the file cannot be read."""
     path = folder / CONFIG_NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError("it holds no mapping")
+            raise ValueError("the file must contain a JSON object")
     except OSError as error:
-        raise UnsupportedModelError(f"{path} cannot be read: {error.strerror}; give a model's directory") from None
+        raise UnsupportedModelError(
+            f"{path} cannot be read: {error.strerror}. Give the directory of a model."
+        ) from None
     except ValueError as error:
-        raise UnsupportedModelError(f"{path} is no model configuration: {error}; fetch it again") from None
+        raise UnsupportedModelError(f"{path} is not a model configuration: {error}. Download {path} again.") from None
     return content
 
 
 def own_code(folder: Path) -> str | None:
-    """Where a directory refers to its own Python code: `"auto_map in config.json"`; None if it does not."""
+    """Return where a directory refers to its own Python code, such as "auto_map in config.json", or None."""
     for name in (TOKENIZER_CONFIG_NAME, CONFIG_NAME):
         try:
             content = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -144,10 +147,11 @@ def own_code(folder: Path) -> str | None:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape of the model whose config.json lies in `folder`, named by that folder.
+    """Return the shape of the model whose config.json is in `folder`. The shape's name is the path of `folder`.
 
-    A model that megabench's blocks would not compute as transformers does has a `foreign` part that names the field.
-    UnsupportedModelError where transformers has no causal language model for it, or it cannot be trained as it is.
+    If megabench's parallel blocks cannot compute the model as transformers does, `foreign.reason` of the shape names
+    the unsupported field. Raise UnsupportedModelError for a configuration without a causal language model in
+    transformers, and for a model that cannot be trained, such as a quantized model.
     """
     path, content = folder / CONFIG_NAME, read_config(folder)
     from transformers import CONFIG_MAPPING, AutoConfig
@@ -157,20 +161,25 @@ def read_shape(folder: Path) -> ModelShape:
         if code := own_code(folder):
             raise UnsupportedModelError(
                 f"{folder} needs its own Python code ({code}), which megabench does not run. Use a model that "
-                f"transformers supports without it."
+                f"transformers supports without additional code."
             )
-        raise UnsupportedModelError(f"{path}: model_type={family!r} is none that this transformers knows")
+        raise UnsupportedModelError(
+            f"{path}: the installed transformers does not support model_type={family!r}. Use another model, or upgrade "
+            f"transformers."
+        )
     if content.get("quantization_config"):
-        raise UnsupportedModelError(f"{path}: quantization_config: quantized weights cannot be trained")
+        raise UnsupportedModelError(
+            f"{path}: quantized weights cannot be trained (quantization_config is set). Use unquantized weights."
+        )
     try:
         config = AutoConfig.for_model(family, **{k: v for k, v in content.items() if k != "model_type"})
         sizes = _sizes(config)
-    except Exception as error:  # transformers raises whatever its checks do
+    except Exception as error:  # the checks in transformers raise many types of exceptions
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UnsupportedModelError(f"{path} is refused by transformers: {reason}; correct the file") from None
+        raise UnsupportedModelError(f"transformers rejects {path} ({reason}). Correct {path}.") from None
     for field, value in sizes.items():
         if not isinstance(value, int) or value < 1:
-            raise UnsupportedModelError(f"{path}: {field}={value!r} is no size; correct the file")
+            raise UnsupportedModelError(f"{path}: {field}={value!r} is not a positive integer. Correct {path}.")
     common: dict[str, Any] = {
         "name": str(folder),
         "family": family,
@@ -180,7 +189,7 @@ def read_shape(folder: Path) -> ModelShape:
         "global_batch": 32,
         "learning_rate": 2e-5,
         "lr_warmup": 20,
-        "source": f"{path}; defaults of a run: those of fine-tuning (learning rate: arXiv 2307.09288 section 3.1)",
+        "source": f"{path}; default settings for fine-tuning (learning rate: arXiv 2307.09288 section 3.1)",
         **sizes,
     }
     try:
@@ -197,7 +206,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def _sizes(config: Any) -> dict[str, Any]:
-    """What metrics and tables are made of; sizes that a configuration does not name follow from others."""
+    """Return the sizes of a model. Sizes that the configuration omits are derived from other sizes."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     return {
         "num_layers": config.num_hidden_layers,
@@ -212,7 +221,7 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 
 def _foreign_shape(folder: Path, common: dict[str, Any], reason: str) -> ModelShape:
-    """The shape of a model whose tensors transformers alone knows."""
+    """Return the shape of a model whose tensors are known only to transformers."""
     import torch
     from torch import nn
 
@@ -221,10 +230,12 @@ def _foreign_shape(folder: Path, common: dict[str, Any], reason: str) -> ModelSh
         with torch.device("meta"):
             model = build_model(_foreign_config(folder))
     except Exception as error:
-        raise UnsupportedModelError(f"{path}: transformers makes no causal language model of it: {error}") from None
+        raise UnsupportedModelError(f"{path}: transformers cannot build a causal language model: {error}") from None
     sizes = {name: " ".join(map(str, parameter.shape)) for name, parameter in model.named_parameters()}
     if experts := next((name for name in sizes if "expert" in name), None):
-        raise UnsupportedModelError(f"{path}: {experts}: mixtures of experts are not supported")
+        raise UnsupportedModelError(
+            f"{path}: mixtures of experts are not supported (parameter {experts}). Use a dense model."
+        )
     embedding = next(n for n, p in model.named_parameters() if p is model.get_input_embeddings().weight)
     looked_up = [n for n, module in model.named_modules() if isinstance(module, nn.Embedding)]
     first = [embedding, *(name for name in sizes if name.rpartition(".")[0] in looked_up and name != embedding)]
@@ -242,7 +253,7 @@ def _foreign_shape(folder: Path, common: dict[str, Any], reason: str) -> ModelSh
 
 
 def _foreign_config(folder: Path) -> "PreTrainedConfig":
-    """A foreign model's own configuration, but for dropout, under which no two engines would do the same work."""
+    """Return the configuration in `config_folder` with dropout disabled, because engines draw different dropout."""
     from transformers import AutoConfig
 
     config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -254,9 +265,9 @@ def _foreign_config(folder: Path) -> "PreTrainedConfig":
 
 
 def _check(config: Any, path: Path) -> None:
-    """Raises for everything that megabench's blocks would compute otherwise."""
+    """Raise UnsupportedModelError if megabench's parallel blocks compute a configuration unlike transformers."""
     if (family := config.model_type) not in FAMILIES or not FAMILIES[family].has_parallel_blocks:
-        raise UnsupportedModelError(f"{path}: model_type={family!r} is no Llama, Mistral or Qwen")
+        raise UnsupportedModelError(f"{path}: model_type={family!r} is not Llama, Mistral or Qwen")
     if config.num_attention_heads % (config.num_key_value_heads or config.num_attention_heads):
         raise UnsupportedModelError(
             f"{path}: num_key_value_heads={config.num_key_value_heads} does not divide num_attention_heads="
@@ -267,18 +278,21 @@ def _check(config: Any, path: Path) -> None:
         if (value := getattr(config, field, wanted)) != wanted:
             raise _refusal(path, field, value, wanted, meaning)
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        raise _refusal(path, "layer_types", sorted(set(config.layer_types)), ["full_attention"], "other attention")
+        raise _refusal(
+            path, "layer_types", sorted(set(config.layer_types)), ["full_attention"], "another kind of attention"
+        )
     rope = config.rope_parameters or {}
     if (kind := rope.get("rope_type")) not in _ROPE_TYPES:
         raise _refusal(path, "rope_type", kind, " or ".join(_ROPE_TYPES), "another rotary embedding")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _refusal(path, "partial_rotary_factor", rope["partial_rotary_factor"], 1.0, "a partly rotary embedding")
+        raise _refusal(path, "partial_rotary_factor", rope["partial_rotary_factor"], 1.0, "a partial rotary embedding")
     for field, default in declared.items():
         if field not in _TAKEN | _IGNORED | _REQUIRED.keys() and (value := getattr(config, field, default)) != default:
-            raise _refusal(path, field, value, default, "something that megabench does not know")
+            raise _refusal(path, field, value, default, "a feature that megabench does not know")
 
 
 def _refusal(path: Path, field: str, value: object, wanted: object, meaning: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{path}: {field}={value!r} means {meaning}, which megabench's blocks do not have ({field} must be {wanted!r})"
+        f"{path}: {field}={value!r} means {meaning}, which megabench's parallel blocks do not support ({field} must be "
+        f"{wanted!r})"
     )

@@ -1,8 +1,8 @@
-"""The weight mapping between Hugging Face tensors and parallel shards, drawn from the families' tables.
+"""Weight mapping between Hugging Face tensors and tensor-parallel shards, derived from the tables of families.py.
 
-A shard of a parallel parameter is a list of pieces, each a block of rows and columns of one Hugging Face tensor; the
-pieces stacked along dim 0 are the shard. So one description serves initial weights, import, export and checkpoints.
-Plain sizes in, no process groups and no torch.
+A shard of a parallel parameter is a list of pieces, concatenated along dim 0. Each piece is a block of rows and columns
+of one Hugging Face tensor. Initial weights, import, export and checkpoints all use the mapping. The mapping needs only
+sizes, no process groups and no torch.
 """
 
 import math
@@ -19,7 +19,7 @@ _LAYERS = "decoder.layers."
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows and columns [start, stop) of the Hugging Face tensor `name`; `columns` is None for a vector."""
+    """Rows and columns [start, stop) of the Hugging Face tensor `name`. `columns` is None for a vector."""
 
     name: str
     rows: tuple[int, int]
@@ -32,13 +32,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one tensor-parallel rank holds of a parallel parameter: `pieces` stacked, then `padding_rows` of zeros."""
+    """One tensor-parallel rank's part of a parallel parameter: the `pieces`, then `padding_rows` rows of zeros."""
 
     pieces: tuple[Piece, ...]
     padding_rows: int = 0
 
     def spans(self) -> tuple[Piece, ...]:
-        """For each tensor the one block that encloses its pieces, which together fill it."""
+        """Merge the pieces of each Hugging Face tensor into one block. The pieces of a tensor are contiguous."""
         by_name: dict[str, list[Piece]] = {}
         for piece in self.pieces:
             by_name.setdefault(piece.name, []).append(piece)
@@ -49,12 +49,12 @@ class Shard:
 
 
 def padded_vocab_size(shape: ModelShape, tp: int) -> int:
-    """The vocabulary rounded up so that every tensor-parallel rank holds as many rows."""
+    """Return the vocabulary size, rounded up to a multiple of `tp`."""
     return -(-shape.vocab_size // tp) * tp
 
 
 def hugging_face_shapes(shape: ModelShape) -> Shapes:
-    """Every Hugging Face parameter of a model and its shape, in the order of the model; tied ones once."""
+    """Return the shape of every Hugging Face parameter by name, in model order. Tied parameters appear once."""
     table = shape.table
     shapes = _shapes(table.first, shape)
     for layer in range(shape.num_layers):
@@ -63,7 +63,7 @@ def hugging_face_shapes(shape: ModelShape) -> Shapes:
 
 
 def largest_parameter(shape: ModelShape) -> int:
-    """Elements of the model's largest parameter."""
+    """Return the number of elements of the model's largest parameter."""
     return max(math.prod(dims) for dims in hugging_face_shapes(shape).values())
 
 
@@ -72,9 +72,9 @@ def _shapes(rules: tuple[Rule, ...], shape: ModelShape, prefix: str = "") -> Sha
 
 
 def shard(parameter: str, shape: ModelShape, tp: int, rank: int) -> Shard:
-    """The shard that tensor-parallel `rank` of `tp` holds of a parallel parameter.
+    """Return the shard of a parallel parameter on tensor-parallel rank `rank` of `tp`.
 
-    `parameter` counts layers through the whole model, as in "decoder.layers.7.mlp.linear_fc1.weight".
+    `parameter` contains the layer's number in the whole model, as in "decoder.layers.7.mlp.linear_fc1.weight".
     """
     table, prefix, name = shape.table, "", parameter
     rules = table.first + shape.last
@@ -86,7 +86,7 @@ def shard(parameter: str, shape: ModelShape, tp: int, rank: int) -> Shard:
 
 
 def parallel_parameters(shape: ModelShape, layers: range, has_embedding: bool, has_output: bool) -> list[str]:
-    """The parallel parameters of a model chunk that holds `layers`, in the order of the model."""
+    """Return the names of the parallel parameters of a model chunk with the given layers, in model order."""
     first = [rule.parameter for rule in shape.table.first] if has_embedding else []
     middle = [f"{_LAYERS}{layer}.{rule.parameter}" for layer in layers for rule in shape.table.layer]
     last = [rule.parameter for rule in shape.last] if has_output else []

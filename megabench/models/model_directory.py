@@ -1,4 +1,4 @@
-"""A directory as Hugging Face models are kept in: config.json, safetensors files, tokenizer files."""
+"""Hugging Face model directories: config.json, safetensors files and tokenizer files."""
 
 import json
 from pathlib import Path
@@ -22,20 +22,20 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _OUTPUT = "lm_head.weight"
-# older files hold buffers that transformers now computes
+# Older files contain buffers that transformers now computes.
 _BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 _COMPARED_ROWS = 4096
 
 
 class ModelFilesError(UserError):
-    """Model files that are not whole, or not those of the configuration beside them."""
+    """Model files that are incomplete, or that do not match the config.json of their directory."""
 
 
 class HuggingFaceWeights:
-    """The weights in a Hugging Face directory, read where they lie; see `megabench.models.weights.Weights`.
+    """The weights in a Hugging Face directory, read on demand; implements `megabench.models.weights.Weights`.
 
-    All names, shapes and dtypes are checked at once, from the files' headers; ModelFilesError names the first tensor
-    that is missing, unknown, of another shape or of a dtype that is no floating-point one.
+    The constructor checks the names, shapes and dtypes of all tensors in the headers of the files. ModelFilesError
+    names the first tensor that is missing or unknown, or that has a wrong shape or dtype.
     """
 
     def __init__(self, folder: Path, shape: ModelShape | None = None) -> None:
@@ -47,7 +47,7 @@ class HuggingFaceWeights:
         self._check()
 
     def read(self, wanted: Piece) -> Tensor:
-        """A block in the dtype of its file."""
+        """Return a block of a tensor in the dtype of its file."""
         part = self._where[wanted.name].get_slice(wanted.name)
         rows, columns = slice(*wanted.rows), wanted.columns
         block: Tensor = part[rows] if columns is None else part[rows, slice(*columns)]
@@ -58,7 +58,7 @@ class HuggingFaceWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parameters, tied ones once."""
+        """The size of all parameters in bytes. Tied parameters count once."""
         return sum(torch.Size(size).numel() * self.dtype(name).itemsize for name, size in self.sizes.items())
 
     def _file_names(self) -> list[str]:
@@ -68,9 +68,11 @@ class HuggingFaceWeights:
             return [ONE_FILE]
         pickled = next(iter(sorted(self.folder.glob("*.bin"))), None)
         other = (
-            f" (it has {pickled.name}, which megabench does not unpickle: save it with safetensors)" if pickled else ""
+            f"megabench does not unpickle {pickled.name}: convert {pickled.name} to safetensors."
+            if pickled
+            else "Give a directory with safetensors weights."
         )
-        raise ModelFilesError(f"{self.folder} has neither {ONE_FILE} nor {INDEX}{other}")
+        raise ModelFilesError(f"{self.folder} has neither {ONE_FILE} nor {INDEX}. {other}")
 
     def _index(self) -> dict[str, str]:
         path = self.folder / INDEX
@@ -78,46 +80,55 @@ class HuggingFaceWeights:
             weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
             return {str(tensor): str(file) for tensor, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise ModelFilesError(f"{path} is not whole: it has no readable weight_map; fetch it again") from None
+            raise ModelFilesError(f"{path} has no readable weight_map. Download {path} again.") from None
 
     def _open(self, name: str) -> Any:
         path = self.folder / name
         try:
             return safe_open(str(path), framework="pt", device="cpu")
         except FileNotFoundError:
-            raise ModelFilesError(f"{path} is missing, and {INDEX} names it; fetch it again") from None
+            raise ModelFilesError(f"{path} is missing, but {INDEX} lists {name}. Download {name} again.") from None
         except (OSError, SafetensorError) as error:
-            raise ModelFilesError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
+            raise ModelFilesError(
+                f"{path} is not a complete safetensors file ({error}). Download {name} again."
+            ) from None
 
     def _checked_keys(self, name: str, file: Any) -> list[str]:
-        """The tensors of a file; with an index, each must be listed there, and in this file."""
+        """Return the tensor names of a file. Raise ModelFilesError if the index disagrees with the file."""
         keys: list[str] = list(file.keys())
         if name == ONE_FILE and not (self.folder / INDEX).exists():
             return keys
         index = self._index()
         for tensor in keys:
             if index.get(tensor) != name:
-                said = f"names {index[tensor]} for it" if tensor in index else "does not list it"
+                said = f"lists it in {index[tensor]}" if tensor in index else "does not list it"
                 raise ModelFilesError(
-                    f"{self.folder / name} holds {tensor}, and {INDEX} {said}; correct the index, or fetch it again"
+                    f"{self.folder / name} contains {tensor}, but {INDEX} {said}. Correct or re-download {INDEX}."
                 )
         for tensor, where in index.items():
             if where == name and tensor not in keys:
-                raise ModelFilesError(f"{INDEX} says that {name} holds {tensor}, and it does not; fetch {name} again")
+                raise ModelFilesError(
+                    f"{INDEX} lists {tensor} in {name}, but {name} does not contain {tensor}. Download {name} again."
+                )
         return keys
 
     def _check(self) -> None:
         for name, size in self.sizes.items():
             if name not in self._where:
-                raise ModelFilesError(f"{self.folder} lacks the tensor {name}, which its {CONFIG_NAME} calls for")
+                raise ModelFilesError(
+                    f"{self.folder} lacks the tensor {name}, which {CONFIG_NAME} requires. "
+                    f"Use the {CONFIG_NAME} of the weights."
+                )
             part = self._where[name].get_slice(name)
             if tuple(part.get_shape()) != size:
                 raise ModelFilesError(
-                    f"{self.folder}: {name} is {list(part.get_shape())}, and its {CONFIG_NAME} calls for {list(size)}"
+                    f"{self.folder}: {name} has shape {list(part.get_shape())}, but {CONFIG_NAME} requires "
+                    f"{list(size)}. Use the {CONFIG_NAME} of the weights."
                 )
             if part.get_dtype() not in _DTYPES:
                 raise ModelFilesError(
-                    f"{self.folder}: {name} has dtype {part.get_dtype()}; weights must be {', '.join(_DTYPES)}"
+                    f"{self.folder}: {name} has dtype {part.get_dtype()}. "
+                    f"Convert the weights to {' or '.join(_DTYPES)}."
                 )
         for name in self._where:
             if name in self.sizes or name.endswith(_BUFFERS):
@@ -125,10 +136,13 @@ class HuggingFaceWeights:
             if name == _OUTPUT and self.shape.tied_embeddings:
                 self._check_tied()
             else:
-                raise ModelFilesError(f"{self.folder} holds {name}, which its {CONFIG_NAME} does not call for")
+                raise ModelFilesError(
+                    f"{self.folder} contains the tensor {name}, which {CONFIG_NAME} does not describe. "
+                    f"Use the {CONFIG_NAME} of the weights."
+                )
 
     def _check_tied(self) -> None:
-        """Some files hold the output layer although it is the embedding; then both must be the same."""
+        """Check that an output layer that a tied model stores separately is equal to the embedding."""
         embedding = self.shape.table.embedding
         one, other = (self._where[name].get_slice(name) for name in (embedding, _OUTPUT))
         same = one.get_shape() == other.get_shape()
@@ -136,17 +150,18 @@ class HuggingFaceWeights:
             same = same and torch.equal(one[row : row + _COMPARED_ROWS], other[row : row + _COMPARED_ROWS])
         if not same:
             raise ModelFilesError(
-                f"{self.folder}: {_OUTPUT} differs from {embedding}, and its {CONFIG_NAME} says that they are tied"
+                f"{self.folder}: {_OUTPUT} differs from {embedding}, but {CONFIG_NAME} ties both tensors. "
+                f"Use the {CONFIG_NAME} of the weights."
             )
 
 
 def read_assets(folder: Path) -> dict[str, bytes]:
-    """The files beside the weights that a model needs: its configuration, its generation settings, its tokenizer."""
+    """Return all files of a model except its weights, by name: configuration, generation settings and tokenizer."""
     return _read(folder, (CONFIG_NAME, GENERATION_CONFIG)) | read_tokenizer(folder)
 
 
 def read_tokenizer(folder: Path) -> dict[str, bytes]:
-    """The files of a tokenizer, by name; none where there is no tokenizer."""
+    """Return the tokenizer files in `folder` by name. Without a tokenizer, the result is empty."""
     return _read(folder, _TOKENIZER_FILES)
 
 

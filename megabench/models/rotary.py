@@ -1,4 +1,4 @@
-"""The frequencies of the rotary embedding, without transformers, whose import takes longer than a small run."""
+"""Frequencies of the rotary embedding, computed without transformers because its import is slower than a small run."""
 
 import math
 
@@ -9,10 +9,11 @@ from megabench.models.shape import ModelShape
 
 
 def rotary_frequencies(shape: ModelShape) -> Tensor:
-    """θ^(−2i/D) for i in 0 … D/2 − 1 (arXiv 2104.09864), scaled or not: fp32 on CPU, [D/2].
+    """Return θ^(−2i/D) for i in 0 … D/2 − 1 (arXiv 2104.09864), with scaling if any: fp32 on CPU, [D/2].
 
-    Llama 3.1's scaling leaves wave lengths alone that went often enough into the original context, divides the
-    frequency of those that did not by its factor, and blends in between (modeling_rope_utils.py of transformers).
+    Llama 3.1's scaling depends on the number of periods of a frequency in the original context. Frequencies with many
+    periods are unchanged, and frequencies with few periods are divided by `factor`. Frequencies in between are
+    interpolated (modeling_rope_utils.py of transformers).
     """
     assert shape.rope_theta is not None
     exponents = torch.arange(0, shape.head_dim, 2).float() / shape.head_dim

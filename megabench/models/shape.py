@@ -1,4 +1,4 @@
-"""ModelShape: the sizes of a model, from which its tensors, FLOPs and memory follow. Loads no torch."""
+"""ModelShape: the sizes of a model, which determine its tensors, FLOPs and memory. Loads no torch."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from megabench.models.families import FAMILIES, OUTPUT, Dims, Family, Rule
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the rotary embedding's slow frequencies; transformers' rope_type "llama3"."""
+    """Llama 3.1's scaling of the low frequencies of the rotary embedding (rope_type "llama3" in transformers)."""
 
     factor: float
     low_freq_factor: float
@@ -20,9 +20,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A model that no table describes, for the engines that train transformers models.
+    """A Hugging Face model without parallel blocks. Only engines that train transformers models support such a model.
 
-    `table` lists its tensors, `config_folder` has its config.json, `reason` says why it has no parallel blocks.
+    `table` lists the model's tensors, `config_folder` contains the config.json, and `reason` explains why megabench has
+    no parallel blocks for the model.
     """
 
     table: Family
@@ -32,10 +33,10 @@ class Foreign:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of one of the families of families.py, which says what its blocks are made of.
+    """The sizes of a decoder-only model. The table in families.py for `family` describes the blocks.
 
-    `rope_theta` is None, and `num_positions` is not, where positions are learned. `seq_length`, `micro_batch`,
-    `global_batch`, `learning_rate` and `lr_warmup` (steps) are defaults that a run may override.
+    For learned positions, `rope_theta` is None and `num_positions` is set. `seq_length`, `micro_batch`,
+    `global_batch`, `learning_rate` and `lr_warmup` (in steps) are defaults that a run may override.
     """
 
     name: str
@@ -62,12 +63,12 @@ class ModelShape:
 
     @property
     def table(self) -> Family:
-        """Its tensors: those of its family, or its own."""
+        """The table of the model's tensors: that of the model family, or for a foreign model its own table."""
         return self.foreign.table if self.foreign else FAMILIES[self.family]
 
     @property
     def last(self) -> tuple[Rule, ...]:
-        """The rules behind the layers: a tied output layer is made of the embedding."""
+        """The rules for the tensors after the last layer. A tied output layer consists of the embedding tensor."""
         rules = self.table.last
         if self.tied_embeddings:
             rules = tuple(
@@ -77,7 +78,7 @@ class ModelShape:
         return rules
 
     def dims(self, dims: Dims) -> tuple[int, ...]:
-        """The shape that a table writes as `dims`."""
+        """Return the tensor shape that a family's table writes in symbols, such as "h 3h"."""
         sizes = {
             "v": self.vocab_size,
             "h": self.hidden_size,
@@ -92,12 +93,12 @@ class ModelShape:
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Parameters of one layer that take part in matrix products."""
+        """The number of parameters of one layer that are used in matrix products."""
         return sum(math.prod(size) for size in self._sizes(self.table.layer) if len(size) > 1)
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters in matrix products: all layers and the output layer; embedding look-up and norms excluded."""
+        """The number of parameters in matrix products: layers and output layer, without embedding lookup and norms."""
         last = sum(math.prod(size) for size in self._sizes(self.last) if len(size) > 1)
         is_listed = any(self.table.embedding in rule.tensors for rule in self.last)
         output = self.vocab_size * self.hidden_size if self.tied_embeddings and not is_listed else 0
@@ -105,7 +106,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All trainable parameters, embedding and norms included, a tied embedding once, vocabulary padding not."""
+        """The number of trainable parameters. A tied embedding counts once; vocabulary padding does not count."""
         layer = sum(map(math.prod, self._sizes(self.table.layer)))
         ends = {
             name: self.dims(dims) for rule in (*self.table.first, *self.last) for name, dims in rule.tensors.items()
@@ -117,9 +118,9 @@ class ModelShape:
 
     @property
     def why_no_blocks(self) -> str:
-        """Of a model whose table has no parallel blocks."""
+        """The reason why the model has no parallel blocks, for error messages."""
         return self.foreign.reason if self.foreign else f"{self.name} is a {self.family} model"
 
     def with_layers(self, num_layers: int) -> "ModelShape":
-        """The same width with another depth."""
+        """Return a copy of the shape with `num_layers` layers."""
         return replace(self, num_layers=num_layers)

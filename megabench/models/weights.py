@@ -1,4 +1,4 @@
-"""Where weights come from: drawn, or read from files, always by blocks of Hugging Face tensors."""
+"""Interface of weight sources (random initialization or files), read in blocks of Hugging Face tensors."""
 
 from typing import Protocol
 
@@ -9,19 +9,19 @@ from megabench.models.mapping import Piece, Shapes, Shard
 
 
 class Weights(Protocol):
-    """The weights of a model, of which each process reads what it needs."""
+    """A source of a model's weights. Each process reads only the blocks that it needs."""
 
     def read(self, wanted: Piece) -> Tensor:
-        """A block of a Hugging Face tensor, in a dtype that loses nothing: [rows, columns] or [rows].
+        """Return a block of a Hugging Face tensor, in a dtype without loss of precision: [rows, columns] or [rows].
 
-        On CPU, or, of drawn weights, on the device that they are drawn for.
+        Randomly initialized weights are on the device for which they are generated. All other weights are on CPU.
         """
         ...
 
 
 def read_shard(weights: Weights, cut: Shard) -> Tensor:
-    """A tensor-parallel shard where `weights` puts its blocks, padding rows zero."""
-    # each tensor once: the pieces of its query groups are neighbours
+    """Read a tensor-parallel shard onto the device of the blocks of `weights`. Padding rows are zero."""
+    # Read each tensor only once, because the pieces of adjacent query groups are contiguous.
     spans = {span.name: (span.rows[0], weights.read(span)) for span in cut.spans()}
     blocks = []
     for piece in cut.pieces:
@@ -33,9 +33,10 @@ def read_shard(weights: Weights, cut: Shard) -> Tensor:
 
 
 def read_flat(weights: Weights, name: str, shapes: Shapes, start: int, stop: int) -> Tensor:
-    """Elements `start` to `stop` of a Hugging Face tensor, counted through its rows: [stop−start].
+    """Read elements `start` to `stop` of a Hugging Face tensor that is flattened row by row: [stop−start].
 
-    Elements beyond the tensor's end are zero. Where the weights' blocks are, or on CPU where all lie beyond the end.
+    Elements past the end of the tensor are zero. The result is on the device of the blocks of `weights`, or on CPU if
+    all elements are past the end.
     """
     shape = shapes[name]
     width = shape[1] if len(shape) == 2 else 1

@@ -126,9 +126,9 @@ def test_a_damaged_model(tmp_path: Path, folder: Path) -> None:
     file = damaged / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     status, _, err = convert("import", "--hf", damaged, "--out", tmp_path / "checkpoint")
-    assert status == 2 and err.count("\n") == 1 and "model.safetensors is not a whole safetensors file" in err
+    assert status == 2 and err.count("\n") == 1 and "model.safetensors is not a complete safetensors file" in err
     status, _, err = run("launch/pretrain.py", "--model", damaged, "--device", "cpu")
-    assert status == 2 and err.count("\n") == 1 and "model.safetensors is not a whole safetensors file" in err
+    assert status == 2 and err.count("\n") == 1 and "model.safetensors is not a complete safetensors file" in err
 
 
 def test_launched_by_torchrun(tmp_path: Path, folder: Path) -> None:

@@ -78,8 +78,8 @@ def test_configurations_of_older_transformers(folder: Path) -> None:
     ("change", "words"),
     [
         ({"model_type": "mixtral"}, ["mixtures of experts"]),
-        ({"model_type": "gpt2"}, ["model_type='gpt2' is no Llama"]),
-        ({"model_type": "llama5"}, ["model_type='llama5'", "none that this transformers knows"]),
+        ({"model_type": "gpt2"}, ["model_type='gpt2' is not Llama"]),
+        ({"model_type": "llama5"}, ["model_type='llama5'", "the installed transformers does not support"]),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "another activation"]),
         ({"attention_bias": True}, ["attention_bias=True", "biases in attention"]),
         ({"mlp_bias": True}, ["mlp_bias=True"]),
@@ -112,7 +112,7 @@ def test_files_that_are_not_whole(folder: Path) -> None:
     first = min(folder.glob("*.safetensors"))
     content = first.read_bytes()
     first.write_bytes(content[:-100])
-    assert first.name in refusal(folder) and "whole safetensors" in refusal(folder)
+    assert first.name in refusal(folder) and "complete safetensors" in refusal(folder)
     first.write_bytes(b"")
     assert first.name in refusal(folder)
     first.unlink()
@@ -137,7 +137,7 @@ NORM = "model.layers.0.input_layernorm.weight"
     [
         (lambda tensors: tensors.update({NORM: torch.ones(3)}), [NORM, "[3]", "[128]"]),
         (lambda tensors: tensors.update({NORM: torch.ones(128, dtype=torch.int8)}), [NORM, "dtype I8"]),
-        (lambda tensors: tensors.pop(NORM), [NORM, "it does not"]),
+        (lambda tensors: tensors.pop(NORM), [NORM, "does not contain"]),
         (lambda tensors: tensors.update({"extra.weight": torch.ones(3)}), ["extra.weight", "does not list it"]),
     ],
 )
@@ -175,13 +175,13 @@ def test_buffers_of_older_files_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no directory, and no name of the catalogue"):
+    with pytest.raises(UserError, match="is neither a directory nor a name of the catalogue"):
         find_model(str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match=r"has no config\.json; give a model's directory"):
+    with pytest.raises(UserError, match=r"has no config\.json\. Give the directory of a model\."):
         find_model(str(tmp_path))
     (tmp_path / "step-00000007" / "hugging_face").mkdir(parents=True)
     (tmp_path / "step-00000007" / "hugging_face" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"give one of them, as .*step-00000007"):
+    with pytest.raises(UserError, match=r"Give one of the checkpoints, for example .*step-00000007"):
         find_model(str(tmp_path))
 
 
