@@ -1,4 +1,4 @@
-"""`megabench calibrate`: measures this machine in about a minute, into a profile that `megabench plan` reads.
+"""`megabench calibrate`: measure this machine in about a minute and write a profile for `megabench plan`.
 
-Every rank times the same things at the same moment, as in training, and the slowest counts.
+All ranks time each operation simultaneously, as in training. The profile contains the slowest rank's times.
 """

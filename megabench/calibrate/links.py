@@ -1,4 +1,4 @@
-"""What ranks do together: collectives and sends by link and size, and what they cost compute beside them."""
+"""Communication measurements: collectives and sends by link and size, and their interference with compute."""
 
 import time
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from megabench.models.shape import ModelShape
 from megabench.runtime.device import synchronize
 from megabench.train.comm_preflight import create_mine
 
-_SIZES = {"cuda": [2**16, 2**20, 2**24, 2**27, 2**29], "cpu": [2**12, 2**16, 2**20, 2**22]}  # bytes of a collective
+_SIZES = {"cuda": [2**16, 2**20, 2**24, 2**27, 2**29], "cpu": [2**12, 2**16, 2**20, 2**22]}  # message sizes in bytes
 
 
 def collective_launch(bench: Bench) -> float:
-    """Seconds of the host to start a collective that moves nothing to speak of."""
+    """Return the host time to launch a tiny collective, in seconds."""
     size = dist.get_world_size()
     part, whole = bench.random(8), bench.random(8 * size)
 
@@ -40,9 +40,10 @@ def collective_launch(bench: Bench) -> float:
 
 
 def interference(bench: Bench, topology: Topology, tokens: int, shape: ModelShape) -> float | None:
-    """The part of hidden communication that compute pays for: products and a gather at once, against each alone.
+    """Return the fraction of overlapped communication that still costs time, or None if a host has only one rank.
 
-    The gather is among the ranks of a host, on all hosts at once; None where a host has one rank alone.
+    Matrix products and an all-gather are timed separately and overlapped. The fraction is the overlapped time minus the
+    longer separate time, divided by the shorter separate time. All hosts run the all-gather at once.
     """
     by_host = topology.ranks_by_host
     if min(map(len, by_host)) < 2:
@@ -75,7 +76,11 @@ def interference(bench: Bench, topology: Topology, tokens: int, shape: ModelShap
 
 
 def links(bench: Bench, topology: Topology, base: Profile) -> dict[Link, LinkCost]:
-    """What each kind of link achieves: all-gathers by size, over two ranks and over all, inside hosts and across."""
+    """Return the measured cost of each kind of link, inside hosts and across hosts.
+
+    All-gathers of several sizes run over pairs of ranks, over all ranks of each host, and over one rank
+    per host.
+    """
     found: dict[Link, LinkCost] = {}
     by_host = [sorted(ranks) for ranks in topology.ranks_by_host]
     kinds = [[ranks[: len(ranks) // 2 * 2] for ranks in by_host if len(ranks) > 1]]
@@ -95,7 +100,10 @@ def links(bench: Bench, topology: Topology, base: Profile) -> dict[Link, LinkCos
 
 
 def _gather_times(bench: Bench, groups: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
-    """(bytes gathered in all, seconds) by size, all groups at once; ranks of none only keep time."""
+    """Return (total gathered bytes, seconds) for each size, with all groups running simultaneously.
+
+    Ranks outside of `groups` skip the all-gathers and take part only in the timing.
+    """
     mine = create_mine(groups)
     found = []
     for num_bytes in _SIZES[bench.device.type]:
@@ -112,7 +120,7 @@ def _gather_times(bench: Bench, groups: Sequence[Sequence[int]]) -> list[tuple[f
 
 
 def _send_times(bench: Bench, pairs: Sequence[Sequence[int]]) -> None:
-    """From the first to the second of each pair, by size."""
+    """Time a send from the first to the second rank of each pair, for each size."""
     rank = dist.get_rank()
     peer = next((pair[1 - list(pair).index(rank)] for pair in pairs if rank in pair), None)
     is_sender = any(pair[0] == rank for pair in pairs)
@@ -134,7 +142,11 @@ def _link_cost(
     times: dict[int, list[tuple[float, float]]],
     before: LinkCost,
 ) -> LinkCost:
-    """Bandwidth from the largest gathers; base and hop from the smallest, of two ranks and of all."""
+    """Return the cost of a link. `times` maps a number of ranks to the (bytes, seconds) of their all-gathers.
+
+    The largest all-gathers determine the bandwidth. The smallest all-gathers, over two ranks and over the largest
+    group, determine the base time and the time per hop.
+    """
     most = max(times)
     rates = {ranks: _bus_gb_per_s(ranks, found) for ranks, found in times.items()}
     is_known = most > 2 and not where.across
@@ -156,6 +168,6 @@ def _link_cost(
 
 
 def _bus_gb_per_s(ranks: int, times: Sequence[tuple[float, float]]) -> float:
-    """What each rank receives a second in the largest gather."""
+    """Return the bandwidth at which each rank receives data in the largest all-gather, in GB/s."""
     num_bytes, seconds = times[-1]
     return num_bytes * (ranks - 1) / ranks / (seconds - min(times[0][1], 0.5 * seconds)) / 1e9

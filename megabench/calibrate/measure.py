@@ -1,4 +1,4 @@
-"""The command: starts a process for each device, measures, and writes the profile."""
+"""Implementation of `megabench calibrate`: start one process per device, measure, and write the profile."""
 
 import json
 import os
@@ -37,12 +37,15 @@ _ORIGIN = "megabench calibrate"
 
 
 def calibrate(shape: ModelShape, seq_length: int, device: torch.device, emulate_hosts: int | None) -> Profile:
-    """The profile of this machine; every rank of the default process group must call it, and gets the same."""
+    """Measure this machine and return its profile.
+
+    Every rank of the default process group must call `calibrate`. All ranks receive equal profiles.
+    """
     topology = _topology(device, emulate_hosts)
     bench = Bench(device)
     base = profile_for(device_name(device))
     found: dict[str, object] = {}
-    origin = {"*": f"not measured here: shipped profile {base.name}"}
+    origin = {"*": f"not measured here: from the shipped profile {base.name}"}
 
     def note(**values: object) -> None:
         found.update(values)
@@ -69,7 +72,7 @@ def calibrate(shape: ModelShape, seq_length: int, device: torch.device, emulate_
             note(interference=lost)
         measured = links(bench, topology, base)
         note(links=base.links | measured)
-        origin["links"] = f"{_ORIGIN}: {', '.join(measured)}; the others: shipped profile {base.name}"
+        origin["links"] = f"{_ORIGIN}: {', '.join(measured)}; all other links: from the shipped profile {base.name}"
     fields = base.model_dump() | found | {"links": found.get("links", base.links)}
     fields |= {"name": f"{base.name}-here", "devices": [device_name(device)], "kind": "measured", "origin": origin}
     return Profile.model_validate(fields | {"measurements": bench.measurements})
@@ -78,7 +81,7 @@ def calibrate(shape: ModelShape, seq_length: int, device: torch.device, emulate_
 def _topology(device: torch.device, emulate_hosts: int | None) -> Topology:
     local = device.index or 0
     mine = read_facts(local, gpu_uuid(local) if device.type == "cuda" else None)
-    if emulate_hosts:  # NCCL already takes the ranks for those of several hosts, which the facts would repeat
+    if emulate_hosts:  # `split` emulates the hosts, so ignore the NCCL_HOSTID that `split_nccl` has set
         mine = mine.model_copy(update={"nccl_hostid": None})
     facts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(facts, mine.model_dump_json())
@@ -87,24 +90,24 @@ def _topology(device: torch.device, emulate_hosts: int | None) -> Topology:
 
 
 def write(profile: Profile, path: Path) -> None:
-    """Writes a profile file."""
+    """Write the profile to a JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(profile.model_dump(exclude_defaults=True), indent=2) + "\n")
 
 
 def _check_writable(path: Path) -> None:
-    """ConfigError where a file cannot be made at `path`; makes its folder."""
+    """Create the parent folder of `path`. Raise ConfigError if no file can be written at `path`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise ConfigError(f"--out {path} cannot be written: {error.strerror}; give another path") from None
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}. Give another path.") from None
     if path.is_dir():
-        raise ConfigError(f"--out {path} is a folder; give the path of a file in it")
+        raise ConfigError(f"--out {path} is a folder. Give the path of a file.")
 
 
 def run(out: Path, model: str, seq_length: int | None, num_processes: int | None, emulate_hosts: int | None) -> None:
-    """Measures with one process a GPU, or those of the launcher, and writes the profile on rank 0."""
+    """Measure with one process per GPU, or with the launcher's processes. Rank 0 writes the profile to `out`."""
     shape = find_model(model)
     if rendezvous.rank_from_environment() == 0:
         _check_writable(out)
@@ -113,7 +116,10 @@ def run(out: Path, model: str, seq_length: int | None, num_processes: int | None
     device = choose_device("auto", size if launched is None else 1)
     if emulate_hosts:
         if size % emulate_hosts:
-            raise ConfigError(f"emulate_hosts={emulate_hosts} does not divide the {size} ranks")
+            raise ConfigError(
+                f"emulate_hosts={emulate_hosts} does not divide the {size} ranks. "
+                f"Set emulate_hosts to a divisor of {size}."
+            )
         split_nccl(emulated_host(rendezvous.rank_from_environment(), size, emulate_hosts))
     started = time.perf_counter()
     with ranks.joined(size, device) as rank:

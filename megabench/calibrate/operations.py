@@ -1,4 +1,4 @@
-"""What one device does: products, attention, element-wise work, launches, copies to the host."""
+"""Measurements on one device: matrix products, attention, element-wise operations, launches, copies to the host."""
 
 import statistics
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _TINY_OPERATIONS = 200
 
 
 def memory_rate(bench: Bench) -> float:
-    """GB/s of a sum of two tensors: two read, one written."""
+    """Return the memory bandwidth of an element-wise sum in GB/s: two tensors are read and one is written."""
     count = _COPY_BYTES[bench.device.type] // 2 // (4 if bench.precision == "fp32" else 2)
     a, b = bench.random(count), bench.random(count)
     out = torch.empty_like(a)
@@ -31,7 +31,10 @@ def memory_rate(bench: Bench) -> float:
 
 
 def products(bench: Bench, shape: ModelShape, tokens: int) -> list[Measurement]:
-    """The matrix products of a layer and of the output layer at every tp that divides the heads, up to 8."""
+    """Time the matrix products of a layer and of the output layer.
+
+    Each tp of 1, 2, 4 and 8 that divides the number of KV heads and the FFN size is timed.
+    """
     h, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     begun = len(bench.measurements)
     for tp in (tp for tp in (1, 2, 4, 8) if shape.num_kv_heads % tp == 0 and shape.ffn_size % tp == 0):
@@ -43,7 +46,7 @@ def products(bench: Bench, shape: ModelShape, tokens: int) -> list[Measurement]:
 
 
 def peak(base: Profile, device: torch.device, bench: Bench, products: Sequence[Measurement]) -> float:
-    """Dense FLOP/s: the catalogue's, or that of the best product where the catalogue has none."""
+    """Return the dense peak FLOP/s from the catalogue of GPUs, or from the fastest product if the GPU is unknown."""
     gpu = find_gpu(device_name(device))
     if gpu and (tflops := gpu.peak_tflops(bench.precision)):
         return tflops * 1e12
@@ -51,7 +54,7 @@ def peak(base: Profile, device: torch.device, bench: Bench, products: Sequence[M
 
 
 def fit_products(profile: Profile, peak: float, products: Sequence[Measurement]) -> Profile:
-    """The efficiency and the half-way inner size that are nearest to what the products took."""
+    """Fit `gemm_efficiency` and `gemm_half_k` to the measured times of the matrix products."""
 
     def loss(candidate: Profile) -> float:
         machine = Machine(candidate, peak)
@@ -65,7 +68,10 @@ def fit_products(profile: Profile, peak: float, products: Sequence[Measurement])
 
 
 def attention(bench: Bench, shape: ModelShape, tokens: int) -> tuple[float, float]:
-    """FLOP/s of causal attention, forward and backward, by half the square and 2.5 times that."""
+    """Return the FLOP/s of causal attention in the forward and in the backward pass.
+
+    The forward FLOPs count half of the attention matrix. The backward FLOPs are 2.5 times the forward FLOPs.
+    """
     query = bench.random(1, shape.num_heads, tokens, shape.head_dim).requires_grad_()
     key, value = (bench.random(1, shape.num_kv_heads, tokens, shape.head_dim).requires_grad_() for _ in range(2))
 
@@ -81,7 +87,7 @@ def attention(bench: Bench, shape: ModelShape, tokens: int) -> tuple[float, floa
 
 
 def launch(bench: Bench) -> float:
-    """Seconds of the host for a kernel, forward and backward, when kernels take none."""
+    """Return the host time per kernel launch in seconds, measured with tiny kernels in forward and backward."""
     start = bench.random(8).requires_grad_()
 
     def chain() -> None:
@@ -94,7 +100,7 @@ def launch(bench: Bench) -> float:
 
 
 def host_copy(bench: Bench) -> float:
-    """GB/s from device to pinned host memory; on CPU of a copy."""
+    """Return the bandwidth from device to pinned host memory in GB/s. On CPU, time a memory copy."""
     count = _COPY_BYTES[bench.device.type] // 8
     here = torch.zeros(count, device=bench.device)
     there = torch.zeros(count, pin_memory=bench.device.type == "cuda")
@@ -103,7 +109,7 @@ def host_copy(bench: Bench) -> float:
 
 
 def dram_rate(bench: Bench, topology: Topology) -> float:
-    """GB/s of host memory that all ranks of a host reach together, read and written."""
+    """Return the total bandwidth of host memory that all ranks of a host achieve together, in GB/s."""
     a = torch.zeros(_COPY_BYTES[bench.device.type] // 4)
     seconds = bench.seconds("host memory", lambda: a.mul_(1.0), bytes=2 * a.nbytes)
     return 2 * a.nbytes * max(map(len, topology.ranks_by_host)) / seconds / 1e9

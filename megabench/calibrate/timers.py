@@ -1,4 +1,4 @@
-"""Timing of operations on all ranks at once."""
+"""Timing of operations on all ranks simultaneously."""
 
 import statistics
 import time
@@ -11,12 +11,12 @@ from torch import Tensor
 from megabench.cost.profile import Measurement
 from megabench.runtime.device import DTYPES, synchronize
 
-# that a thing is repeated for: on a GPU until products have brought it to its power limit, where training runs
+# Total time of the repetitions of an operation. On a GPU, matrix products then reach the power limit, as in training.
 _TARGET_SECONDS = {"cuda": 0.2, "cpu": 0.01}
 
 
 class Bench:
-    """Times operations on this rank and all others; what was timed is collected in `measurements`."""
+    """Time operations on all ranks simultaneously and append the results to `measurements`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -24,7 +24,7 @@ class Bench:
         self.measurements: list[Measurement] = []
 
     def seconds(self, kind: str, operation: Callable[[], object], **sizes: float) -> float:
-        """Median seconds of an operation on the slowest rank, the host's launch hidden by repetition."""
+        """Return the median time of an operation on the slowest rank, in seconds. Repetition hides launch latency."""
         operation()
         once = self.agreed(self._timed(operation, 1))
         repeats = max(1, min(1000, int(_TARGET_SECONDS[self.device.type] / max(once, 1e-7))))

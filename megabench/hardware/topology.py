@@ -113,7 +113,7 @@ class Topology:
 def discover(store: "Store", facts: RankFacts, rank: int, world_size: int) -> Topology:
     """Exchange the facts of all ranks through `store` and return the topology of the launch.
 
-    Every rank must call `discover`, and every rank receives an equal topology. `discover` needs no process group.
+    Every rank must call `discover`. All ranks receive equal topologies. `discover` needs no process group.
     """
     store.set(f"facts/{rank}", facts.model_dump_json())
     keys = [f"facts/{number}" for number in range(world_size)]

@@ -117,9 +117,9 @@ def in_order(transports: Iterable[str]) -> list[str]:
 
 
 def disagreement(kind: str, link: str | None, transports: Sequence[str]) -> str | None:
-    """Return a warning if the transports of a group are slower than the group's slowest `link`, else None.
+    """Return a warning if NCCL's transports of a group are slower than its slowest link `link`, else None.
 
-    Tensor parallelism over the network also returns a warning.
+    Tensor parallelism over the network also causes a warning.
     """
     on_network = [name for name in transports if name.startswith("NET/")]
     if on_network and link in ("nvlink", "pcie", "shm"):

@@ -128,7 +128,7 @@ CATALOG = {shape.name: shape for shape in _SHAPES}
 
 
 def get_model(name: str) -> ModelShape:
-    """Return the shape with this name. For an unknown name, raise UnknownModelError with similar names."""
+    """Return the shape of the catalogue model `name`. For other names, raise UnknownModelError with similar names."""
     if name in CATALOG:
         return CATALOG[name]
     near = get_close_matches(name, CATALOG, n=3, cutoff=0.4)

@@ -58,7 +58,7 @@ class HuggingFaceWeights:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all parameters in bytes. Tied parameters count once."""
+        """The total size of all parameters in bytes. Tied parameters count once."""
         return sum(torch.Size(size).numel() * self.dtype(name).itemsize for name, size in self.sizes.items())
 
     def _file_names(self) -> list[str]:
