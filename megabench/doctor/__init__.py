@@ -1,6 +1,6 @@
-"""The doctor: what makes a study's numbers untrustworthy or slow, from its records alone. Loads no torch.
+"""Diagnosis of a study: find untrustworthy or slow results from the study's records. Does not import torch.
 
-A rule speaks only where a record holds the evidence; a field that is None is no evidence.
+A rule reports a finding only if a record contains the evidence. Rules ignore record fields that are None.
 """
 
 from megabench.doctor.examine import examine

@@ -1,4 +1,4 @@
-"""All rules in one table, and what they find in a study."""
+"""Table of all diagnosis rules, and the function that applies them to a study."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from megabench.doctor import failure_rules, fairness_rules, machine_rules, netwo
 from megabench.doctor.finding import KINDS, Case, Finding, Rule, joined
 from megabench.record import RunRecord
 
-# worst first, within each kind of finding
+# Within each kind of finding, the rules are ordered from the most to the least severe problem.
 RULES: tuple[Rule, ...] = (
     failure_rules.lost_reference,
     failure_rules.diverged,
@@ -54,7 +54,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def examine(records: Sequence[RunRecord], reference: str) -> list[Finding]:
-    """What is wrong with the records of a study whose ratios go by the trial `reference`, worst first."""
+    """Return the findings for the records of a study with the baseline trial `reference`, most severe first."""
     case = Case(tuple(records), reference)
     found = [finding for rule in RULES for finding in joined(rule(case))]
     return sorted(found, key=lambda finding: KINDS.index(finding.kind))

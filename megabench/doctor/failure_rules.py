@@ -1,4 +1,4 @@
-"""Trials that ended without a good result: what happened, and what to try."""
+"""Diagnosis rules for trials without a valid result: report the failure and suggest a remedy."""
 
 from collections.abc import Iterator
 
@@ -8,73 +8,73 @@ from megabench.specs.registry import ENGINES
 
 
 def lost_reference(case: Case) -> Iterator[Finding]:
-    """A study whose ratios have nothing to go by."""
+    """Report a study whose reference trial has no valid result, because speedups cannot be computed without one."""
     if len(case.by_trial) < 2 or case.reference_runs:
         return
     runs = case.by_trial.get(case.reference)
-    ended = f"it ended as {runs[0].status}" if runs else "there is no record of it"
-    change = "repair it, or name another trial" if runs else "run it (megabench compare … --resume), or name another"
+    ended = f"the reference trial ended with status {runs[0].status}" if runs else "the reference trial has no record"
+    change = "fix the reference trial" if runs else "run the reference trial (megabench compare … --resume)"
     yield Finding(
         "untrustworthy",
         (),
-        f"the reference {case.reference} has no good result, so nothing is compared with it",
+        f"the reference {case.reference} has no valid result, so no trial can be compared with it",
         ended,
-        f"{change} as reference in the study",
+        f"{change}, or set another trial as `reference` in the study file",
     )
 
 
 def diverged(case: Case) -> Iterator[Finding]:
-    """Trials that did other work than the reference."""
+    """Report trials whose losses or gradient norms differ from those of the reference."""
     for record in case.records:
         if record.status == "diverged":
             yield Finding(
                 "untrustworthy",
                 (record.trial,),
-                "diverged: its losses or gradients are not those of the same work, so its speed means nothing",
+                "diverged: the losses or gradient norms differ from the reference, so the speed is meaningless",
                 record.error or "status diverged",
-                "do not use its speed; look at its losses, gradient norms, precision and settings first",
+                "do not use the speed of this trial; check its losses, gradient norms, precision and settings first",
             )
 
 
 def failed(case: Case) -> Iterator[Finding]:
-    """Trials that broke off, but for those that stood still."""
+    """Report trials that failed for any reason other than a hang."""
     for record in case.records:
         if record.status == "failed" and not _is_hang(record):
             error = record.error or "no reason was recorded"
             kind = record.failure.kind if record.failure else "error"
             if kind == "shared-memory":
-                change = "give the container more shared memory: --shm-size=1g or more, or an emptyDir of medium Memory"
+                change = "increase the container's shared memory: --shm-size=1g, or an emptyDir with medium: Memory"
             elif kind == "killed":
-                change = "look at dmesg for the out-of-memory killer; more host memory, or less offload"
+                change = "check dmesg for the out-of-memory killer; add host memory, or offload less state"
             else:
                 change = f"read {_log(_rank(record))}"
-            yield Finding("untrustworthy", (record.trial,), "failed and has no result", error, change)
+            yield Finding("untrustworthy", (record.trial,), "the trial failed and has no result", error, change)
 
 
 def hung(case: Case) -> Iterator[Finding]:
-    """Trials in which no rank got on, or that came to no end."""
+    """Report trials that hung: no rank made progress, or the trial exceeded its time limit."""
     for record in case.records:
         if _is_hang(record):
             error = record.error or "no result within timeout_seconds"
             rank = _rank(record)
-            who = "one of them" if rank is None else f"rank {rank}"
+            who = "an unidentified rank" if rank is None else f"rank {rank}"
             yield Finding(
                 "untrustworthy",
                 (record.trial,),
-                f"hung, or was too slow for its time limit: the others may wait for {who}",
+                f"the trial hung or exceeded the time limit; the other ranks may wait for {who}",
                 error,
-                f"read {_log(rank)}; a larger timeout_seconds if its steps went on",
+                f"read {_log(rank)}; increase timeout_seconds if the trial was still making progress",
             )
 
 
 def out_of_memory(case: Case) -> Iterator[Finding]:
-    """Trials that need more memory than there is."""
+    """Report trials that ran out of memory."""
     for record in case.records:
         if record.status == "oom":
             yield Finding(
                 "untrustworthy",
                 (record.trial,),
-                "ran out of memory and has no result",
+                "the trial ran out of memory and has no result",
                 record.error or "status oom",
                 _less_memory(record),
             )
@@ -89,18 +89,18 @@ def _rank(record: RunRecord) -> int | None:
 
 
 def _log(rank: int | None) -> str:
-    return f"logs/TRIAL/rank-{'*' if rank is None else rank}.log in the study's folder"
+    return f"logs/TRIAL/rank-{'*' if rank is None else rank}.log in the study's run directory"
 
 
 def _less_memory(record: RunRecord) -> str:
-    """What would take less, the cheapest first."""
+    """Suggest ways to reduce memory use, ordered from the cheapest to the most expensive."""
     options, ways = record.options, []
     if record.micro_batch > 1:
-        ways.append(f"micro_batch below {record.micro_batch} (auto finds one)")
+        ways.append(f"micro_batch below {record.micro_batch} (micro_batch: auto finds one that fits)")
     if options.get("recompute", "none") != "full" and "recompute" not in (record.auto_settings or ()):
-        ways.append("recompute: full (auto tries less first)")
+        ways.append("recompute: full (recompute: auto tries less recomputation first)")
     spec = ENGINES.get(record.engine)
     ways.append(spec.less_memory(options) if spec and record.world_size > 1 else "more GPUs")
     if not is_on_gpu(record):
-        ways.append("fewer processes on this machine")
+        ways.append("run fewer processes on this machine")
     return ", or ".join(ways)

@@ -1,4 +1,4 @@
-"""Whether the trials can be compared: the same work, the same kernels, and a baseline at its best."""
+"""Diagnosis rules for fair comparison: equal work, equal kernels, and a well-tuned baseline."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -9,48 +9,53 @@ from megabench.record import KernelTraits, RunRecord, WorkClass
 from megabench.study.parity import is_zero3
 from megabench.study.summary import speeds_of
 
-# within this the reference is as good as the other ZeRO-3 trial: the runs of one trial differ as much
+# A ZeRO-3 trial must exceed the reference speed by this fraction to count as faster: repeated runs differ by as much.
 AS_FAST = 0.02
 
-# beyond this part of its memory a GPU may not hold a larger micro-batch
+# Above this fraction of used GPU memory, a larger micro-batch may run out of memory.
 _FULL = 0.9
 
 
 def precision(case: Case) -> Iterator[Finding]:
-    """Trials that train in different precisions."""
+    """Report trials that train in different precisions."""
     yield from _unequal(case, "precision", lambda record: record.precision)
 
 
 def gradient_dtype(case: Case) -> Iterator[Finding]:
-    """Trials that reduce gradients in different dtypes: unequal bytes on the wire."""
+    """Report trials that reduce gradients in different dtypes, because their communication volumes differ."""
     yield from _unequal(case, "gradient dtype", lambda record: record.grad_dtype, "grad_dtype")
 
 
 def _unequal(case: Case, what: str, value: Callable[[RunRecord], str], setting: str | None = None) -> Iterator[Finding]:
-    """A setting that is not the same for all trials, which should be."""
+    """Report a setting that differs between trials, unless the study varies the setting on purpose."""
     trials_of: dict[str, list[str]] = {}
     for trial, runs in case.by_trial.items():
         trials_of.setdefault(value(runs[0]), []).append(trial)
-    measured = {value(record) for record in case.records if is_zero3(record)}  # a class may have a baseline of its own
+    measured = {
+        value(record) for record in case.records if is_zero3(record)
+    }  # each precision or gradient dtype may have its own ZeRO-3 baseline
     twins = [{_else(case.by_trial[trial][0]) for trial in trials} for trials in trials_of.values()]
     is_meant = trials_of.keys() <= measured or all(others == twins[0] for others in twins)
     if len(trials_of) > 1 and not is_meant:
         yield Finding(
             "untrustworthy",
             (),
-            f"the trials differ in {what}, so their speeds do not compare",
+            f"the trials differ in {what}, so their speeds are not comparable",
             "; ".join(f"{word}: {names(trials)}" for word, trials in trials_of.items()),
-            f"one {setting or what} in base, for all trials",
+            f"set the same {setting or what} for all trials, under `base` in the study file",
         )
 
 
 def _else(record: RunRecord) -> str:
-    """All that a trial has beside precision and gradient dtype: with equal texts, the study varies these on purpose."""
+    """Return a text of the trial's settings except precision and gradient dtype.
+
+    A study varies the precision on purpose if the trials of every precision have the same texts.
+    """
     return repr((record.engine, record.layout, record.options, record.optimizer, record.micro_batch))
 
 
 def other_work(case: Case) -> Iterator[Finding]:
-    """Trials in another work class than the reference, which have no ratio."""
+    """Report trials that belong to a different work class than the reference and therefore have no speedup."""
     expected = next((record.work_class for record in case.reference_runs if record.work_class), None)
     if expected is None:
         return
@@ -58,9 +63,9 @@ def other_work(case: Case) -> Iterator[Finding]:
     mine = _fields(expected)
     for record in case.good:
         if record.work_class is None or record.work_class.optimizer != expected.optimizer:
-            continue  # another optimizer is another work on purpose, and so is compression
+            continue  # a study changes the optimizer or the gradient compression on purpose
         if record.work_class.id in measured:
-            continue  # by a ZeRO-3 trial of its own
+            continue  # another ZeRO-3 trial is the baseline of this work class
         theirs = _fields(record.work_class)
         differing = [
             f"{name} {_text(theirs.get(name))} instead of {_text(value)}"
@@ -71,14 +76,14 @@ def other_work(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "note",
                 (record.trial,),
-                f"does other work than the reference {case.reference}, so the two are not compared",
+                f"the trial and the reference {case.reference} train different workloads and are not compared",
                 ", ".join(differing),
-                "the same settings for both, if they are meant to be compared",
+                "use the same settings for both trials if you want to compare them",
             )
 
 
 def _fields(work: WorkClass) -> dict[str, Any]:
-    """The fields of a work class that should be equal, those of its schedule among them."""
+    """Return the work class fields that must be equal, including the fields of the learning rate schedule."""
     fields = work.model_dump(exclude={"data", "precision", "grad_dtype", "optimizer", "compression"})
     return fields | fields.pop("schedule")
 
@@ -88,7 +93,7 @@ def _text(value: Any) -> str:
 
 
 def kernels(case: Case) -> Iterator[Finding]:
-    """Fused kernels in some trials of a work class and plain ones in others."""
+    """Report work classes in which some trials run fused kernels and other trials run unfused kernels."""
     classes: dict[str, dict[str, RunRecord]] = {}
     for record in case.on_gpus:
         if record.kernel_traits and record.work_class:
@@ -102,17 +107,17 @@ def kernels(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     "note" if is_meant else "untrustworthy",
                     (trial,),
-                    "runs plain kernels where other trials run fused ones"
-                    + (" (kernels: reference)" if is_meant else ", so layout is not all that differs"),
+                    "the trial runs plain (unfused) kernels where other trials run fused kernels"
+                    + (" (kernels: reference)" if is_meant else ", so the trials differ in more than the layout"),
                     ", ".join(f"{operation}: {(record.kernels or {}).get(operation)}" for operation in unequal),
-                    "compare it with others of kernels: reference only"
+                    "compare this trial only with other trials that set kernels: reference"
                     if is_meant
-                    else "kernels: auto for all, and liger-kernel installed",
+                    else "set kernels: auto for all trials, and install liger-kernel",
                 )
 
 
 def _plain_operations(record: RunRecord) -> list[str]:
-    """Operations that have a fused kernel on every engine, and a plain one here."""
+    """Return the operations that ran with an unfused kernel, although every engine has a fused kernel for them."""
     traits = record.kernel_traits or KernelTraits()
     is_fused = {
         "attention": traits.flash_attention,
@@ -124,7 +129,7 @@ def _plain_operations(record: RunRecord) -> list[str]:
 
 
 def weaker_reference(case: Case) -> Iterator[Finding]:
-    """A ZeRO-3 trial that is faster than the ZeRO-3 trial all others are measured by."""
+    """Report a ZeRO-3 trial that is faster than the ZeRO-3 reference of the study."""
     mine = _speed(case.reference_runs)
     if mine is None or not is_zero3(case.reference_runs[0]) or not case.reference_runs[0].work_class:
         return
@@ -135,14 +140,14 @@ def weaker_reference(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "untrustworthy",
                 (),
-                f"the reference {case.reference} is not the fastest ZeRO-3 of the study, so every ratio flatters",
-                f"{trial} reaches {theirs:,.0f} tok/s per device, {case.reference} {mine:,.0f}",
+                f"the reference {case.reference} is not the fastest ZeRO-3 trial, so all speedups are too high",
+                f"{trial} reaches {theirs:,.0f} tok/s per device, and {case.reference} {mine:,.0f} tok/s per device",
                 f"reference: {trial}",
             )
 
 
 def untuned_reference(case: Case) -> Iterator[Finding]:
-    """A baseline that is held at a small micro-batch while others got theirs by trying, or a larger one."""
+    """Report a baseline with a fixed micro-batch while other trials have a tuned or larger micro-batch."""
     if not case.reference_runs or not is_on_gpu(case.reference_runs[0]):
         return
     reference = case.reference_runs[0]
@@ -151,46 +156,53 @@ def untuned_reference(case: Case) -> Iterator[Finding]:
     larger = [record.trial for record in others if record.micro_batch > reference.micro_batch]
     better = tuned or (larger if reference.micro_batch == 1 else [])
     if better and not was_tuned(reference) and _may_grow(case, reference):
-        how = "found by trying" if tuned else "a larger one"
+        how = "tuned micro-batch" if tuned else "larger micro-batch"
         yield Finding(
             "untrustworthy",
             (),
-            f"the reference {case.reference} is held at micro-batch {reference.micro_batch} while others are tuned, "
-            "so every ratio flatters",
+            f"the reference {case.reference} is fixed at micro-batch {reference.micro_batch} while other trials are "
+            "tuned, so all speedups are too high",
             f"{names(list(dict.fromkeys(better)))}: {how}",
-            "micro_batch: auto in base, for all trials",
+            "set micro_batch: auto for all trials, under `base` in the study file",
         )
 
 
 def gathers_by_parts(case: Case) -> Iterator[Finding]:
-    """A study on GPUs in which no ZeRO-3 gathers whole layers, which is faster where the host holds it back."""
+    """Report a GPU study whose ZeRO-3 trials all gather submodules instead of whole layers.
+
+    Whole-layer all-gathers are faster when the host code limits the speed.
+    """
     shards = [record for record in case.on_gpus if is_zero3(record) and record.world_size > 1]
     if shards and not any(record.options.get("zero_leaf_layers") for record in shards):
         yield Finding(
             "note",
             tuple(dict.fromkeys(record.trial for record in shards)),
-            "gathers layers by their parts, as DeepSpeed does by default, and no other ZeRO-3 trial gathers them whole",
-            "DeepSpeed's host code waits for gathers every few parts; two H200s that were idle for 5% got 7% faster",
-            "a trial with zero_leaf_layers: true, zero_prefetch: 500000000, zero_persistence: 1000000",
+            "ZeRO-3 gathers submodules one by one, which is DeepSpeed's default; no ZeRO-3 trial gathers whole layers",
+            "DeepSpeed's host code waits for an all-gather every few submodules; with whole layers, two H200 "
+            "GPUs that had been idle 5% of the time trained 7% faster",
+            "add a trial with zero_leaf_layers: true, zero_prefetch: 500000000, zero_persistence: 1000000",
         )
 
 
 def gathers_twice(case: Case) -> Iterator[Finding]:
-    """A study on GPUs of several hosts in which no ZeRO-3 keeps what it gathered for the backward pass."""
+    """Report a multi-host GPU study whose ZeRO-3 trials all gather the weights again for the backward pass."""
     across = [record for record in case.on_gpus if is_zero3(record) and (record.num_hosts or 1) > 1]
     if across and all(record.options.get("reshard_after_forward", True) for record in across):
         yield Finding(
             "note",
             tuple(dict.fromkeys(record.trial for record in across)),
-            "gathers its weights across hosts for forward and for backward, and no other ZeRO-3 trial keeps them",
-            "kept from forward to backward, for the memory of all 16-bit weights, they are a quarter to a third of the "
-            "bytes less",
-            "a trial with reshard_after_forward: false, where the memory suffices",
+            "ZeRO-3 gathers the weights across hosts for forward and again for backward; no ZeRO-3 trial keeps them",
+            "keeping the gathered weights until backward saves a quarter to a third of the communicated bytes but "
+            "needs memory for all 16-bit weights",
+            "add a trial with reshard_after_forward: false if the GPU memory is large enough",
         )
 
 
 def losses_that_stand_still(case: Case) -> Iterator[Finding]:
-    """Losses that vary by less than parity tolerates: they would agree with those of an engine that updates nothing."""
+    """Report losses that vary by less than the parity tolerance.
+
+    Such losses would also match those of an engine that never updates the weights.
+    """
     for record in case.reference_runs:
         losses = [loss for loss in record.losses or () if loss is not None]
         if len(losses) < 2 or record.parity is None:
@@ -200,15 +212,15 @@ def losses_that_stand_still(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "note",
                 (record.trial,),
-                "has losses that hardly move, so that equal ones prove the forward pass and gradients, not updates",
-                f"they vary by {moved:.2g} of their value, and parity tolerates {record.parity.tolerance:g}",
-                "data: stdlib, or more steps at a higher learning rate",
+                "the losses hardly change, so equal losses verify forward and backward, but not the weight updates",
+                f"the losses vary by {moved:.2g} of their mean; the parity tolerance is {record.parity.tolerance:g}",
+                "set data: stdlib, or train more steps at a higher learning rate",
             )
             return
 
 
 def _may_grow(case: Case, record: RunRecord) -> bool:
-    """Whether a larger micro-batch is legal and may fit, and no other trial shows what it would do."""
+    """Return whether a larger micro-batch is valid, may fit in memory, and is not measured by another trial."""
     is_legal = record.micro_batch * record.layout.dp < record.global_batch
     peak, all_of_it = record.peak_memory_gib, record.device_memory_gib
     is_full = peak is not None and all_of_it is not None and peak.max > _FULL * all_of_it
@@ -216,7 +228,7 @@ def _may_grow(case: Case, record: RunRecord) -> bool:
 
 
 def skipped_steps(case: Case) -> Iterator[Finding]:
-    """Timed steps without an update of the weights."""
+    """Report timed steps in which the optimizer did not update the weights."""
     for record in case.good:
         timed = record.grad_norms[record.warmup_steps :]
         num_skipped = min(record.num_skipped_steps, sum(norm is None for norm in timed))
@@ -224,22 +236,22 @@ def skipped_steps(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "untrustworthy",
                 (record.trial,),
-                "skipped timed steps: their gradients were not finite, and the optimizer did not run",
-                f"{num_skipped} of {len(timed)} timed steps",
-                "more warmup_steps until the loss scale has settled, or precision: bf16",
+                "skipped timed steps: the gradients were not finite, and the optimizer did not update the weights",
+                f"{num_skipped} of {len(timed)} timed steps skipped the weight update",
+                "increase warmup_steps until the loss scale is stable, or set precision: bf16",
             )
 
 
 def reference_is_not_zero3(case: Case) -> Iterator[Finding]:
-    """Ratios that say nothing about ZeRO-3."""
+    """Report a reference trial that does not use ZeRO-3: its speedups do not compare layouts with ZeRO-3."""
     runs = case.by_trial.get(case.reference)
     if runs and len(case.by_trial) > 1 and not is_zero3(runs[0]):
         yield Finding(
             "note",
             (),
-            f"the reference {case.reference} is not ZeRO-3, so the ratios say nothing about ZeRO-3",
-            f"its engine is {runs[0].engine}",
-            "add a trial {engine: deepspeed, zero_stage: 3} and name it as reference, if that is the question",
+            f"the reference {case.reference} is not ZeRO-3, so the speedups do not compare layouts with ZeRO-3",
+            f"the engine of the reference is {runs[0].engine}",
+            "to compare with ZeRO-3, set a trial {engine: deepspeed, zero_stage: 3} as the reference",
         )
 
 

@@ -1,4 +1,4 @@
-"""A finding, and the case that the rules look at."""
+"""Data types of the diagnosis: a finding, and the study records that the rules examine."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from megabench.record import RunRecord
 from megabench.study.summary import runs_by_trial
 
 Kind = Literal["untrustworthy", "slow", "note"]
-KINDS: tuple[Kind, ...] = ("untrustworthy", "slow", "note")  # worst first
+KINDS: tuple[Kind, ...] = ("untrustworthy", "slow", "note")  # most severe first
 
-_MOST_SHOWN = 4  # trials whose evidence differs
+_MOST_SHOWN = 4  # maximum number of trial names, and of different evidence texts, shown for one finding
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault of some trials, or of the whole study where `trials` is empty.
+    """A problem of some trials, or of the whole study if `trials` is empty.
 
-    `what` names the fault, `evidence` has the figures or words that were seen, `change` says what to do.
+    `what` describes the problem. `evidence` quotes the measured values or messages. `change` is the remedy.
     """
 
     kind: Kind
@@ -30,14 +30,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """The records of a study, in its order. A trial that is only planned has records in which nothing is measured."""
+    """The records of a study, in the order of its trials. Records of planned trials contain no measurements."""
 
     records: tuple[RunRecord, ...]
     reference: str
 
     @cached_property
     def by_trial(self) -> dict[str, list[RunRecord]]:
-        """The runs of each trial."""
+        """Map each trial name to the records of its runs."""
         return runs_by_trial(self.records)
 
     @cached_property
@@ -46,13 +46,13 @@ class Case:
 
     @cached_property
     def good_by_trial(self) -> dict[str, list[RunRecord]]:
-        """The good runs of each trial that has any."""
+        """Map each trial name to its runs with status "ok"; omit trials without such a run."""
         good = {trial: [run for run in runs if run.status == "ok"] for trial, runs in self.by_trial.items()}
         return {trial: runs for trial, runs in good.items() if runs}
 
     @cached_property
     def on_gpus(self) -> list[RunRecord]:
-        """The good runs on GPUs: what is slow on a CPU is no fault."""
+        """Runs with status "ok" on GPUs. Rules about speed ignore runs on CPUs."""
         return [record for record in self.good if is_on_gpu(record)]
 
     @property
@@ -68,12 +68,12 @@ def is_on_gpu(record: RunRecord) -> bool:
 
 
 def was_tuned(record: RunRecord) -> bool:
-    """Whether its micro-batch was, or will be, found by trying."""
+    """Return whether the micro-batch size of a run is tuned automatically (`micro_batch: auto`)."""
     return bool(record.probes) or "micro_batch" in (record.auto_settings or ())
 
 
 def is_tried_larger(case: Case, record: RunRecord) -> bool:
-    """Whether another trial is the same with a larger micro-batch."""
+    """Return whether another trial has the same engine, layout and options with a larger micro-batch."""
     return any(
         other.micro_batch > record.micro_batch
         and (other.engine, other.layout, other.options) == (record.engine, record.layout, record.options)
@@ -83,12 +83,12 @@ def is_tried_larger(case: Case, record: RunRecord) -> bool:
 
 
 def sequences_of_a_replica(record: RunRecord) -> int:
-    """Of one step."""
+    """Return the number of sequences that one data-parallel replica processes in one step."""
     return record.global_batch // record.layout.dp
 
 
 def joined(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """The same findings with one for each fault, of all trials that have it."""
+    """Merge findings that report the same problem for different trials into one finding."""
     by_fault: dict[tuple[Kind, str, str], dict[str, str]] = {}
     for finding in findings:
         seen = by_fault.setdefault((finding.kind, finding.what, finding.change), {})
@@ -100,7 +100,7 @@ def joined(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def _together(seen: dict[str, str]) -> str:
-    """The evidence of all trials, each text once."""
+    """Join the evidence of several trials into one text. Trials with equal evidence share one entry."""
     trials_of: dict[str, list[str]] = {}
     for trial, text in seen.items():
         trials_of.setdefault(text, []).append(trial)
@@ -112,6 +112,6 @@ def _together(seen: dict[str, str]) -> str:
 
 
 def names(trials: Sequence[str]) -> str:
-    """The trials in a line, the first ones where they are many."""
+    """Join trial names with commas. Shorten a long list to its first names and a count."""
     more = f" and {len(trials) - _MOST_SHOWN} more" if len(trials) > _MOST_SHOWN else ""
     return ", ".join(trials[:_MOST_SHOWN]) + more

@@ -1,21 +1,22 @@
-"""What the hosts were like beside the run."""
+"""Diagnosis rules for the hosts: other GPU processes, throttling, power limits, shared memory and compile cache."""
 
 from collections.abc import Iterator
 
 from megabench.doctor.finding import Case, Finding
 
-# of the timed steps' samples: one in twenty may be a border
+# Tolerated fraction of throttled samples during the timed steps. A sample at the edge of a step may be wrong.
 MOST_THROTTLED = 0.05
-# memory that other processes hold on a GPU: a display or a monitor has less, a job more
+# Tolerated memory of other processes on a GPU, in GiB. A display or a monitoring tool uses less, a job uses more.
 MOST_OF_OTHERS_GIB = 0.5
-# the limit a GPU came with, but for the driver's rounding
+# Smallest fraction of the default power limit that counts as the default. The driver rounds the limit.
 LEAST_POWER_LIMIT = 0.98
-# what NCCL's manual asks a container to be given; Docker's default is 64 MiB
+# Size of /dev/shm in GiB that NCCL's manual recommends for containers. Docker's default is 64 MiB.
 LEAST_SHM_GIB = 1.0
-# a first step that took longer was mostly compilation, worth keeping
+# A first step longer than this mostly compiled kernels, so the compile cache is worth keeping.
 LONG_FIRST_STEP_SECONDS = 20.0
 
-_CAUSES = {  # of the reasons that NVML tells; a power cap at full load is how these GPUs work
+# NVML's throttle reasons and the component to check. A power cap is normal at full load and not listed.
+_CAUSES = {
     "hardware slowdown": "cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER)",
     "too hot (hardware)": "cooling (nvidia-smi -q -d TEMPERATURE)",
     "too hot (driver)": "cooling (nvidia-smi -q -d TEMPERATURE)",
@@ -25,7 +26,7 @@ _CAUSES = {  # of the reasons that NVML tells; a power cap at full load is how t
 
 
 def other_processes(case: Case) -> Iterator[Finding]:
-    """Other users of the same GPUs."""
+    """Report GPUs that other processes used during the run."""
     for record in case.on_gpus:
         for machine in record.machines:
             number, gib = machine.num_other_gpu_processes, machine.other_gpu_processes_gib
@@ -33,14 +34,14 @@ def other_processes(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     "untrustworthy",
                     (record.trial,),
-                    "shared its GPUs with other processes",
-                    f"{machine.host}: {number} beside the run's own" + (f", with {gib:.1f} GiB" if gib else ""),
-                    "nvidia-smi names them; end them, or take other GPUs (CUDA_VISIBLE_DEVICES), and run it again",
+                    "the trial shared its GPUs with other processes",
+                    f"{machine.host}: {number} other processes" + (f", using {gib:.1f} GiB" if gib else ""),
+                    "find the processes with nvidia-smi, end them or set CUDA_VISIBLE_DEVICES, then repeat the trial",
                 )
 
 
 def throttled(case: Case) -> Iterator[Finding]:
-    """GPUs that ran slower than they can, for their health's sake."""
+    """Report GPUs whose clocks were throttled because of temperature, power supply or another hardware limit."""
     for record in case.on_gpus:
         for machine in record.machines:
             reasons = machine.throttle or {}
@@ -50,14 +51,14 @@ def throttled(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     "untrustworthy",
                     (record.trial,),
-                    "ran on throttled GPUs",
-                    f"{machine.host}: {name} in {share:.0%} of the timed steps' samples",
-                    f"look at {_CAUSES[name]}, and run it again",
+                    "the trial ran on throttled GPUs",
+                    f"{machine.host}: {name} in {share:.0%} of the samples taken during the timed steps",
+                    f"check {_CAUSES[name]}, then repeat the trial",
                 )
 
 
 def power_limit(case: Case) -> Iterator[Finding]:
-    """GPUs whose power limit was lowered."""
+    """Report GPUs that were slowed down by a power limit below the default limit."""
     for record in case.on_gpus:
         for machine in record.machines:
             limit, capped = machine.power_limit_share, (machine.throttle or {}).get("power cap", 0.0)
@@ -65,16 +66,16 @@ def power_limit(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     "slow",
                     (record.trial,),
-                    "ran into a power limit below the GPUs' own",
-                    f"{machine.host}: a limit of {limit:.0%} of the GPU's own held it back in {capped:.0%} of the "
+                    "a power limit below the default slowed the GPUs down",
+                    f"{machine.host}: a limit of {limit:.0%} of the default slowed the GPU down in {capped:.0%} of the "
                     "samples",
-                    "nvidia-smi -pl WATTS back to the default limit (nvidia-smi -q -d POWER), or say it beside the "
-                    "figures",
+                    "reset the limit with nvidia-smi -pl WATTS (nvidia-smi -q -d POWER shows the default), or state "
+                    "the limit with the results",
                 )
 
 
 def small_shm(case: Case) -> Iterator[Finding]:
-    """Shared memory that NCCL, or a loader's workers, may run out of."""
+    """Report a /dev/shm that is too small for NCCL or for the workers of a data loader."""
     for record in case.on_gpus:
         if record.world_size == 1:
             continue
@@ -83,14 +84,14 @@ def small_shm(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     "note",
                     (record.trial,),
-                    "has a small /dev/shm, which more ranks or channels of NCCL may fill",
+                    "/dev/shm is small; NCCL may run out of shared memory with more ranks or channels",
                     f"{machine.host}: {machine.shm_total_gib * 1024:.0f} MiB",
-                    "docker run --shm-size=1g, or an emptyDir of medium Memory on /dev/shm",
+                    "use docker run --shm-size=1g, or mount an emptyDir with medium: Memory on /dev/shm",
                 )
 
 
 def lost_compile_cache(case: Case) -> Iterator[Finding]:
-    """Compilation that each start pays anew."""
+    """Report trials that repeat torch.compile's compilation at every start because the cache is not kept."""
     for record in case.on_gpus:
         long = record.first_step_seconds is not None and record.first_step_seconds > LONG_FIRST_STEP_SECONDS
         for machine in record.machines:
@@ -98,8 +99,8 @@ def lost_compile_cache(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     "note",
                     (record.trial,),
-                    "compiles at every start of a container: its cache is not kept",
-                    f"first step {record.first_step_seconds:.0f} s; {machine.host} caches in {machine.compile_cache}, "
-                    "in memory or inside the container",
-                    "TORCHINDUCTOR_CACHE_DIR=DIR on a disk that stays, for all runs",
+                    "torch.compile compiles again at every container start because the compile cache is not kept",
+                    f"the first step took {record.first_step_seconds:.0f} s; the cache directory of {machine.host} is "
+                    f"{machine.compile_cache}, in memory or inside the container",
+                    "set TORCHINDUCTOR_CACHE_DIR to a directory on a persistent disk, for all runs",
                 )

@@ -1,4 +1,4 @@
-"""What groups ride on, against what the machines have."""
+"""Diagnosis rules for the network: compare the transports that NCCL used with the links of the hosts."""
 
 from collections.abc import Iterator
 
@@ -10,20 +10,20 @@ from megabench.record import Group, RunRecord
 
 
 def sockets_for_efa(case: Case) -> Iterator[Finding]:
-    """EFA expected, by its device or by the type of instance, and sockets found."""
+    """Report sockets where EFA was expected, because of an EFA device or because of the instance type."""
     for record in case.good:
         if evidence := _sockets_for(record, "efa"):
             yield Finding(
                 "slow",
                 (record.trial,),
-                "talks over sockets where EFA was expected",
+                "NCCL uses sockets where EFA was expected",
                 evidence,
-                "install the aws-ofi-nccl plugin and libfabric; under Kubernetes request vpc.amazonaws.com/efa",
+                "install the aws-ofi-nccl plugin and libfabric; on Kubernetes, request vpc.amazonaws.com/efa",
             )
 
 
 def sockets_for_infiniband(case: Case) -> Iterator[Finding]:
-    """InfiniBand expected and sockets found."""
+    """Report sockets where InfiniBand was expected."""
     for record in case.good:
         if evidence := _sockets_for(record, "infiniband"):
             variables = record.environment.variables if record.environment else {}
@@ -31,14 +31,14 @@ def sockets_for_infiniband(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 (record.trial,),
-                "talks over sockets where InfiniBand was expected",
+                "NCCL uses sockets where InfiniBand was expected",
                 ", ".join([evidence, *said]),
-                "look at NCCL_IB_DISABLE and NCCL_IB_HCA, at ibstat, and at the container's /dev/infiniband",
+                "check NCCL_IB_DISABLE and NCCL_IB_HCA, the output of ibstat, and /dev/infiniband in the container",
             )
 
 
 def _sockets_for(record: RunRecord, network: str) -> str | None:
-    """The first group that shows sockets in the place of `network`."""
+    """Describe the first process group that uses sockets instead of `network`. Return None if no group does."""
     if record.emulated_hosts:
         return None
     for group in record.groups:
@@ -53,7 +53,7 @@ def _sockets_for(record: RunRecord, network: str) -> str | None:
 
 
 def slow_transport(case: Case) -> Iterator[Finding]:
-    """Shared memory or the network between GPUs of one host that could do better."""
+    """Report process groups inside one host that use shared memory or the network instead of a faster link."""
     for record in case.good:
         for group in record.groups:
             complaint = disagreement("", group.link, _transports(group))
@@ -61,30 +61,30 @@ def slow_transport(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     "slow",
                     (record.trial,),
-                    "does not use the links inside a host",
+                    "NCCL does not use the fastest links inside a host",
                     f"{_name(group)}: {complaint}",
-                    "one container or pod a host, which sees all GPUs and one /dev/shm; unset NCCL_P2P_DISABLE, "
+                    "use one container or pod per host, with all GPUs and a shared /dev/shm; unset NCCL_P2P_DISABLE, "
                     "NCCL_SHM_DISABLE and NCCL_P2P_LEVEL",
                 )
                 break
 
 
 def hosts_that_nccl_counts(case: Case) -> Iterator[Finding]:
-    """NCCL sees more hosts than there are, and sends over the network between ranks of one."""
+    """Report runs in which NCCL counts a different number of hosts than megabench."""
     for record in case.good:
         counted = record.placement.nccl_num_nodes if record.placement else None
         if counted and record.num_hosts and counted != record.num_hosts:
             yield Finding(
                 "slow",
                 (record.trial,),
-                "NCCL counts other hosts than there are, and may use the network between ranks of one",
-                f"NCCL counts {counted}, and {record.num_hosts} were found",
-                "one hostname and one /dev/shm for all processes of a host; look at NCCL_HOSTID",
+                "NCCL counts a wrong number of hosts, and may use the network between ranks of one host",
+                f"NCCL counts {counted} hosts, and megabench found {record.num_hosts}",
+                "use the same hostname and the same /dev/shm for all processes of a host; check NCCL_HOSTID",
             )
 
 
 def tensor_parallel_group(case: Case) -> Iterator[Finding]:
-    """Tensor parallelism outside NVLink, unless it was put there."""
+    """Report tensor-parallel groups that do not communicate over NVLink, except with `placement: spread-tp`."""
     for record in case.good:
         if record.placement and record.placement.policy == "spread-tp":
             continue
@@ -95,36 +95,38 @@ def tensor_parallel_group(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 (record.trial,),
-                "has tensor parallelism across hosts" if is_across else "has tensor parallelism outside NVLink",
-                f"{_name(group)} rides on {LINK_NAMES[group.link or 'socket']}"
+                "tensor-parallel groups span several hosts"
+                if is_across
+                else "tensor-parallel groups do not use NVLink",
+                f"{_name(group)} communicates over {LINK_NAMES[group.link or 'socket']}"
                 + (f" ({group.transport})" if group.transport else ""),
-                "placement: topology, and a tp that divides the GPUs of an NVLink domain (megabench topo shows them); "
-                "pp across hosts instead",
+                "set placement: topology and a tp that divides the number of GPUs in an NVLink domain (megabench topo "
+                "shows the domains); use pp across hosts",
             )
 
 
 def _leaves_nvlink(record: RunRecord, group: Group) -> bool:
     if group.link is None or group.link == "nvlink":
         return False
-    return is_on_gpu(record) or group.link != "shm"  # ranks on CPU have shared memory at best
+    return is_on_gpu(record) or group.link != "shm"  # shared memory is the fastest link between ranks on CPUs
 
 
 def nic_distance(case: Case) -> Iterator[Finding]:
-    """GPUs whose nearest NIC hangs on another PCIe switch."""
+    """Report GPUs that have no NIC on their own PCIe switch."""
     for record in case.on_gpus:
         if (record.num_hosts or 1) == 1 or record.emulated_hosts:
             continue
         far = [machine for machine in record.machines if machine.nic_distance in ("host bridge", "other bridge")]
         if far:
-            where = {"host bridge": "at the host bridge", "other bridge": "behind another host bridge"}
+            where = {"host bridge": "through the host bridge", "other bridge": "through another host bridge"}
             worst = next((machine for machine in far if machine.nic_distance == "other bridge"), far[0])
             yield Finding(
                 "slow",
                 (record.trial,),
-                "has GPUs and NICs on different PCIe switches",
-                f"{worst.host}: a GPU meets its nearest NIC {where[worst.nic_distance or 'host bridge']} only",
-                "look at nvidia-smi topo -m; a NIC under each GPU's switch, or NCCL_NET_GDR_LEVEL=SYS to read GPU "
-                "memory over the distance; on a cloud the provider's NCCL_TOPO_FILE",
+                "GPUs and NICs are on different PCIe switches",
+                f"{worst.host}: a GPU reaches its nearest NIC only {where[worst.nic_distance or 'host bridge']}",
+                "check nvidia-smi topo -m; put a NIC on the PCIe switch of each GPU, or set NCCL_NET_GDR_LEVEL=SYS to "
+                "allow GPUDirect RDMA across host bridges; on a cloud, use the provider's NCCL_TOPO_FILE",
             )
 
 

@@ -1,4 +1,4 @@
-"""A study that is not run yet, as the records it would begin with: what is asked for, and nothing measured."""
+"""Records of a planned study: the requested settings of every run, without measurements."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,10 @@ from megabench.study.study import Study, StudyFile, Trial, plan_study
 
 
 def plan(source: Path, num_processes: int | None, cluster: str | None) -> tuple[list[RunRecord], str]:
-    """The records that the study file `source` would begin with, and its reference; UserError when it cannot be run.
+    """Return the planned records of the study file `source` and the name of its reference trial.
 
-    On `cluster` (TYPE:COUNT, or a file) with a process on each of its GPUs, else on this machine.
+    With `cluster` (TYPE:COUNT, or a file), plan one process on each GPU of the cluster; otherwise plan for this
+    machine. Raises UserError if the study cannot be run.
     """
     if cluster:
         topology = read_cluster(cluster)
@@ -29,7 +30,7 @@ def plan(source: Path, num_processes: int | None, cluster: str | None) -> tuple[
 
 
 def planned_records(study: Study, topology: Topology) -> list[RunRecord]:
-    """A record for each run of `study`, placed on `topology`, whose first ranks a smaller trial takes."""
+    """Return a record for each run of `study`, placed on `topology`. A smaller trial uses the first ranks."""
     return [
         record.model_copy(update={"repeat": repeat})
         for trial in study.trials
@@ -60,7 +61,7 @@ def _record(trial: Trial, topology: Topology) -> RunRecord:
 
 
 def _first_ranks(topology: Topology, size: int) -> Topology:
-    """The topology of the first `size` ranks, with the hosts that they are on."""
+    """Return the part of the topology with the first `size` ranks and their hosts."""
     used = sorted(set(topology.host_of[:size]))
     return replace(
         topology,
@@ -79,5 +80,5 @@ def _this_machine(study: Study, size: int) -> Topology:
 
 
 def on_cpu(size: int) -> Topology:
-    """One host without GPUs."""
+    """Return the topology of one host without GPUs that runs `size` processes."""
     return build([(Host("this machine", "cpu", "shm", "socket"), size, size)])

@@ -1,4 +1,4 @@
-"""What makes a run slower than it need be, on GPUs."""
+"""Diagnosis rules for GPU runs that are slower than necessary."""
 
 from collections.abc import Iterator
 
@@ -9,50 +9,54 @@ from megabench.record import RunRecord
 from megabench.specs.registry import ENGINES
 from megabench.study.summary import layout_name
 
-# with less than half of the memory used, twice the micro-batch is sure to fit
+# Below this fraction of used GPU memory, twice the micro-batch fits for certain.
 HALF = 0.5
-# rows of a matrix product: with fewer, GPUs of today wait for launches and memory rather than compute
+# Smallest number of rows of a matrix product. With fewer rows, current GPUs wait for launches and memory.
 FEWEST_TOKENS = 2048
-# the part of a step that the stages of a pipeline wait
+# Tolerated pipeline bubble, as a fraction of the step time.
 MOST_BUBBLE = 0.2
-# NVML's utilisation tells whether any kernel runs: below that, the GPU waits for the CPU or for data
+# Smallest normal GPU utilization (NVML: fraction of time with a running kernel). Below, the GPU waits for CPU or data.
 LEAST_UTILIZATION = 0.8
-# what a replica may take of a GPU so that the rest holds its activations
+# Largest fraction of GPU memory for the model states of a full replica. Activations need the rest.
 SMALL_REPLICA = 0.25
-# what may be taken of a GPU: the context and NCCL's buffers need the rest
+# Usable fraction of GPU memory. The CUDA context and NCCL's buffers need the rest.
 _MEMORY_SHARE = 0.9
 
-# variables that slow every engine down, with the values that do
+# Environment variables that slow down every engine: the harmful value, and its effect.
 _SLOWING = {
     "CUDA_LAUNCH_BLOCKING": ("1", "the CPU waits for every kernel"),
     "NCCL_P2P_DISABLE": ("1", "GPUs of one host do not use NVLink or PCIe directly"),
-    "NCCL_SHM_DISABLE": ("1", "ranks of one host talk over the network where they cannot reach each other directly"),
+    "NCCL_SHM_DISABLE": ("1", "ranks of one host without a direct GPU link use the network"),
     "NCCL_NET_GDR_LEVEL": ("LOC", "the network does not read GPU memory"),
     "NCCL_DEBUG": ("TRACE", "NCCL writes a line for every call"),
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked against all ranks first"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is first checked for consistency across all ranks"),
 }
 
 
 def fp32(case: Case) -> Iterator[Finding]:
-    """Training in fp32 on GPUs that are many times faster in 16 bit, unless the same is tried in 16 bit as well."""
+    """Report fp32 training on GPUs, unless another trial measures the same configuration in 16 bits."""
     halves = [record for record in case.records if record.precision != "fp32"]
     tried = [(record.engine, record.layout, record.options) for record in halves]
     for record in case.on_gpus:
         if record.precision == "fp32" and (record.engine, record.layout, record.options) not in tried:
             gpu = find_gpu(record.device or "")
             half = "fp16" if gpu and gpu.bf16_tflops is None else "bf16"
-            peaks = f": its peak is {gpu.fp32_tflops:g} TFLOP/s, {gpu.peak_tflops(half):g} in {half}" if gpu else ""
+            peaks = (
+                f": the peak is {gpu.fp32_tflops:g} TFLOP/s in fp32 and {gpu.peak_tflops(half):g} TFLOP/s in {half}"
+                if gpu
+                else ""
+            )
             yield Finding(
                 "slow",
                 (record.trial,),
-                "trains in fp32",
+                "the trial trains in fp32",
                 f"precision fp32 on {record.device}{peaks}",
-                f"precision: {half}, or leave precision out",
+                f"set precision: {half}, or remove the precision setting",
             )
 
 
 def unfused(case: Case) -> Iterator[Finding]:
-    """Transformers models without Liger's kernels because they are not installed."""
+    """Report transformers models that run unfused kernels because Liger is not installed."""
     for record in case.on_gpus:
         is_plain = record.kernel_traits is not None and record.kernel_traits.fused_norm is False
         versions = record.environment.versions if record.environment else {}
@@ -61,14 +65,17 @@ def unfused(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 (record.trial,),
-                "runs transformers' plain kernels, for Liger's are not installed",
-                f"norm: {(record.kernels or {}).get('norm')}, no liger-kernel among the versions",
+                "the trial runs the plain (unfused) kernels of transformers because liger-kernel is not installed",
+                f"norm: {(record.kernels or {}).get('norm')}, package liger-kernel is not installed",
                 "pip install liger-kernel",
             )
 
 
 def environment(case: Case) -> Iterator[Finding]:
-    """Variables of the shell that slow things down; what one trial alone sets is meant."""
+    """Report environment variables that slow down all trials.
+
+    A variable that only some trials set counts as intended.
+    """
     variables = {
         record.trial: record.environment.variables for record in case.on_gpus if record.environment is not None
     }
@@ -83,29 +90,29 @@ def environment(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 (record.trial,),
-                "has one hardware queue, in which gathering and compute wait for each other",
+                "with one hardware queue, all-gathers and compute kernels block each other",
                 f"CUDA_DEVICE_MAX_CONNECTIONS=1 with {record.engine}",
-                "unset CUDA_DEVICE_MAX_CONNECTIONS; megatron's TP and CP trials set it themselves",
+                "unset CUDA_DEVICE_MAX_CONNECTIONS; megatron trials with TP or CP set the variable themselves",
             )
 
 
 def small_micro_batch(case: Case) -> Iterator[Finding]:
-    """Forward passes of too few tokens to keep a GPU busy."""
+    """Report micro-batches with too few tokens to keep a GPU busy."""
     for record in case.on_gpus:
         tokens = record.micro_batch * record.seq_length // record.layout.cp
         if tokens < FEWEST_TOKENS and _may_grow(record) and not was_tuned(record):
             yield Finding(
                 "slow",
                 (record.trial,),
-                "has a micro-batch too small to keep a GPU busy",
-                f"{tokens:,} tokens a GPU and forward pass (micro-batch {record.micro_batch} × {record.seq_length}"
+                "the micro-batch is too small to keep a GPU busy",
+                f"{tokens:,} tokens per GPU and forward pass (micro-batch {record.micro_batch} × {record.seq_length}"
                 f"{f' ÷ cp {record.layout.cp}' if record.layout.cp > 1 else ''})",
-                "micro_batch: auto",
+                "set micro_batch: auto",
             )
 
 
 def unused_memory(case: Case) -> Iterator[Finding]:
-    """Memory that a larger micro-batch would use."""
+    """Report unused GPU memory that allows a larger micro-batch."""
     for record in case.on_gpus:
         used = _used_memory(record)
         is_open = _may_grow(record) and not was_tuned(record) and not is_tried_larger(case, record)
@@ -113,28 +120,28 @@ def unused_memory(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 (record.trial,),
-                "leaves most of the memory unused, and its micro-batch could be larger",
-                f"{_memory(record)} at micro-batch {record.micro_batch}",
-                "micro_batch: auto",
+                "the trial leaves most of the GPU memory unused; a larger micro-batch would fit",
+                f"peak memory {_memory(record)} at micro-batch {record.micro_batch}",
+                "set micro_batch: auto",
             )
 
 
 def recomputed_for_nothing(case: Case) -> Iterator[Finding]:
-    """Layers that run forward twice although there is memory."""
+    """Report full activation recomputation although most of the GPU memory is free."""
     for record in case.on_gpus:
         used, level = _used_memory(record), record.options.get("recompute", "none")
         if used is not None and used < HALF and level == "full" and not record.probes:
             yield Finding(
                 "slow",
                 (record.trial,),
-                "runs every layer forward twice although most of the memory is free",
-                f"recompute: full, {_memory(record)}: {1 - used:.0%} is free",
-                "recompute: auto",
+                "full recomputation runs every layer forward twice although most of the GPU memory is free",
+                f"recompute: full, peak memory {_memory(record)}: {1 - used:.0%} is free",
+                "set recompute: auto",
             )
 
 
 def offloaded_for_nothing(case: Case) -> Iterator[Finding]:
-    """State in host memory that the GPUs have room for."""
+    """Report offloaded model states that would fit in GPU memory."""
     for record in case.on_gpus:
         where = record.options.get("offload") or "none"
         if where == "none" or record.optimizer != "adamw" or not record.peak_memory_gib:
@@ -144,14 +151,14 @@ def offloaded_for_nothing(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 (record.trial,),
-                "keeps state in host memory that the GPUs have room for",
-                f"offload: {where}, {_memory(record)}, and a GPU's part of the state is {state:.1f} GiB",
-                "offload: none",
+                "the trial keeps model states in host memory although the GPUs have room for them",
+                f"offload: {where}, peak memory {_memory(record)}; the model states per GPU are {state:.1f} GiB",
+                "set offload: none",
             )
 
 
 def bubble(case: Case) -> Iterator[Finding]:
-    """Pipelines whose stages wait for each other."""
+    """Report pipelines with a large bubble."""
     for record in case.on_gpus:
         pp, vp = record.layout.pp, record.layout.vp
         rounds = sequences_of_a_replica(record) // record.micro_batch
@@ -160,30 +167,30 @@ def bubble(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 (record.trial,),
-                "has too few micro-batches for its pipeline",
-                f"{rounds} micro-batches through {pp} stages{f' of {vp} chunks' if vp > 1 else ''}: stages wait "
-                f"{share:.0%} of a step",
-                "a larger global_batch, a smaller micro_batch, fewer stages, or vp: 2",
+                "too few micro-batches for the number of pipeline stages",
+                f"{rounds} micro-batches through {pp} stages{f' of {vp} chunks' if vp > 1 else ''}: the "
+                f"pipeline bubble is {share:.0%} of a step",
+                "use a larger global_batch, a smaller micro_batch, fewer stages, or vp: 2",
             )
 
 
 def idle_gpus(case: Case) -> Iterator[Finding]:
-    """GPUs that wait for the CPU, or for data."""
+    """Report GPUs that are idle because they wait for the CPU or for data."""
     for record in case.on_gpus:
         busy = record.gpu_utilization
         if busy is not None and busy < LEAST_UTILIZATION:
             yield Finding(
                 "slow",
                 (record.trial,),
-                "leaves its GPUs idle: they wait for the CPU or for data",
-                f"a kernel ran {busy:.0%} of the timed steps",
-                "profile: true shows where; a larger micro_batch, zero_leaf_layers: true (ZeRO-3), compile: true "
-                "(fsdp, ddp), more CPU cores",
+                "the GPUs are often idle because they wait for the CPU or for data",
+                f"a kernel ran {busy:.0%} of the time during the timed steps",
+                "find the idle time with profile: true; try a larger micro_batch, zero_leaf_layers: true (ZeRO-3), "
+                "compile: true (fsdp, ddp) or more CPU cores",
             )
 
 
 def needless_sharding(case: Case) -> Iterator[Finding]:
-    """A model that fits on each GPU as a whole, in a study in which nobody has it whole."""
+    """Report a study in which every trial shards a model that would fit on a single GPU."""
     whole = next((spec for spec in ENGINES.values() if spec.is_data_parallel and spec.sharding_stage == 0), None)
     trained = [record for record in case.on_gpus if record.optimizer == "adamw" and record.device_memory_gib]
     if not whole or not trained or any(_is_whole(record) for record in case.records):
@@ -195,15 +202,15 @@ def needless_sharding(case: Case) -> Iterator[Finding]:
         yield Finding(
             "slow",
             (),
-            f"{record.model} is small enough for plain {whole.title}, and every trial cuts it",
-            f"weights, gradients and optimizer take {state:.1f} of {record.device_memory_gib:.0f} GiB; the trials are "
+            f"{record.model} is small enough for plain {whole.title}, but every trial shards the model",
+            f"the model states use {state:.1f} of {record.device_memory_gib:.0f} GiB per GPU; the trials are "
             f"{', '.join(dict.fromkeys(_cut(other) for other in trained))}",
             f"add a trial {{engine: {whole.name}}}",
         )
 
 
 def _is_whole(record: RunRecord) -> bool:
-    """Whether each GPU holds all weights; assumed for an unknown engine."""
+    """Return whether each GPU holds all weights. Return True for an unknown engine."""
     spec, layout = ENGINES.get(record.engine), record.layout
     return spec is None or (layout.tp == layout.pp == 1 and not spec.gathers_weights(record.options))
 
@@ -216,7 +223,7 @@ def _cut(record: RunRecord) -> str:
 
 
 def _may_grow(record: RunRecord) -> bool:
-    """Whether twice the micro-batch is legal, and leaves a pipeline enough of them."""
+    """Return whether twice the micro-batch is valid and still leaves a pipeline 2 × PP micro-batches."""
     rounds = sequences_of_a_replica(record) // record.micro_batch
     return rounds >= 2 * (record.layout.pp if record.layout.pp == 1 else 2 * record.layout.pp) and rounds % 2 == 0
 

@@ -1,4 +1,4 @@
-"""Whether the timed steps can carry what is said about them."""
+"""Diagnosis rules for timing: warm-up, number of timed steps, spread of the steps, and repeats."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -10,23 +10,23 @@ from megabench.record import RunRecord
 from megabench.study.summary import speeds_of, summarize
 from megabench.study.verdict import decide, spreads_of
 
-# below that p10 and p90 are the two ends, and say nothing of a spread
+# With fewer steps, p10 and p90 are close to the minimum and the maximum, and do not describe the spread.
 FEWEST_STEPS = 5
-ENOUGH_STEPS = 10  # what a study that is not run yet should time, repeats together
-# a warm-up step that allocates, connects or compiles takes far longer than the jitter of a good one
+ENOUGH_STEPS = 10  # recommended number of timed steps of a planned trial, summed over its repeats
+# A step above this multiple of the median step time is slow: it allocates memory, connects or compiles.
 SLOW_START = {"gpu": 1.2, "cpu": 2.0}
-# what two layouts often differ by, so a median should be known better: GPUs of one run agree to a percent
+# Tolerated relative uncertainty of the median, smaller than the usual difference between two layouts.
 _MOST_UNCERTAIN = {"gpu": 0.02, "cpu": 0.1}
-# a second run of the same processes and GPUs, other placement of memory and clocks included
+# Tolerated relative difference between repeated runs, which differ in memory placement and clocks.
 _MOST_APART = {"gpu": 0.05, "cpu": 0.25}
 
 _SIGMAS_BETWEEN_P10_AND_P90 = 2.56
-_MEDIAN_TO_MEAN = 1.25  # the standard error of a median over that of a mean, for a normal distribution
+_MEDIAN_TO_MEAN = 1.25  # standard error of a median divided by that of a mean, for a normal distribution
 _SIGMAS_OF_95_PERCENT = 1.96
 
 
 def warm_up(case: Case) -> Iterator[Finding]:
-    """Slow first steps among the timed ones, and runs that have no warm-up at all."""
+    """Report slow first steps among the timed steps, and runs without warm-up steps."""
     for record in case.good:
         if record.step_seconds:
             yield from _slow_start(record, record.step_seconds.all)
@@ -34,9 +34,9 @@ def warm_up(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "untrustworthy",
                 (record.trial,),
-                "has no warm-up: its first step, which compiles and connects, would be timed",
+                "no warm-up: the timing would include the first step, which compiles kernels and sets up connections",
                 "warmup_steps: 0",
-                "warmup_steps: 5",
+                "set warmup_steps: 5",
             )
 
 
@@ -47,15 +47,18 @@ def _slow_start(record: RunRecord, seconds: Sequence[float]) -> Iterator[Finding
         yield Finding(
             "untrustworthy",
             (record.trial,),
-            "has warm-up or compilation inside its timing",
-            f"its first {_steps(num_slow)} took up to {max(seconds[:num_slow]):.3g} s, the later half {usual:.3g} s "
-            f"(warmup_steps: {record.warmup_steps}{compiled})",
-            "a larger warmup_steps, so that no slow step is timed",
+            "the timed steps include warm-up or compilation",
+            f"the first {_steps(num_slow)} took up to {max(seconds[:num_slow]):.3g} s, the median of the later half is "
+            f"{usual:.3g} s (warmup_steps: {record.warmup_steps}{compiled})",
+            "use a larger warmup_steps, so that the timing includes no slow step",
         )
 
 
 def _num_slow(seconds: Sequence[float], slow: float) -> int:
-    """How many steps at the start take `slow` times as long as the later half or more, where none of that does."""
+    """Count the leading steps that take at least `slow` times the median of the later half.
+
+    Return 0 if a step in the later half is as slow.
+    """
     if len(seconds) < 4:
         return 0
     later = seconds[len(seconds) // 2 :]
@@ -68,7 +71,7 @@ def _steps(number: int) -> str:
 
 
 def too_few_steps(case: Case) -> Iterator[Finding]:
-    """Medians that their steps do not apply_setting."""
+    """Report trials whose timed steps are too few to determine the median step time."""
     for trial, runs in case.good_by_trial.items():
         measured = [record.step_seconds.all for record in runs if record.step_seconds]
         if not measured:
@@ -80,23 +83,23 @@ def too_few_steps(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     "untrustworthy",
                     (trial,),
-                    "times too few steps to know their spread",
+                    "too few timed steps to determine the spread of the step time",
                     _steps(num_steps),
-                    f"steps: {runs[0].warmup_steps + ENOUGH_STEPS} or more",
+                    f"set steps: {runs[0].warmup_steps + ENOUGH_STEPS} or more",
                 )
             continue
         settled = [
             seconds[_num_slow(seconds, SLOW_START[_where(runs[0])]) :] for seconds in measured
-        ]  # a slow start is a fault of its own
+        ]  # the rule `warm_up` already reports slow first steps
         uncertain, spread = max((_uncertainty(seconds), seconds) for seconds in settled)
         if uncertain > _MOST_UNCERTAIN[_where(runs[0])]:
             yield Finding(
                 "untrustworthy",
                 (trial,),
-                "times too few steps for how much they differ",
-                f"{_steps(len(spread))} of {min(spread):.3g} to {max(spread):.3g} s: the median is known to "
-                f"±{uncertain:.0%} only",
-                "more steps, and a machine that nothing else uses",
+                "too few timed steps for the large variation between steps",
+                f"{_steps(len(spread))} took {min(spread):.3g} to {max(spread):.3g} s: the uncertainty of the "
+                f"median is ±{uncertain:.0%}",
+                "time more steps, on a machine without other users",
             )
 
 
@@ -106,14 +109,15 @@ def _too_few_planned(trial: str, runs: Sequence[RunRecord]) -> Iterator[Finding]
         yield Finding(
             "untrustworthy" if num_steps < FEWEST_STEPS else "note",
             (trial,),
-            "will time too few steps to know their spread",
-            f"{_steps(num_steps)} (steps: {runs[0].num_steps}, warmup_steps: {runs[0].warmup_steps})",
-            f"steps: {runs[0].warmup_steps + ENOUGH_STEPS} or more",
+            "too few planned timed steps to determine the spread of the step time",
+            f"the trial will time {_steps(num_steps)} (steps: {runs[0].num_steps}, warmup_steps: "
+            f"{runs[0].warmup_steps})",
+            f"set steps: {runs[0].warmup_steps + ENOUGH_STEPS} or more",
         )
 
 
 def _uncertainty(seconds: Sequence[float]) -> float:
-    """The half width of the median's 95% interval, over the median."""
+    """Return the half-width of the 95% confidence interval of the median step time, divided by the median."""
     if len(seconds) < 2:
         return 0.0
     sigma = (quantile(seconds, 0.9) - quantile(seconds, 0.1)) / _SIGMAS_BETWEEN_P10_AND_P90
@@ -122,7 +126,7 @@ def _uncertainty(seconds: Sequence[float]) -> float:
 
 
 def repeats(case: Case) -> Iterator[Finding]:
-    """Runs of one trial that disagree."""
+    """Report trials whose repeated runs differ too much in speed."""
     for trial, runs in case.good_by_trial.items():
         speeds = speeds_of(runs)
         if len(speeds) < 2:
@@ -132,38 +136,39 @@ def repeats(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "untrustworthy",
                 (trial,),
-                "its repeats disagree",
-                f"{min(speeds):,.0f} to {max(speeds):,.0f} tok/s per device over {len(speeds)} runs, {apart:.0%} apart",
-                "look for other users of the GPUs, hosts or network, and for throttled clocks; then run it again",
+                "the repeated runs of the trial disagree",
+                f"{min(speeds):,.0f} to {max(speeds):,.0f} tok/s per device over {len(speeds)} runs, "
+                f"a difference of {apart:.0%}",
+                "check for other users of the GPUs, hosts or network and for throttled clocks; then repeat the trial",
             )
 
 
 def too_close(case: Case) -> Iterator[Finding]:
-    """Trials that the verdict calls equal to the best: the next run may not confirm it."""
+    """Report trials that are equal to the best trial within the spread; a repeated run may change their order."""
     rows, spreads = summarize(case.records, case.reference), spreads_of(case.records)
     for _, group in groupby(rows, key=lambda row: row.work_class):
         decision = decide(list(group), spreads, case.reference)
         if decision.best and decision.equals:
             first, near = decision.best, [row.trial for row in decision.equals]
-            spread = "spreads overlap its own" if len(near) > 1 else "spread overlaps its own"
+            spread = f"their spreads overlap that of {first.trial}" if len(near) > 1 else "the spreads overlap"
             yield Finding(
                 "note",
                 (first.trial, *near),
-                "are too close to say which is fastest",
+                "the speeds of the trials are too close to determine which trial is fastest",
                 f"{first.trial} {first.tokens_per_second_per_device:,.0f} tok/s per device, {names(near)}: {spread}",
-                "repeats: 3 or more, or take whichever is simpler",
+                "set repeats: 3 or more, or choose the simpler configuration",
             )
 
 
 def one_run(case: Case) -> Iterator[Finding]:
-    """A comparison without any repeat."""
+    """Report a comparison on GPUs in which every trial ran only once."""
     if len(case.good_by_trial) > 1 and case.on_gpus and all(len(runs) == 1 for runs in case.by_trial.values()):
         yield Finding(
             "note",
             (),
-            "each trial is run once, so how far a second run would differ is not known",
+            "each trial ran only once, so the variation between runs is unknown",
             f"{len(case.by_trial)} trials, one run each",
-            "repeats: 3 in the study, or in its best trials",
+            "set repeats: 3 for the whole study or for its best trials",
         )
 
 

@@ -1,4 +1,4 @@
-"""`megabench doctor`: the findings of a folder of records, or of a study file, for people or as JSON."""
+"""Output of `megabench doctor`: the findings for a run directory or a study file, as text or as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -18,28 +18,33 @@ from megabench.study.results_directory import read_folder
 
 _STYLES: dict[Kind, str] = {"untrustworthy": "bold red", "slow": "yellow", "note": "cyan"}
 _NUM_AT_THE_TABLE = 2
-WELL = "nothing to remark on"
+WELL = "no problems found"
 
 
 class DoctorError(UserError):
-    """A path that holds nothing to examine."""
+    """Raised when a path contains no study and no records."""
 
 
 def findings_at(path: Path, num_processes: int | None = None, cluster: str | None = None) -> list[Finding]:
-    """The findings of the records in the folder `path`, or of the study file `path`; UserError when it is neither."""
+    """Return the findings for the run directory or the study file at `path`.
+
+    Raises UserError if `path` is neither a directory with records nor a study file.
+    """
     if path.is_dir():
         if num_processes or cluster:
-            raise DoctorError(f"--nproc and --cluster are for a study file; {path} holds records of what was run")
+            raise DoctorError(
+                f"--nproc and --cluster apply only to a study file, but {path} is a directory. Remove both options."
+            )
         return _of_folder(path)
     if not path.is_file():
-        raise DoctorError(f"{path} is not there; give a study file, or a folder with results.jsonl")
+        raise DoctorError(f"{path} does not exist. Give a study file, or a directory with results.jsonl.")
     if path.suffix not in (".yaml", ".yml"):
-        raise DoctorError(f"{path} is no study file (.yaml); give one, or a folder with results.jsonl")
+        raise DoctorError(f"{path} is not a study file (.yaml). Give a study file, or a directory with results.jsonl.")
     return examine(*plan(path, num_processes, cluster))
 
 
 def _of_folder(folder: Path) -> list[Finding]:
-    """The findings of a study, or of a single run where there is none."""
+    """Return the findings for a study directory, or for a single run if the directory contains no study."""
     single = folder / "record.json"
     if (folder / "results.jsonl").exists() or not single.exists():
         study = read_folder(folder)
@@ -47,12 +52,12 @@ def _of_folder(folder: Path) -> list[Finding]:
     try:
         record = RunRecord.read(single)
     except ValueError as error:
-        raise DoctorError(f"{single} cannot be read as a record ({str(error).splitlines()[0]})") from None
+        raise DoctorError(f"{single} is not a valid record ({str(error).splitlines()[0]})") from None
     return examine(judge_parity([record], record.trial), record.trial)
 
 
 def write(console: Console, findings: Sequence[Finding], as_json: bool) -> None:
-    """Writes the findings, worst first, or the one line that there are none."""
+    """Print the findings, most severe first, or one line that states that there are none."""
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False))
         return
@@ -66,12 +71,12 @@ def write(console: Console, findings: Sequence[Finding], as_json: bool) -> None:
 
 
 def write_head(console: Console, records: Sequence[RunRecord], reference: str, folder: Path) -> None:
-    """How many findings a study has, and the worst of them; nothing where there are none."""
+    """Print the number of findings of a study and the most severe ones. Print nothing if there are none."""
     findings = examine(records, reference)
     if not findings:
         return
     number = f"{len(findings)} finding" + "s" * (len(findings) > 1)
-    console.print(Text(f"doctor: {number}, megabench doctor {folder} shows them", style="bold"), soft_wrap=True)
+    console.print(Text(f"doctor: {number}. Run megabench doctor {folder} for details.", style="bold"), soft_wrap=True)
     for finding in findings[:_NUM_AT_THE_TABLE]:
         line = Text("  ").append(finding.kind, style=_STYLES[finding.kind]).append(f": {_sentence(finding)}")
         console.print(line, soft_wrap=True)

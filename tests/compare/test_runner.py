@@ -141,13 +141,13 @@ def test_what_was_measured_is_kept_when_processes_do_not_end(faults):
 def test_the_doctor_names_each(faults):
     findings = {finding.trials: finding for finding in findings_at(faults.out)}
     assert "ran out of memory" in findings["memory",].what and "CUDA out of memory" in findings["memory",].evidence
-    assert findings["drifted",].change.startswith("do not use its speed")
-    assert "the others may wait for rank 1" in findings["hung",].what
+    assert findings["drifted",].change.startswith("do not use the speed of this trial")
+    assert "the other ranks may wait for rank 1" in findings["hung",].what
     without_record = findings["exited", "unwritten"]
     assert (
         "exited: rank 0 ended with exit status 3" in without_record.evidence and "rank-0.log" in without_record.change
     )
-    assert f"megabench doctor {faults.out} shows them\n  untrustworthy: drifted: diverged" in faults.stdout
+    assert f"megabench doctor {faults.out} for details.\n  untrustworthy: drifted: diverged" in faults.stdout
 
 
 def test_a_study_with_bad_trials_ends_with_1_and_leaves_no_process(faults):

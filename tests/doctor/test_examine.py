@@ -168,43 +168,53 @@ CPU_LAYOUT = LayoutSizes(tp=1, cp=1, pp=8, vp=1, dp=1)
 FAULTS = {
     "warm-up inside the timing": (
         {"step_seconds": SLOW_START, "warmup_steps": 1},
-        ("untrustworthy", "warm-up", "first 2 timed steps took up to 4 s", "larger warmup_steps"),
+        (
+            "untrustworthy",
+            "warm-up",
+            "first 2 timed steps took up to 4 s, the median of the later half is 2 s",
+            "larger warmup_steps",
+        ),
     ),
     "too few steps": (
         {"step_seconds": seconds(2.0), "speeds": (9100.0,)},
-        ("untrustworthy", "too few steps to know", "1 timed step", "steps: 15"),
+        ("untrustworthy", "too few timed steps to determine", "1 timed step", "steps: 15"),
     ),
     "too few steps for the spread": (
         {"step_seconds": WIDE},
-        ("untrustworthy", "too few steps for how much they differ", "1.9 to 2.6 s", "more steps"),
+        ("untrustworthy", "too few timed steps for the large variation", "took 1.9 to 2.6 s", "more steps"),
     ),
     "repeats disagree": (
         {"speeds": (9100.0, 9900.0, 9200.0)},
-        ("untrustworthy", "repeats disagree", "9,100 to 9,900 tok/s per device over 3 runs, 9% apart", "throttled"),
+        (
+            "untrustworthy",
+            "repeated runs of the trial disagree",
+            "9,100 to 9,900 tok/s per device over 3 runs, a difference of 9%",
+            "throttled",
+        ),
     ),
     "plain kernels": (
         {"kernels": PLAIN},
-        ("untrustworthy", "plain kernels", "cross_entropy: torch, fp32 logits", "kernels: auto"),
+        ("untrustworthy", "plain (unfused) kernels", "cross_entropy: torch, fp32 logits", "kernels: auto"),
     ),
     "plain kernels on purpose": (
         {"kernels": PLAIN, "command": "launch/pretrain.py --kernels reference"},
-        ("note", "kernels: reference", "norm: transformers RMSNorm", "compare it with others"),
+        ("note", "kernels: reference", "norm: transformers RMSNorm", "compare this trial only with other trials"),
     ),
     "skipped steps": (
         {"grad_norms": LOSSES + [5.0] * 2 + [None] * 2 + [5.0] * 8, "num_skipped_steps": 2},
-        ("untrustworthy", "skipped timed steps", "2 of 10 timed steps", "loss scale"),
+        ("untrustworthy", "skipped timed steps", "2 of 10 timed steps skipped", "loss scale"),
     ),
     "other processes": (
         {"machines": [machine("a"), machine("b", num_other_gpu_processes=2, other_gpu_processes_gib=20.5)]},
-        ("untrustworthy", "other processes", "b: 2 beside the run's own, with 20.5 GiB", "nvidia-smi"),
+        ("untrustworthy", "other processes", "b: 2 other processes, using 20.5 GiB", "nvidia-smi"),
     ),
     "throttled": (
         {"machines": [machine(throttle={"too hot (hardware)": 0.4, "power cap": 1.0})]},
-        ("untrustworthy", "throttled GPUs", "a: too hot (hardware) in 40%", "cooling"),
+        ("untrustworthy", "throttled GPUs", "a: too hot (hardware) in 40% of the samples", "cooling"),
     ),
     "power limit": (
         {"machines": [machine(power_limit_share=0.5)]},
-        ("slow", "power limit", "50% of the GPU's own held it back in 90%", "nvidia-smi -pl"),
+        ("slow", "power limit", "50% of the default slowed the GPU down in 90%", "nvidia-smi -pl"),
     ),
     "sockets where EFA was expected": (
         {"groups": [Group(kind="pp", ranks=[0, 4], link="efa", transport="NET/Socket")]},
@@ -224,19 +234,19 @@ FAULTS = {
     ),
     "hosts that NCCL counts": (
         {"placement": PlacementUsed(policy="topology", launcher_ranks=[0], hosts=[], nccl_num_nodes=8)},
-        ("slow", "NCCL counts other hosts", "NCCL counts 8, and 2 were found", "NCCL_HOSTID"),
+        ("slow", "NCCL counts a wrong number of hosts", "NCCL counts 8 hosts, and megabench found 2", "NCCL_HOSTID"),
     ),
     "TP across hosts": (
         {"groups": TP_ACROSS},
-        ("slow", "across hosts", "the tp group of ranks 0–3 rides on EFA", "placement: topology"),
+        ("slow", "span several hosts", "the tp group of ranks 0–3 communicates over EFA", "placement: topology"),
     ),
     "TP outside NVLink": (
         {"groups": [Group(kind="tp", ranks=[0, 1, 2, 3], link="pcie", transport="P2P/CUMEM")]},
-        ("slow", "outside NVLink", "rides on PCIe (P2P/CUMEM)", "megabench topo"),
+        ("slow", "do not use NVLink", "communicates over PCIe (P2P/CUMEM)", "megabench topo"),
     ),
     "NIC on another switch": (
         {"machines": [machine("a"), machine("b", nic_distance="other bridge")]},
-        ("slow", "different PCIe switches", "b: a GPU meets its nearest NIC behind another host", "topo -m"),
+        ("slow", "different PCIe switches", "b: a GPU reaches its nearest NIC only through another host", "topo -m"),
     ),
     "one hardware queue": (
         {"engine": "fsdp", "environment": Environment(versions={}, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})},
@@ -248,7 +258,7 @@ FAULTS = {
     ),
     "memory unused": (
         {"peak_memory_gib": PeakMemory(max=5.6, per_rank=[5.6])},
-        ("slow", "most of the memory unused", "5.6 of 140 GiB (4%) at micro-batch 1", "micro_batch: auto"),
+        ("slow", "most of the GPU memory unused", "5.6 of 140 GiB (4%) at micro-batch 1", "micro_batch: auto"),
     ),
     "recomputed for nothing": (
         {
@@ -256,28 +266,28 @@ FAULTS = {
             "peak_memory_gib": PeakMemory(max=40.0, per_rank=[40.0]),
             "micro_batch": 8,
         },
-        ("slow", "forward twice", "recompute: full, 40.0 of 140 GiB (29%): 71% is free", "recompute: auto"),
+        ("slow", "forward twice", "recompute: full, peak memory 40.0 of 140 GiB (29%): 71% is free", "recompute: auto"),
     ),
     "offloaded for nothing": (
         {"options": {"offload": "all"}},
-        ("slow", "keeps state in host memory", "part of the state is 16.8 GiB", "offload: none"),
+        ("slow", "keeps model states in host memory", "the model states per GPU are 16.8 GiB", "offload: none"),
     ),
     "bubble": (
         {"layout": CPU_LAYOUT, "micro_batch": 4},
         (
             "slow",
-            "too few micro-batches for its pipeline",
-            "8 micro-batches through 8 stages: stages wait 47%",
+            "too few micro-batches for the number of pipeline stages",
+            "8 micro-batches through 8 stages: the pipeline bubble is 47%",
             "vp: 2",
         ),
     ),
     "idle GPUs": (
         {"gpu_utilization": 0.4},
-        ("slow", "leaves its GPUs idle", "40% of the timed steps", "profile: true"),
+        ("slow", "GPUs are often idle", "40% of the time during the timed steps", "profile: true"),
     ),
     "small shm": (
         {"machines": [machine(shm_total_gib=0.0625)]},
-        ("note", "small /dev/shm", "a: 64 MiB", "--shm-size"),
+        ("note", "/dev/shm is small", "a: 64 MiB", "--shm-size"),
     ),
     "compile cache": (
         {
@@ -285,11 +295,16 @@ FAULTS = {
             "first_step_seconds": 61.0,
             "machines": [machine(is_compile_cache_kept=False, compile_cache="/tmp/torchinductor_root")],
         },
-        ("note", "its cache is not kept", "first step 61 s; a caches in /tmp/torchinductor_root", "TORCHINDUCTOR"),
+        (
+            "note",
+            "the compile cache is not kept",
+            "first step took 61 s; the cache directory of a is /tmp/torchinductor_root",
+            "TORCHINDUCTOR",
+        ),
     ),
     "too close": (
         {"speeds": (8010.0, 8030.0, 8060.0)},
-        ("note", "too close", "tp4-pp2 8,030 tok/s per device, zero3: spread overlaps its own", "repeats"),
+        ("note", "too close", "tp4-pp2 8,030 tok/s per device, zero3: the spreads overlap", "repeats"),
     ),
 }
 
@@ -309,9 +324,12 @@ def test_fp32_on_gpus_and_unequal_precision():
     unequal, slow = look(zero3(), tp(**changes))
     assert (unequal.kind, unequal.trials) == ("untrustworthy", ()) and "differ in precision" in unequal.what
     assert unequal.evidence == "bf16: zero3; fp32: tp4-pp2"
-    assert (slow.kind, slow.trials) == ("slow", ("tp4-pp2",)) and "66.9 TFLOP/s, 989.4 in bf16" in slow.evidence
+    assert (slow.kind, slow.trials) == (
+        "slow",
+        ("tp4-pp2",),
+    ) and "66.9 TFLOP/s in fp32 and 989.4 TFLOP/s in bf16" in slow.evidence
     both = only(look(zero3(**changes), tp(**changes)))
-    assert both.trials == ("zero3", "tp4-pp2") and both.what == "trains in fp32"
+    assert both.trials == ("zero3", "tp4-pp2") and both.what == "the trial trains in fp32"
 
 
 def test_a_study_of_precisions_is_no_fault():
@@ -337,7 +355,7 @@ def test_losses_that_stand_still():
     still = {"losses": [9.0, 9.01, 8.99]}
     found = only(look(zero3(**still), tp(**still)))
     assert found.kind == "note" and found.trials == ("zero3",)
-    assert found.evidence == "they vary by 0.0022 of their value, and parity tolerates 0.02"
+    assert found.evidence == "the losses vary by 0.0022 of their mean; the parity tolerance is 0.02"
     moving = {"losses": [9.0, 8.8, 8.7]}
     assert look(zero3(**moving), tp(**moving)) == []
 
@@ -369,9 +387,9 @@ def test_other_work_than_the_reference():
 def test_a_baseline_that_was_not_tuned():
     probes = [Probe(micro_batch=1, recompute="none", global_batch=8, status="ok", step_seconds=1.0)]
     found = only(look(zero3(micro_batch=1), tp(probes=probes)))
-    assert found.kind == "untrustworthy" and "held at micro-batch 1" in found.what
-    assert found.evidence == "tp4-pp2: found by trying"
-    assert "a larger one" in only(look(zero3(micro_batch=1), tp(micro_batch=2))).evidence
+    assert found.kind == "untrustworthy" and "fixed at micro-batch 1" in found.what
+    assert found.evidence == "tp4-pp2: tuned micro-batch"
+    assert "larger micro-batch" in only(look(zero3(micro_batch=1), tp(micro_batch=2))).evidence
     assert look(zero3(micro_batch=1), tp()) == [], "all alike"
     full = {"peak_memory_gib": PeakMemory(max=135.0, per_rank=[135.0])}
     assert look(zero3(micro_batch=1, **full), tp(micro_batch=2)) == [], "no more would fit"
@@ -442,7 +460,7 @@ def test_trials_without_a_result_are_named():
     assert all(finding.kind == "untrustworthy" for finding in findings)
     by_trial = {finding.trials: finding for finding in findings}
     assert list(by_trial) == [("wrong",), ("broken",), ("hung",), ("stuck",), ("big",)]
-    assert by_trial["wrong",].change.startswith("do not use its speed")
+    assert by_trial["wrong",].change.startswith("do not use the speed of this trial")
     assert "its losses differ from those of zero3" in by_trial["wrong",].evidence
     assert by_trial["big",].evidence == OOM
     assert by_trial["big",].change.startswith("micro_batch below 4") and "larger tp" in by_trial["big",].change
@@ -471,7 +489,7 @@ def test_shared_memory_and_the_killer_have_words_of_their_own():
     [
         ("failed", RunFailure(kind="hang", rank=0), "may wait for rank 0", "rank-0.log"),
         ("timeout", RunFailure(kind="hang", rank=3), "may wait for rank 3", "rank-3.log"),
-        ("timeout", RunFailure(kind="hang"), "may wait for one of them", "rank-*.log"),
+        ("timeout", RunFailure(kind="hang"), "may wait for an unidentified rank", "rank-*.log"),
         ("failed", RunFailure(kind="shared-memory", rank=1), "failed and has no result", "--shm-size"),
         ("failed", RunFailure(kind="killed", rank=1), "failed and has no result", "dmesg"),
         ("failed", RunFailure(kind="error", rank=0), "failed and has no result", "rank-0.log"),
@@ -500,9 +518,10 @@ def test_kernels_and_settings_are_found_whatever_the_words():
 
 def test_a_lost_reference_comes_first():
     first, second = look(lost("zero3", "oom", OOM, **ZERO3, options=ZERO3_OPTIONS), tp())
-    assert "the reference zero3 has no good result" in first.what and first.evidence == "it ended as oom"
+    assert "the reference zero3 has no valid result" in first.what
+    assert first.evidence == "the reference trial ended with status oom"
     assert second.trials == ("zero3",)
-    assert "no record of it" in look(tp(), zero3("other"), reference="zero3")[0].evidence
+    assert "has no record" in look(tp(), zero3("other"), reference="zero3")[0].evidence
 
 
 @pytest.mark.parametrize(
@@ -519,7 +538,7 @@ def test_a_lost_reference_comes_first():
 )
 def test_who_is_behind_in_a_hung_trial(places, rank):
     found = only(look(zero3(), tp(), lost("hung", "timeout", f"no result after 20 s (timeout_seconds): {places}")))
-    assert found.what.endswith(f"the others may wait for {rank or 'one of them'}")
+    assert found.what.endswith(f"the other ranks may wait for {rank or 'an unidentified rank'}")
     assert (f"rank-{rank[5:]}.log" if rank else "rank-*.log") in found.change
 
 
@@ -527,7 +546,10 @@ def test_the_same_fault_of_several_trials_is_one_finding():
     idle = {"gpu_utilization": 0.4}
     found = only(look(zero3(**idle), tp(**idle | {"gpu_utilization": 0.5})))
     assert found.trials == ("zero3", "tp4-pp2")
-    assert found.evidence == "zero3: a kernel ran 40% of the timed steps; tp4-pp2: a kernel ran 50% of the timed steps"
+    assert found.evidence == (
+        "zero3: a kernel ran 40% of the time during the timed steps; "
+        "tp4-pp2: a kernel ran 50% of the time during the timed steps"
+    )
 
 
 @pytest.mark.parametrize(
@@ -550,11 +572,14 @@ def test_measured_studies_in_words():
     unused, kernels, close, once = findings_at(REPOSITORY / "benchmarks/engines-bf16")
     assert unused.trials == ("pp2",) and "of 140 GiB" in unused.evidence
     assert kernels.trials == ("zero3-reference", "dp2-reference", "tp2-reference")
-    assert close.trials == ("dp2", "fsdp-kept", "zero3-leaf", "fsdp") and "spreads overlap its own" in close.evidence
+    assert (
+        close.trials == ("dp2", "fsdp-kept", "zero3-leaf", "fsdp")
+        and "their spreads overlap that of dp2" in close.evidence
+    )
     assert "one run each" in once.evidence
     *_, twice, still, _ = findings_at(REPOSITORY / "benchmarks/llama3-8b-two-gpus-synthetic")
     assert twice.trials == ("zero3-two-hosts", "zero3-leaf-two-hosts")
-    assert still.trials == ("zero3-leaf",) and still.evidence.startswith("they vary by 0.0")
+    assert still.trials == ("zero3-leaf",) and still.evidence.startswith("the losses vary by 0.0")
     _, parts, _ = findings_at(REPOSITORY / "benchmarks/nccl-parity-bf16")
     assert parts.trials == ("zero3",) and "zero_leaf_layers: true" in parts.change
 
@@ -564,14 +589,14 @@ PLANS = {
     "good": ("{ZERO3}, {tp: 8, pp: 2}", "", None),
     "fp32": ("{ZERO3, precision: fp32}, {tp: 8, precision: fp32}", "", "trains in fp32"),
     "unequal": ("{ZERO3}, {tp: 8, grad_dtype: bf16}", "", "gradient dtype"),
-    "few": ("{ZERO3, steps: 6}, {tp: 8}", "", "will time too few steps"),
+    "few": ("{ZERO3, steps: 6}, {tp: 8}", "", "too few planned timed steps"),
     "reference": ("{ZERO3}, {name: tp, tp: 8}", "reference: tp", "not ZeRO-3"),
-    "baseline": ("{ZERO3, micro_batch: 1}, {tp: 8}", "", "held at micro-batch 1"),
-    "by parts": ("{name: zero3, engine: deepspeed, KEPT}, {tp: 8}", "", "no other ZeRO-3 trial gathers them whole"),
+    "baseline": ("{ZERO3, micro_batch: 1}, {tp: 8}", "", "fixed at micro-batch 1"),
+    "by parts": ("{name: zero3, engine: deepspeed, KEPT}, {tp: 8}", "", "no ZeRO-3 trial gathers whole layers"),
     "twice": (
         "{name: zero3, engine: deepspeed, zero_leaf_layers: true}, {tp: 8}",
         "",
-        "no other ZeRO-3 trial keeps them",
+        "no ZeRO-3 trial keeps them",
     ),
     "warm-up": ("{ZERO3, warmup_steps: 0}, {tp: 8}", "", "no warm-up"),
 }
@@ -600,15 +625,15 @@ def test_tensor_parallelism_beyond_a_host_is_known_before(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text(plan("{ZERO3}, {tp: 8}"))
     found = only(findings_at(path, cluster="g6e.48xlarge:2"))
-    assert "outside NVLink" in found.what and "rides on PCIe" in found.evidence
+    assert "do not use NVLink" in found.what and "communicates over PCIe" in found.evidence
     path.write_text(plan("{ZERO3}, {name: a, tp: 8}").replace("repeats: 3", "repeats: 1"))
     note = only(findings_at(path, cluster="p5.48xlarge:2"))
-    assert note.kind == "note" and "run once" in note.what
+    assert note.kind == "note" and "ran only once" in note.what
     halves = tmp_path / "halves.yaml"
     halves.write_text("hosts: [{count: 2, gpu: NVIDIA H200, num_gpus: 4, network: efa}]")
     path.write_text(plan("{ZERO3}, {tp: 8}"))
     found = only(findings_at(path, cluster=str(halves)))
-    assert "tensor parallelism across hosts" in found.what and "ranks 0–7 rides on EFA" in found.evidence
+    assert "span several hosts" in found.what and "ranks 0–7 communicates over EFA" in found.evidence
 
 
 def shown(findings: list[Finding], as_json: bool = False) -> str:
@@ -621,7 +646,7 @@ def test_what_is_printed(tmp_path):
     assert shown([]) == WELL + "\n"
     text = shown(look(zero3(), tp(gpu_utilization=0.4)))
     lines = text.splitlines()
-    assert len(lines) == 3 and lines[0].startswith("slow  tp4-pp2: leaves its GPUs idle")
+    assert len(lines) == 3 and lines[0].startswith("slow  tp4-pp2: the GPUs are often idle")
     assert lines[1].startswith("  evidence: ") and lines[2].startswith("  change:   ")
 
 
@@ -633,8 +658,8 @@ def test_the_head_of_a_table_names_the_worst(tmp_path):
     bad = study(zero3(gpu_utilization=0.4), tp(seq_length=512), lost("big", "oom", OOM))
     write_head(console, judge_parity(bad, "zero3"), "zero3", tmp_path)
     lines = console.file.getvalue().splitlines()
-    assert lines[0] == f"doctor: 3 findings, megabench doctor {tmp_path} shows them" and len(lines) == 3
-    assert lines[1] == "  untrustworthy: big: ran out of memory and has no result"
+    assert lines[0] == f"doctor: 3 findings. Run megabench doctor {tmp_path} for details." and len(lines) == 3
+    assert lines[1] == "  untrustworthy: big: the trial ran out of memory and has no result"
 
 
 def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -654,10 +679,10 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("none", "is not there"),
+        ("none", "does not exist"),
         ("empty", "holds no results.jsonl"),
         ("broken", "results.jsonl, line 1 is not JSON"),
-        ("text.txt", "is no study file"),
+        ("text.txt", "is not a study file"),
         ("bad.yaml", "unknown setting"),
     ],
 )
