@@ -1,4 +1,4 @@
-"""The report of a study: one HTML page that people can send each other. Loads no torch."""
+"""HTML report of a study as a single self-contained page. Does not import torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,18 +13,18 @@ __all__ = ["ReportError", "render", "write_report"]
 
 
 class ReportError(UserError):
-    """A page that cannot be written."""
+    """Raised when the report file cannot be written."""
 
 
 def write_report(
     path: Path, study: StudyRecords, findings: Sequence[Finding], other: StudyRecords | None = None
 ) -> None:
-    """Writes the page to `path`, atomically. `other` is a second study to set beside the first.
+    """Write the report page to `path` atomically. `other` is a second study to compare with the first.
 
-    Raises ReportError where the file cannot be written.
+    Raises ReportError if the file cannot be written.
     """
     page = render(study, findings, other)
     try:
         write_atomically(path, page)
     except OSError as error:
-        raise ReportError(f"{path} cannot be written ({error.strerror}); give another path with --out") from None
+        raise ReportError(f"{path} cannot be written ({error.strerror}). Give another path with --out.") from None

@@ -1,4 +1,4 @@
-"""Charts of one strip a trial: its name, a mark drawn to scale, and the figure beside it."""
+"""Charts with one horizontal strip per trial: the trial name, a mark drawn to scale, and the value as text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,19 +8,19 @@ from markupsafe import Markup
 from megabench.report.svg import clip, nice_ticks, percent, picture, tag, text, tick_words
 from megabench.study.verdict import Spread
 
-_MARK_WIDTH = 0.66  # of the picture; the rest is for figures
+_MARK_WIDTH = 0.66  # as a fraction of the picture width; the rest of the width shows the values as text
 _NAME, _TOP, _MARK, _GAP = 15, 21, 18, 15  # pixels: baseline of the name, top and height of the mark, space below
 _PITCH = _TOP + _MARK + _GAP
 _COLUMN = _MARK + 8
 _AXIS = 30
-_LONGEST = 34  # letters that fit a phone
+_LONGEST = 34  # maximum number of letters of a trial name on a phone screen
 
-Segment = tuple[str, float]  # what, how much
+Segment = tuple[str, float]  # (label, value)
 
 
 @dataclass(frozen=True)
 class Strip:
-    """A trial in a chart: what it is called, the figure in words, and the class that colours its mark."""
+    """One trial in a chart: its name, its value as text, and the CSS class that sets the color of its mark."""
 
     name: str
     figure: str
@@ -32,7 +32,7 @@ class Strip:
 
 
 def bars(slug: str, title: str, description: str, strips: Sequence[Strip], unit: str) -> Markup:
-    """Bars from zero with their spread as a line from low to high."""
+    """Draw one bar per strip, starting at zero, with the spread as a line from the low to the high value."""
     top = max([strip.value for strip in strips] + [strip.spread.high for strip in strips if strip.spread])
     marks = []
     for strip in strips:
@@ -48,7 +48,7 @@ def bars(slug: str, title: str, description: str, strips: Sequence[Strip], unit:
 
 
 def dots(slug: str, title: str, description: str, strips: Sequence[Strip], unit: str) -> Markup:
-    """One dot for each value, a line at the middle one."""
+    """Draw one dot per value of a strip and a vertical line at the median."""
     everything = [value for strip in strips for value in strip.values]
     low, high = min(everything), max(everything)
     margin = (high - low) * 0.05 or high * 0.05 or 1.0
@@ -68,7 +68,7 @@ def dots(slug: str, title: str, description: str, strips: Sequence[Strip], unit:
 
 
 def columns(slug: str, title: str, description: str, strips: Sequence[Strip], top: float) -> Markup:
-    """One small column for each value of a strip, such as a rank's memory; a full column is `top`."""
+    """Draw one small column per value of a strip, such as the memory of a rank. A column of full height is `top`."""
     marks = []
     for strip in strips:
         width = _MARK_WIDTH / len(strip.values)
@@ -86,7 +86,10 @@ def columns(slug: str, title: str, description: str, strips: Sequence[Strip], to
 def stacks(
     slug: str, title: str, description: str, strips: Sequence[Strip], classes: dict[str, str], unit: str
 ) -> Markup:
-    """Bars of segments from zero; `classes` gives each segment's colour. A segment with room says its share."""
+    """Draw stacked bars, starting at zero. `classes` maps each segment label to the CSS class of its color.
+
+    A segment that is wide enough shows its percentage of the bar.
+    """
     top = max(sum(amount for _, amount in strip.segments) for strip in strips)
     marks = []
     for strip in strips:
@@ -117,12 +120,12 @@ def _drawn(
     scale: tuple[float, float] | None,
     unit: str,
 ) -> Markup:
-    """The strips below each other, over an axis when there is a `scale`."""
+    """Draw the strips below each other, with an axis below the last strip if `scale` is given."""
     height = len(strips) * _PITCH
     parts = _axis(*scale, height, unit) if scale else []
     for number, (strip, mark) in enumerate(zip(strips, marks, strict=True)):
         y = number * _PITCH
-        # x is in percent of the nearest <svg>, so each strip is one
+        # x is in percent of the nearest <svg>, so each strip is a separate <svg>
         name = text(clip(strip.name, _LONGEST), 0, y + _NAME, "name")
         parts.append(tag("g", tag("title", f"{strip.name}: {strip.figure}"), name))
         parts.append(tag("svg", mark, x=0, y=y + _TOP, width="100%", height=_MARK, overflow="visible"))

@@ -1,4 +1,4 @@
-"""What a chart of the page is, and how a trial is named and coloured in all of them."""
+"""Data types of the report's charts, and the names and colors of trials in the charts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megabench.report.trials import Shown, WorkClassOfTrials
 
 @dataclass(frozen=True)
 class Figures:
-    """A small table: heads, and rows of cells."""
+    """A small table: column headings and rows of cells."""
 
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -19,7 +19,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture with its heading, what to see in it, a legend of (class, words), and its figures as a table."""
+    """A picture with a heading, an explanation, a legend of (CSS class, label) pairs, and its values as a table."""
 
     heading: str
     words: str
@@ -30,7 +30,7 @@ class Chart:
 
 
 def strip_class(trial: Shown, group: WorkClassOfTrials) -> str:
-    """The class that colours a trial's strip by its part in the verdict."""
+    """Return the CSS class that colors the strip of a trial: failed, best, reference or plain."""
     if not trial.row.is_ok:
         return "bad"
     if trial.row is group.decision.best:
@@ -39,7 +39,7 @@ def strip_class(trial: Shown, group: WorkClassOfTrials) -> str:
 
 
 def strip_name(trial: Shown, group: WorkClassOfTrials) -> str:
-    """The trial's letter and name, and its part in the verdict."""
+    """Return the trial's letter and name, followed by "fastest", "reference" or the failure status."""
     compared = len(group.decision.good) > 1
     part = {
         "best": " · fastest" * compared,
@@ -53,5 +53,5 @@ def strip_name(trial: Shown, group: WorkClassOfTrials) -> str:
 
 
 def letter_legend(shown: Sequence[Shown]) -> tuple[tuple[str, str], ...]:
-    """The legend of a chart of lines: a line and the letter and name of each trial."""
+    """Return the legend of a line chart: the line style, letter and name of each trial."""
     return tuple((line_classes(trial.number), f"{trial.letter} · {trial.name}") for trial in shown)

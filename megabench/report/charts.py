@@ -1,4 +1,4 @@
-"""The charts of a work class: speeds, steps and memory here, the others beside; absent where nothing was measured."""
+"""Charts of a work class: speed, step time and memory. A chart is omitted if the records lack its measurements."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from megabench.report.trials import WorkClassOfTrials
 
 
 def charts_of(group: WorkClassOfTrials, slug: str, device: str) -> list[Chart]:
-    """All charts of a work class that its records can fill, the speeds first."""
+    """Return all charts of a work class that its records contain data for, the speed chart first."""
     made = [
         _speeds(group, f"{slug}-speed", device),
         losses_chart(group, f"{slug}-loss"),
@@ -44,13 +44,13 @@ def _speeds(group: WorkClassOfTrials, slug: str, device: str) -> Chart | None:
         for trial in shown
     ]
     of = {trial.spread.of for trial in shown if trial.spread}
-    line = "the slowest run to the fastest" if of == {"runs"} else "the slow tenth of steps to the fast tenth"
-    words = f"Longer is better. The figure is tokens a second on one {device}" + (
-        f", and how many times that is what {group.decision.head} reaches." if group.decision.reference else "."
+    line = "the slowest to the fastest run" if of == {"runs"} else "the 10% slowest to the 10% fastest steps"
+    words = f"A longer bar is better. The number is the throughput in tokens per second of one {device}" + (
+        f", followed by the speedup over {group.decision.head}." if group.decision.reference else "."
     )
-    words += f" The thin line is the spread, from {line}." if of else ""
+    words += f" The thin line shows the spread, from {line}." if of else ""
     description = "; ".join(f"{strip.name}: {strip.figure}" for strip in made)
-    title = f"Tokens a second per {device}"
+    title = f"Tokens per second per {device}"
     return Chart(title, words, bar_charts.bars(slug, title, description, made, f"tok/s per {device}"), is_wide=True)
 
 
@@ -76,10 +76,10 @@ def _steps(group: WorkClassOfTrials, slug: str) -> Chart | None:
         return None
     description = "; ".join(f"{strip.name}: median {strip.figure}" for strip in made)
     return Chart(
-        "How long each step took",
-        "One dot a timed step, the upright line their median. Dots far apart, or a few far to the right, mean that "
-        "something disturbs the run.",
-        bar_charts.dots(slug, "Seconds of each timed step", description, made, "s a step"),
+        "Time of each step",
+        "Each dot is one timed step, and the vertical line is the median. Widely scattered dots, or a few dots far "
+        "to the right, mean that something disturbed the run.",
+        bar_charts.dots(slug, "Seconds of each timed step", description, made, "seconds per step"),
         figures=Figures(("trial", "timed steps", "median s", "p10 s", "p90 s", "longest s"), tuple(figures)),
     )
 
@@ -99,19 +99,19 @@ def _memory(group: WorkClassOfTrials, slug: str, device: str) -> Chart | None:
         tops.append(peak.max)
     capacity = max((t.record.device_memory_gib for t in shown if t.record.device_memory_gib), default=None)
     top = max([*tops, capacity or 0.0])
-    full = f"the {capacity:.0f} GiB that a GPU has" if capacity else f"the largest peak, {top:.1f} GiB"
-    what = "reserved on the GPU" if device == "GPU" else "resident memory of the process"
+    full = f"the GPU memory of {capacity:.0f} GiB" if capacity else f"the largest peak, {top:.1f} GiB"
+    what = "peak reserved GPU memory" if device == "GPU" else "peak resident memory of the process"
     description = "; ".join(f"{strip.name}: {strip.figure} at most" for strip in made)
     return Chart(
         "Memory of each rank",
-        f"One column a rank, from rank 0 on the left: its peak, {what}. The full height is {full}.",
+        f"Each column is the {what} of one rank, starting with rank 0 on the left. The full height is {full}.",
         bar_charts.columns(slug, "Peak memory of each rank in GiB", description, made, top),
         figures=Figures(("trial", "largest GiB", "GiB by rank"), tuple(figures)),
     )
 
 
 def _thinned(values: Sequence[float], most: int = 300) -> list[float]:
-    """At most about `most` of the values, evenly from the sorted ones, both ends among them."""
+    """Return at most `most` of the values, at equal distances in sorted order, including the minimum and maximum."""
     if len(values) <= most:
         return list(values)
     ordered = sorted(values)

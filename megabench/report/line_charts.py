@@ -1,4 +1,4 @@
-"""Charts of lines over a common axis: losses, differences, throughput against number of GPUs."""
+"""Line charts: losses, relative differences, and throughput over the number of GPUs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from megabench.report.svg import nice_ticks, percent, picture, spread_apart, tag
 
 _HEIGHT, _ABOVE, _BELOW = 230, 12, 40
 _MOST_POINTS = 600
-_SHADES = 7  # colours that the style sheet has for lines; beyond them the dashes change
+_SHADES = 7  # number of line colors in the style sheet; further lines differ by their dash pattern
 
 Point = tuple[float, float | None]
 Scale = Callable[[float], float]
@@ -18,9 +18,9 @@ Scale = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Line:
-    """A trial's line: its letter at the end, its place among the trials for colour and dashes, and its points.
+    """The line of a trial: the letter at its end, the trial number that selects color and dashes, and the points.
 
-    None for a value breaks the line. A line with a `guide`, the class that draws it, stands for no trial.
+    A value of None interrupts the line. A line with `guide`, which is its CSS class, belongs to no trial.
     """
 
     letter: str
@@ -30,13 +30,13 @@ class Line:
 
 
 def line_classes(number: int) -> str:
-    """The classes that colour and dash the line of trial `number`."""
+    """Return the CSS classes that set the color and the dash pattern of the line of trial `number`."""
     return f"line shade{number % _SHADES} dash{number // _SHADES % 3}"
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A horizontal line with words on it."""
+    """A horizontal line with a label."""
 
     value: float
     words: str
@@ -53,9 +53,9 @@ def lines(
     limit: Limit | None = None,
     with_dots: bool = False,
 ) -> Markup:
-    """Lines within `y_range`; what leaves it is cut off at the border. `is_log` draws values by their logarithm.
+    """Draw lines within `y_range`. Values outside `y_range` are clipped. `is_log` selects a logarithmic axis.
 
-    `with_dots` is for trials of a point each: a dot with its letter beside it.
+    `with_dots` is for trials with a single point: draw the point as a dot next to the letter of the trial.
     """
     low, high = y_range
     xs = [x for line in given for x, _ in line.points]
@@ -106,12 +106,15 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 def _level(y: float, words: str) -> Markup:
-    """A horizontal line of the grid with its number."""
+    """Draw a horizontal grid line with its value."""
     return tag("line", x1=0, x2="100%", y1=y, y2=y, class_="grid") + text(words, 0, y + 4, "tick", "end", dx=-6)
 
 
 def _curves(given: Sequence[Line], across: Scale, down: Scale) -> Markup:
-    """The lines in a picture of their own that is stretched to the width, which their points cannot be in percent."""
+    """Draw the lines in a nested picture that stretches to the full width.
+
+    The coordinates of SVG paths cannot be percentages.
+    """
     curves = []
     for line in given:
         stride = max(1, len(line.points) // _MOST_POINTS)
@@ -136,6 +139,6 @@ def _shade(what: str, line: Line) -> str:
 
 
 def _leader(line: Line, at: float, place: float) -> Markup:
-    """The line's letter beside its end, and a thin line to it."""
+    """Draw the letter next to the end of a line, and a thin line that connects both."""
     letter = text(line.letter, 14, place + 4, _shade("letter", line))
     return tag("line", x1=1, x2=11, y1=at, y2=place, class_=_shade("leader", line)) + letter

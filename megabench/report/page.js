@@ -12,7 +12,7 @@ async function copy(text, button) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
-    // a page opened from a file may not be let to the clipboard
+    // The browser may deny clipboard access to a page that was opened from a file.
     const area = document.createElement("textarea");
     area.value = text;
     document.body.append(area);
@@ -46,7 +46,7 @@ function sortBy(table, column) {
   const head = table.tHead.rows[0].cells[column];
   const isText = head.classList.contains("text") || column === 0;
   const before = head.getAttribute("aria-sort");
-  // numbers are wanted largest first
+  // Number columns are first sorted in descending order.
   const way = before ? (before === "ascending" ? "descending" : "ascending") : isText ? "ascending" : "descending";
   for (const cell of table.tHead.rows[0].cells) cell.removeAttribute("aria-sort");
   head.setAttribute("aria-sort", way);
@@ -76,7 +76,7 @@ for (const button of document.querySelectorAll("[data-copy-table]")) {
   const { copyTable, form } = button.dataset;
   button.addEventListener("click", () => copy(tableText(document.getElementById(copyTable), form), button));
 }
-// paper shows what is folded away on the screen
+// Printed pages show the content of closed sections.
 const opened = new Set();
 addEventListener("beforeprint", () => {
   for (const part of document.querySelectorAll("details:not([open])")) {

@@ -1,4 +1,4 @@
-"""The page itself: everything that its template shows, and the page as text."""
+"""Rendering of the report page: collect the template's data and return the page as HTML text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from megabench.study.verdict import STATUS_WORDS, count_ends, ends, headline, pa
 
 @dataclass(frozen=True)
 class Answer:
-    """A work class with its verdict in words, and what to type for its best trial."""
+    """A work class with its verdict as text and the command of its best trial."""
 
     group: WorkClassOfTrials
     headline: str
@@ -42,7 +42,7 @@ class Answer:
 
 
 def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords | None = None) -> str:
-    """The whole page: one HTML text that needs nothing beside itself."""
+    """Return the whole page as self-contained HTML text."""
     environment = Environment(
         loader=PackageLoader("megabench.report", "."),
         autoescape=True,
@@ -78,16 +78,16 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
     )
 
 
-_KINDS = {"untrustworthy": "Do not trust", "slow": "Slower than it could be", "note": "Note"}
+_KINDS = {"untrustworthy": "Do not trust", "slow": "Slower than necessary", "note": "Note"}
 
 
 def _answers(view: StudyView) -> list[Answer]:
-    """One for each work class; what has no result is said beside the first."""
+    """Return one answer per work class. The first answer also lists the trials without a result."""
     groups = [group for group in view.classes if group.key] or view.classes
     answers = [_answer(group, view) for group in groups]
     lost = [trial.row for group in view.classes if group not in groups for trial in group.trials]
     if lost:
-        said = [*answers[0].particulars, f"Without a result, and so in no comparison: {ends(lost)}."]
+        said = [*answers[0].particulars, f"These trials have no result and are not compared: {ends(lost)}."]
         answers[0] = replace(answers[0], particulars=said)
     return answers
 
@@ -108,7 +108,7 @@ def _answer(group: WorkClassOfTrials, view: StudyView) -> Answer:
 
 
 def _reasons(group: WorkClassOfTrials, best: Shown | None, reference: Shown | None, view: StudyView) -> list[str]:
-    """Why the best is faster than the reference, or, where it is the reference, than the next."""
+    """Explain why the best trial is faster than the reference, or than the next trial if it is the reference."""
     others = [trial for trial in group.trials if trial.row.is_ok and trial is not best]
     against = reference if reference is not best else next(iter(others), None)
     return why(best.record, against.record, view.device) if best and against else []
@@ -135,17 +135,17 @@ def _place(trial: Shown, slug: str) -> dict[str, Any]:
 
 
 def _bandwidth(link: LinkBandwidth) -> str:
-    all_rings = link.all_rings_gb_per_s  # of records from before it was measured, None
+    all_rings = link.all_rings_gb_per_s  # None in older records, which do not contain this measurement
     return (
-        f"Measured between the hosts when the run began: {link.send_recv_gb_per_s:.1f} GB/s from one rank to one on "
-        "the next host, "
-        + (f"{all_rings:.1f} GB/s from all of a host at once, each in a ring of its own, " if all_rings else "")
+        "Bandwidth between hosts, measured at the start of the run: "
+        f"{link.send_recv_gb_per_s:.1f} GB/s from one rank to a rank on the next host, "
+        + (f"{all_rings:.1f} GB/s from all ranks of a host at once, each in a separate ring, " if all_rings else "")
         + f"{link.all_gather_gb_per_s:.1f} GB/s in an all-gather over all ranks."
     )
 
 
 def _kernels(view: StudyView) -> dict[str, list[tuple[str, list[Shown]]]]:
-    """By operation: each kernel with the trials that used it."""
+    """Return, for each operation, the kernels and the trials that used each kernel."""
     used: dict[str, dict[str, list[Shown]]] = {}
     for trial in view.trials:
         for operation, kernel in (trial.record.kernels or {}).items():
@@ -154,7 +154,7 @@ def _kernels(view: StudyView) -> dict[str, list[tuple[str, list[Shown]]]]:
 
 
 def _common(records: Sequence[RunRecord], what: str) -> dict[str, list[tuple[str | None, list[str]]]]:
-    """By name: each value with the trials that had it; one value alone is that of all trials that say any."""
+    """Return, for each version or variable name, the values and the trials with each value."""
     known = [record for record in records if record.environment]
     names = sorted({name for record in known if record.environment for name in getattr(record.environment, what)})
     found: dict[str, list[tuple[str | None, list[str]]]] = {}
@@ -167,7 +167,7 @@ def _common(records: Sequence[RunRecord], what: str) -> dict[str, list[tuple[str
 
 
 def _facts(view: StudyView) -> list[tuple[str, str]]:
-    """What was run, for those who read nothing else."""
+    """Return the main facts of the study: machine, model, precision, batch, timed steps and trials."""
     records = view.study.records
     first = next((record for record in records if record.work_class), records[0])
     models = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Charts of parity: the losses on one another, and how far losses and gradient norms are apart."""
+"""Parity charts: the losses of all trials, and the relative differences of losses and gradient norms."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -8,11 +8,11 @@ from megabench.report.chart import Chart, Figures, letter_legend
 from megabench.report.trials import Shown, WorkClassOfTrials
 from megabench.study.parity import NUM_NORMS, from_same_step, relative_differences
 
-_LEAST_DIFFERENCE = 1e-9  # equal losses have no logarithm
+_LEAST_DIFFERENCE = 1e-9  # smallest drawn value, because the logarithm of a zero difference is undefined
 
 
 def losses_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
-    """The loss of every trial at every step; the axis is that of the trials that may be trusted."""
+    """Return the chart of the loss at every step. Only trials with a valid result determine the axis range."""
     shown = [trial for trial in group.measured if _finite(trial)]
     if not shown or max(len(trial.record.losses) for trial in shown) < 2:
         return None
@@ -28,8 +28,8 @@ def losses_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
     picture = line_charts.lines(slug, "Loss at every step", description, drawn, "step", (low - margin, high + margin))
     return Chart(
         "Loss at every step",
-        "All trials start from the same weights and read the same text, so their curves must lie on one another. How "
-        "far they are apart is judged in the pictures after this one.",
+        "All trials start from the same weights and read the same text, so their loss curves must coincide. The next "
+        "charts show the differences between the curves.",
         picture,
         letter_legend(shown),
         Figures(
@@ -40,7 +40,7 @@ def losses_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
 
 
 def difference_charts(group: WorkClassOfTrials, slug: str) -> list[Chart]:
-    """How far losses and gradient norms are from the standard's, step by step, with the tolerance drawn."""
+    """Return the charts of the relative differences to the parity reference at each step, with the tolerance."""
     judged = [t for t in group.measured if t.record.parity and t.record.parity.max_relative_difference is not None]
     if not judged or (parity := judged[0].record.parity) is None:
         return []
@@ -49,18 +49,18 @@ def difference_charts(group: WorkClassOfTrials, slug: str) -> list[Chart]:
     if not standard or not others or len(standard.record.losses) < 2:
         return []
     losses = _differences_chart(
-        f"How far losses are from those of {standard.name}",
-        "As a share of the loss. Below the dashed line it is rounding, which depends on the order of summation; a "
-        "trial above it trained something else and is not ranked.",
+        f"Relative difference of the losses from {standard.name}",
+        "Differences below the dashed line are rounding errors, which depend on the order of summation. A trial above "
+        "the dashed line did different work and is not ranked.",
         [_differences(trial, standard, "losses") for trial in others],
         slug,
         parity.tolerance,
         Figures(("trial", "verdict"), tuple((trial.name, parity_words(trial)) for trial in group.measured)),
     )
     norms = _differences_chart(
-        f"How far gradient norms are from those of {standard.name}",
-        "As a share of the norm, which shows wrong gradients while the learning rate is too small for losses to. A "
-        f"trial whose median of the first {NUM_NORMS} steps is above the dashed line is not ranked.",
+        f"Relative difference of the gradient norms from {standard.name}",
+        "Gradient norms reveal wrong gradients even while the learning rate is too small to affect the losses. A trial "
+        f"is not ranked if its median over the first {NUM_NORMS} steps is above the dashed line.",
         [_differences(trial, standard, "grad_norms") for trial in others],
         f"{slug}-norms",
         parity.grad_norm_tolerance,
@@ -99,10 +99,10 @@ def _differences_chart(
 
 
 def parity_words(trial: Shown) -> str:
-    """Whether a trial did the same work, in words."""
+    """Describe whether a trial did the same work as the parity reference."""
     row = trial.row
     if row.is_ok and trial.record.parity and trial.record.parity.reference == trial.name:
-        return "the one compared with"
+        return "parity reference"
     if row.parity == "unknown":
         return "not known"
     losses = "" if row.max_relative_difference is None else f", {row.max_relative_difference:.1g} at most"

@@ -1,4 +1,4 @@
-"""Where the groups of a layout ran: hosts as boxes, one cell a GPU, and what each kind of group rode on."""
+"""Drawing of rank placement: hosts as boxes, GPUs as cells, and the links of each kind of process group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _SHADES = 7
 
 @dataclass(frozen=True)
 class GroupLine:
-    """The groups of one kind that ride on one link, in words."""
+    """The process groups of one kind that use the same link, as text."""
 
     kind: str
     words: str
@@ -30,7 +30,7 @@ class GroupLine:
 
 
 def hosts_of(record: RunRecord) -> list[HostRanks]:
-    """The hosts of a run; one without a record of them is a single host, unless it had several."""
+    """Return the hosts of a run. If a single-host run did not record its placement, return one host."""
     if record.placement:
         return record.placement.hosts
     if record.num_hosts in (None, 1) and record.status in ("ok", "diverged"):
@@ -40,7 +40,7 @@ def hosts_of(record: RunRecord) -> list[HostRanks]:
 
 
 def draw_hosts(slug: str, record: RunRecord) -> list[Markup]:
-    """A picture of each host, the first ones of many, with its ranks and what groups they are in."""
+    """Draw the first hosts of a run with their ranks and the process groups of each rank."""
     layout = Layout(**record.layout.model_dump())
     return [
         _host(f"{slug}-{number}", host, record, layout) for number, host in enumerate(hosts_of(record)[:_MOST_HOSTS])
@@ -48,12 +48,12 @@ def draw_hosts(slug: str, record: RunRecord) -> list[Markup]:
 
 
 def hosts_left_out(record: RunRecord) -> int:
-    """How many hosts have no picture."""
+    """Return the number of hosts that are not drawn."""
     return max(0, len(hosts_of(record)) - _MOST_HOSTS)
 
 
 def group_lines(groups: Sequence[Group]) -> list[GroupLine]:
-    """The groups by kind, link and transport."""
+    """Combine process groups with equal kind, link and transport into one line."""
     alike: dict[tuple[str, str | None, str | None], list[Group]] = {}
     for group in groups:
         alike.setdefault((group.kind, group.link, group.transport), []).append(group)
@@ -122,6 +122,6 @@ def _tp_group(layout: Layout, at: Coordinates) -> int:
 
 
 def _group_number(layout: Layout, rank: int) -> int:
-    """What ranks of one colour share: the tensor-parallel group, else the stage, else nothing."""
+    """Return the color number of a rank: its tensor-parallel group, or its pipeline stage if TP is 1."""
     at = layout.coordinates(rank)
     return _tp_group(layout, at) if layout.tp > 1 else at.pp

@@ -1,4 +1,4 @@
-"""What was predicted against what was measured, a dot a trial; absent where nothing was predicted."""
+"""Chart of predicted against measured step times, with one dot per trial."""
 
 from megabench.report import line_charts
 from megabench.report.chart import Chart, Figures, letter_legend
@@ -7,7 +7,7 @@ from megabench.study.planned_trials import regret_sentence
 
 
 def predictions_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
-    """Predicted over measured seconds of a step, with the line on which both are equal."""
+    """Return the chart of predicted over measured step times, or None if no trial has a prediction."""
     shown = [
         (trial, trial.record.prediction, trial.row.step_seconds)
         for trial in group.measured
@@ -25,13 +25,14 @@ def predictions_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
         for trial, measured, said in points
     )
     regret = regret_sentence([run for trial in group.trials for run in trial.runs])
-    heading = "Predicted against measured"
+    heading = "Predicted against measured step time"
     described = "; ".join(f"{name}: predicted {said} s, measured {measured} s" for name, said, measured, _ in rows)
     return Chart(
         heading,
-        "Seconds of a step as megabench plan predicted them, over those that were measured: on the dotted line both "
-        "are equal, above it the run was faster than predicted." + (f" {regret}" if regret else ""),
-        line_charts.lines(slug, heading, described, dots, "measured s a step", ends, with_dots=True),
+        "The vertical axis shows the seconds per step that megabench plan predicted, the horizontal axis the measured "
+        "seconds. The dotted line marks equal times. Above the dotted line, a trial was faster than predicted."
+        + (f" {regret}" if regret else ""),
+        line_charts.lines(slug, heading, described, dots, "measured seconds per step", ends, with_dots=True),
         letter_legend([trial for trial, _, _ in points]),
         Figures(("trial", "predicted s", "measured s", "off by"), rows),
     )

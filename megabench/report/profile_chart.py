@@ -1,4 +1,4 @@
-"""The chart of where a step went, for trials that were profiled."""
+"""Chart of the step time by part (compute, communication, idle) for profiled trials."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ from megabench.report.bar_charts import Strip
 from megabench.report.chart import Chart, Figures, strip_name
 from megabench.report.trials import WorkClassOfTrials
 
-# parts of a profiled step, in the order they are stacked, and their colours; the exposed ones are hatched
+# Parts of a profiled step in stacking order, with their CSS classes. Exposed communication is hatched.
 _PART_CLASSES = {
     "matrix products": "part-matmul",
     "attention": "part-attention",
@@ -15,12 +15,12 @@ _PART_CLASSES = {
     "other compute": "part-other",
     "copies": "part-copies",
 }
-_WAITING_CLASSES = tuple(f"part-wait{number}" for number in range(8))  # as many hatchings as the page defines
-_LEAST_SHARE = 0.005  # of some trial's step: what takes less in all has no bar that can be seen
+_WAITING_CLASSES = tuple(f"part-wait{number}" for number in range(8))  # the page template defines eight hatch patterns
+_LEAST_SHARE = 0.005  # a part below this fraction of the step in all trials is too small to draw
 
 
 def profiles_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
-    """Seconds of a step by part, stacked; None where no trial was profiled."""
+    """Return stacked bars of the seconds per part of a step, or None if no trial was profiled."""
     shown = [trial for trial in group.measured if trial.record.profile]
     if not shown:
         return None
@@ -45,10 +45,10 @@ def profiles_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
         for strip in made
     )
     return Chart(
-        "Where a step went",
-        "One more step, looked into with a profiler, the mean of all ranks. Hatched is communication that nothing "
-        "hides, waiting for other ranks included. A profiled step can be slower than a timed one.",
-        bar_charts.stacks(slug, "Where a step went, in seconds", description, made, classes, "s"),
+        "Time of a step by part",
+        "The chart shows one additional profiled step, averaged over all ranks. Hatched parts are exposed "
+        "communication, including the time spent waiting for other ranks. Profiling can slow a step down.",
+        bar_charts.stacks(slug, "Time of a step by part, in seconds", description, made, classes, "s"),
         tuple((classes[part], _part_words(part)) for part in parts),
         Figures(("trial", "step s", *(f"{_part_words(part)}, s" for part in columns)), tuple(figures)),
         is_wide=True,
@@ -56,7 +56,7 @@ def profiles_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
 
 
 def _visible(profiles: Sequence[Mapping[str, float]]) -> set[str]:
-    """The parts that take enough of some step to be seen."""
+    """Return the parts that are large enough to draw in the step of at least one trial."""
     return {
         part
         for seconds in profiles

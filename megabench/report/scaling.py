@@ -1,4 +1,4 @@
-"""Charts against the number of devices: throughput, and days for a run of 100 billion tokens."""
+"""Scaling charts over the number of devices: throughput, and days to train on 100 billion tokens."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from megabench.report.trials import Shown, WorkClassOfTrials
 
 
 def scaling_charts(group: WorkClassOfTrials, slug: str, device: str) -> list[Chart]:
-    """Throughput, and days for 100 billion tokens, against the number of devices, where trials differ in it."""
+    """Return both scaling charts if the trials use different numbers of devices, otherwise an empty list."""
     shown = [trial for trial in group.measured if trial.row.is_ok and trial.record.tokens_per_second]
     if len({trial.row.world_size for trial in shown}) < 2:
         return []
@@ -23,12 +23,12 @@ def scaling_charts(group: WorkClassOfTrials, slug: str, device: str) -> list[Cha
     )
     top = 1.08 * max(speed for _, speed in [*ideal, *((size, speed) for _, size, speed in speeds)])
     described = "; ".join(f"{trial.name}: {speed:,.0f} tokens/s on {size}" for trial, size, speed in speeds)
-    heading = f"Tokens a second against number of {units}"
+    heading = f"Throughput by number of {units}"
     dots = [line_charts.Line("", 0, ideal, "guide"), *_with_families(speeds)]
     throughput = Chart(
         heading,
-        f"All {units} together; a line joins trials that differ in their number alone. The dotted line is what "
-        f"{first[0].name} would reach without any loss.",
+        f"Tokens per second of all {units} together. A line connects trials that differ only in the number of "
+        f"{units}. The dotted line shows ideal scaling from {first[0].name}.",
         line_charts.lines(slug, heading, described, dots, units, (0, top), with_dots=True),
         letter_legend(shown),
         table,
@@ -36,12 +36,12 @@ def scaling_charts(group: WorkClassOfTrials, slug: str, device: str) -> list[Cha
     days = [(trial, size, _days(speed)) for trial, size, speed in speeds]
     top = 1.08 * max(count for _, _, count in days)
     described = "; ".join(f"{trial.name}: {count:,.1f} days on {size}" for trial, size, count in days)
-    heading = f"Days for 100 billion tokens against number of {units}"
+    heading = f"Days for 100 billion tokens by number of {units}"
     return [
         throughput,
         Chart(
             heading,
-            "How long a training run of that length would take without a stop.",
+            "Duration of an uninterrupted training run on 100 billion tokens.",
             line_charts.lines(
                 f"{slug}-days", heading, described, _with_families(days), units, (0, top), with_dots=True
             ),
@@ -51,7 +51,7 @@ def scaling_charts(group: WorkClassOfTrials, slug: str, device: str) -> list[Cha
 
 
 def _with_families(points: Sequence[tuple[Shown, int, float]]) -> list[line_charts.Line]:
-    """A dot a trial, and lines that join those of one engine and layout, data parallelism aside."""
+    """Return a dot for each trial, and lines that connect trials with the same engine, TP, CP, PP and VP sizes."""
     families: dict[object, list[line_charts.Point]] = {}
     for trial, size, value in sorted(points, key=lambda point: point[1]):
         layout = trial.record.layout

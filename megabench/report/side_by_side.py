@@ -1,4 +1,4 @@
-"""Two studies beside each other: yesterday and today, one kind of GPU and another."""
+"""Comparison of two studies, such as results of two dates or of two kinds of GPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ from megabench.report.trials import Shown, StudyView
 
 @dataclass(frozen=True)
 class Pair:
-    """A trial of the first study and its namesake in the second; `change` is the second's speed over the first's.
+    """The trials with the same name in both studies.
 
-    `remark` says why there is no change to give, or whether it is more than the spread.
+    `change` is the speed in the second study divided by the speed in the first study. `remark` explains why `change`
+    is missing, or states that both speeds are equal within the spread.
     """
 
     name: str
@@ -26,29 +27,29 @@ class Pair:
 
 
 def pairs_of(first: StudyView, second: StudyView) -> list[Pair]:
-    """Every trial of either study, those of the first in their order."""
+    """Return a pair for each trial name of either study, starting with the trials of the first study in order."""
     mine = {trial.name: trial for trial in first.trials}
     its = {trial.name: trial for trial in second.trials}
     return [_pair(name, mine.get(name), its.get(name)) for name in dict.fromkeys([*mine, *its])]
 
 
 def comparison(pairs: list[Pair], names: tuple[str, str]) -> str:
-    """What the pairs say, in a sentence."""
+    """Summarize the speed changes of all pairs in a sentence."""
     told = [pair for pair in pairs if pair.change is not None]
     if not told:
-        return "No trial of one study can be compared with one of the other: names or work differ."
+        return "The two studies have no comparable trials: the trial names or the training workloads differ."
     clear = [pair for pair in told if not pair.remark]
     faster = [pair for pair in clear if pair.change and pair.change > 1]
     num_equal = len(told) - len(clear)
     counts = f"{len(faster)} faster, {len(clear) - len(faster)} slower, {num_equal} equal within the spread"
     changes = [pair.change for pair in told if pair.change]
     reach = f"{min(changes):.2f} to {max(changes):.2f} ×" if len(changes) > 1 else f"{changes[0]:.2f} ×"
-    of = "trial that both have" if len(told) == 1 else "trials that both have"
-    return f"{names[1]} against {names[0]}, {len(told)} {of}: {reach} the speed per device ({counts})."
+    of = "common trial" if len(told) == 1 else "common trials"
+    return f"{names[1]} reaches {reach} the speed per device of {names[0]} in {len(told)} {of} ({counts})."
 
 
 def draw_pairs(slug: str, pairs: list[Pair], names: tuple[str, str], device: str) -> Markup:
-    """Two bars for each trial that can be compared, the first study's above the second's."""
+    """Draw two bars for each comparable trial, the bar of the first study above the bar of the second study."""
     made = []
     for pair in pairs:
         for trial, study, class_ in ((pair.first, names[0], "plain"), (pair.second, names[1], "reference")):
@@ -62,7 +63,7 @@ def draw_pairs(slug: str, pairs: list[Pair], names: tuple[str, str], device: str
 
 
 def settings_that_differ(first: StudyView, second: StudyView) -> list[tuple[str, str, str]]:
-    """Machine, versions and environment variables that are not the same in both studies."""
+    """Return the machine, package versions and environment variables that differ between the studies."""
     found = [("machine", first.machine, second.machine)]
     for what in ("versions", "variables"):
         mine, its = _merged(first.study.records, what), _merged(second.study.records, what)
@@ -71,7 +72,7 @@ def settings_that_differ(first: StudyView, second: StudyView) -> list[tuple[str,
 
 
 def _merged(records: tuple[RunRecord, ...], what: str) -> Mapping[str, str]:
-    """The values of all records by name; several as "a or b"."""
+    """Map each name to its value in the records. Join different values with "or"."""
     values: dict[str, list[str]] = {}
     for record in records:
         for key, value in (getattr(record.environment, what) if record.environment else {}).items():
@@ -82,16 +83,16 @@ def _merged(records: tuple[RunRecord, ...], what: str) -> Mapping[str, str]:
 
 def _pair(name: str, first: Shown | None, second: Shown | None) -> Pair:
     if not first or not second:
-        return Pair(name, first, second, None, "in one study alone")
+        return Pair(name, first, second, None, "only in one study")
     if not first.row.is_ok or not second.row.is_ok:
-        return Pair(name, first, second, None, "no result in both")
+        return Pair(name, first, second, None, "no valid result in at least one study")
     if first.row.work_class != second.row.work_class:
-        return Pair(name, first, second, None, f"not the same work: {_differing(first.record, second.record)}")
+        return Pair(name, first, second, None, f"different workload: {_differing(first.record, second.record)}")
     if "cpu" in (first.record.device, second.record.device) and first.record.device != second.record.device:
-        return Pair(name, first, second, None, "a CPU against a GPU says nothing")
+        return Pair(name, first, second, None, "CPU and GPU results are not comparable")
     mine, its = first.row.tokens_per_second_per_device, second.row.tokens_per_second_per_device
     if not mine or not its:
-        return Pair(name, first, second, None, "no step was timed")
+        return Pair(name, first, second, None, "no timed step in at least one study")
     is_equal = first.spread and second.spread and first.spread.overlaps(second.spread)
     return Pair(name, first, second, its / mine, "equal within the spread" if is_equal else "")
 
@@ -99,4 +100,4 @@ def _pair(name: str, first: Shown | None, second: Shown | None) -> Pair:
 def _differing(first: RunRecord, second: RunRecord) -> str:
     mine, its = (record.work_class.model_dump() if record.work_class else {} for record in (first, second))
     fields = [field for field in mine if field in its and mine[field] != its[field] and field != "data"]
-    return ", ".join(field.replace("_", " ") for field in fields) or "not known"
+    return ", ".join(field.replace("_", " ") for field in fields) or "unknown"

@@ -1,4 +1,4 @@
-"""The table of a work class: cells with the value that they are sorted by."""
+"""Table of a work class: cells with their sort values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megabench.report.trials import Shown, StudyView, WorkClassOfTrials
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell's words, and what it is sorted by; "" sorts last."""
+    """The text of a cell and its sort value. Cells with an empty sort value come last."""
 
     words: str
     sort: str | float = ""
@@ -17,7 +17,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Head:
-    """A column: its name, how its cells are made, and whether they are numbers."""
+    """A column: its name, the function that creates a cell, and whether the cells are numbers."""
 
     name: str
     cell: Callable[[Shown], Cell]
@@ -25,7 +25,7 @@ class Head:
 
 
 def heads_of(group: WorkClassOfTrials, view: StudyView) -> list[Head]:
-    """The columns that a work class needs: those without any figure are left out."""
+    """Return the columns of a work class. Columns without any known value are left out."""
     heads = [
         Head("trial", lambda trial: Cell(trial.name, trial.name), False),
         Head(f"tok/s per {view.device}", lambda t: _figure(t.row.tokens_per_second_per_device, ",.0f")),
@@ -47,7 +47,7 @@ def heads_of(group: WorkClassOfTrials, view: StudyView) -> list[Head]:
 
 
 def row_of(trial: Shown, heads: Sequence[Head]) -> list[Cell]:
-    """The cells of a trial under `heads`."""
+    """Return the cells of a trial for the columns `heads`."""
     return [head.cell(trial) for head in heads]
 
 

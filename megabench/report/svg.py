@@ -1,6 +1,7 @@
-"""Pictures as inline SVG. Widths are in percent and heights in pixels, so that text keeps its size on every screen.
+"""Helpers that draw inline SVG pictures.
 
-Colours are classes of the page's style sheet, which knows light, dark and paper.
+Widths are in percent and heights in pixels, so that text has the same size on every screen. CSS classes set the
+colors; the page's style sheet defines the colors of the light, dark and print modes.
 """
 
 import math
@@ -10,7 +11,7 @@ from markupsafe import Markup, escape
 
 
 def tag(name: str, *children: object, **attributes: object) -> Markup:
-    """An element; `class_` and `stroke_width` become class and stroke-width, and None leaves an attribute out."""
+    """Return an SVG element. `class_` becomes class, `stroke_width` stroke-width; attributes of None are left out."""
     given = Markup("").join(
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _value(value))
         for key, value in attributes.items()
@@ -25,7 +26,7 @@ def _value(value: object) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of the width as an attribute."""
+    """Format a fraction of the width as a percentage."""
     return f"{100 * share:.2f}%"
 
 
@@ -38,9 +39,9 @@ def picture(
     class_: str = "",
     full_width: float | None = None,
 ) -> Markup:
-    """A picture as wide as its place, with a name and a description for those who cannot see it.
+    """Return a picture that fills the available width, with a title and a description for screen readers.
 
-    One drawn in pixels gives its `full_width`, and shrinks as a whole where there is less.
+    A picture drawn in pixels gives its `full_width` and is scaled down if the available width is smaller.
     """
     return tag(
         "svg",
@@ -57,12 +58,12 @@ def picture(
 
 
 def text(words: object, x: object, y: float, class_: str = "", anchor: str | None = None, dx: float = 0) -> Markup:
-    """A line of text; `x` in percent or pixels, moved by `dx` pixels."""
+    """Return a line of text at `x` (percent or pixels) and `y` (pixels), shifted right by `dx` pixels."""
     return tag("text", words, x=x, y=y, dx=dx or None, class_=class_ or None, text_anchor=anchor)
 
 
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`, both included in their range, at most about `most` of them."""
+    """Return about `most` or fewer round numbers between `low` and `high`, both inclusive."""
     if not high > low:
         return [low]
     raw = (high - low) / most
@@ -73,7 +74,7 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def tick_words(ticks: Sequence[float]) -> list[str]:
-    """The numbers of an axis, with as many decimals as tell them apart: 1,500 or 12.575."""
+    """Format the numbers of an axis with as few decimals as represent all of them, such as 1,500 or 12.575."""
     for decimals in range(8):
         words = [f"{tick:,.{decimals}f}" for tick in ticks]
         if all(
@@ -85,7 +86,10 @@ def tick_words(ticks: Sequence[float]) -> list[str]:
 
 
 def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places near those wanted, in the same order, at least `gap` apart, between `low` and `high` where that fits."""
+    """Return positions close to `wanted`, in the same order and at least `gap` apart.
+
+    The positions lie between `low` and `high` if the range is large enough.
+    """
     order = sorted(range(len(wanted)), key=lambda number: wanted[number])
     places = dict.fromkeys(order, low)
     below = low - gap
@@ -98,7 +102,7 @@ def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -
 
 
 def clip(words: str, most: int) -> str:
-    """The words, shortened in their middle when they are longer than `most` letters."""
+    """Shorten a text of more than `most` letters by replacing its middle with an ellipsis."""
     if len(words) <= most:
         return words
     head = (most - 1) * 2 // 3

@@ -1,4 +1,4 @@
-"""The trials of a study as the page shows them: each with a letter, and the classes in which they are compared."""
+"""Trials of a study for the report page: each trial has a letter and belongs to a work class."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from megabench.study.verdict import Decision, Spread, decide, device_word, sprea
 
 @dataclass(frozen=True)
 class Shown:
-    """A trial on the page. The letter stands for it in every chart; `number` gives its colour."""
+    """A trial on the report page. `letter` identifies the trial in every chart, and `number` selects its color."""
 
     letter: str
     number: int
@@ -24,7 +24,7 @@ class Shown:
 
     @property
     def record(self) -> RunRecord:
-        """The first run with a result, else the first."""
+        """Return the record of the first run with a result, or of the first run if no run has a result."""
         return next((run for run in self.runs if run.work_class), self.runs[0])
 
     @property
@@ -34,7 +34,10 @@ class Shown:
 
 @dataclass(frozen=True)
 class WorkClassOfTrials:
-    """Trials that may be compared, best first, and what they say. Without a result there is no class: `key` is None."""
+    """Comparable trials of one work class, fastest first, and the decision which trial is best.
+
+    `key` is None for trials without a result, which belong to no work class.
+    """
 
     key: str | None
     title: str
@@ -43,7 +46,7 @@ class WorkClassOfTrials:
 
     @property
     def measured(self) -> list[Shown]:
-        """The trials with figures, those that are not ok included."""
+        """Return the trials with a measured speed, including trials whose status is not "ok"."""
         return [trial for trial in self.trials if trial.row.tokens_per_second_per_device]
 
     @property
@@ -57,14 +60,17 @@ class WorkClassOfTrials:
 
 @dataclass(frozen=True)
 class StudyView:
-    """A study's records, arranged."""
+    """The records of a study, arranged for the report page."""
 
     study: StudyRecords
 
     @cached_property
     def classes(self) -> list[WorkClassOfTrials]:
-        """The work classes, the reference's first. Trials without a result join a single class as its last rows, and
-        stand alone beside several."""
+        """Return the work classes, starting with the class of the reference.
+
+        If the study has a single work class, trials without a result become its last rows. Otherwise, trials without
+        a result form a separate class.
+        """
         records, reference = self.study.records, self.study.reference
         rows, spreads, titles = summarize(records, reference), spreads_of(records), class_titles(records)
         groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: row.work_class)]
@@ -87,7 +93,7 @@ class StudyView:
 
     @property
     def head(self) -> str:
-        """What the reference is called."""
+        """Return the display name of the reference, such as "ZeRO-3"."""
         return reference_name(self.study.records, self.study.reference)
 
     @property
@@ -100,7 +106,7 @@ class StudyView:
 
     @property
     def machine(self) -> str:
-        """The machine in words: "4 × NVIDIA H200 on 2 emulated hosts"."""
+        """Describe the machine, such as "4 × NVIDIA H200 on 2 emulated hosts"."""
         return where_it_ran(self.study.records)
 
     def _shown(self, row: Row, number: int, spread: Spread | None) -> Shown:
@@ -109,7 +115,10 @@ class StudyView:
 
 
 def where_it_ran(records: Sequence[RunRecord]) -> str:
-    """Devices and hosts of all records in words; several sizes as "2, 4 and 8", several machines as "on … and on …"."""
+    """Describe the devices and hosts of all records as text.
+
+    Different world sizes are listed as "2, 4 and 8", different numbers of hosts as "on … and on …".
+    """
     sizes = sorted({record.world_size for record in records})
     count = " and ".join(filter(None, [", ".join(map(str, sizes[:-1])), str(sizes[-1])]))
     devices = sorted({record.device for record in records if record.device}) or ["unknown devices"]
@@ -120,5 +129,5 @@ def where_it_ran(records: Sequence[RunRecord]) -> str:
 
 
 def letters(number: int) -> str:
-    """A, B, …, Z, AA, AB, …"""
+    """Return the letters of trial `number`: A, B, …, Z, AA, AB, …."""
     return (letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
