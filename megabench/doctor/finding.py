@@ -100,7 +100,7 @@ def joined(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def _together(seen: dict[str, str]) -> str:
-    """Join the evidence of several trials into one text. Trials with equal evidence share one entry."""
+    """Join the evidence of several trials into one text. Trials with the same evidence share one entry in the text."""
     trials_of: dict[str, list[str]] = {}
     for trial, text in seen.items():
         trials_of.setdefault(text, []).append(trial)

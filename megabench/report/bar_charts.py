@@ -68,7 +68,10 @@ def dots(slug: str, title: str, description: str, strips: Sequence[Strip], unit:
 
 
 def columns(slug: str, title: str, description: str, strips: Sequence[Strip], top: float) -> Markup:
-    """Draw one small column per value of a strip, such as the memory of a rank. A column of full height is `top`."""
+    """Draw one small column per value of a strip, such as the memory of a rank.
+
+    A column of full height represents the value `top`.
+    """
     marks = []
     for strip in strips:
         width = _MARK_WIDTH / len(strip.values)

@@ -104,7 +104,7 @@ def _memory(group: WorkClassOfTrials, slug: str, device: str) -> Chart | None:
     description = "; ".join(f"{strip.name}: {strip.figure} at most" for strip in made)
     return Chart(
         "Memory of each rank",
-        f"Each column is the {what} of one rank, starting with rank 0 on the left. The full height is {full}.",
+        f"Each column is the {what} of one rank, starting with rank 0 on the left. A full column is {full}.",
         bar_charts.columns(slug, "Peak memory of each rank in GiB", description, made, top),
         figures=Figures(("trial", "largest GiB", "GiB by rank"), tuple(figures)),
     )

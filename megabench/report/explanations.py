@@ -116,7 +116,7 @@ def train_command(record: RunRecord) -> str:
 def command_on_real_hosts(record: RunRecord) -> str:
     """Return the command that repeats a run with emulated hosts on real hosts.
 
-    The command must be started on each host. Return "" for runs without emulated hosts.
+    Start the returned command on each host. Return "" for runs without emulated hosts.
     """
     if not record.emulated_hosts:
         return ""

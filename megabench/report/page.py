@@ -108,7 +108,7 @@ def _answer(group: WorkClassOfTrials, view: StudyView) -> Answer:
 
 
 def _reasons(group: WorkClassOfTrials, best: Shown | None, reference: Shown | None, view: StudyView) -> list[str]:
-    """Explain why the best trial is faster than the reference, or than the next trial if it is the reference."""
+    """Explain why the best trial is faster than the reference, or than the second trial if the reference is best."""
     others = [trial for trial in group.trials if trial.row.is_ok and trial is not best]
     against = reference if reference is not best else next(iter(others), None)
     return why(best.record, against.record, view.device) if best and against else []

@@ -30,7 +30,7 @@ def predictions_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
     return Chart(
         heading,
         "The vertical axis shows the seconds per step that megabench plan predicted, the horizontal axis the measured "
-        "seconds. The dotted line marks equal times. Above the dotted line, a trial was faster than predicted."
+        "seconds. On the dotted line, both times are equal. A trial above the dotted line was faster than predicted."
         + (f" {regret}" if regret else ""),
         line_charts.lines(slug, heading, described, dots, "measured seconds per step", ends, with_dots=True),
         letter_legend([trial for trial, _, _ in points]),

@@ -11,7 +11,11 @@ from markupsafe import Markup, escape
 
 
 def tag(name: str, *children: object, **attributes: object) -> Markup:
-    """Return an SVG element. `class_` becomes class, `stroke_width` stroke-width; attributes of None are left out."""
+    """Return an SVG element.
+
+    The argument `class_` becomes the attribute class, and `stroke_width` becomes stroke-width. Attributes with
+    the value None are left out.
+    """
     given = Markup("").join(
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _value(value))
         for key, value in attributes.items()

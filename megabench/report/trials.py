@@ -129,5 +129,5 @@ def where_it_ran(records: Sequence[RunRecord]) -> str:
 
 
 def letters(number: int) -> str:
-    """Return the letters of trial `number`: A, B, …, Z, AA, AB, …."""
+    """Return the letters of trial `number`, in the order A, B, …, Z, AA, AB, …."""
     return (letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
