@@ -59,6 +59,10 @@ def initialize(
         torch.cuda.set_device(where)
     else:
         where = torch.device("cpu")
+    if rendezvous.local_world_size == rendezvous.world_size:
+        # without other hosts, gloo and NCCL need not listen beyond the loopback interface
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=rendezvous.store,

@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
 from megabench import UserError
 from megabench.runtime import rendezvous
@@ -46,7 +45,7 @@ def joined(world_size: int, device: DeviceKind = "cpu") -> Iterator[int]:
             dist.destroy_process_group()
         return
     with tempfile.TemporaryDirectory(prefix="megabench-") as logs:
-        store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+        store = rendezvous.open_store()
         children = [_start(rank, world_size, store.port, Path(logs)) for rank in range(1, world_size)]
         try:
             os.environ |= _place(0, world_size, store.port)

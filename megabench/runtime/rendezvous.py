@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 T = TypeVar("T")
 
+LOOPBACK = "127.0.0.1"
 PREFIX_VARIABLE = "MEGABENCH_STORE_PREFIX"
 
 
@@ -76,22 +77,48 @@ def launch_identity() -> str:
     return f"process {parent.pid} of {socket.gethostname()} since {parent.create_time():.0f}"
 
 
+def open_store(port: int = 0, timeout: timedelta = timedelta(minutes=10)) -> TCPStore:
+    """Host a store for the processes of this machine. Port 0 chooses a free port.
+
+    The store listens on the loopback interface only, because anyone who can reach a store can change its keys.
+    """
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((LOOPBACK, port))
+        listener.listen(1024)
+        port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())
+    return TCPStore(
+        LOOPBACK,
+        port,
+        world_size=None,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=descriptor,
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return socket.gethostbyname(address).startswith("127.")
+    except OSError:
+        return False
+
+
 def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:
     """Open the store that the launcher named. A process without a launcher hosts its own store, with world size 1."""
     environment = os.environ
     rank, world_size = rank_from_environment(), world_size_from_environment()
     if "MASTER_ADDR" not in environment:
-        store: Store = TCPStore("127.0.0.1", 0, world_size=1, is_master=True, timeout=timeout)
-        return Rendezvous(store, 0, 1, 0, 1)
+        return Rendezvous(open_store(timeout=timeout), 0, 1, 0, 1)
     # torchrun's agent hosts the store; with other launchers, rank 0 hosts it
     hosted = is_supervised() or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        environment["MASTER_ADDR"],
-        int(environment["MASTER_PORT"]),
-        world_size=None,
-        is_master=not hosted and rank == 0,
-        timeout=timeout,
-    )
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    is_host = not hosted and rank == 0
+    if is_host and local_world_size_from_environment() == world_size and _is_loopback(address):
+        store: Store = open_store(port, timeout)
+    else:
+        store = TCPStore(address, port, world_size=None, is_master=is_host, timeout=timeout)
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Rendezvous(
         store=PrefixStore(environment.get(PREFIX_VARIABLE, f"megabench/{attempt}"), store),

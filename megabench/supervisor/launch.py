@@ -48,9 +48,9 @@ class Launch:
 
 def open_here(num_processes: int) -> Launch:
     """A launch on this machine alone: this process hosts the store and looks after all ranks."""
-    store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+    store = rendezvous.open_store()
     ranks = tuple(range(num_processes))
-    return Launch(store, "127.0.0.1", store.port, "study/0", ranks, 0, num_processes, (0,))
+    return Launch(store, rendezvous.LOOPBACK, store.port, "study/0", ranks, 0, num_processes, (0,))
 
 
 def join_launcher() -> Launch:
