@@ -1,11 +1,12 @@
-"""Checkpoints: what a directory of them holds, which of them are good, and how state gets in and out.
+"""Checkpoints: saving, validation and loading of training state, independent of the layout.
 
-A checkpoint is a folder of safetensors files and a manifest. Its tensors are rectangles of Hugging Face tensors, in
-fp32: whatever layout wrote them, any other finds its own part. Nothing in it is ever unpickled.
+A checkpoint is a directory of safetensors files with a manifest. The files contain rectangular blocks of Hugging Face
+tensors in fp32. A run can load a checkpoint that was written under any layout. Loading a checkpoint never unpickles
+data.
 """
 
 from megabench import UserError
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used, or a place where none can be written."""
+    """Raised if a checkpoint cannot be loaded, or cannot be written to the given path."""

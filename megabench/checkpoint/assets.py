@@ -1,4 +1,4 @@
-"""What a checkpoint carries beside its weights, so that transformers can use them: configuration and tokenizer."""
+"""Model files that a checkpoint contains besides tensors: the transformers configuration and the tokenizer."""
 
 from pathlib import Path
 
@@ -10,7 +10,10 @@ from megabench.models.model_directory import read_assets, read_tokenizer
 
 
 def assets_of_run(run: ResolvedConfig) -> dict[str, bytes]:
-    """The files, by name, that belong to the model of a run; its own tokenizer wins over the model's."""
+    """Return the configuration and tokenizer files of a run as a mapping from file name to content.
+
+    The run's `tokenizer` setting takes precedence over the tokenizer in the model directory.
+    """
     if is_directory(run.model):
         assets = read_assets(assets_folder(Path(run.model)))
     else:
@@ -19,5 +22,5 @@ def assets_of_run(run: ResolvedConfig) -> dict[str, bytes]:
 
 
 def assets_folder(model: Path) -> Path:
-    """Where a model's directory keeps its configuration: a checkpoint's is apart from its weights."""
+    """Return the directory that contains config.json: `model` itself, or the assets subdirectory of a checkpoint."""
     return model if (model / CONFIG_NAME).exists() else model / ASSETS

@@ -1,13 +1,13 @@
-"""A directory of checkpoints: their names, which are complete, and which may go. No torch.
+"""Checkpoint directories: naming, validation and deletion of checkpoints. This module does not import torch.
 
-.run-id                                     the identity of the run that saves here, and what launched it
-step-00000006/                              complete: files and a manifest
-.step-00000012.9a31c2-1f0c.partial/         being written by the run 9a31c2, or left behind when it died
-.step-00000003.9a31c2-77e0.partial.old/     being deleted by that run
-step-00000012.damaged/                      set aside by a run that resumed from an older one
+.run-id                                     the run id and the launch id of the run that saves to this directory
+step-00000006/                              a complete checkpoint: tensor files and a manifest
+.step-00000012.9a31c2-1f0c.partial/         an incomplete checkpoint of run 9a31c2: a save in progress or interrupted
+.step-00000003.9a31c2-77e0.partial.old/     a checkpoint that run 9a31c2 is deleting
+step-00000012.damaged/                      a damaged checkpoint, renamed by a run that resumed from an older one
 
-A run deletes only what it created. The manifest of a checkpoint names the run that wrote it, and so does the name of an
-unfinished directory. Symbolic links are never followed.
+A run deletes only checkpoints that it created. The run id is part of the checkpoint's manifest and of the name of an
+incomplete checkpoint. Deletion never follows symbolic links.
 """
 
 import re
@@ -27,10 +27,12 @@ _PARTIAL = re.compile(r"\.step-\d{8,}\.(?P<run_id>[0-9a-f]+)(-[0-9a-f]+)*\.parti
 
 
 def claim_run_id(directory: Path, launch_id: str, continues: bool) -> str:
-    """Record that the run of this launch saves to `directory` from now on, and return the run's identity.
+    """Write the run id and the launch id to `directory`, and return the run id.
 
-    A run that continues the one that saved there before inherits its identity; any other run gets a new one.
-    CheckpointError if the directory takes no files.
+    A resumed run (`continues`) keeps the run id in the directory. Any other run gets a new run id.
+
+    Raises:
+        CheckpointError: The directory is not writable.
     """
     owner = _owner(directory) if continues else None
     run_id = owner[0] if owner else secrets.token_hex(6)
@@ -43,13 +45,13 @@ def claim_run_id(directory: Path, launch_id: str, continues: bool) -> str:
 
 
 def is_launched_by(directory: Path, launch_id: str) -> bool:
-    """Whether the run that last saved to `directory` has this launch id."""
+    """Return whether the run that last claimed `directory` has this launch id."""
     owner = _owner(directory)
     return owner is not None and owner[1] == launch_id
 
 
 def _owner(directory: Path) -> tuple[str, str] | None:
-    """The identity of the run that last saved to `directory`, and its launch id; None if the file cannot be read."""
+    """Return the run id and the launch id that `directory` records, or None if its .run-id file cannot be read."""
     try:
         run_id, launch_id = (directory / RUN_ID_NAME).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
@@ -58,7 +60,7 @@ def _owner(directory: Path) -> tuple[str, str] | None:
 
 
 def new_token(run_id: str) -> str:
-    """A token that distinguishes the partial directories of this start of a run from those of its earlier starts."""
+    """Return a token that makes the names of a run's partial directories unique to one start of the run."""
     return f"{run_id}-{secrets.token_hex(4)}"
 
 
@@ -67,17 +69,17 @@ def run_id_of(token: str) -> str:
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint behind `step` steps lies."""
+    """Return the path of the checkpoint that is saved after `step` steps."""
     return directory / f"step-{step:08d}"
 
 
 def partial_folder(directory: Path, step: int, token: str) -> Path:
-    """The directory that a checkpoint is written to before it is complete; for `token` see `new_token`."""
+    """Return the directory that a checkpoint is written to until it is complete. `new_token` creates `token`."""
     return directory / f".{folder_of(directory, step).name}.{token}.partial"
 
 
 def bytes_in(folder: Path) -> int:
-    """The size of the files in a folder, which may come and go meanwhile."""
+    """Return the total size of the files in a directory in bytes. Other processes may add or remove files meanwhile."""
     size = 0
     with suppress(OSError):
         for entry in folder.iterdir():
@@ -86,7 +88,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps of the checkpoints in a directory, the newest first; good or not."""
+    """Return the steps of all checkpoints in a directory, newest first, without validating the checkpoints."""
     if not directory.is_dir():
         return []
     found = (_COMPLETE.fullmatch(path.name) for path in directory.iterdir() if path.is_dir())
@@ -94,7 +96,7 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether this is the folder of one checkpoint, by its name; good or not."""
+    """Return whether the directory has the name of a checkpoint. The checkpoint is not validated."""
     return bool(_COMPLETE.fullmatch(folder.name)) and folder.is_dir()
 
 
@@ -106,7 +108,7 @@ def check_step(folder: Path, manifest: Manifest) -> None:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """DamagedError unless every file is there with its size."""
+    """Raise DamagedError if a file of the checkpoint is missing or does not have the size in the manifest."""
     for file in manifest.files:
         try:
             status = (folder / file.name).stat()
@@ -115,11 +117,11 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{file.name} is not a regular file")
         if (found := status.st_size) != file.num_bytes:
-            raise DamagedError(f"{file.name} has {found} bytes, and the manifest says {file.num_bytes}")
+            raise DamagedError(f"{file.name} has {found} bytes instead of the {file.num_bytes} bytes in the manifest")
 
 
 def looks_good(folder: Path) -> bool:
-    """Whether the manifest agrees with the sizes of the files; their content is not read."""
+    """Return whether all files have the sizes in the manifest. The contents of the files are not read."""
     try:
         check_sizes(folder, Manifest.read(folder))
     except (DamagedError, ValueError):
@@ -128,7 +130,7 @@ def looks_good(folder: Path) -> bool:
 
 
 def is_own(folder: Path, run_id: str) -> bool:
-    """Whether the run `run_id` created this checkpoint: a directory, not a link, whose manifest names the run."""
+    """Return whether the manifest of a checkpoint names run `run_id`. The result is False for a symbolic link."""
     if folder.is_symlink():
         return False
     try:
@@ -139,13 +141,13 @@ def is_own(folder: Path, run_id: str) -> bool:
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Rename a complete checkpoint to its final name, which must be free."""
+    """Rename a complete checkpoint to its final name. The path `final` must not exist."""
     partial.rename(final)
     sync_folder(final.parent)
 
 
 def make_way(final: Path, token: str) -> None:
-    """Delete this run's older checkpoint at `final`; CheckpointError if another run's checkpoint is there."""
+    """Delete this run's checkpoint at `final`, or raise CheckpointError if another run wrote the checkpoint."""
     if final.exists() or final.is_symlink():
         if not is_own(final, run_id_of(token)):
             raise CheckpointError(f"{final} exists, and this run did not write it. Move it away.")
@@ -153,7 +155,7 @@ def make_way(final: Path, token: str) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Renames a damaged checkpoint, so that it is never taken for one again; its new name."""
+    """Rename a damaged checkpoint so that no run loads the checkpoint again, and return the new path."""
     target = folder.with_name(f"{folder.name}.damaged")
     number = 1
     while target.exists():
@@ -166,8 +168,8 @@ def set_aside(folder: Path) -> Path:
 def prune(directory: Path, keep: int, token: str, healthy_before: int) -> None:
     """Delete all but the `keep` newest complete checkpoints of the run that `token` belongs to.
 
-    The newest one of a step below `healthy_before` is always kept: the loss and the gradients that were computed from
-    its weights are known to be finite. Raises the OSError of the last deletion that failed, after trying them all.
+    The newest checkpoint of a step below `healthy_before` is always kept, because its weights are known to produce a
+    finite loss and finite gradients. If deletions fail, the OSError of the last failed deletion is raised at the end.
     """
     own = [step for step in steps_in(directory) if is_own(folder_of(directory, step), run_id_of(token))]
     good = [step for step in own if looks_good(folder_of(directory, step))]
@@ -186,14 +188,14 @@ def prune(directory: Path, keep: int, token: str, healthy_before: int) -> None:
 
 
 def discard(folder: Path, token: str) -> None:
-    """Delete a checkpoint of this run; if the process dies meanwhile, `remove_partial` deletes the rest."""
+    """Delete a checkpoint of this run. `remove_partial` completes a deletion that was interrupted."""
     trash = folder.with_name(f".{folder.name}.{token}-{secrets.token_hex(2)}.partial.old")
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
 
 
 def remove_partial(directory: Path, run_id: str) -> list[Path]:
-    """Delete the unfinished saves of earlier starts of this run. Return those of other runs, which are kept."""
+    """Delete the incomplete checkpoints of this run, and return the incomplete checkpoints of other runs."""
     others = []
     for path in sorted(directory.iterdir()):
         if found := _PARTIAL.fullmatch(path.name):

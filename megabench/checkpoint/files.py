@@ -1,7 +1,8 @@
-"""The tensor files of a checkpoint: safetensors, written in one pass with their checksums, and read through a map.
+"""Tensor files of a checkpoint: safetensors files with CRC-32 checksums.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the tensors' bytes). The
-library writes whole files at once and tells no checksum, so the writer is ours; reading is the library's.
+writer is implemented here, because the safetensors library cannot compute a checksum while it writes a file. Reading
+uses the safetensors library and memory-mapped files.
 """
 
 import json
@@ -25,7 +26,7 @@ from megabench.models.find import ASSETS
 from megabench.models.mapping import Piece
 from megabench.runtime.rendezvous import share_of_cores
 
-PART_BYTES = 2 << 30  # a file's size, about: files are written and checked side by side
+PART_BYTES = 2 << 30  # approximate size of a file: files are written and checked in parallel
 _CHUNK_BYTES = 16 << 20
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -35,7 +36,7 @@ Named = tuple[str, Tensor]
 
 
 def num_threads() -> int:
-    """How many files this process handles at a time: its share of the machine, 8 at most."""
+    """Return the number of files that this process handles in parallel: its share of the CPU cores, at most 8."""
     return min(8, share_of_cores())
 
 
@@ -44,7 +45,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def split(tensors: Sequence[Named]) -> list[list[Named]]:
-    """`tensors`, in order, in groups of about PART_BYTES; none of them empty."""
+    """Split `tensors` into groups of about PART_BYTES bytes, in order. Every group has at least one tensor."""
     parts: list[list[Named]] = []
     filled = PART_BYTES
     for name, tensor in tensors:
@@ -57,9 +58,10 @@ def split(tensors: Sequence[Named]) -> list[list[Named]]:
 
 
 def write_files(folder: Path, stem: str, tensors: Sequence[Named]) -> list[FileEntry]:
-    """Writes `tensors`, from whatever device, to STEM-00.safetensors and on; returns once they are on disk.
+    """Write `tensors`, from any device, to STEM-00.safetensors, STEM-01.safetensors, … and flush the files to disk.
 
-    Raises OSError where that fails.
+    Raises:
+        OSError: A file cannot be written.
     """
     with ThreadPoolExecutor(num_threads()) as pool:
         return list(
@@ -104,7 +106,11 @@ def _header(tensors: Sequence[Named]) -> bytes:
 
 
 def write_assets(folder: Path, assets: Mapping[str, bytes]) -> list[FileEntry]:
-    """Writes what a model needs beside its weights into the ASSETS of a checkpoint; raises OSError where that fails."""
+    """Write the configuration and tokenizer files of a model to the ASSETS subdirectory of a checkpoint.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
     (folder / ASSETS).mkdir(exist_ok=True)
     for name, content in assets.items():
         with (folder / ASSETS / name).open("wb") as file:
@@ -118,7 +124,7 @@ def write_assets(folder: Path, assets: Mapping[str, bytes]) -> list[FileEntry]:
 
 
 def check_files(folder: Path, files: Sequence[FileEntry]) -> None:
-    """DamagedError, naming the first, unless every file's bytes have the checksum that the manifest says."""
+    """Raise DamagedError for the first file whose CRC-32 checksum differs from the checksum in the manifest."""
     with ThreadPoolExecutor(num_threads()) as pool:
         list(pool.map(lambda file: _check_file(folder, file), files))
 
@@ -133,7 +139,7 @@ def _check_file(folder: Path, entry: FileEntry) -> None:
     except OSError as error:
         raise DamagedError(f"{entry.name} cannot be read: {error.strerror}") from None
     if checksum != entry.crc32:
-        raise DamagedError(f"{entry.name} has checksum {checksum:08x}, and the manifest says {entry.crc32:08x}")
+        raise DamagedError(f"{entry.name} has checksum {checksum:08x} instead of {entry.crc32:08x}")
 
 
 def check_tensors(folder: Path, files: Sequence[FileEntry], is_training_state: bool) -> None:
@@ -146,7 +152,7 @@ def check_tensors(folder: Path, files: Sequence[FileEntry], is_training_state: b
 def _check_tensors(folder: Path, entry: FileEntry, dtypes: Sequence[str]) -> None:
     file = _open(folder, entry)
     counts: Counter[str] = Counter()
-    for text in file.keys():  # noqa: SIM118  (it is no dict)
+    for text in file.keys():  # noqa: SIM118  (safe_open is not a dict)
         try:
             kind, piece = parse_key(text)
         except ValueError as error:
@@ -171,33 +177,37 @@ def _open(folder: Path, entry: FileEntry) -> Any:
     try:
         return safe_open(str(folder / entry.name), framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
-        raise DamagedError(f"{entry.name} is no safetensors file: {error}") from None
+        raise DamagedError(f"{entry.name} is not a valid safetensors file: {error}") from None
 
 
 class TensorFiles:
-    """The rectangles in the files of a checkpoint, by kind and tensor name; read where they lie, not before."""
+    """Tensor blocks in the files of a checkpoint, indexed by kind and tensor name. `read` reads the data from disk."""
 
     def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
         self._parts: dict[tuple[str, str], list[tuple[Piece, Any, str]]] = {}
         for entry in _tensor_files(files):
             file = _open(folder, entry)
-            for text in file.keys():  # noqa: SIM118  (it is no dict)
+            for text in file.keys():  # noqa: SIM118  (safe_open is not a dict)
                 kind, piece = parse_key(text)
                 self._parts.setdefault((kind, piece.name), []).append((piece, file, text))
 
     @property
     def names(self) -> set[tuple[str, str]]:
-        """(kind, tensor name) of all that is there."""
+        """The pairs (kind, tensor name) of all tensors in the files."""
         return set(self._parts)
 
     def dtype(self, kind: str, name: str) -> torch.dtype:
-        """The dtype that a tensor is stored in; DamagedError where it is not there."""
+        """Return the dtype in which a tensor is stored, or raise DamagedError if the tensor is missing."""
         for _, file, text in self._parts.get((kind, name), ()):
             return _DTYPES[file.get_slice(text).get_dtype()]
-        raise DamagedError(f"the files hold no {kind} {name}")
+        raise DamagedError(f"the files do not contain the tensor {kind} {name}")
 
     def read(self, kind: str, wanted: Piece, into: Tensor) -> None:
-        """Copies a rectangle into `into`, [rows, columns] or [rows]; DamagedError unless it is there as a whole."""
+        """Copy the block `wanted` into the tensor `into`, of shape [rows, columns] or [rows].
+
+        Raises:
+            DamagedError: The files do not contain all elements of the block.
+        """
         copied = 0
         for piece, file, text in self._parts.get((kind, wanted.name), ()):
             if shared := overlap(piece, wanted):
@@ -205,4 +215,4 @@ class TensorFiles:
                 target.copy_(file.get_slice(text)[within(shared, piece)])
                 copied += target.numel()
         if copied != into.numel():
-            raise DamagedError(f"the files hold {copied} of the {into.numel()} elements of {key(kind, wanted)}")
+            raise DamagedError(f"the files contain only {copied} of the {into.numel()} elements of {key(kind, wanted)}")

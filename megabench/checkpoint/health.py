@@ -1,4 +1,4 @@
-"""Non-finite values (NaN or infinity) in training state: a checkpoint that holds any cannot be trained from."""
+"""Detection of non-finite values (NaN or infinity) in training state, which make a checkpoint unusable."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from megabench.checkpoint.shards import StateShard
 
-_NAMED = 3  # tensors that a sentence names
+_NAMED = 3  # maximum number of tensors that an error message names
 _PART = 1 << 24  # number of elements in a chunk when counting
 
 
 def is_finite(values: Sequence[Tensor]) -> list[bool]:
-    """Return for each tensor whether all its elements are finite.
+    """Return, for each tensor, whether all elements of the tensor are finite.
 
-    Reads each tensor once, allocates nothing of its size, and synchronises once per device.
+    The function reads each tensor once, allocates no buffer of the size of a tensor, and synchronizes once per device.
     """
     answers = [True] * len(values)
     for device in {tensor.device for tensor in values}:
@@ -31,12 +31,15 @@ def _extreme(values: Tensor) -> Tensor:
     """Return a scalar that is finite if and only if all values are finite."""
     if values.is_cuda:
         return torch.linalg.vector_norm(values, float("inf")).float()
-    low, high = values.aminmax()  # on CPU 15 times as fast as the norm
+    low, high = values.aminmax()  # on CPU, aminmax is 15 times as fast as vector_norm
     return low.float() if not low.isfinite() else high.float()
 
 
 def count_non_finite(shards: Iterable[StateShard]) -> Counter[str]:
-    """Count the non-finite elements that this rank saves, by kind and tensor: `{"weight model.norm.weight": 3}`."""
+    """Count the non-finite elements in the shards that this rank saves, by kind and tensor.
+
+    Example: `{"weight model.norm.weight": 3}`.
+    """
     owned = [shard for shard in shards if shard.is_owner and shard.blocks]
     counts: Counter[str] = Counter()
     for shard, finite in zip(owned, is_finite([shard.values for shard in owned]), strict=True):
@@ -46,12 +49,12 @@ def count_non_finite(shards: Iterable[StateShard]) -> Counter[str]:
 
 
 def num_non_finite(values: Tensor) -> int:
-    """Count in chunks, because a GPU may lack memory for a mask of the whole tensor."""
+    """Count the non-finite elements in chunks, because a mask of the whole tensor may not fit into GPU memory."""
     return sum(int(part.isfinite().logical_not().sum()) for part in values.flatten().split(_PART))
 
 
 def describe_non_finite(counts: Mapping[str, int]) -> str:
-    """Describe the non-finite counts of all ranks in one sentence that names the first tensors."""
+    """Return a sentence with the number of non-finite values on all ranks and the names of the first tensors."""
     named = ", ".join(f"{name} ({number:,})" for name, number in list(counts.items())[:_NAMED])
     more = f" and {len(counts) - _NAMED} more tensors" if len(counts) > _NAMED else ""
     total = sum(counts.values())

@@ -1,4 +1,4 @@
-"""Loading: which checkpoint is the newest good one, and this rank's part out of it."""
+"""Loading of checkpoints: finding the newest valid checkpoint, and reading this rank's shards."""
 
 import json
 import time
@@ -19,7 +19,10 @@ from megabench.runtime.messages import wait_for
 
 @dataclass(frozen=True)
 class Found:
-    """A good checkpoint, and why each newer one was passed over. `seconds` is what checking its files took."""
+    """A valid checkpoint, and the reason for skipping each newer checkpoint.
+
+    `seconds` is the duration of the search, including checking the files.
+    """
 
     folder: Path
     manifest: Manifest
@@ -28,12 +31,15 @@ class Found:
 
 
 def find_newest_good(directory: Path, store: Store, rank: int, world_size: int, topic: str) -> Found | None:
-    """The newest checkpoint of a directory whose files match the manifest's checksums and hold finite values alone.
+    """Return the newest valid checkpoint of a directory, or None if the directory contains no checkpoint.
 
-    The folder of a checkpoint itself stands for that one alone.
-    Every rank must call it, and all get the same; each checks a part of the files. None where the directory holds no
-    checkpoint at all. CheckpointError where it holds none that is good, or the newest is of a schema that is not known.
-    `topic` names this search in the store, once.
+    A checkpoint is valid if its files match the checksums in the manifest and contain only finite values. If
+    `directory` is itself a checkpoint, the function checks only that checkpoint. All ranks must call the function. Each
+    rank checks some of the files, and all ranks get the same result. `topic` is a prefix of store keys, unique to each
+    call.
+
+    Raises:
+        CheckpointError: No checkpoint in the directory is valid, or the schema version of a manifest is unknown.
     """
     passed_over: dict[Path, str] = {}
     started = time.perf_counter()
@@ -63,16 +69,16 @@ def find_newest_good(directory: Path, store: Store, rank: int, world_size: int, 
     if not passed_over:
         return None
     newest = next(iter(passed_over))
-    more = f"; {len(passed_over) - 1} older ones are damaged, too" if len(passed_over) > 1 else ""
-    state = "is damaged" if newest == directory else "has no good checkpoint left"
+    more = f"; older damaged checkpoints: {len(passed_over) - 1}" if len(passed_over) > 1 else ""
+    state = "is damaged" if newest == directory else "contains no valid checkpoint"
     raise CheckpointError(
-        f"{directory} {state}: in {newest.name}, {passed_over[newest]}{more}; "
-        f"load another directory, or start anew without --load and with another --save"
+        f"{directory} {state}: in {newest.name}, {passed_over[newest]}{more}. "
+        f"Load another directory, or start a new run without --load and with another --save directory."
     )
 
 
 def _agreed_steps(directory: Path, store: Store, rank: int, topic: str) -> list[int]:
-    """What rank 0 sees in the directory: hosts of a shared file system may be late to see the newest."""
+    """Return the steps that rank 0 finds, because other hosts may see new files of a shared file system late."""
     if rank == 0:
         store.set(f"{topic}/steps", json.dumps(steps_in(directory)))
     wait_for(store, [f"{topic}/steps"])
@@ -83,7 +89,7 @@ def _agreed_steps(directory: Path, store: Store, rank: int, topic: str) -> list[
 def _first_of_all(
     store: Store, rank: int, world_size: int, topic: str, problem: str | None, refused: str | None
 ) -> tuple[str | None, str | None]:
-    """The problem and the refusal of the first rank that has one."""
+    """Return the first `problem` and the first `refused` that is not None on a rank, in the order of ranks."""
     store.set(f"{topic}/{rank}", json.dumps([problem, refused]))
     keys = [f"{topic}/{other}" for other in range(world_size)]
     wait_for(store, keys)
@@ -92,9 +98,12 @@ def _first_of_all(
 
 
 def read_shards(folder: Path, manifest: Manifest, shards: Iterable[StateShard]) -> None:
-    """Fills every shard with its part of a checkpoint, whatever layout wrote it.
+    """Read the values of all shards from a checkpoint that was written under any layout.
 
-    Values are converted to the dtype of the shard. CheckpointError where the checkpoint holds not all of them.
+    Values are converted to the dtype of each shard.
+
+    Raises:
+        CheckpointError: The checkpoint does not contain all values of the shards.
     """
     files = TensorFiles(folder, manifest.files)
 

@@ -1,6 +1,7 @@
-"""The manifest of a checkpoint: what it holds, and by which sizes and checksums that is known to be whole. No torch.
+"""The manifest of a checkpoint: its contents, and the size and checksum of every file.
 
-It is written last, and atomically: a checkpoint without a manifest that agrees with its files is not good.
+This module does not import torch. The manifest is written atomically, after all other files. A checkpoint is
+valid only if its files match its manifest.
 """
 
 import errno
@@ -24,7 +25,7 @@ _READABLE_VERSIONS = (1, 2)  # version 1 has no run_id
 MANIFEST_NAME = "manifest.json"
 _LARGEST_MANIFEST = 2**26
 
-# what a run may change without training another model
+# fields of ModelShape that may differ between two runs of one model
 _RUN_DEFAULTS = (
     "name",
     "foreign",
@@ -39,7 +40,7 @@ _RUN_DEFAULTS = (
 
 
 class DamagedError(Exception):
-    """A checkpoint that does not agree with its manifest: it is passed over."""
+    """Raised if a checkpoint does not match its manifest. The search for a valid checkpoint skips damaged ones."""
 
 
 class _Part(BaseModel):
@@ -55,7 +56,7 @@ class FileEntry(_Part):
 
 
 class ModelEntry(_Part):
-    """The model whose weights these are; `shape` is all that fixes their sizes and their arithmetic."""
+    """The model of a checkpoint. `shape` has all fields that determine the weight shapes and the computation."""
 
     name: str
     shape: dict[str, Any]
@@ -63,17 +64,21 @@ class ModelEntry(_Part):
     @classmethod
     def of(cls, shape: ModelShape) -> "ModelEntry":
         fields = {name: value for name, value in asdict(shape).items() if name not in _RUN_DEFAULTS}
-        return cls(name=shape.name, shape=json.loads(json.dumps(fields)))  # as it will be read back
+        # convert tuples to lists, as reading the JSON file would return
+        return cls(name=shape.name, shape=json.loads(json.dumps(fields)))
 
     def difference(self, run: "ModelEntry") -> str | None:
-        """How `run`, the model of a run, differs from this one: "num_layers 8 there, 4 here"; None if it does not."""
+        """Return how the model `run` of a run differs from this model, or None if both models are equal.
+
+        Example: "num_layers 8 there, 4 here", where "there" is the checkpoint and "here" is the run.
+        """
         fields = sorted(self.shape.keys() | run.shape.keys())
         unequal = [field for field in fields if self.shape.get(field) != run.shape.get(field)]
         return ", ".join(f"{f} {self.shape.get(f)} there, {run.shape.get(f)} here" for f in unequal) or None
 
 
 class OptimizerEntry(_Part):
-    """The optimizer's state beside its tensors: `step` counts its updates; `loss_scale` is fp16's."""
+    """Optimizer state besides tensors: `step` is the number of updates, and `loss_scale` is used with fp16 only."""
 
     name: str
     step: int
@@ -81,7 +86,7 @@ class OptimizerEntry(_Part):
 
 
 class DataEntry(_Part):
-    """Where the run stood in its data: `next_sequence` is the number of the first sequence not yet trained on."""
+    """The position in the training data: `next_sequence` is the index of the first sequence not yet trained on."""
 
     name: str
     sha256: str
@@ -89,9 +94,10 @@ class DataEntry(_Part):
 
 
 class TrainingEntry(_Part):
-    """What a run needs to go on: `step` steps are done. `config` is the resolved configuration that wrote it.
+    """The state that a resumed run needs: `step` is the number of completed steps.
 
-    `run_id` identifies the run across restarts; None in checkpoints of schema version 1.
+    `config` is the resolved configuration of the run that wrote the checkpoint. `run_id` identifies the run across
+    restarts, and is None in checkpoints of schema version 1.
     """
 
     run_id: str | None = None
@@ -105,7 +111,7 @@ class TrainingEntry(_Part):
 
 
 class Manifest(_Part):
-    """All that is known of a checkpoint; `training` is absent from one that holds weights alone."""
+    """The contents of a manifest file. `training` is None for a checkpoint that contains only weights."""
 
     schema_version: int = SCHEMA_VERSION
     model: ModelEntry
@@ -115,7 +121,7 @@ class Manifest(_Part):
     files: tuple[FileEntry, ...]
 
     def write(self, folder: Path) -> None:
-        """Writes MANIFEST_NAME into `folder`, whole or not at all, and waits until it is on disk."""
+        """Write MANIFEST_NAME to `folder` atomically, and flush the file to disk."""
         body = self.model_dump(mode="json")
         partial = folder / f".{MANIFEST_NAME}.partial"
         with partial.open("w", encoding="utf-8") as file:
@@ -128,7 +134,12 @@ class Manifest(_Part):
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """The manifest of a checkpoint; DamagedError if it is not whole, CheckpointError if its schema is not known."""
+        """Read and validate the manifest of a checkpoint.
+
+        Raises:
+            DamagedError: The manifest is missing, damaged or incomplete.
+            CheckpointError: The schema version of the manifest is unknown.
+        """
         try:
             content = json.loads(read_regular(folder / MANIFEST_NAME, _LARGEST_MANIFEST))
             body = content["manifest"]
@@ -137,18 +148,18 @@ class Manifest(_Part):
         except OSError as error:
             raise DamagedError(f"{MANIFEST_NAME} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise DamagedError(f"{MANIFEST_NAME} is not whole") from None
+            raise DamagedError(f"{MANIFEST_NAME} is not a complete JSON manifest") from None
         if not isinstance(body, dict):
-            raise DamagedError(f"{MANIFEST_NAME} is not whole")
+            raise DamagedError(f"{MANIFEST_NAME} is not a complete JSON manifest")
         if (schema := body.get("schema_version")) not in _READABLE_VERSIONS:
             raise CheckpointError(
-                f"{folder} has checkpoint schema {schema}, and this megabench reads schemas 1 to {SCHEMA_VERSION}; "
-                f"use the megabench that wrote it ({body.get('versions', {}).get('megabench', 'version unknown')})"
+                f"{folder} has checkpoint schema {schema}, and this megabench reads schemas 1 to {SCHEMA_VERSION}. "
+                f"Use the megabench that wrote it ({body.get('versions', {}).get('megabench', 'version unknown')})."
             )
         try:
             return cls.model_validate(body)
         except ValidationError as error:
-            raise DamagedError(f"{MANIFEST_NAME} lacks what it should hold: {error.errors()[0]['loc']}") from None
+            raise DamagedError(f"{MANIFEST_NAME} has a missing or invalid field: {error.errors()[0]['loc']}") from None
 
     @property
     def num_bytes(self) -> int:
@@ -170,7 +181,7 @@ def _checksum(body: Mapping[str, Any]) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in `folder` are on disk."""
+    """Flush the directory entries of `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,8 @@
-"""Saving: every rank writes its own shards, and rank 0 makes a checkpoint of them once all have.
+"""Saving of checkpoints: each rank writes its own shards, and rank 0 completes the checkpoint when all ranks are done.
 
-The ranks talk over the rendezvous store alone, from a thread, so that a save runs beside training, never takes part in
-its collectives, and never fails a run: what goes wrong is reported, and the checkpoints before it stay.
+A background thread of each rank saves while training continues. The ranks coordinate a save only through the rendezvous
+store, without collectives. A failed save is reported: the save does not stop the run and does not affect older
+checkpoints.
 """
 
 import json
@@ -29,17 +30,18 @@ from megabench.runtime.run_lock import RunLock
 
 _LOOK_SECONDS = 1.0
 
-# makes the manifest of a step out of the elements of each kind and the files, for rank 0
+# function that creates the manifest on rank 0 from the number of elements of each kind and the list of files
 Describe = Callable[[dict[str, int], list[FileEntry]], Manifest]
 
 
 @dataclass(frozen=True)
 class Save:
-    """How a save ended, the same on every rank: its seconds from start to good; `error` is None for a good one.
+    """The outcome of a save: `seconds` is the duration of the whole save, and `error` is None if the save succeeded.
 
-    `stall_seconds` is how long training waited for it on this rank, `check_seconds` the part of that in which the state
-    was searched for non-finite values. `ends_run` says that no later save can succeed: the state is not finite, or
-    another run has taken the directory over. `warning` tells why an old checkpoint could not be deleted.
+    `stall_seconds` is the time for which training on this rank waited for the save. `check_seconds` is the part of
+    `stall_seconds` spent on the search for non-finite values. `ends_run` is True if no later save can succeed, because
+    the state is not finite or another run has taken over the directory. `warning` is the reason why an old checkpoint
+    could not be deleted. All fields except `stall_seconds` and `check_seconds` are equal on all ranks.
     """
 
     step: int
@@ -53,11 +55,12 @@ class Save:
 
 
 class Saver:
-    """Saves the state of a run into a directory that all hosts share, one checkpoint at a time.
+    """Save the state of a run to a directory that all hosts share, one checkpoint at a time.
 
-    `token` names this start of the run, `claim` is rank 0's to the directory, `staging` makes saves asynchronous,
-    `keep` limits how many checkpoints stay, and `assets` go into each. `last_finite_step` is for the caller to set: the
-    newest step whose loss and gradient norm were finite.
+    `token` identifies one start of the run. `claim` is the single-writer lock of `directory`, which rank 0 holds. Saves
+    are asynchronous if `staging` is set. `keep` is the number of newest checkpoints to keep. `assets` are the files
+    that every checkpoint contains besides tensors. The caller sets `last_finite_step` to the newest step with finite
+    loss and gradient norm.
     """
 
     def __init__(
@@ -84,9 +87,10 @@ class Saver:
         self._outcome: Save | None = None
 
     def start(self, step: int, state: TrainingState, describe: Describe) -> None:
-        """Begins to save what `state` holds now, behind `step` steps; `finish` comes between two saves.
+        """Start saving the current values of `state` after `step` steps. Call `finish` before the next `start`.
 
-        With staging this returns when the state is copied; without it, the state must not change before `finish`.
+        With staging, the method returns after copying the state. Without staging, the caller must not change the state
+        before `finish` returns.
         """
         assert self._thread is None
         self._started, self._step = time.perf_counter(), step
@@ -101,21 +105,21 @@ class Saver:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the state that this rank saves was finite when the save began."""
+        """Whether the state on this rank contained only finite values when the save started."""
         return not self._non_finite
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save was begun and not finished yet."""
+        """Whether a save has started and `finish` has not been called."""
         return self._thread is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether `finish` would return at once."""
+        """Whether `finish` would return without waiting."""
         return self._thread is not None and not self._thread.is_alive()
 
     def finish(self, touch: Callable[[], None]) -> Save:
-        """Wait for the save that was begun, and say how it ended; call `touch` while the files of ranks grow."""
+        """Wait for the current save and return its outcome. Call `touch` whenever the checkpoint has grown."""
         assert self._thread is not None
         waited, size = time.perf_counter(), 0
         while self._thread.is_alive():
@@ -129,17 +133,17 @@ class Saver:
         return replace(self._outcome, stall_seconds=stall, check_seconds=self._check)
 
     def _save(self, step: int, shards: list[StateShard], describe: Describe) -> None:
-        """One rank's part: its files, its report, and the word of rank 0 on the whole."""
+        """Write the files of this rank, publish a report in the store, and wait for the outcome from rank 0."""
         topic = f"save/{self._token}/{step}"
         try:
             if self._rank == 0:
-                self._prune()  # a step since the last save may have shown that its checkpoint is healthy
+                self._prune()  # later steps may have shown that the last checkpoint is healthy
             self._store.set(f"{topic}/{self._rank}", json.dumps(self._write(step, shards)))
             if self._rank == 0:
                 self._store.set(f"{topic}/outcome", json.dumps(self._conclude(step, topic, describe)))
             wait_for(self._store, [f"{topic}/outcome"])
             self._outcome = Save(**json.loads(self._store.get(f"{topic}/outcome")))
-        except Exception as error:  # the store is gone, and so is the run
+        except Exception as error:  # the rendezvous store is lost, which means that the run has ended
             self._outcome = Save(step, 0, 0.0, 0.0, error=f"{_here(self._rank)}: {_words(error)}")
 
     def _write(self, step: int, shards: list[StateShard]) -> dict[str, object]:
@@ -161,7 +165,7 @@ class Saver:
             return {"error": f"{_here(self._rank)}: {_words(error)}"}
 
     def _conclude(self, step: int, topic: str, describe: Describe) -> dict[str, object]:
-        """Rank 0 waits for all ranks and makes a good checkpoint of their files, or takes them away."""
+        """Wait on rank 0 for the reports of all ranks. Complete the checkpoint, or delete its files after an error."""
         keys = [f"{topic}/{rank}" for rank in range(self._world_size)]
         wait_for(self._store, keys)
         reports = [json.loads(self._store.get(key)) for key in keys]
@@ -170,7 +174,7 @@ class Saver:
         non_finite: Counter[str] = Counter()
         for report in reports:
             non_finite.update(report.get("non_finite", {}))
-        # a lost directory comes first: if another run cleans it, files of this run are missing as well
+        # report the lost directory lock first: another run may have deleted files of this save
         if loss:
             errors = [loss]
         elif non_finite:
@@ -199,7 +203,7 @@ class Saver:
     def _commit(self, step: int, partial: Path, manifest: Manifest) -> None:
         for file in manifest.files:
             if not (partial / file.name).exists():
-                raise FileNotFoundError(f"{file.name} was written but is not here: do all hosts share this directory?")
+                raise FileNotFoundError(f"rank 0 cannot see {file.name}. Save to a directory that all hosts share.")
         manifest.write(partial)
         final = folder_of(self.directory, step)
         make_way(final, self._token)
@@ -207,7 +211,7 @@ class Saver:
         self._prune()
 
     def _prune(self) -> None:
-        """Delete old checkpoints. A failure to delete one is reported, and does not fail the save."""
+        """Delete old checkpoints. A failed deletion causes a warning, but does not make the save fail."""
         self._warning = None
         if self.keep is not None:
             try:
@@ -217,7 +221,7 @@ class Saver:
 
 
 def tensors_of(shards: list[StateShard]) -> list[Named]:
-    """The rectangles of all owned shards, as they are named in files."""
+    """Return the blocks of all owned shards, each with its name in the tensor files."""
     return [
         (key(shard.kind, block.piece), view(shard.values, block))
         for shard in shards

@@ -1,7 +1,8 @@
-"""What a rank holds of the state, in terms of whole tensors: rectangles of Hugging Face tensors.
+"""Mapping from the state shards of a rank to rectangular blocks of Hugging Face tensors.
 
-A rank's shard of a parallel parameter is a stack of pieces; a data-parallel rank holds a range of that shard's
-elements, row by row. Such a range is a few rectangles of Hugging Face tensors, which know nothing of layouts.
+A tensor-parallel shard of a parameter is a stack of pieces of Hugging Face tensors. A data-parallel rank owns a range
+of the elements of that shard in row-major order. A range of elements consists of a few rectangular blocks of Hugging
+Face tensors. The blocks do not depend on the layout of the run that loads the checkpoint.
 """
 
 import re
@@ -20,7 +21,7 @@ _KEY = re.compile(r"(?P<kind>\w+):(?P<name>[^\[]+)\[(?P<r0>\d+):(?P<r1>\d+)(?:,(
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangle, and where its elements begin in the range that it belongs to."""
+    """A rectangular block, and the offset of its first element in the flat range of a shard."""
 
     piece: Piece
     start: int
@@ -28,9 +29,10 @@ class Block:
 
 @dataclass(frozen=True)
 class StateShard:
-    """A part of one kind of state on this rank: `values`, flat and alive, hold `blocks` one after the other.
+    """A shard of one kind of state on this rank, for example of the weights.
 
-    Another rank may hold the same (a replica); the owner alone saves it, and every holder loads it.
+    `values` is the flat tensor that training uses; it contains the elements of `blocks` one after another. Other ranks
+    may have replicas of a shard. Only the owner saves the shard, and all ranks with a replica load the shard.
     """
 
     kind: StateKind
@@ -41,7 +43,7 @@ class StateShard:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """This rank's shards, and what all ranks share: how often the optimizer stepped, and fp16's loss scale."""
+    """The shards of this rank, the number of optimizer steps, and the loss scale state of fp16 training."""
 
     shards: list[StateShard]
     optimizer_step: int
@@ -49,12 +51,12 @@ class TrainingState:
 
 
 def whole(name: str, shape: tuple[int, ...]) -> Shard:
-    """The shard that is all of a Hugging Face tensor."""
+    """Return the shard that contains a whole Hugging Face tensor."""
     return Shard((Piece(name, (0, shape[0]), (0, shape[1]) if len(shape) == 2 else None),))
 
 
 def size(piece: Piece) -> tuple[int, ...]:
-    """[rows, columns] or [rows]."""
+    """Return the shape of a piece: (rows, columns) for a matrix, (rows,) for a vector."""
     rows = piece.rows[1] - piece.rows[0]
     return (rows,) if piece.columns is None else (rows, piece.columns[1] - piece.columns[0])
 
@@ -65,7 +67,7 @@ def num_elements(piece: Piece) -> int:
 
 
 def blocks_of(cut: Shard, start: int, stop: int) -> tuple[Block, ...]:
-    """The rectangles that the elements [start, stop) of a shard make up; what is padding is left out."""
+    """Return the rectangular blocks that cover elements [start, stop) of a shard, without padding."""
     blocks: list[Block] = []
     first = 0
     for piece in cut.pieces:
@@ -78,7 +80,10 @@ def blocks_of(cut: Shard, start: int, stop: int) -> tuple[Block, ...]:
 
 
 def _rectangles(piece: Piece, low: int, high: int) -> Iterator[tuple[Piece, int]]:
-    """Elements [low, high) of a piece as rectangles, each with its first element: a broken row, rows, a broken row."""
+    """Split elements [low, high) of a piece into rectangles, and yield each with the index of its first element.
+
+    The rectangles are the end of a row, a group of whole rows, and the start of a row. Any rectangle may be absent.
+    """
     if piece.columns is None:
         yield Piece(piece.name, (piece.rows[0] + low, piece.rows[0] + high)), low
         return
@@ -98,12 +103,15 @@ def _rectangles(piece: Piece, low: int, high: int) -> Iterator[tuple[Piece, int]
 
 
 def view(values: Tensor, block: Block) -> Tensor:
-    """The elements of a block, as [rows, columns] or [rows]; a view of the flat `values`."""
+    """Return the elements of a block as a view of the flat `values`, of shape [rows, columns] or [rows]."""
     return values[block.start : block.start + num_elements(block.piece)].view(size(block.piece))
 
 
 def key(kind: str, piece: Piece) -> str:
-    """The name of a rectangle in a file: "exp_avg:model.norm.weight[0:64]", "weight:lm_head.weight[0:8,0:64]"."""
+    """Return the name of a rectangular block in a tensor file.
+
+    Examples: "exp_avg:model.norm.weight[0:64]" and "weight:lm_head.weight[0:8,0:64]".
+    """
     span = f"{piece.rows[0]}:{piece.rows[1]}"
     if piece.columns is not None:
         span += f",{piece.columns[0]}:{piece.columns[1]}"
@@ -111,16 +119,16 @@ def key(kind: str, piece: Piece) -> str:
 
 
 def parse_key(text: str) -> tuple[str, Piece]:
-    """The kind and the rectangle that `key` named."""
+    """Parse a name that `key` returned into the kind and the rectangular block."""
     found = _KEY.fullmatch(text)
     if not found:
-        raise ValueError(f"{text!r} names no rectangle of a tensor")
+        raise ValueError(f"{text!r} is not the name of a tensor block")
     columns = (int(found["c0"]), int(found["c1"])) if found["c0"] else None
     return found["kind"], Piece(found["name"], (int(found["r0"]), int(found["r1"])), columns)
 
 
 def overlap(one: Piece, other: Piece) -> Piece | None:
-    """The rectangle that two rectangles of one tensor share."""
+    """Return the intersection of two rectangular blocks of one tensor, or None if the intersection is empty."""
     rows = max(one.rows[0], other.rows[0]), min(one.rows[1], other.rows[1])
     if rows[0] >= rows[1]:
         return None
@@ -131,7 +139,7 @@ def overlap(one: Piece, other: Piece) -> Piece | None:
 
 
 def within(inner: Piece, outer: Piece) -> tuple[slice, ...]:
-    """The slices that cut `inner` out of a tensor that holds `outer`."""
+    """Return the slices that select the block `inner` from a tensor with the elements of the block `outer`."""
     rows = slice(inner.rows[0] - outer.rows[0], inner.rows[1] - outer.rows[0])
     if inner.columns is None or outer.columns is None:
         return (rows,)

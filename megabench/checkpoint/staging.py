@@ -1,4 +1,4 @@
-"""Host memory that a checkpoint is copied into, so that training goes on while it is written."""
+"""Host-memory buffers for asynchronous checkpoints, which allow training to continue during a save."""
 
 import torch
 
@@ -6,24 +6,27 @@ from megabench.checkpoint.files import num_bytes
 from megabench.checkpoint.shards import StateShard
 from megabench.hardware.host_memory import available_host_bytes
 
-_SHARE = 0.8  # of the memory that is free: data, logs and the page cache need some
+_SHARE = 0.8  # fraction of the free host memory for staging; data loading, logs and the page cache need the rest
 
 
 class Staging:
-    """Copies of a rank's own shards: 12 bytes a parameter with Adam, over all ranks together, whatever the layout."""
+    """A host-memory buffer for copies of the shards that a rank owns.
+
+    With Adam, the buffers of all ranks together use 12 bytes per parameter under any layout.
+    """
 
     def __init__(self, shards: list[StateShard]) -> None:
         owned = [shard.values for shard in shards if shard.is_owner]
         self._memory = torch.empty(sum(map(num_bytes, owned)), dtype=torch.uint8)
         if owned and owned[0].is_cuda:
-            self._memory.zero_()  # touched by all threads; the driver would do it with one
-            # torch's own pinned allocator rounds up to a power of two
+            self._memory.zero_()  # many threads touch the pages here; the CUDA driver would touch them with one thread
+            # PyTorch's allocator for pinned memory would round the size up to a power of two
             status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
             if int(status):
                 raise MemoryError(f"{self._memory.numel()} bytes of host memory cannot be pinned (CUDA error {status})")
 
     def fill(self, shards: list[StateShard]) -> list[StateShard]:
-        """The owned shards with their values of this moment, copied; valid until the next call."""
+        """Copy the current values of the owned shards, and return the copies, valid until the next `fill`."""
         staged, start = [], 0
         for shard in shards:
             if not shard.is_owner:
@@ -39,7 +42,7 @@ class Staging:
 
 
 def owned_bytes(shards: list[StateShard]) -> int:
-    """What a rank saves, and what staging it takes."""
+    """Return the number of bytes that this rank saves, which is also the size of its staging buffer."""
     return sum(num_bytes(shard.values) for shard in shards if shard.is_owner)
 
 

@@ -1,6 +1,7 @@
-"""Checkpoints that hold weights alone, in the same format and under the same manifest as those of a run.
+"""Checkpoints that contain only weights, in the file format of training checkpoints.
 
-Several processes write one together: each its blocks, one of them the manifest.
+Several processes write one checkpoint together: each process writes its own blocks, and one process writes the
+manifest.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +25,7 @@ _FILE_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Weights:
-    """A checkpoint whose weights can be read, tensor by tensor."""
+    """A validated checkpoint from which weights can be read block by block."""
 
     folder: Path
     manifest: Manifest
@@ -32,15 +33,19 @@ class Weights:
 
     @property
     def names(self) -> list[str]:
-        """The Hugging Face names of the weights."""
+        """The Hugging Face names of all weights, sorted."""
         return sorted(name for kind, name in self.files.names if kind == "weight")
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a weight is stored."""
+        """Return the dtype in which a weight is stored."""
         return self.files.dtype("weight", name)
 
     def read(self, wanted: Piece, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A rectangle of a weight on CPU, [rows, columns] or [rows]; CheckpointError unless all of it is there."""
+        """Read a rectangular block of a weight to the CPU, of shape [rows, columns] or [rows].
+
+        Raises:
+            CheckpointError: The checkpoint does not contain the whole block.
+        """
         values = torch.empty(size(wanted), dtype=dtype)
         try:
             self.files.read("weight", wanted, into=values)
@@ -50,9 +55,10 @@ class Weights:
 
 
 def write_weights(folder: Path, stem: str, blocks: Iterable[tuple[Piece, Tensor]]) -> list[FileEntry]:
-    """Writes blocks of weights into files of `folder` whose names begin with `stem`, and holds few of them at a time.
+    """Write blocks of weights to files in `folder` whose names start with `stem`, keeping few blocks in memory.
 
-    Raises OSError where that fails.
+    Raises:
+        OSError: A file cannot be written.
     """
     files: list[FileEntry] = []
     for number, group in enumerate(_groups(blocks)):
@@ -61,7 +67,7 @@ def write_weights(folder: Path, stem: str, blocks: Iterable[tuple[Piece, Tensor]
 
 
 def _groups(blocks: Iterable[tuple[Piece, Tensor]]) -> Iterator[list[Named]]:
-    """The blocks, named as in files, in groups of about a file."""
+    """Yield groups of named blocks. Each group has about _FILE_BYTES bytes and becomes one call of `write_files`."""
     group: list[Named] = []
     filled = 0
     for piece, block in blocks:
@@ -75,7 +81,7 @@ def _groups(blocks: Iterable[tuple[Piece, Tensor]]) -> Iterator[list[Named]]:
 
 
 def weights_manifest(shape: ModelShape, files: Iterable[FileEntry]) -> Manifest:
-    """The manifest of a checkpoint that holds the weights of a model of `shape`, and no more."""
+    """Create the manifest of a checkpoint that contains only the weights of a model of `shape`."""
     return Manifest(
         model=ModelEntry.of(shape),
         training=None,
@@ -86,16 +92,18 @@ def weights_manifest(shape: ModelShape, files: Iterable[FileEntry]) -> Manifest:
 
 
 def open_weights(folder: Path, rank: int = 0, world_size: int = 1) -> Weights:
-    """The weights of a checkpoint, of its folder or of a run's directory (the newest then), checked file by file.
+    """Open the weights of a checkpoint after validating its files.
 
-    Each of several ranks checks the content of a part of the files.
+    `folder` is a checkpoint or a directory of checkpoints. From a directory, the function opens the newest checkpoint.
+    With several ranks, each rank checks the contents of some of the files.
 
-    CheckpointError where there is none, or where it is damaged.
+    Raises:
+        CheckpointError: The checkpoint does not exist or is damaged.
     """
     if not (folder / MANIFEST_NAME).exists() and (steps := steps_in(folder)):
         folder = folder_of(folder, steps[0])
     if not (folder / MANIFEST_NAME).exists():
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST_NAME}; give a folder that has one")
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST_NAME}. Give a checkpoint directory.")
     try:
         manifest = Manifest.read(folder)
         check_sizes(folder, manifest)
@@ -104,4 +112,4 @@ def open_weights(folder: Path, rank: int = 0, world_size: int = 1) -> Weights:
         check_tensors(folder, mine, is_training_state=manifest.training is not None)
         return Weights(folder, manifest, TensorFiles(folder, manifest.files))
     except DamagedError as error:
-        raise CheckpointError(f"{folder} is damaged: {error}; use another checkpoint") from None
+        raise CheckpointError(f"{folder} is damaged: {error}. Use another checkpoint.") from None

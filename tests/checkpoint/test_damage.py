@@ -135,8 +135,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "deleted": (lambda folder: (folder / "rank-0-00.safetensors").unlink(), "rank-0-00.safetensors cannot be read"),
     "flipped": (flip("rank-1-00.safetensors"), "rank-1-00.safetensors has checksum"),
-    "manifest truncated": (lambda folder: (folder / MANIFEST_NAME).write_text("{"), "manifest.json is not whole"),
-    "manifest emptied": (lambda folder: (folder / MANIFEST_NAME).write_text(""), "manifest.json is not whole"),
+    "manifest truncated": (lambda folder: (folder / MANIFEST_NAME).write_text("{"), "is not a complete JSON manifest"),
+    "manifest emptied": (lambda folder: (folder / MANIFEST_NAME).write_text(""), "is not a complete JSON manifest"),
     "manifest flipped": (flip(MANIFEST_NAME), "manifest.json"),
     "manifest deleted": (lambda folder: (folder / MANIFEST_NAME).unlink(), "manifest.json cannot be read"),
     "manifest is a list": (lambda folder: (folder / MANIFEST_NAME).write_text("[1, 2]"), "manifest.json is not whole"),
@@ -183,7 +183,7 @@ def test_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
     harm(older)
     with pytest.raises(CheckpointError) as error:
         find(tmp_path)
-    assert "has no good checkpoint left" in str(error.value) and words in str(error.value)
+    assert "contains no valid checkpoint" in str(error.value) and words in str(error.value)
 
 
 @pytest.mark.parametrize("place", [0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.999])
@@ -196,7 +196,7 @@ def test_any_flipped_bit_is_found(tmp_path: Path, place: float) -> None:
         path.write_bytes(bad)
         if path.suffix == ".json" and json.loads(good) == _loads(bad):
             continue  # white space
-        with pytest.raises(CheckpointError, match="no good checkpoint"):
+        with pytest.raises(CheckpointError, match="no valid checkpoint"):
             find(tmp_path)
         path.write_bytes(good)
 
@@ -220,7 +220,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     content["manifest"] |= {"schema_version": 3, "versions": {"megabench": "9.9"}}
     content["crc32"] = manifest._checksum(content["manifest"])
     (folder / MANIFEST_NAME).write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"schema 3, .* reads schemas 1 to 2; .*\(9\.9\)"):
+    with pytest.raises(CheckpointError, match=r"schema 3, .* reads schemas 1 to 2\. .*\(9\.9\)"):
         find(tmp_path)
 
 

@@ -39,7 +39,7 @@ def test_weights_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtyp
 
 
 def test_damage_and_absence_are_said(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         open_weights(tmp_path)
     manifest = save_weights(tmp_path / "weights", {"a.weight": torch.ones(2, 2)})
     with pytest.raises(CheckpointError, match="0 of the 4 elements"):

@@ -161,7 +161,7 @@ def test_a_checkpoint_that_is_not_finite_is_not_loaded(tmp_path: Path, healthy: 
     shutil.rmtree(folder_of(save, 2))
     run = Run.start(2, *flags, "--steps", 4, "--load", save)
     assert run.finish() != 0
-    assert "has no good checkpoint left: in step-00000003, rank-00000-00.safetensors: 1 value of" in run.output
+    assert "contains no valid checkpoint: in step-00000003, rank-00000-00.safetensors: 1 value of" in run.output
 
 
 def spoil(original: Path, folder: Path) -> None:
