@@ -1,11 +1,11 @@
-"""Checkpoints from and to Hugging Face, and the proof that both compute the same."""
+"""Conversion between checkpoints and Hugging Face model directories, and comparison of their logits."""
 
 from megabench import UserError
 
 
 class ConvertError(UserError):
-    """A conversion that cannot be done."""
+    """Raised if a conversion is impossible or fails."""
 
 
 class UnequalError(ConvertError):
-    """Two models that do not compute the same."""
+    """Raised if the logits of two models differ by more than rounding."""

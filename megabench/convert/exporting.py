@@ -1,4 +1,4 @@
-"""From a checkpoint, of a run or an import, to a directory that transformers loads."""
+"""Export of a checkpoint to a Hugging Face model directory, which transformers can load."""
 
 import json
 import shutil
@@ -23,18 +23,22 @@ from megabench.models.model_directory import INDEX, HuggingFaceWeights
 from megabench.models.shape import ModelShape
 from megabench.runtime.device import DTYPES
 
-SHARD_BYTES = 5_000_000_000  # transformers' own
+SHARD_BYTES = 5_000_000_000  # the default of transformers
 _CONFIG_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def export_dtype(weights: Weights) -> torch.dtype | None:
-    """The dtype that a run trained in, for its masters are wider; None, each tensor's own, for weights alone."""
+    """Return the dtype to which an export converts all weights, or None if each tensor keeps its dtype.
+
+    The dtype is the training precision of the run, because its checkpoints contain fp32 master weights. The result is
+    None for a checkpoint that contains only weights.
+    """
     training = weights.manifest.training
     return DTYPES[training.config["precision"]] if training else None
 
 
 class Rounded:
-    """Weights in the dtype that they are to be in; None leaves each in its own."""
+    """Weights converted to `dtype` on reading. If `dtype` is None, each weight keeps its stored dtype."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype | None) -> None:
         self._weights, self._dtype = weights, dtype
@@ -55,10 +59,14 @@ def export_model(
     advance: Advance,
     shard_bytes: int = SHARD_BYTES,
 ) -> Converted:
-    """Writes the weights of a checkpoint to the Hugging Face directory `out`, and compares both by `prove`.
+    """Write the weights of a checkpoint to the Hugging Face directory `out`, and compare both models with `prove`.
 
-    In `dtype`, or each tensor in its own. In one process, which holds one of the files at a time. ConvertError where it
-    cannot be written, UnequalError where the comparison fails; nothing is left at `out` then.
+    Each tensor is written in `dtype`, or in its stored dtype if `dtype` is None. The export runs in one process. The
+    process keeps the tensors of one output file in memory at a time. After an error, `out` does not exist.
+
+    Raises:
+        ConvertError: The directory cannot be written, or its tensors differ from those of the checkpoint.
+        UnequalError: The logits of the two models differ.
     """
     partial, rounded = partial_of(out), Rounded(weights, dtype)
     sizes = hugging_face_shapes(shape)
@@ -72,12 +80,14 @@ def export_model(
         exported = HuggingFaceWeights(partial)
         for name, size in sizes.items():
             if not same_bits(exported.read(_whole(name, size)), rounded.read(_whole(name, size))):
-                raise ConvertError(f"{name} in {out} is not what {weights.folder} holds")
+                raise ConvertError(f"{name} in {out} differs from the tensor in {weights.folder}")
         comparison = prove(exported, rounded, advance) if prove else None
-        check_equal(comparison, f"{out} would not compute what {weights.folder} does")
+        check_equal(comparison, f"{out} was not written, because its logits would differ from {weights.folder}")
         partial.rename(out)
     except OSError as error:
-        raise ConvertError(f"{out} cannot be written: {error.strerror}; give a path on a disk with room") from None
+        raise ConvertError(
+            f"{out} cannot be written: {error.strerror}. Give a path on a disk with free space."
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     files = list(out.glob("*.safetensors"))
@@ -92,7 +102,7 @@ def export_model(
 
 
 def _write(weights: Rounded, folder: Path, sizes: Shapes, shard_bytes: int, advance: Advance) -> None:
-    """The tensors in files of about `shard_bytes`, and their index where there are several."""
+    """Write the tensors to files of at most about `shard_bytes` bytes. Write an index if there are several files."""
     planned = split_torch_state_dict_into_shards(
         {name: torch.empty(size, dtype=weights.dtype(name), device="meta") for name, size in sizes.items()},
         filename_pattern="model{suffix}.safetensors",
@@ -114,9 +124,10 @@ def _whole(name: str, size: tuple[int, ...]) -> Piece:
 
 
 def _say_dtype(folder: Path, dtypes: set[torch.dtype]) -> None:
-    """Names the dtype of the weights in the configuration, where all have one and it says another."""
+    """Write the dtype of the weights to config.json if all weights have one dtype and config.json names another."""
     content = read_config(folder)
-    field = "torch_dtype" if "torch_dtype" in content else "dtype"  # as older and newer transformers call it
+    # older versions of transformers use torch_dtype, newer versions use dtype
+    field = "torch_dtype" if "torch_dtype" in content else "dtype"
     name = _CONFIG_NAMES[next(iter(dtypes))]
     if len(dtypes) == 1 and content.get(field) != name:
         text = json.dumps(content | {field: name}, indent=2, sort_keys=True) + "\n"

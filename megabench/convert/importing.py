@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a checkpoint, each rank of a layout reading and writing its own part."""
+"""Import of a Hugging Face model directory to a checkpoint. Each rank of a layout reads and writes its own shards."""
 
 import shutil
 import time
@@ -29,7 +29,7 @@ from megabench.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion wrote, and how its result compares; `comparison` is None where none was asked for."""
+    """The output of a conversion. `comparison` is None if no comparison of the logits was requested."""
 
     folder: Path
     num_bytes: int
@@ -40,23 +40,27 @@ class Converted:
 
 
 def check_new(out: Path) -> None:
-    """ConvertError where something lies at `out` already."""
+    """Raise ConvertError if `out` already exists."""
     if out.exists():
-        raise ConvertError(f"{out} exists already; give the path of a new folder")
+        raise ConvertError(f"{out} already exists. Give the path of a new directory.")
 
 
 def partial_of(out: Path) -> Path:
-    """Where a conversion writes until it is known to be good."""
+    """Return the temporary directory that a conversion writes to until all checks have passed."""
     return out.with_name(f".{out.name}.partial")
 
 
 def import_model(
     source: HuggingFaceWeights, out: Path, run: ResolvedConfig, tokens: Tensor | None, advance: Advance
 ) -> Converted:
-    """Writes the model of `source` to the checkpoint `out` under the layout of `run`, and compares both on `tokens`.
+    """Write the model of `source` to the checkpoint `out`, and compare the logits of both models on `tokens`.
 
-    Collective over the tp·pp ranks. ConvertError where it cannot be written, UnequalError where the comparison fails;
-    nothing is left at `out` then.
+    All tp·pp ranks of the layout of `run` must call the function. If `tokens` is None, the logits are not compared.
+    After an error, `out` does not exist.
+
+    Raises:
+        ConvertError: The checkpoint cannot be written, or its tensors differ from those of `source`.
+        UnequalError: The logits of the two models differ.
     """
     partial, is_first = partial_of(out), dist.get_rank() == 0
     began = time.perf_counter()
@@ -75,11 +79,11 @@ def import_model(
             if is_first:
                 weights_manifest(source.shape, files).write(partial)
         written = time.perf_counter()
-        with _all_or_none(f"{out} is not what was read"):
+        with _all_or_none(f"{out} does not match {source.folder}"):
             weights = open_weights(partial, dist.get_rank(), dist.get_world_size())
             _check_identical(source, weights, run.layout)
         comparison = compare(source, weights, advance, run=run, tokens=tokens) if tokens is not None else None
-        check_equal(comparison, f"{out} would not compute what {source.folder} does")
+        check_equal(comparison, f"{out} was not written, because its logits would differ from {source.folder}")
         if is_first:
             commit(partial, out)
         dist.barrier()
@@ -98,12 +102,12 @@ def import_model(
 
 @contextmanager
 def _all_or_none(sentence: str) -> Iterator[None]:
-    """What every rank must do: where one fails, all raise ConvertError, which begins with `sentence`."""
+    """Run the `with` block on all ranks. If one rank fails, all ranks raise ConvertError with prefix `sentence`."""
     error = None
     try:
         yield
     except OSError as failure:
-        error = f"{failure.strerror}; give a path on a disk with room"
+        error = f"{failure.strerror}. Give a path on a disk with free space."
     except UserError as failure:
         error = str(failure)
     errors: list[str | None] = [None] * dist.get_world_size()
@@ -113,16 +117,16 @@ def _all_or_none(sentence: str) -> Iterator[None]:
 
 
 def check_equal(comparison: Comparison | None, sentence: str) -> None:
-    """UnequalError, beginning with `sentence`, unless two models are equal."""
+    """Raise UnequalError, with prefix `sentence`, if the logits of two models differ by more than rounding."""
     if comparison and not comparison.is_equal:
         raise UnequalError(
-            f"{sentence}: over {comparison.num_tokens} tokens logits differ by up to {comparison.max_difference:.2g} "
-            f"(the largest is {comparison.max_logit:.3g}), predictions by a KL divergence of {comparison.kl:.2g}"
+            f"{sentence}: over {comparison.num_tokens} tokens, logits differ by up to {comparison.max_difference:.2g} "
+            f"(largest logit: {comparison.max_logit:.3g}), and predictions by a KL divergence of {comparison.kl:.2g}"
         )
 
 
 def _write(source: HuggingFaceWeights, partial: Path, layout: Layout, advance: Advance) -> list[FileEntry]:
-    """Writes the blocks of this rank, and on rank 0 what belongs beside them."""
+    """Write the weight blocks of this rank. Rank 0 also writes the configuration and tokenizer files."""
     rank = dist.get_rank()
 
     def blocks() -> Iterator[tuple[Piece, Tensor]]:
@@ -135,7 +139,10 @@ def _write(source: HuggingFaceWeights, partial: Path, layout: Layout, advance: A
 
 
 def owned_blocks(shape: ModelShape, layout: Layout, rank: int) -> list[Piece]:
-    """The blocks of Hugging Face tensors that a rank writes: those of an even share of the layers, each once."""
+    """Return the blocks of Hugging Face tensors that a rank writes. Every element of a tensor is written by one rank.
+
+    The layers are distributed evenly over the pipeline stages.
+    """
     at = layout.coordinates(rank)
     layers = layout.chunk_layers(shape.num_layers)[at.pp][0]
     names = parallel_parameters(shape, layers, has_embedding=at.pp == 0, has_output=at.pp == layout.pp - 1)
@@ -149,22 +156,22 @@ def owned_blocks(shape: ModelShape, layout: Layout, rank: int) -> list[Piece]:
 
 
 def _check_identical(source: HuggingFaceWeights, weights: Weights, layout: Layout) -> None:
-    """ConvertError unless every bit of the blocks of this rank is in the checkpoint as it is in the source."""
+    """Raise ConvertError if a block of this rank is not bitwise equal in the checkpoint and the source."""
     for piece in owned_blocks(source.shape, layout, dist.get_rank()):
         dtype = source.dtype(piece.name)
         if weights.dtype(piece.name) != dtype or not same_bits(weights.read(piece, dtype), source.read(piece)):
-            raise ConvertError(f"{piece.name} differs")
+            raise ConvertError(f"the tensor {piece.name} differs")
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bytes; numbers that are none are equal to themselves, too."""
+    """Return whether two tensors are bitwise equal. NaN values with equal bits are equal."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def check_same_model(source: HuggingFaceWeights, weights: Weights) -> None:
-    """ConvertError, naming both, unless a checkpoint holds the model of a directory."""
+    """Raise ConvertError if a checkpoint and a Hugging Face directory contain different models."""
     held = weights.manifest.model
-    if source.shape.foreign:  # of a directory less is known than of a model of the catalogue
+    if source.shape.foreign:  # a Hugging Face directory specifies fewer fields than the model catalog
         held = ModelEntry.of(find_model(str(weights.folder)))
     if difference := held.difference(ModelEntry.of(source.shape)):
-        raise ConvertError(f"{weights.folder} holds another model than {source.folder}: {difference}")
+        raise ConvertError(f"{weights.folder} (there) and {source.folder} (here) hold different models: {difference}")

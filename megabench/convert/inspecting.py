@@ -1,4 +1,4 @@
-"""What a checkpoint is, in a table that people can paste."""
+"""Summary of a checkpoint as a plain-text table."""
 
 from pathlib import Path
 
@@ -9,7 +9,11 @@ from megabench.models.find import ASSETS
 
 
 def describe(folder: Path) -> Table:
-    """Model, sizes, and the run that wrote it; CheckpointError where it is none, or damaged."""
+    """Return a table with the model of a checkpoint, its sizes, and the run that wrote the checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint does not exist or is damaged.
+    """
     weights = open_weights(folder)
     manifest = weights.manifest
     table = Table(title=str(weights.folder), show_header=False, title_justify="left")
@@ -23,16 +27,16 @@ def describe(folder: Path) -> Table:
     for kind, number in manifest.num_elements.items():
         table.add_row(f"{kind}, elements", f"{number:,}")
     table.add_row("dtypes of the weights", ", ".join(sorted({str(weights.dtype(name)) for name in weights.names})))
-    table.add_row("files", f"{len(manifest.files)}, {manifest.num_bytes / 1e9:.3f} GB, all checksums right")
+    table.add_row("files", f"{len(manifest.files)}, {manifest.num_bytes / 1e9:.3f} GB, all checksums match")
     beside = [Path(file.name).name for file in manifest.files if file.name.startswith(f"{ASSETS}/")]
-    table.add_row("beside the weights", ", ".join(beside) or "nothing")
+    table.add_row("model files", ", ".join(beside) or "none")
     if training := manifest.training:
         sizes = " ".join(f"{axis}{size}" for axis, size in training.layout.items() if size)
         table.add_row("written by", f"a run of the {training.engine} engine, {sizes}, {training.world_size} ranks")
         table.add_row("step", f"{training.step} ({training.optimizer.name}, {training.optimizer.step} updates)")
         table.add_row("data", f"{training.data.name}, {training.data.next_sequence:,} sequences read")
     else:
-        table.add_row("written by", "an import: weights alone")
+        table.add_row("written by", "an import (weights only)")
     table.add_row("versions", ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())))
     return table
 

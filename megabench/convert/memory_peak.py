@@ -1,4 +1,4 @@
-"""Anonymous memory of this process: what it allocates itself, beside the pages of mapped files."""
+"""Measurement of the anonymous memory of this process, which excludes the pages of memory-mapped files."""
 
 import threading
 from pathlib import Path
@@ -11,13 +11,13 @@ _SECONDS = 0.02
 
 
 def anonymous_bytes() -> int:
-    """Anonymous memory in use; proc(5), RssAnon."""
+    """Return the anonymous resident memory of this process in bytes (RssAnon in proc(5))."""
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("RssAnon:"))
     return int(line.split()[1]) << 10
 
 
 class PeakMemory:
-    """The most that this process came to use beyond what it used at first, sampled in a thread until it is closed."""
+    """Peak growth of this process's anonymous memory since construction. A thread samples the memory until `close`."""
 
     def __init__(self) -> None:
         self._first = self._peak = anonymous_bytes()
@@ -26,7 +26,7 @@ class PeakMemory:
         self._thread.start()
 
     def close(self) -> int:
-        """Ends sampling; bytes."""
+        """Stop sampling, and return the peak memory growth in bytes."""
         self._closed.set()
         self._thread.join()
         return self._peak - self._first
@@ -37,7 +37,7 @@ class PeakMemory:
 
 
 def largest_of_all(value: int) -> int:
-    """The largest `value` of any rank, on every rank; collective."""
+    """Return the maximum of `value` over all ranks. All ranks must call the function."""
     largest = torch.tensor(value)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest)

@@ -1,4 +1,4 @@
-"""The tokens that models are compared on."""
+"""Sample tokens for the comparison of models."""
 
 import textwrap
 from pathlib import Path
@@ -15,8 +15,11 @@ SEQ_LENGTH = 128
 
 
 def sample_tokens(folder: Path, shape: ModelShape) -> Tensor:
-    """Two sequences, int64 [2, S]: English text and code by the folder's tokenizer, or by bytes if it has none; and
-    tokens from all over the vocabulary, its first and last among them."""
+    """Return two sequences of tokens, int64 [2, S].
+
+    The first sequence is English text and code, tokenized with the tokenizer in `folder`, or as bytes if `folder` has
+    no tokenizer. The second sequence contains random tokens and the first and last token of the vocabulary.
+    """
     text = Path(textwrap.__file__).read_bytes()
     if read_tokenizer(folder):
         tokenized = HuggingFaceTokenizer(folder).encode(Piece(text, "textwrap.py", True, len(text)))

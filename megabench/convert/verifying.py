@@ -1,7 +1,7 @@
-"""The proof: transformers and the parallel blocks on the same tokens, in fp32, one layer at a time.
+"""Comparison of transformers with megabench's parallel blocks on the same tokens in fp32, one layer at a time.
 
-Neither side ever holds a whole model: a layer is read, used and dropped. So the largest models can be compared on a
-machine that could not train them.
+The comparison reads one layer, computes its output, and frees the layer. No process ever holds a whole model.
+The comparison therefore works for models that are too large to train on the machine.
 """
 
 from collections.abc import Callable
@@ -24,21 +24,21 @@ from megabench.models.model_directory import HuggingFaceWeights
 from megabench.models.weights import Weights
 from megabench.specs.megatron import chunk_layers
 
-# relative to the largest logit; rounding of a hundred layers stays below, another model does not
+# relative to the largest logit: rounding over 100 layers stays below the limit, a different model exceeds the limit
 MAX_DIFFERENCE = 1e-4
 MAX_KL = 1e-5
-_ROWS = 8192  # of the output layer at a time
+_ROWS = 8192  # rows of the output layer that are read at a time
 
 Advance = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the logits of two models differ on the same tokens, the second against the first.
+    """The differences between the logits of a model and a reference model on the same tokens.
 
-    `max_difference` is the largest absolute difference, `max_logit` the largest absolute logit, `kl` the largest
-    Kullback-Leibler divergence of a token's prediction in nats, `agreement` the share of tokens whose most likely
-    successor is the same.
+    `max_difference` is the largest absolute difference of logits. `max_logit` is the largest absolute logit of the
+    reference. `kl` is the largest Kullback-Leibler divergence over all token positions, in nats. `agreement` is the
+    fraction of positions at which both models predict the same most likely token.
     """
 
     num_tokens: int
@@ -49,19 +49,23 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the difference is rounding; a figure that is not finite is none."""
+        """Whether the logits differ by no more than rounding. Non-finite differences count as unequal."""
         return self.max_difference <= MAX_DIFFERENCE * max(1.0, self.max_logit) and self.kl <= MAX_KL
 
 
 def comparison_run(model: str, tp: int, pp: int) -> ResolvedConfig:
-    """The configuration under which blocks are compared; LayoutError where tp and pp do not fit the model."""
+    """Return the configuration for comparing parallel blocks.
+
+    Raises:
+        LayoutError: `tp` or `pp` does not fit the model.
+    """
     fields: dict[str, Any] = {"model": model, "tp": tp, "pp": pp, "seq_length": SEQ_LENGTH, "kernels": "reference"}
     fields |= {"micro_batch": 1, "global_batch": 1, "precision": "fp32", "device": "cpu"}
     return RunConfig.parse(fields).resolve(tp * pp, "cpu")
 
 
 def num_parts(run: ResolvedConfig) -> int:
-    """How often a comparison advances on rank 0, whose stage is the first."""
+    """Return the number of progress updates that a comparison reports on rank 0, which is in the first stage."""
     first_stage = chunk_layers(run)[0][0]
     return len(first_stage) + run.shape.num_layers + 4
 
@@ -70,9 +74,10 @@ def num_parts(run: ResolvedConfig) -> int:
 def compare(
     reference: HuggingFaceWeights, weights: Weights, advance: Advance, *, run: ResolvedConfig, tokens: Tensor
 ) -> Comparison:
-    """Compares transformers on `reference` with the parallel blocks of `run`'s layout on `weights`; tokens [B, S].
+    """Compare the logits of transformers on `reference` with those of the parallel blocks on `weights`.
 
-    Collective over the tp·pp ranks; the same on all of them. `advance` is called on rank 0 with what was done.
+    `tokens` has shape [B, S]. All tp·pp ranks of the layout of `run` must call the function, and all ranks get the same
+    result. Each part of the comparison calls `advance` with a description of the part.
     """
     ours = _parallel_logits(weights, run, tokens, advance)
     verdict: list[Comparison | None] = [None]
@@ -85,9 +90,9 @@ def compare(
 
 
 def difference(theirs: Tensor, ours: Tensor) -> Comparison:
-    """How logits [B, S, V] differ from those of the reference."""
+    """Compare the logits `ours` with the reference logits `theirs`, both of shape [B, S, V]."""
     kl, same, largest = 0.0, 0, 0.0
-    for one, other in zip(theirs, ours, strict=True):  # a sequence at a time: predictions are as wide as the vocabulary
+    for one, other in zip(theirs, ours, strict=True):  # one sequence at a time, because logits need much memory
         expected, found = one.double().log_softmax(-1), other.double().log_softmax(-1)
         kl = _worst(kl, F.kl_div(found, expected, log_target=True, reduction="none").sum(-1).max().item())
         largest = _worst(largest, (one - other).abs().max().item())
@@ -101,7 +106,7 @@ def _worst(one: float, other: float) -> float:
 
 
 def _reference_logits(weights: HuggingFaceWeights, tokens: Tensor, advance: Advance) -> Tensor:
-    """transformers' logits [B, S, V], from its own reading of the configuration and the files' own names."""
+    """Compute logits [B, S, V] with transformers, which reads config.json and uses the tensor names in the files."""
     shape, table = weights.shape, weights.shape.table
     model = _one_layer(weights.folder)
     layers = model.get_submodule(table.layer_prefix.rstrip("."))
@@ -122,7 +127,7 @@ def _reference_logits(weights: HuggingFaceWeights, tokens: Tensor, advance: Adva
 
 
 def _one_layer(folder: Path) -> Any:
-    """transformers' model of one layer, without weights."""
+    """Return a transformers model with one layer and without weights."""
     config = AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, attn_implementation="sdpa"
     )
@@ -136,7 +141,7 @@ def _one_layer(folder: Path) -> Any:
 
 
 def _embed(weights: HuggingFaceWeights, name: str, tokens: Tensor) -> Tensor:
-    """[B, S] -> [B, S, H], reading no more of the embedding than its rows of these tokens."""
+    """Embed tokens: [B, S] -> [B, S, H]. Only the embedding rows of `tokens` are read."""
     ids, positions = tokens.unique(return_inverse=True)
     width = (0, weights.shape.hidden_size)
     rows = [weights.read(Piece(name, (token, token + 1), width)).float() for token in ids.tolist()]
@@ -144,7 +149,7 @@ def _embed(weights: HuggingFaceWeights, name: str, tokens: Tensor) -> Tensor:
 
 
 def _fill(module: nn.Module, weights: HuggingFaceWeights, prefix: str) -> None:
-    """Gives a module its parameters, in fp32, by their names in the files."""
+    """Load the parameters of a module from `weights` in fp32. Tensor names are `prefix` plus the parameter name."""
     state = {}
     for name, parameter in module.named_parameters():
         columns = (0, parameter.shape[1]) if parameter.ndim == 2 else None
@@ -153,7 +158,10 @@ def _fill(module: nn.Module, weights: HuggingFaceWeights, prefix: str) -> None:
 
 
 def _parallel_logits(weights: Weights, run: ResolvedConfig, tokens: Tensor, advance: Advance) -> Tensor | None:
-    """The parallel blocks' logits [B, S, V] on rank 0: each stage runs its layers and hands on what it has."""
+    """Compute logits [B, S, V] with the parallel blocks. Return the logits on rank 0 and None on all other ranks.
+
+    Each pipeline stage runs its layers and sends the hidden states to the next stage.
+    """
     blocks = Parts(weights, run)
     groups, shape = blocks.groups, run.shape
     stage, num_stages = groups.pp.rank(), groups.pp.size()
@@ -171,7 +179,8 @@ def _parallel_logits(weights: Weights, run: ResolvedConfig, tokens: Tensor, adva
         dist.send(hidden.contiguous(), dist.get_global_rank(groups.pp, stage + 1))
     logits = blocks.head(hidden) if stage == num_stages - 1 else None
     advance("parallel blocks: output layer")
-    last = dist.get_world_size() - groups.tp.size()  # the first rank of the last stage has all of the vocabulary
+    # the first rank of the last stage has the logits of the whole vocabulary
+    last = dist.get_world_size() - groups.tp.size()
     if last == 0:
         return logits
     if dist.get_rank() == last:

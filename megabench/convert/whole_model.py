@@ -1,6 +1,7 @@
-"""The proof for models without parallel blocks: transformers on the files, and on the weights that they were made of.
+"""Comparison of logits for models without parallel blocks, computed with transformers.
 
-Each side is a whole model in fp32, one after the other.
+One transformers model loads the Hugging Face files, the other loads the weights of the checkpoint. Both
+models use fp32. The comparison holds one whole model in memory at a time.
 """
 
 import torch
@@ -15,16 +16,17 @@ from megabench.models.model_directory import HuggingFaceWeights
 from megabench.models.shape import ModelShape
 from megabench.models.weights import Weights
 
-NUM_PARTS = 2  # how often a comparison advances
+NUM_PARTS = 2  # number of progress updates of a comparison
 
 
 @torch.no_grad()
 def compare_whole(
     reference: HuggingFaceWeights, weights: Weights, advance: Advance, *, shape: ModelShape, tokens: Tensor
 ) -> Comparison:
-    """Compares what transformers loads from the directory of `reference` with its model of `shape` on `weights`.
+    """Compare the transformers model in the directory of `reference` with a transformers model that has `weights`.
 
-    `shape` is by the configuration that belongs to `weights`: the directory's may say another. Tokens [B, S].
+    `shape` comes from the configuration of `weights`, because the configuration in the directory may differ. `tokens`
+    has shape [B, S].
     """
     disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(

@@ -1,7 +1,7 @@
-"""Tokens, in an order that does not depend on the layout."""
+"""Training data: tokenizers, token files, and batches whose order does not depend on the layout."""
 
 from megabench import UserError
 
 
 class DataError(UserError):
-    """Text, tokens or a tokenizer that cannot be used."""
+    """Raised if a text file, a token file or a tokenizer cannot be used."""

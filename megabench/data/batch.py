@@ -1,4 +1,4 @@
-"""Batch, and which sequences each data-parallel rank reads at each step."""
+"""Micro-batches, and the assignment of sequences to data-parallel ranks and steps."""
 
 from dataclasses import dataclass
 
@@ -11,35 +11,35 @@ from megabench.data.source import TokenSource
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one data-parallel rank: packed sequences without padding.
+    """One micro-batch of one data-parallel rank: B packed sequences without padding.
 
-    `tokens` is int64 [B, S+1]; the loss counts all S labels.
+    `tokens` is int64 [B, S+1], and the loss is computed over all S labels of each sequence.
     """
 
     tokens: Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        """The same micro-batch on `device`."""
-        # a copy from memory that is not pinned makes the host wait for the GPU
+        """Copy the micro-batch to `device`."""
+        # copying from pageable memory would block the host until the GPU has finished
         tokens = self.tokens.pin_memory() if device.type == "cuda" else self.tokens
         return Batch(tokens.to(device, non_blocking=True))
 
     @property
     def inputs(self) -> Tensor:
-        """int64 [B, S], a view."""
+        """The input tokens, int64 [B, S], as a view of `tokens`."""
         return self.tokens[:, :-1]
 
     @property
     def labels(self) -> Tensor:
-        """int64 [B, S], a view: the token that follows each input."""
+        """The token that follows each input token, int64 [B, S], as a view of `tokens`."""
         return self.tokens[:, 1:]
 
 
 def micro_batches(source: TokenSource, config: ResolvedConfig, dp_rank: int, step: int) -> list[Batch]:
-    """The micro-batches of data-parallel rank `dp_rank` at step `step` (counted from 0).
+    """Return the micro-batches of data-parallel rank `dp_rank` at step `step` (counted from 0).
 
-    Step k takes the sequences k·G to (k+1)·G - 1, G being the global batch, whatever the layout: micro-batch m of
-    rank r takes B of them from k·G + (m·dp + r)·B on.
+    With a global batch of G sequences, step k uses sequences k·G to (k+1)·G - 1 under any layout. Micro-batch m of
+    data-parallel rank r uses the B sequences that start at k·G + (m·dp + r)·B.
     """
     return [
         Batch(torch.stack([source.sequence(first + offset) for offset in range(config.micro_batch)]))

@@ -1,4 +1,4 @@
-"""TokenSource: sequences of tokens by number, the same for every layout, engine and rank."""
+"""Token sources: indexed sequences of tokens, equal for all layouts, engines and ranks."""
 
 import hashlib
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from megabench.data.text import Piece, check_text_file, is_text_file, read_stdli
 from megabench.data.token_file import TokenFacts, open_token_file, read_facts, scan, token_file_prefix
 from megabench.data.tokenizer import open_tokenizer, token_dtype, tokenize
 
-MAX_TEXT_BYTES = 1 << 30  # every rank holds the tokens of a text file in memory
+MAX_TEXT_BYTES = 1 << 30  # limit of a text file, because every rank keeps all its tokens in memory
 
 
 class TokenSource(Protocol):
-    """Sequences by number. `name` and `sha256` go into the record."""
+    """A source of indexed token sequences. The record of a run contains `name` and `sha256`."""
 
     @property
     def name(self) -> str: ...
@@ -31,13 +31,16 @@ class TokenSource(Protocol):
     def sha256(self) -> str: ...
 
     def sequence(self, index: int) -> Tensor:
-        """int64 [S+1]: a pure function of the data, the seed and `index`, which has no upper end."""
+        """Return the tokens of sequence `index`, int64 [S+1].
+
+        The result depends only on the data, the seed and `index`. Sequence indices have no upper limit.
+        """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A stream of tokens, cut in windows of S+1 that overlap by one, in another random order each epoch."""
+    """A stream of tokens, split into windows of S+1 tokens that overlap by one token and are shuffled each epoch."""
 
     name: str
     tokens: NDArray[Any]
@@ -51,7 +54,7 @@ class Corpus:
 
     @property
     def num_windows(self) -> int:
-        """Sequences of one epoch; a rest shorter than a window is left out."""
+        """Number of windows in one epoch. Tokens after the last full window are dropped."""
         return (self.num_tokens - 1) // self.seq_length
 
     def sequence(self, index: int) -> Tensor:
@@ -62,7 +65,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Uniform random tokens over the whole vocabulary."""
+    """Random tokens, uniformly distributed over the vocabulary."""
 
     vocab_size: int
     seq_length: int
@@ -71,7 +74,7 @@ class Synthetic:
 
     @property
     def sha256(self) -> str:
-        """Of the parameters, which fix every token."""
+        """The SHA-256 hash of the vocabulary size, sequence length and seed, which determine all tokens."""
         return hashlib.sha256(f"synthetic {self.vocab_size} {self.seq_length} {self.seed}".encode()).hexdigest()
 
     def sequence(self, index: int) -> Tensor:
@@ -79,34 +82,42 @@ class Synthetic:
         return torch.from_numpy(generator.integers(self.vocab_size, size=self.seq_length + 1, dtype=np.int64))
 
 
-@lru_cache(maxsize=2)  # a global batch may straddle two epochs
+@lru_cache(maxsize=2)  # a global batch may contain sequences of two epochs
 def window_order(seed: int, epoch: int, num_windows: int) -> NDArray[np.int64]:
-    """The permutation of the windows in `epoch`, int64 [num_windows]."""
+    """Return the random order of the windows in `epoch`, int64 [num_windows]."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_windows)
 
 
 def open_source(config: ResolvedConfig) -> TokenSource:
-    """Opens what `config.data` names; DataError, with a way out, when it cannot feed this model."""
+    """Open the token source that `config.data` specifies.
+
+    Raises:
+        DataError: The data cannot be read, is too short, or has tokens outside the vocabulary of the model.
+    """
     if config.data == "synthetic":
         return Synthetic(config.shape.vocab_size, config.seq_length, config.seed)
     name, tokens, facts = _load(config.data, config.tokenizer)
     if facts.num_tokens <= config.seq_length:
-        shorter = f" or seq_length up to {facts.num_tokens - 1}" if facts.num_tokens > 1 else ""
+        shorter = f", or set seq_length to {facts.num_tokens - 1} or less" if facts.num_tokens > 1 else ""
         raise DataError(
-            f"data={config.data} has {facts.num_tokens} tokens, too few for one sequence of {config.seq_length} and "
-            f"the token after it; use more text{shorter}"
+            f"data={config.data} has {facts.num_tokens} tokens, too few for one sequence of {config.seq_length} "
+            f"inputs and one more label. Use more text{shorter}."
         )
     if facts.max_token >= config.shape.vocab_size:
         raise DataError(
-            f"data={config.data} holds token {facts.max_token}, but {config.model} has a vocabulary of "
-            f"{config.shape.vocab_size} (0 to {config.shape.vocab_size - 1}); use the model's own tokenizer or a "
-            f"model with a larger vocabulary"
+            f"data={config.data} contains token {facts.max_token}, but {config.model} has a vocabulary of "
+            f"{config.shape.vocab_size} tokens (0 to {config.shape.vocab_size - 1}). Use the tokenizer of "
+            f"the model, or a model with a larger vocabulary."
         )
     return Corpus(name, tokens, facts.sha256, config.seq_length, config.seed)
 
 
 def _load(data: str, tokenizer: str) -> tuple[str, NDArray[Any], TokenFacts]:
-    """The name for the record, all tokens, and their facts; DataError when there is nothing to be read."""
+    """Return the name of the data in the record, all tokens, and their TokenFacts.
+
+    Raises:
+        DataError: The data cannot be read.
+    """
     path = Path(data)
     if data == "stdlib":
         tokens = _tokenize_all(read_stdlib(), tokenizer)
@@ -114,24 +125,26 @@ def _load(data: str, tokenizer: str) -> tuple[str, NDArray[Any], TokenFacts]:
         check_text_file(path)
         if path.stat().st_size > MAX_TEXT_BYTES:
             raise DataError(
-                f"{path} is {path.stat().st_size / 2**30:.1f} GiB of text, too much to tokenize on every rank; make a "
-                f"token file of it with tools/preprocess.py and give its prefix"
+                f"{path} is {path.stat().st_size / 2**30:.1f} GiB of text, too much to tokenize on every rank. Convert "
+                f"the text to a token file with tools/preprocess.py, and give the prefix of the token file."
             )
         tokens = _tokenize_all(read_text(path), tokenizer)
     elif prefix := token_file_prefix(path):
         tokens = open_token_file(prefix)
         return prefix.name, tokens, read_facts(prefix, tokens)
     else:
-        what = "is a directory" if path.is_dir() else "is of an unknown kind" if path.exists() else "does not exist"
+        what = (
+            "is a directory" if path.is_dir() else "has an unsupported file type" if path.exists() else "does not exist"
+        )
         raise DataError(
-            f"data={data} {what}; use stdlib, synthetic, a .txt, .jsonl or .parquet file, or the prefix of a token "
-            f"file made with tools/preprocess.py"
+            f"data={data} {what}. Use stdlib, synthetic, a .txt, .jsonl or .parquet file, or the prefix of a token "
+            f"file made with tools/preprocess.py."
         )
     return path.name, tokens, scan(tokens)
 
 
 def _tokenize_all(pieces: Iterator[Piece], tokenizer_name: str) -> NDArray[Any]:
-    """All tokens as one array [num_tokens], without a Python object for each token or document."""
+    """Tokenize all pieces into one array [num_tokens], without creating a Python object per token or document."""
     tokenizer = open_tokenizer(tokenizer_name)
     tokens = bytearray()
     for piece in pieces:

@@ -1,7 +1,8 @@
-"""Token files: megatron-core's IndexedDataset (.bin and .idx), opened as one memory-mapped stream.
+"""Token files in the format of megatron-core's IndexedDataset (.bin and .idx), opened as one memory-mapped stream.
 
-Read without megatron-core, so that a run of another engine does not load it. tools/preprocess.py also leaves the
-facts that only reading every token would tell, in a .json file; a token file made elsewhere is read through once.
+The reader does not import megatron-core, because runs of other engines do not need megatron-core. tools/preprocess.py
+also writes a .json file with the token count, the largest token and the checksum. If the .json file is missing, the
+reader computes its contents by reading all tokens once.
 """
 
 import hashlib
@@ -15,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megabench.data import DataError
 
-# megatron/core/datasets/indexed_dataset.py, _IndexWriter: magic, version, dtype code, sequences, documents + 1, then
-# int32 lengths, int64 byte offsets and int64 document borders
+# The format of the .idx file is defined by _IndexWriter in megatron/core/datasets/indexed_dataset.py. The header has a
+# magic string, version, dtype code, number of sequences, and number of documents + 1. The header is followed by int32
+# sequence lengths, int64 byte offsets and int64 document boundaries.
 _HEADER = np.dtype(
     [("magic", "S9"), ("version", "<u8"), ("dtype", "u1"), ("num_sequences", "<u8"), ("num_borders", "<u8")]
 )
@@ -28,7 +30,7 @@ _SCAN_TOKENS = 1 << 23
 
 
 class TokenFacts(BaseModel):
-    """What reading every token of a file tells; `sha256` is that of the .bin file."""
+    """Number of tokens and largest token id of a token file, and the SHA-256 hash of its .bin file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -38,40 +40,51 @@ class TokenFacts(BaseModel):
 
 
 def token_file_prefix(path: Path) -> Path | None:
-    """The prefix that `path` (the prefix itself, or its .bin or .idx file) names; None if it names no token file."""
+    """Return the prefix of a token file, or None if no token file exists.
+
+    `path` is the prefix itself, or the path of the .bin or .idx file.
+    """
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     return prefix if any(beside(prefix, suffix).exists() for suffix in (".bin", ".idx")) else None
 
 
 def beside(prefix: Path, suffix: str) -> Path:
-    """The file `prefix` + `suffix`; a dot in the prefix's own name stays. DataError for a prefix without a name."""
+    """Return the path `prefix` + `suffix`. A dot in the name of `prefix` does not start a suffix.
+
+    Raises:
+        DataError: The last component of `prefix` is empty.
+    """
     if not prefix.name:
-        raise DataError(f"'{prefix}' names no file; give the path of a file, or the prefix of a token file")
+        raise DataError(
+            f"'{prefix}' is not the name of a file. Give the path of a file, or the prefix of a token file."
+        )
     return prefix.with_name(prefix.name + suffix)
 
 
 def open_token_file(prefix: Path) -> NDArray[Any]:
-    """All tokens as one flat memory-mapped array [num_tokens]; DataError when .bin and .idx are not a whole pair."""
+    """Return all tokens as a flat memory-mapped array [num_tokens].
+
+    Raises:
+        DataError: The .bin or .idx file is missing, damaged or empty, or the two files do not match.
+    """
     bin_path, idx_path = beside(prefix, ".bin"), beside(prefix, ".idx")
     for path, other in ((bin_path, idx_path), (idx_path, bin_path)):
         if not path.is_file():
-            raise DataError(
-                f"{other} is there but {path} is not; a token file needs both, make it with tools/preprocess.py"
-            )
+            raise DataError(f"{other} exists, but {path} does not. Create both files with tools/preprocess.py.")
     dtype, num_tokens = _read_index(idx_path)
     expected = num_tokens * np.dtype(dtype).itemsize
     if bin_path.stat().st_size != expected:
         raise DataError(
-            f"{bin_path} has {bin_path.stat().st_size} bytes where {idx_path.name} tells of {expected}; "
-            f"make both again with tools/preprocess.py"
+            f"{bin_path} has {bin_path.stat().st_size} bytes, but {idx_path.name} requires {expected}. "
+            f"Create both files again with tools/preprocess.py."
         )
     if num_tokens == 0:
-        raise DataError(f"{bin_path} is empty; give a token file that holds tokens")
+        raise DataError(f"{bin_path} is empty. Give a token file that contains tokens.")
     return np.memmap(bin_path, dtype=dtype, mode="r")
 
 
 def read_facts(prefix: Path, tokens: NDArray[Any]) -> TokenFacts:
-    """The facts beside the token file if they are as new as it is, else found by reading it through."""
+    """Return the TokenFacts from the .json file of a token file, or compute the facts if that file is outdated."""
     path = beside(prefix, ".json")
     try:
         facts = TokenFacts.model_validate_json(path.read_bytes())
@@ -86,7 +99,7 @@ def write_facts(prefix: Path, facts: TokenFacts) -> None:
 
 
 def scan(tokens: NDArray[Any]) -> TokenFacts:
-    """Reads every token once, holding few of them at a time."""
+    """Compute the TokenFacts of a token array in one pass, reading the tokens in blocks."""
     digest, max_token = hashlib.sha256(), 0
     for start in range(0, len(tokens), _SCAN_TOKENS):
         block = np.ascontiguousarray(tokens[start : start + _SCAN_TOKENS])
@@ -96,8 +109,8 @@ def scan(tokens: NDArray[Any]) -> TokenFacts:
 
 
 def _read_index(path: Path) -> tuple[type[np.integer[Any]], int]:
-    """The dtype and the number of tokens that an .idx file tells of."""
-    damaged = DataError(f"{path} is damaged or no token index; make it again with tools/preprocess.py")
+    """Return the dtype and the number of tokens according to an .idx file."""
+    damaged = DataError(f"{path} is damaged or is not a token index. Create it again with tools/preprocess.py.")
     size = path.stat().st_size
     if size < _HEADER.itemsize:
         raise damaged

@@ -67,9 +67,10 @@ def test_import_starts_its_processes(tmp_path: Path, folder: Path) -> None:
     assert status == 0, out + err
     assert "GB/s), bit by bit as read" in out and "equal: over 256 tokens" in out and "peak memory" in out
     status, out, err = convert("import", "--hf", folder, "--out", tmp_path / "checkpoint")
-    assert status == 2 and err == f"Error: {tmp_path / 'checkpoint'} exists already; give the path of a new folder\n"
+    refusal = f"Error: {tmp_path / 'checkpoint'} already exists. Give the path of a new directory.\n"
+    assert status == 2 and err == refusal
     status, out, err = convert("inspect", tmp_path / "checkpoint")
-    assert status == 0 and "an import: weights alone" in out
+    assert status == 0 and "an import (weights only)" in out
 
     other = tmp_path / "other"
     save_model(other, CATALOG["qwen2-tiny"].with_layers(2), seed=1)
@@ -103,7 +104,7 @@ def test_a_model_without_parallel_blocks(tmp_path: Path) -> None:
     save_model(tmp_path / "deeper", CATALOG["gpt2-tiny"].with_layers(3))
     for words, said in (
         (("verify", "--hf", tuned), "no blocks to compare it with; add --ckpt CKPT"),
-        (("verify", "--hf", tuned, "--ckpt", tmp_path / "run", "--tp", 2), "no parallel blocks to be cut"),
+        (("verify", "--hf", tuned, "--ckpt", tmp_path / "run", "--tp", 2), "no parallel blocks. Omit tp and pp."),
         (("verify", "--hf", tmp_path / "deeper", "--ckpt", tmp_path / "run"), "num_layers 2 there, 3 here"),
         (
             ("import", "--hf", tmp_path / "tuned", "--out", tmp_path / "new"),

@@ -125,7 +125,7 @@ def test_a_tokenizer_with_its_own_code_is_refused(tmp_path, resolve, jsonl, monk
     (directory / config).write_text(json.dumps({"auto_map": auto_map, "model_type": "own"}))
     words = r"needs its own Python code \(auto_map in tokenizer_config.json\), which megabench does not"
     if config == "config.json":  # a tokenizer is not made by the model's code
-        words = r"holds no tokenizer that transformers can load"
+        words = r"contains no tokenizer that transformers can load"
     with pytest.raises(DataError, match=words):
         open_source(resolve(data=str(jsonl), tokenizer=str(directory)))
     assert not ran.exists()
@@ -139,23 +139,27 @@ def write(path, content):
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("absent.txt", None, r"absent.txt does not exist; give"),
-        ("absent", None, r"data=.*absent does not exist; use stdlib, synthetic, a .txt"),
-        ("empty.jsonl", b"", r"empty.jsonl is empty; give a file that holds text"),
-        ("table.csv", b"a,b\n", r"data=.*table.csv is of an unknown kind; use stdlib"),
-        ("short.txt", b"0123456789", r"has 11 tokens, too few for one sequence of 16 .* seq_length up to 10"),
+        ("absent.txt", None, r"absent.txt does not exist\. Give"),
+        ("absent", None, r"data=.*absent does not exist\. Use stdlib, synthetic, a .txt"),
+        ("empty.jsonl", b"", r"empty.jsonl is empty\. Give a file that contains text\."),
+        ("table.csv", b"a,b\n", r"data=.*table.csv has an unsupported file type\. Use stdlib"),
+        (
+            "short.txt",
+            b"0123456789",
+            r"has 11 tokens, too few for one sequence of 16 .* set seq_length to 10 or less\.",
+        ),
         (
             "blank.jsonl",
             b"\n\n",
-            r"has 0 tokens, too few for one sequence of 16 and the token after it; use more text$",
+            r"has 0 tokens, too few for one sequence of 16 inputs and one more label\. Use more text\.$",
         ),
-        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', r"bad.jsonl line 2 is not JSON: Expecting value"),
-        ("list.jsonl", b"[1, 2]\n", r"list.jsonl line 1 has no text: the field text must be there"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', r"bad.jsonl line 2 is not valid JSON: Expecting value"),
+        ("list.jsonl", b"[1, 2]\n", r"list.jsonl line 1 has no text\. Add a field named text"),
         ("lacks.jsonl", b'\n{"body": "a"}\n', r"lacks.jsonl line 2 has no text"),
-        ("number.jsonl", b'{"text": 5}\n', r"number.jsonl line 1 has no text: .* hold a string"),
-        ("half.jsonl", b'{"text": "\\ud800"}\n', r"half.jsonl line 1 holds text that is not valid Unicode"),
-        ("latin.jsonl", b'{"text": "caf\xe9"}\n', r"latin.jsonl line 1 is not JSON"),
-        ("no.parquet", b"PAR1 but no more", r"no.parquet cannot be read as parquet"),
+        ("number.jsonl", b'{"text": 5}\n', r"number.jsonl line 1 has no text\. .* contains a string"),
+        ("half.jsonl", b'{"text": "\\ud800"}\n', r"half.jsonl line 1 contains text that is not valid Unicode"),
+        ("latin.jsonl", b'{"text": "caf\xe9"}\n', r"latin.jsonl line 1 is not valid JSON"),
+        ("no.parquet", b"PAR1 but no more", r"no.parquet is not a readable Parquet file"),
     ],
 )
 def test_text_that_cannot_be_used(tmp_path, resolve, name, content, sentence):
@@ -172,13 +176,13 @@ def test_a_directory_is_no_data(tmp_path, resolve):
     with pytest.raises(DataError, match="is a directory"):
         open_source(resolve(data=str(tmp_path)))
     (tmp_path / "d.txt").mkdir()
-    with pytest.raises(DataError, match=r"d\.txt is a directory; give one \.txt"):
+    with pytest.raises(DataError, match=r"d\.txt is a directory\. Give a \.txt"):
         open_source(resolve(data=str(tmp_path / "d.txt")))
 
 
 def test_text_too_large_for_every_rank_points_to_preprocess(tmp_path, resolve, monkeypatch):
     monkeypatch.setattr(source, "MAX_TEXT_BYTES", 100)
-    with pytest.raises(DataError, match=r"too much to tokenize on every rank; .* tools/preprocess.py"):
+    with pytest.raises(DataError, match=r"too much to tokenize on every rank\. .* tools/preprocess.py"):
         open_source(resolve(data=str(write(tmp_path / "big.txt", b"x" * 101))))
 
 
@@ -186,7 +190,8 @@ def test_tokens_outside_the_models_vocabulary(tmp_path, resolve, jsonl, monkeypa
     from megabench.data.tokenizer import ByteTokenizer
 
     monkeypatch.setattr(ByteTokenizer, "end_of_document", 600)
-    with pytest.raises(DataError, match=r"holds token 600, but llama-tiny has a vocabulary of 512 \(0 to 511\)"):
+    words = r"contains token 600, but llama-tiny has a vocabulary of 512 tokens \(0 to 511\)"
+    with pytest.raises(DataError, match=words):
         open_source(resolve(data=str(jsonl)))
 
 
@@ -194,7 +199,7 @@ def test_parquet_without_a_text_column_or_with_an_empty_cell(tmp_path, resolve):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "body.parquet")
-    with pytest.raises(DataError, match="has no column called text, only body"):
+    with pytest.raises(DataError, match=r"has no text column\. Rename one of: body\."):
         open_source(resolve(data=str(tmp_path / "body.parquet")))
     parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "null.parquet")
     with pytest.raises(DataError, match=r"null.parquet row 2 has no text"):
@@ -203,14 +208,14 @@ def test_parquet_without_a_text_column_or_with_an_empty_cell(tmp_path, resolve):
 
 def test_parquet_without_pyarrow(tmp_path, resolve, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"needs pyarrow; run `pip install pyarrow`"):
+    with pytest.raises(DataError, match=r"requires pyarrow\. Run `pip install pyarrow`"):
         open_source(resolve(data=str(write(tmp_path / "a.parquet", b"PAR1"))))
 
 
 def test_tokenizer_directories_that_are_none(tmp_path, jsonl, resolve):
-    with pytest.raises(DataError, match=r"tokenizer=.*absent is not a directory; use bytes or a Hugging Face"):
+    with pytest.raises(DataError, match=r"tokenizer=.*absent is not a directory\. Use bytes or a Hugging Face"):
         open_source(resolve(data=str(jsonl), tokenizer=str(tmp_path / "absent")))
-    with pytest.raises(DataError, match="holds no tokenizer that transformers can load"):
+    with pytest.raises(DataError, match="contains no tokenizer that transformers can load"):
         open_source(resolve(data=str(jsonl), tokenizer=str(tmp_path)))
 
 

@@ -95,17 +95,17 @@ def test_bad_input_leaves_the_older_token_file_alone(prefix, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
     done = run_preprocess(tmp_path / "bad.jsonl", "--out", prefix, check=False)
     assert done.returncode == 2
-    assert done.stderr.strip().endswith("bad.jsonl line 2 has no text: the field text must be there and hold a string")
+    assert done.stderr.strip().endswith("bad.jsonl line 2 has no text. Add a field named text that contains a string.")
     assert "Traceback" not in done.stderr
     assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
 
 
 def test_a_missing_half(prefix, resolve):
     prefix.with_suffix(".bin").unlink()
-    with pytest.raises(DataError, match=r"tokens.idx is there but .*tokens.bin is not; a token file needs both"):
+    with pytest.raises(DataError, match=r"tokens.idx exists, but .*tokens.bin does not\. Create both files"):
         open_source(resolve(data=str(prefix)))
     prefix.with_suffix(".idx").rename(prefix.with_suffix(".bin"))
-    with pytest.raises(DataError, match=r"tokens.bin is there but .*tokens.idx is not"):
+    with pytest.raises(DataError, match=r"tokens.bin exists, but .*tokens.idx does not"):
         open_source(resolve(data=str(prefix) + ".bin"))
 
 
@@ -125,14 +125,14 @@ def test_a_missing_half(prefix, resolve):
 def test_a_damaged_index(prefix, damage):
     path = prefix.with_suffix(".idx")
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match=r"tokens.idx is damaged or no token index"):
+    with pytest.raises(DataError, match=r"tokens.idx is damaged or is not a token index"):
         open_token_file(prefix)
 
 
 def test_a_truncated_token_file(prefix):
     path = prefix.with_suffix(".bin")
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"tokens.bin has \d+ bytes where tokens.idx tells of \d+"):
+    with pytest.raises(DataError, match=r"tokens.bin has \d+ bytes, but tokens.idx requires \d+"):
         open_token_file(prefix)
 
 
@@ -140,7 +140,7 @@ def test_tokens_of_another_vocabulary(prefix, resolve):
     tokens = np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16)
     tokens[5] = 40_000
     tokens.tofile(prefix.with_suffix(".bin"))
-    with pytest.raises(DataError, match="holds token 40000, but llama-tiny has a vocabulary of 512"):
+    with pytest.raises(DataError, match="contains token 40000, but llama-tiny has a vocabulary of 512 tokens"):
         open_source(resolve(data=str(prefix)))
 
 
