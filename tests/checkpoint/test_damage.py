@@ -139,14 +139,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "manifest emptied": (lambda folder: (folder / MANIFEST_NAME).write_text(""), "is not a complete JSON manifest"),
     "manifest flipped": (flip(MANIFEST_NAME), "manifest.json"),
     "manifest deleted": (lambda folder: (folder / MANIFEST_NAME).unlink(), "manifest.json cannot be read"),
-    "manifest is a list": (lambda folder: (folder / MANIFEST_NAME).write_text("[1, 2]"), "manifest.json is not whole"),
+    "manifest is a list": (
+        lambda folder: (folder / MANIFEST_NAME).write_text("[1, 2]"),
+        "manifest.json is not a complete JSON manifest",
+    ),
     "manifest holds a list": (
         lambda folder: (folder / MANIFEST_NAME).write_text(json.dumps({"crc32": zlib.crc32(b"[]"), "manifest": []})),
-        "manifest.json is not whole",
+        "manifest.json is not a complete JSON manifest",
     ),
     "manifest is nested deeply": (
         lambda folder: (folder / MANIFEST_NAME).write_text("[" * 100_000),
-        "manifest.json is not whole",
+        "manifest.json is not a complete JSON manifest",
     ),
     "manifest is a pipe": (replace_by(os.mkfifo, MANIFEST_NAME), "manifest.json cannot be read"),
     "manifest is endless": (
@@ -156,13 +159,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a file is a pipe": (replace_by(os.mkfifo, "rank-0-00.safetensors"), "rank-0-00.safetensors is not a regular file"),
     "a file is elsewhere": (
         forge(lambda body: body["files"][0].update(name="../../secret")),
-        "manifest.json lacks what it should hold: ('files', 0, 'name')",
+        "manifest.json has a missing or invalid field: ('files', 0, 'name')",
     ),
     "the step is another": (
         forge(lambda body: body["training"].update(step=3)),
         "manifest.json says step 3, unlike the name of the folder",
     ),
-    "the step is absurd": (forge(lambda body: body["training"].update(step=10**12)), "manifest.json lacks"),
+    "the step is absurd": (
+        forge(lambda body: body["training"].update(step=10**12)),
+        "manifest.json has a missing or invalid field",
+    ),
     "the dtype is another": (store_as(torch.bfloat16), "has dtype BF16; expected F32"),
 }
 
