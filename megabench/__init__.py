@@ -9,6 +9,9 @@ class UserError(ValueError):
     Command lines print the sentence without a traceback and exit with status 2.
     """
 
+    def __str__(self) -> str:
+        return " ".join(super().__str__().splitlines())  # names from files may contain line breaks
+
 
 def error_message(error: UserError | OSError) -> str:
     """Return the sentence for the user. Raises `error` itself if it is an OSError that names no file."""

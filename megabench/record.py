@@ -24,7 +24,9 @@ NicDistance = Literal["switch", "host bridge", "other bridge"]
 
 
 # JSON has no word for infinity or NaN: null stands for both
-Measure = Annotated[float | None, BeforeValidator(lambda x: None if x is None or not math.isfinite(x) else x)]
+Measure = Annotated[
+    float | None, BeforeValidator(lambda x: None if isinstance(x, float) and not math.isfinite(x) else x)
+]
 
 
 class _Part(BaseModel):

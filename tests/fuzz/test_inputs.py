@@ -1,0 +1,177 @@
+"""Drawn inputs are valid, or refused in one sentence: no other exception, no hang.
+
+The environment variable MEGABENCH_FUZZ multiplies the number of examples.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megabench import UserError
+from megabench.checkpoint.manifest import DamagedError, Manifest
+from megabench.config import FIELDS, RunConfig, choices_of
+from megabench.record import read_records
+from megabench.specs.registry import ENGINES
+from megabench.study.study import StudyFile, plan_study
+from megabench.train.flags import parse_flags
+from tests.checkpoint.test_damage import forge, write
+from tests.study.records import make_record
+
+fuzz = settings(
+    max_examples=200 * int(os.environ.get("MEGABENCH_FUZZ", "1")),
+    deadline=20_000,
+    derandomize="MEGABENCH_FUZZ" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+NUMBERS = st.one_of(
+    st.integers(-2, 64),
+    st.sampled_from([0, -1, 2**31, 2**63, 10**20, 10**400, 1e300, -1e300, 1e20, float("inf"), float("nan")]),
+    st.floats(),
+)
+TEXTS = st.one_of(
+    st.sampled_from(
+        ["", "auto", "none", "bf16", "fp16", "fp32", "llama-tiny", "/", "/dev/zero", ".", "x" * 5000, "\0"]
+    ),
+    st.sampled_from(["\u2028", "\x85", "{", "[", "&a", "*a", "010", "1e20", "0x10", "yes", "~", "-1", "⌘", "\ud7ff"]),
+    st.text(max_size=20),
+)
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXTS, inner, max_size=4)),
+    max_leaves=8,
+)
+
+
+def plausible(name: str) -> st.SearchStrategy[Any]:
+    """Values of a setting that are often right, so that the checks behind the first are reached."""
+    choices = choices_of(name)
+    return st.one_of(st.sampled_from(choices) if choices else st.integers(1, 8), st.integers(1, 8), VALUES)
+
+
+SETTINGS = st.fixed_dictionaries({}, optional={name: plausible(name) for name in FIELDS if name not in ("save", "out")})
+
+
+def refused_in_one_sentence(attempt: Callable[[], object]) -> None:
+    try:
+        attempt()
+    except (UserError, DamagedError) as error:
+        text = str(error)
+        assert text and "\n" not in text.strip() and "Traceback" not in text, text
+
+
+@fuzz
+@given(given_settings=SETTINGS, world_size=st.integers(1, 16), device=st.sampled_from(["cpu", "cuda"]))
+def test_settings(given_settings: dict[str, Any], world_size: int, device: Any) -> None:
+    refused_in_one_sentence(lambda: RunConfig.parse(given_settings).resolve(world_size, device))
+
+
+@fuzz
+@given(
+    words=st.lists(st.one_of(st.sampled_from([f"--{name.replace('_', '-')}" for name in FIELDS]), TEXTS), max_size=8)
+)
+def test_command_lines(words: list[str]) -> None:
+    refused_in_one_sentence(lambda: parse_flags([word for word in words if word not in ("--help", "--config")]))
+
+
+STUDIES = st.one_of(
+    TEXTS,
+    st.fixed_dictionaries(
+        {"trials": st.lists(st.one_of(SETTINGS, VALUES), max_size=3)},
+        optional={
+            "base": st.one_of(SETTINGS, VALUES),
+            **{name: VALUES for name in StudyFile.model_fields if name != "trials"},
+        },
+    ).map(lambda content: yaml.safe_dump(content, allow_unicode=True)),
+    VALUES.map(lambda content: yaml.safe_dump(content, allow_unicode=True)),
+)
+
+
+@fuzz
+@given(text=STUDIES)
+def test_studies(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "study.yaml")
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+        refused_in_one_sentence(lambda: plan_study(StudyFile.read(path), path, 4, "cpu"))
+
+
+ZERO = st.dictionaries(
+    st.sampled_from(["stage", "reduce_bucket_size", "offload_optimizer", "offload_param", "zero_hpz_partition_size"]),
+    VALUES,
+)
+DEEPSPEED = st.one_of(
+    VALUES.map(json.dumps),
+    TEXTS,
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "zero_optimization": st.one_of(ZERO, VALUES),
+            "bf16": st.one_of(st.fixed_dictionaries({"enabled": VALUES}), VALUES),
+            "train_batch_size": VALUES,
+            "gradient_clipping": VALUES,
+            "gradient_accumulation_steps": VALUES,
+            "communication_data_type": VALUES,
+        },
+    ).map(json.dumps),
+)
+
+
+@fuzz
+@given(text=DEEPSPEED)
+def test_deepspeed_files(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "ds.json")
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+        run = RunConfig.parse({"engine": "deepspeed", "model": "llama-tiny", "deepspeed_config": path})
+        refused_in_one_sentence(lambda: run.resolve(2, "cpu"))
+
+
+def mutated(content: Any, data: st.DataObject) -> Any:
+    """The same JSON with one value, at any depth, replaced by a drawn one."""
+    if isinstance(content, dict) and content and data.draw(st.integers(0, 9)):
+        key = data.draw(st.sampled_from(sorted(content)))
+        return content | {key: mutated(content[key], data)}
+    if isinstance(content, list) and content and data.draw(st.integers(0, 9)):
+        place = data.draw(st.integers(0, len(content) - 1))
+        return [*content[:place], mutated(content[place], data), *content[place + 1 :]]
+    return data.draw(VALUES)
+
+
+@fuzz
+@given(data=st.data())
+def test_records(data: st.DataObject) -> None:
+    content = json.loads(make_record([3.0, 2.0]).model_dump_json())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "results.jsonl")
+        path.write_text(json.dumps(mutated(content, data)) + data.draw(TEXTS), encoding="utf-8", errors="surrogatepass")
+        refused_in_one_sentence(lambda: read_records(path))
+
+
+@fuzz
+@given(data=st.data())
+def test_manifests(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        folder = write(Path(directory), 6)
+
+        def change(body: dict[str, Any]) -> None:
+            changed = mutated(dict(body), data)
+            body.clear()
+            body.update(changed if isinstance(changed, dict) else {"other": changed})
+
+        forge(change)(folder)
+        refused_in_one_sentence(lambda: Manifest.read(folder))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_drawn_settings_are_often_right(engine: str) -> None:
+    """Otherwise only the first check would ever be reached."""
+    assert RunConfig.parse({"engine": engine, "model": "llama-tiny"}).resolve(2, "cpu").engine == engine
