@@ -1,6 +1,7 @@
 """Breaks the trainer from outside: on PYTHONPATH, Python imports this before anything else.
 
-FAULT=raise, kill, hang or nan befalls rank FAULT_RANK in its third step, inside the engine, as a real fault would.
+FAULT=raise, kill, hang, nan, huge or overflow befalls rank FAULT_RANK in step FAULT_STEP of its process, by default
+the third, inside the engine, as a real fault would.
 """
 
 import importlib.abc
@@ -10,7 +11,7 @@ import signal
 import sys
 import time
 
-STEP = 3
+STEP = int(os.environ.get("FAULT_STEP", "3"))
 
 
 class EngineFault(importlib.abc.MetaPathFinder):
@@ -36,9 +37,13 @@ def with_fault(engine):
     train_step, steps = engine.train_step, iter(range(1, 1_000_000))
 
     def faulty_step(*arguments):
-        if next(steps) == STEP:
+        is_faulty = next(steps) == STEP
+        if is_faulty and os.environ["FAULT"] != "overflow":
             befall(engine)
-        return train_step(*arguments)
+        result = train_step(*arguments)
+        if is_faulty and os.environ["FAULT"] == "overflow":  # of the update, after a finite loss
+            scale_weights(engine, float("inf"))
+        return result
 
     engine.train_step = faulty_step
     return engine
@@ -48,6 +53,8 @@ def befall(engine):
     if os.environ["FAULT"] == "nan":  # in a weight, from here on
         next(iter(engine.training_state().shards)).values.fill_(float("nan"))
         return engine.restored(1, None)
+    if os.environ["FAULT"] == "huge":  # finite weights whose gradients are not
+        return scale_weights(engine, 1e32)
     if os.environ["FAULT"] == "raise":
         raise ValueError("a fault on purpose")
     if os.environ["FAULT"] == "kill":
@@ -55,9 +62,16 @@ def befall(engine):
     lost_in_thought()
 
 
+def scale_weights(engine, factor):
+    for shard in engine.training_state().shards:
+        if shard.kind == "weight":
+            shard.values.mul_(factor)
+    engine.restored(1, None)
+
+
 def lost_in_thought():
     time.sleep(3600)
 
 
-if "FAULT" in os.environ and os.environ.get("RANK") == os.environ["FAULT_RANK"]:
+if "FAULT" in os.environ and os.environ.get("RANK") in os.environ["FAULT_RANK"].split(","):
     sys.meta_path.insert(0, EngineFault())

@@ -114,7 +114,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_step_that_is_tolerated_says_what_became_of_the_weights() -> None:
     """Weights of 1e30 are finite, and the gradients that they lead to are not."""
-    run = Run.start(1, "--steps", 12, "--lr", "1e30", "--lr-warmup", 3, "--nan-tolerance", 1)
+    fault = {"PYTHONPATH": FAULTS, "FAULT": "huge", "FAULT_RANK": "0"}
+    run = Run.start(1, "--steps", 12, "--nan-tolerance", 1, **fault)
     assert run.finish() == 1
     tolerated, rest = run.output.split("WARNING: the gradients are not finite at step ")[1].split("\n", 1)
     assert tolerated.endswith("the weights were not updated, and are finite") and "the 1st in a row" in tolerated
@@ -138,7 +139,8 @@ def test_weights_that_overflow_are_not_saved(tmp_path: Path, healthy: tuple[list
     save = tmp_path / "checkpoints"
     shutil.copytree(original, save)
     saving = ("--save", save, "--load", save, "--save-every", 1, "--keep", 1, "--save-mode", mode)
-    run = Run.start(2, *flags, "--steps", 12, "--lr", "1e300", "--lr-warmup", 1, *saving)
+    fault = {"PYTHONPATH": FAULTS, "FAULT": "overflow", "FAULT_RANK": "0,1", "FAULT_STEP": "1"}
+    run = Run.start(2, *flags, "--steps", 12, *saving, **fault)
     assert run.finish() == 1, run.output
     assert steps_in(save) == [2]
     assert re.search(r"no checkpoint of step 3: [\d,]+ values of the training state are NaN or infinite: ", run.output)
@@ -174,7 +176,9 @@ def spoil(original: Path, folder: Path) -> None:
     manifest = Manifest.read(folder)
     entry = FileEntry(name=path.name, num_bytes=path.stat().st_size, crc32=zlib.crc32(path.read_bytes()))
     files = tuple(entry if file.name == path.name else file for file in manifest.files)
-    manifest.model_copy(update={"files": files}).write(folder)
+    assert manifest.training
+    training = manifest.training.model_copy(update={"step": 3})
+    manifest.model_copy(update={"files": files, "training": training}).write(folder)
 
 
 def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
