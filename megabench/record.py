@@ -151,6 +151,24 @@ class LinkBandwidth(_Part):
     num_bytes: int
 
 
+class Straggler(_Part):
+    """A rank that was slow at local work: from step `step` on, by the factor `slowdown` against the median rank.
+
+    `gpu` is the index of the GPU on the host, or None on CPU.
+    """
+
+    rank: int
+    host: str
+    gpu: int | None
+    step: int
+    slowdown: float
+
+    @property
+    def place(self) -> str:
+        """The rank with its host and GPU."""
+        return f"rank {self.rank} on {self.host}" + (f" (GPU {self.gpu})" if self.gpu is not None else "")
+
+
 class NicTraffic(_Part):
     """What a network interface moved during the timed steps, in GB/s."""
 
@@ -346,6 +364,7 @@ class RunRecord(_Part):
     saves: list[SaveTimes] = []
     load: LoadTimes | None = None
     warnings: list[str] = []
+    stragglers: list[Straggler] = Field(default=[], description="ranks that were slow at a fixed local product")
     profile: StepProfile | None = None
     prediction: Prediction | None = None
     probes: list[Probe] | None = Field(default=None, description="what was tried for micro_batch or recompute: auto")

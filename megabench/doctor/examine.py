@@ -28,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     timing_rules.repeats,
     machine_rules.other_processes,
     machine_rules.throttled,
+    machine_rules.stragglers,
     network_rules.sockets_for_efa,
     network_rules.sockets_for_infiniband,
     network_rules.slow_transport,

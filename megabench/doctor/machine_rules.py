@@ -57,6 +57,20 @@ def throttled(case: Case) -> Iterator[Finding]:
                 )
 
 
+def stragglers(case: Case) -> Iterator[Finding]:
+    """Report ranks that were slower than the others at the same local matrix product."""
+    for record in case.records:
+        for found in record.stragglers:
+            yield Finding(
+                "untrustworthy",
+                (record.trial,),
+                "a slow rank made all other ranks wait",
+                f"{found.place} takes {found.slowdown:.2f} times the median of all ranks for the same matrix product, "
+                f"from step {found.step} on",
+                "check the temperature, clocks and other processes of that GPU or host, or replace it",
+            )
+
+
 def power_limit(case: Case) -> Iterator[Finding]:
     """Report GPUs that were slowed down by a power limit below the default limit."""
     for record in case.on_gpus:

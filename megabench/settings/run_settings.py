@@ -228,6 +228,9 @@ class RunSettings(Settings):
     stall_seconds: Seconds = setting(300.0, "Run", "watch", "free")
     """Abort the run if a step makes no progress for this long (four times as long for the first step)."""
 
+    straggler_every: NumStepsOrZero = setting(50, "Run", "watch", "free")
+    """Look for slow ranks after every N steps, outside the measured steps; 0 disables it."""
+
     profile: bool = setting(False, "Run", "watch", "free")
     """Profile one extra step after the last: time by part, and a Chrome trace in OUT/trace."""
 

@@ -30,6 +30,7 @@ from megabench.train.callbacks.comm_volume import CommVolume
 from megabench.train.callbacks.console import Console
 from megabench.train.callbacks.hardware_monitor import HardwareMonitor
 from megabench.train.callbacks.profiler import Profiler
+from megabench.train.callbacks.straggler_detector import StragglerDetector
 from megabench.train.callbacks.supervisor_progress import SupervisorProgress
 from megabench.train.callbacks.tensorboard import TensorBoard
 from megabench.train.checkpointing import Checkpoints, restore
@@ -112,6 +113,7 @@ class Trainer:
         callbacks: list[Callback] = [
             monitor,
             CommVolume(run.layout, self.resume.num_done + 1, run.warmup_steps),
+            *([StragglerDetector(run.straggler_every)] if run.straggler_every else []),
             *([Profiler(run.out / "trace" if run.out else None)] if run.profile else []),
             *([SupervisorProgress(self.rendezvous, run.steps)] if is_supervised() else []),
         ]
@@ -227,6 +229,9 @@ class Trainer:
             step = self._train_step(index, clock)
             for callback in self.callbacks:
                 callback.on_step_end(step)
+            with clock.paused():
+                for callback in self.callbacks:
+                    callback.between_steps(step)
             is_wrong = self._nan_guard.is_wrong(step.result)
             if self._checkpoints:
                 self._checkpoints.observe(step.number, step.result, is_wrong)

@@ -1,5 +1,6 @@
 """Breaks the trainer from outside: on PYTHONPATH, Python imports this before anything else.
 
+FAULT=slow makes each matrix product of rank FAULT_RANK take three times as long.
 FAULT=raise, kill, hang, nan, huge or overflow befalls rank FAULT_RANK in step FAULT_STEP of its process, by default
 the third, inside the engine, as a real fault would.
 """
@@ -26,6 +27,8 @@ class EngineFault(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             load(module)
+            if os.environ["FAULT"] == "slow":
+                return slow_down()
             build_engine = module.build_engine
             module.build_engine = lambda *arguments: with_fault(build_engine(*arguments))
 
@@ -67,6 +70,13 @@ def scale_weights(engine, factor):
         if shard.kind == "weight":
             shard.values.mul_(factor)
     engine.restored(1, None)
+
+
+def slow_down():
+    import torch
+
+    product = torch.mm
+    torch.mm = lambda *arguments, **named: [product(*arguments, **named) for _ in range(3)][-1]
 
 
 def lost_in_thought():

@@ -91,12 +91,12 @@ class TrainerState(Protocol):
 class Callback:
     """Observes a run; every hook does nothing by default. Each rank has its own instance.
 
-    Hooks are called in this order: `on_start`, `on_network`, `on_ready`, then `around_step` and `on_step_end` for each
-    step (`on_timing_start` before the first timed step, `on_save` when a checkpoint is complete), `on_training_end`,
-    `after_training`, `local`, `section`, `on_end`.
+    Hooks are called in this order: `on_start`, `on_network`, `on_ready`, then `around_step`, `on_step_end` and
+    `between_steps` for each step (`on_timing_start` before the first timed step, `on_save` when a checkpoint is
+    complete), `on_training_end`, `after_training`, `local`, `section`, `on_end`.
 
-    Collective operations are allowed in `on_start`, `on_network`, `on_ready` and `after_training`, if every rank calls
-    them. Collective operations are forbidden in the other hooks, which may run on some ranks only.
+    Collective operations are allowed in `on_start`, `on_network`, `on_ready`, `between_steps` and `after_training`, if
+    every rank calls them. Collective operations are forbidden in the other hooks, which may run on some ranks only.
     """
 
     def on_start(self, trainer: TrainerState) -> None:
@@ -117,6 +117,9 @@ class Callback:
 
     def on_step_end(self, step: Step) -> None:
         """Called when a step has ended on this rank."""
+
+    def between_steps(self, step: Step) -> None:
+        """Called on all ranks after each step, outside its measured time."""
 
     def on_save(self, save: SaveTimes) -> None:
         """A checkpoint is complete. Called on rank 0 only."""
