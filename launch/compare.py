@@ -9,7 +9,7 @@ Without torchrun it is `megabench compare`.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout works without an install
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # allow running from a checkout that is not installed
 
 from megabench.cli import main
 

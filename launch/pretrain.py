@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout works without an install
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # allow running from a checkout that is not installed
 
 from megabench.config import RunConfig
 from megabench.record import Probe

@@ -10,7 +10,7 @@ import typer
 
 from megabench import UserError, error_message
 
-# the command line's own errors; typer does not export their base
+# base class of command-line errors, which typer does not export
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)
 
 _MOST_LOCAL_RANKS = 1024

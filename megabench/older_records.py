@@ -7,9 +7,9 @@ written today have fields for it.
 import re
 from typing import Any
 
-_STOOD_STILL = "no progress for"  # the watch of a run, which ended it before the study's time limit did
+_STOOD_STILL = "no progress for"  # the watchdog of the run ended it before the time limit of the study
 _RANKS = re.compile(r"\branks? (\d+)")
-# where a group of ranks stood at a timeout: "ranks 0, 2 in recv (x.py:1), 3–4 of 9 steps done"
+# functions in which ranks were at a timeout "ranks 0, 2 in recv (x.py:1), 3–4 of 9 steps done"
 _STAND = re.compile(r"ranks? (\d+)([^;]*?),? (?:(\d+)(?:–\d+)? of \d+ steps done|before (?:its|their) first step)")
 _SHARED_MEMORY = re.compile(r"SIGBUS|/dev/shm|shared memory segment")
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from megabench import UserError, older_records
 from megabench.atomic_write import write_atomically
 
-# Raised with the first field that is added or changes its meaning after a release (0.1.0 wrote 1). An older version
-# refuses records of a newer schema in one sentence; a newer version loads those of every older schema.
+# The schema version increases with the first change of a field after a release (0.1.0 wrote version 1). An older
+# megabench refuses records of a newer schema. A newer megabench reads records of all older schemas.
 SCHEMA_VERSION = 2
 
 Status = Literal["ok", "oom", "failed", "timeout", "diverged"]
@@ -23,7 +23,7 @@ FailureKind = Literal["hang", "oom", "shared-memory", "killed", "error"]
 NicDistance = Literal["switch", "host bridge", "other bridge"]
 
 
-# JSON has no word for infinity or NaN: null stands for both
+# JSON cannot represent infinity and NaN, so both become null
 Measure = Annotated[
     float | None, BeforeValidator(lambda x: None if isinstance(x, float) and not math.isfinite(x) else x)
 ]
@@ -130,7 +130,7 @@ class KernelTraits(_Part):
 class Group(_Part):
     """One process group: its kind, its ranks, and, where known, the link it runs over and the NCCL transport."""
 
-    kind: str  # the name of an axis
+    kind: str  # name of a parallel axis
     ranks: list[int]
     link: str | None = None
     transport: str | None = None
@@ -351,7 +351,7 @@ class RunRecord(_Part):
     days_per_100b_tokens: float | None = None
     first_step: int = Field(default=1, description="the first step of this run: later than 1 where it was resumed")
     stopped_by: str | None = Field(default=None, description="the signal that ended the run before its last step")
-    losses: list[Measure] = []  # every step of this run
+    losses: list[Measure] = []  # one value per step of this run
     grad_norms: list[Measure] = []
     learning_rates: list[float] | None = Field(default=None, description="of every step")
     peak_memory_gib_by_step: list[float | None] | None = Field(default=None, description="of rank 0, up to each step")
@@ -397,7 +397,9 @@ def read_records(path: Path) -> list[RunRecord]:
     if not path.exists():
         return []
     try:
-        lines = enumerate(path.read_text().split("\n"), 1)  # not at U+2028, which JSON keeps
+        lines = enumerate(
+            path.read_text().split("\n"), 1
+        )  # splitlines() would also split at U+2028, which JSON strings may contain
     except UnicodeDecodeError:
         raise RecordError(f"{path} is not text, and so holds no records") from None
     except OSError as error:

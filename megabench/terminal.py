@@ -4,7 +4,7 @@ import sys
 
 from rich.console import Console
 
-_PLAIN_WIDTH = 250  # columns that no table needs: in a file or a pipe none is cut
+_PLAIN_WIDTH = 250  # wider than any table, so that files and pipes receive complete lines
 
 
 def standard_output() -> Console:

@@ -23,7 +23,7 @@ from megabench.parallel.placement import LINK_NAMES, Placement, Policy, number_r
 from megabench.record import Group as RankGroup
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")
-_MOST_GROUPS = 8  # of a kind, in the table
+_MOST_GROUPS = 8  # maximum number of groups of one kind in the table
 
 
 def read_policy(word: str) -> Policy:

@@ -30,7 +30,7 @@ def main(
     try:
         steps = every * (saves + 1)
         sync = _train(out / "sync", nproc, [*flags, *_saving(out / "sync", "sync", every, steps)])
-        shutil.rmtree(out / "sync" / "checkpoints")  # room for the next two
+        shutil.rmtree(out / "sync" / "checkpoints")  # free space for the next two
         beside = _train(out / "async", nproc, [*flags, *_saving(out / "async", "async", every, steps)])
         last = ["--steps", str(steps + 1), "--load", str(out / "async" / "checkpoints")]
         loaded = _train(out / "load", nproc, [*flags, *last])

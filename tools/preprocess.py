@@ -25,7 +25,7 @@ from megabench.data.token_file import TokenFacts, beside, open_token_file, scan,
 from megabench.data.tokenizer import BYTES, open_tokenizer, token_dtype, tokenize
 
 PIECES_PER_TASK = 16
-tokenizer_of = cache(open_tokenizer)  # opened once in each process
+tokenizer_of = cache(open_tokenizer)  # each process opens the tokenizer once
 
 
 class Tokenized(NamedTuple):
@@ -44,7 +44,9 @@ def main(
     append_eod: Annotated[bool, typer.Option(help="Put the end-of-document token behind each document.")] = True,
 ) -> None:
     """Tokenize text into a token file; `--data PREFIX` then trains on it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that partial files are removed
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # exit normally, so that partial files are removed
     started = time.perf_counter()
     try:
         num_documents, facts = preprocess(inputs, out, tokenizer, workers, append_eod)
@@ -77,7 +79,7 @@ def preprocess(
             facts = scan(open_token_file(partial_prefix))
             write_facts(partial_prefix, facts)
             beside(prefix, ".idx").unlink(missing_ok=True)
-            for suffix in (".bin", ".json", ".idx"):  # the index last: without it there is no token file
+            for suffix in (".bin", ".json", ".idx"):  # written last, because a token file without its index is ignored
                 beside(partial_prefix, suffix).replace(beside(prefix, suffix))
     except OSError as error:
         raise DataError(f"cannot write {prefix}.bin: {error.strerror}; give a prefix in a writable directory") from None
@@ -88,7 +90,9 @@ def _tokenized(inputs: list[Path], tokenizer_name: str, workers: int, append_eod
     """Every piece of the inputs, tokenized, in order."""
     pieces = chain.from_iterable(map(read_text, inputs))
     work = partial(_tokenize, tokenizer_name, append_eod)
-    if workers == 1 or tokenizer_name == BYTES:  # bytes are only copied: sending them to a process costs more
+    if (
+        workers == 1 or tokenizer_name == BYTES
+    ):  # byte tokens are only copied, which is cheaper than sending them to a process
         yield from map(work, pieces)
         return
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
@@ -110,7 +114,9 @@ def _with_progress(tokenized: Iterable[Tokenized], inputs: list[Path]) -> Iterat
 
 def _write(prefix: Path, tokenized: Iterable[Tokenized], dtype: type[np.integer[Any]]) -> int:
     """Writes PREFIX.bin and .idx, each piece a sequence of its document; returns the number of documents."""
-    from megabench.runtime import megatron_cpu  # here, because torch takes seconds that a wrong path need not wait for
+    from megabench.runtime import (
+        megatron_cpu,
+    )  # imported late, because importing torch takes seconds, and a wrong path must be refused at once
 
     megatron_cpu.install()
     import torch

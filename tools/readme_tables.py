@@ -43,7 +43,7 @@ def with_tables(text: str) -> str:
 
     Raises UserError where a mark has no end.
     """
-    before, *places = _START.split(text)  # text, then in turns a folder and the text behind its mark
+    before, *places = _START.split(text)  # text, followed by alternating directories and the text after their markers
     parts = [before]
     for folder, behind in zip(places[0::2], places[1::2], strict=True):
         if behind.count(_END) != 1:

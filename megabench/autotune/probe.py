@@ -11,12 +11,12 @@ from megabench.parallel.layout import divisors
 from megabench.record import Probe, RunRecord, Status
 
 _WARMUP, _TIMED = 1, 2  # steps
-_SEARCHED = 8  # more steps of fp16, in which the loss scale may be searched for
+_SEARCHED = 8  # extra fp16 steps, in which the loss scale may still adapt
 
 # what tells settings apart, in a step of a replica: sequences of each stage, and tokens
 _ENOUGH_SEQUENCES, _ENOUGH_TOKENS = 16, 65536
 _ROUNDS = 2  # of a micro-batch on each stage: the second meets the gradients of the first in memory
-_SMALL = 8  # micro-batches up to this are tried with the same sequences
+_SMALL = 8  # micro-batches up to this size are tried with the same global batch
 
 
 def probe_config(config: RunConfig, setting: Setting, world_size: int, device: Literal["cpu", "cuda"]) -> RunConfig:
@@ -39,7 +39,7 @@ def _sequences(run: ResolvedConfig) -> int:
     of_run = run.global_batch // run.layout.data_parallel
     if run.spec.fixes_batch(run.options):
         return of_run
-    chunk = run.pp if run.vp > 1 else 1  # an interleaved schedule takes its micro-batches by so many
+    chunk = run.pp if run.vp > 1 else 1  # an interleaved schedule needs a multiple of this number of micro-batches
     small = lcm(*(size * chunk for size in divisors(of_run, _SMALL) if of_run % (size * chunk) == 0))
     whole = lcm(small, run.micro_batch * chunk)
     enough = max(_ENOUGH_SEQUENCES * run.pp, _ENOUGH_TOKENS // run.seq_length, _ROUNDS * run.pp * run.micro_batch)

@@ -14,7 +14,7 @@ from megabench.record import Probe
 MOST_PROBES = 4  # that fit, and of one level of recomputation in all
 MOST_PROBES_BESIDE = 3  # of a level that computes more again than one that fits
 
-_LEAST_GAIN = 0.003  # a smaller gain is noise even on one GPU
+_LEAST_GAIN = 0.003  # smaller gains are noise, even on one GPU
 _HOPED_GAIN = 0.1  # worth a try, though it comes only if the probes' steps are mostly what comes but once
 
 # so many times larger may a micro-batch be for the memory of one that computes nothing again, to be tried at all …
@@ -77,7 +77,7 @@ class Search:
             for setting in self._untried(more, level, MOST_PROBES_BESIDE)
             if not self._fits(setting.micro_batch, level, level)
         ]
-        if len(self._good()) == 1:  # no slope to go by
+        if len(self._good()) == 1:  # one point gives no slope
             return beside[-1] if beside else None
         model = StepModel(self._run, self._good())
         settings = self._untried(level, level, MOST_PROBES) + beside

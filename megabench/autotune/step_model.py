@@ -49,7 +49,7 @@ class StepModel:
         points = list({_compute(probe): self._micro_batch_seconds(probe, once) for probe in known}.items())[-2:]
         one, (largest, its) = line(_compute(setting), points), points[-1]
         if _compute(setting) > largest:
-            one = max(one, its)  # that a larger micro-batch took less time at all was noise, not to be drawn out
+            one = max(one, its)  # a larger micro-batch cannot be faster in total, so the difference is noise
         return once + (self._sequences / setting.micro_batch + self._bubble) * one
 
     def _micro_batch_seconds(self, probe: Probe, once: float) -> float:

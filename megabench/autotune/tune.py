@@ -45,7 +45,7 @@ def tune(
     while setting := search.next():
         short = probe_config(config, setting, run.world_size, run.device)
         folder = logs / "probes" / f"micro-batch{setting.micro_batch}-{setting.recompute}"
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that died while it tried, and was started again
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed during the search and restarted
         folder.mkdir(parents=True)
         task = task_of(trial, short, folder)
         result = queue.run(

@@ -29,7 +29,7 @@ from megabench.train.stopping import StoppedError
 
 FOUND_NAME = "found.json"
 
-# a trial's processes do not inherit it, for each layout wants its own; probes run as the run itself will
+# Processes of a trial do not inherit this variable, because each layout sets its own value.
 _OWN_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS",)
 
 
@@ -69,7 +69,7 @@ def tune_launched(given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) 
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if received:  # one that came behind the coordinator's last look counts as well
+    if received:  # also count a signal that arrived after the coordinator's last poll
         raise SystemExit(128 + received[0])
     if "problem" in verdict:
         raise UserError(verdict["problem"])
@@ -94,7 +94,9 @@ def _join(coordinator: Coordinator, given: RunConfig, rendezvous: Rendezvous, de
         return verdict
     finally:
         if not given.out:
-            shutil.rmtree(logs, ignore_errors=True)  # on every host, since the processes of each have logged there
+            shutil.rmtree(
+                logs, ignore_errors=True
+            )  # on every host, because each host has the logs of its own processes
 
 
 def _lead(queue: TrialQueue, trial: Trial, logs: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from megabench.study.summary import Row
 
 def write_hparams(folder: Path, rows: Sequence[Row]) -> None:
     """Adds each good trial of `rows` to its own TensorBoard run under `folder`."""
-    # imports torch, which only the end of a study can afford
+    # importing torch takes seconds, so it is done only at the end of a study
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams
 
@@ -24,7 +24,7 @@ def write_hparams(folder: Path, rows: Sequence[Row]) -> None:
         figures = {"hparams/tokens_per_second_per_device": row.tokens_per_second_per_device}
         if row.ratio is not None:
             figures[f"hparams/times_{row.reference}"] = row.ratio
-        # not add_hparams(), which would open a further run for each trial
+        # add_hparams() would create an additional TensorBoard run for each trial
         with SummaryWriter(str(folder / row.trial)) as writer:
             for summary in hparams(settings, figures):
                 writer.file_writer.add_summary(summary)

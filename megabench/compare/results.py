@@ -129,7 +129,7 @@ class Results:
         """
         self.out.mkdir(parents=True, exist_ok=True)
         self._claim = RunLock(self.out)
-        # first: what makes the folder a study's
+        # written first, because this file marks the directory as a study's
         self._environment.write_text(json.dumps(describe(), indent=2) + "\n")
         said = self._put_aside()
         if self.study.as_run is not None:

@@ -47,7 +47,7 @@ def run_launched(request: Request, trainer: Sequence[str] = TRAINER) -> int:
     try:
         return _to_the_end(coordinator, lambda: _join_study(coordinator, request, trainer))
     finally:
-        # torchrun sends SIGTERM to all others once the first has ended; each shall end with its own status
+        # After the first process exits, torchrun sends SIGTERM to the others, which must keep their own exit status.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -86,7 +86,7 @@ def _lead_launched(coordinator: Coordinator, request: Request, study: Study | No
         results = Results.open(request.out, study)
         attempts = results.choose(request.resume, request.only)
     except UserError as error:
-        # printed before the others hear of it: the first to leave makes torchrun end the rest
+        # Print before the announcement, because torchrun ends all processes when the first one exits.
         print(f"Error: {error}", file=sys.stderr, flush=True)
         coordinator.announce("plan", {"problem": str(error)})
         return 2
@@ -165,7 +165,9 @@ def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display:
         task = task_of(trial, config.model_copy(update={"tensorboard": results.tensorboard(attempt)}), logs)
         result = queue.run(task, display.update)
         if result.record:
-            command = config.command(trial.world_size, trial.env)  # without the folders of this study
+            command = config.command(
+                trial.world_size, trial.env
+            )  # the command without the output directories of this study
             record = result.record.model_copy(update={"probes": probes, "command": command})
         else:
             record = failed_record(trial, result.verdict, result.num_hosts, found, probes)
@@ -174,7 +176,7 @@ def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display:
     except NothingFitsError as error:
         record = failed_record(trial, error.verdict, error.num_hosts, probes=error.probes)
     except StudyStopped as stopped:
-        if not stopped.signal:  # what broke the coordinator may have been this very run
+        if not stopped.signal:  # this run may have caused the failure of the coordinator
             lost = Verdict("failed", str(stopped), RunFailure(kind="error", rank=stopped.rank))
             record = failed_record(trial, lost, None, found, probes)
             display.end(results.add(attempt, record))

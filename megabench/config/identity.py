@@ -7,15 +7,15 @@ from megabench.config.run_config import RunConfig
 from megabench.settings.setting import names
 from megabench.specs.all_settings import SETTINGS, is_default
 
-# The settings of version 0.1, which an identity always contains. A newer setting is part of it only where it differs
-# from its default, so that the identities of older studies stay the same.
+# The settings of version 0.1, which an identity always contains. A newer setting is part of an identity only if it
+# differs from its default, so that identities of older studies stay the same.
 _COMMON_0_1 = frozenset({
     "model", "num_layers", "engine", "tp", "pp", "vp", "cp", "placement", "strict_placement", "emulate_hosts",
     "seq_length", "micro_batch", "global_batch", "steps", "warmup_steps", "optimizer", "lr", "lr_warmup", "min_lr",
     "betas", "eps", "weight_decay", "clip_grad", "precision", "grad_dtype", "kernels", "recompute", "data", "tokenizer",
     "seed", "device", "load", "nan_tolerance", "world_size",
 })  # fmt: skip
-# those of single engines, with their defaults: version 0.1 had them in the identities of all engines
+# Engine-specific settings of version 0.1, which had them in the identities of all engines, with their defaults.
 _OF_ENGINES_0_1: dict[str, Any] = {
     "stages": "balanced", "keep_gathered": False, "zero_stage": None, "shard_size": None, "reshard_after_forward": True,
     "offload": "none", "hpz_size": None, "zero_prefetch": None, "zero_persistence": None, "zero_leaf_layers": False,

@@ -27,7 +27,7 @@ from megabench.specs.all_settings import FIELDS, SETTINGS, engines_with, hint, i
 from megabench.specs.engine_spec import EngineSpec
 from megabench.specs.registry import ENGINES
 
-# settings whose values are the names in a table
+# settings whose allowed values are the names in a table
 _TABLES: dict[str, Mapping[str, object]] = {"engine": ENGINES, "precision": POLICIES}
 
 
@@ -56,7 +56,7 @@ class RunConfig(RunSettings):
         engine = str(fields.get("engine", RunSettings.model_fields["engine"].default))
         common = {name: value for name, value in fields.items() if name not in SETTINGS or not engines_with(name)}
         if engine not in ENGINES:
-            return common | {"own": EngineSettings()}  # the field's own validator refuses the engine
+            return common | {"own": EngineSettings()}  # the validator of `engine` refuses the unknown name
         given = {name: fields[name] for name in fields.keys() - common.keys()}
         for name in [name for name in given if engine not in engines_with(name)]:
             if not is_default(name, given.pop(name)):

@@ -12,11 +12,11 @@ from megabench.cost.profile import Profile
 # tiles of the output that a thread block makes (CUTLASS, efficient GEMM; the larger ones reach the peak)
 _TILES = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 64))
 _TILE_SHARE = (1.0, 1.0, 0.92, 0.8, 0.6)
-# kernels that PyTorch starts for a layer, forward; backward has about twice as many
+# number of kernels in a layer's forward pass; the backward pass has about twice as many
 _KERNELS_FORWARD = 22
-_KERNELS_UNFUSED = 20  # more, without fused norms, rotary embedding and activation
-_LONG = 8192  # inner size from which a product's efficiency counts as full: it is measured there
-_BACKWARD_ATTENTION = 2.5  # FLOPs of flash attention's backward ÷ forward's (arXiv 2307.08691, section 3.1)
+_KERNELS_UNFUSED = 20  # additional kernels without fused norms, rotary embedding and activation
+_LONG = 8192  # inner size of the calibration product, from which the efficiency counts as full
+_BACKWARD_ATTENTION = 2.5  # FLOPs of flash attention's backward pass ÷ forward pass (arXiv 2307.08691, section 3.1)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from megabench.cost.job import Candidate, Job
 
-_FUSED_LOSS_CHUNK = 2**29  # logits of a chunk, in elements: megabench/engines/cross_entropy.py
+_FUSED_LOSS_CHUNK = 2**29  # elements of logits per chunk, as in engines/common/cross_entropy.py
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
     """The worst of some groups: the most hosts, the slowest links, the fullest NICs."""
     host_of, domain_of = topology.host_of, topology.domain_of
     size, most_hosts = 1, 1
-    # one pair of ranks for each pair of places: others have the same link
+    # one pair of ranks for each pair of places, because other pairs use the same link
     inside: dict[tuple[int, int], tuple[int, int]] = {}
     across: dict[tuple[int, int], tuple[int, int]] = {}
     leaving = [0] * len(topology.hosts)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
-_MOST_EXACT = 2000  # forwards of all stages, up to which a timeline is not drawn out
+_MOST_EXACT = 2000  # number of forward passes of all stages up to which the timeline is simulated exactly
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def shortest(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send:
     held = send if blocking and num_stages > 1 else 0.0
     best, before = 0.0, 0.0
     for stage, seconds in enumerate(stages):
-        # its own outputs leave, all but those of one chunk at an end
+        # outputs that the stage sends: all except those of the last chunk
         leaving = 2 * chunks - (stage == num_stages - 1) - (stage == 0)
         work = num_micro_batches * (chunks * (seconds.forward + seconds.backward) + leaving * held)
         # the last thing that it sends is counted on the way back

@@ -21,7 +21,7 @@ class Axis:
     regroups: str | None = None
 
 
-# in the order in which tables and records list them
+# the order of axes in tables and records
 AXES: tuple[Axis, ...] = (
     Axis("tp", "tensor parallel", "tensor-parallel communication", "tp"),
     Axis("cp", "context parallel", "context-parallel communication", "part"),
@@ -30,6 +30,6 @@ AXES: tuple[Axis, ...] = (
 )
 AXIS_BY_NAME = {axis.name: axis for axis in AXES}
 FACTORS = tuple(axis.name for axis in AXES if axis.regroups is None)
-# rank numbers increase along the first of these axes fastest
+# rank numbers vary fastest along the first axis
 RANK_ORDER = ("tp", "cp", "dp", "pp")
 assert sorted(RANK_ORDER) == sorted(FACTORS)

@@ -98,7 +98,7 @@ class Layout:
                 f"{shape.name} has {shape.num_layers} layers, fewer than pp·vp = {self.pp}·{self.vp} = "
                 f"{self.pp * self.vp} model chunks; use pp·vp ≤ {shape.num_layers}"
             )
-        # sequence parallelism cuts by tp, context parallelism into 2·cp zigzag chunks
+        # sequence parallelism divides the sequence by tp, context parallelism into 2·cp zigzag chunks
         if seq_length % self.sequence_multiple:
             rounded = -(-seq_length // self.sequence_multiple) * self.sequence_multiple
             cuts = [f"tp·cp = {self.tp}·{self.cp}"] * (self.tp > 1) + [f"2·cp = {2 * self.cp}"] * (self.cp > 1)
@@ -142,7 +142,7 @@ class Layout:
         over, earlier chunks get one more.
         """
         num_chunks = self.pp * self.vp
-        sizes = [1] * num_chunks  # a chunk without a layer would only pass on what it receives
+        sizes = [1] * num_chunks  # a chunk without layers would only forward its input
         costs = [1.0] * (num_chunks - 1) + [1.0 + output_cost]
         slowest = [max(costs[chunk * self.pp : (chunk + 1) * self.pp]) for chunk in range(self.vp)]
         stages = [sum(costs[stage :: self.pp]) for stage in range(self.pp)]

@@ -21,14 +21,14 @@ from megabench.planner.search import Plan, candidates
 from megabench.specs.registry import ENGINES
 
 _GIB = 2**30
-MOST_TOLD = 12  # layouts that may be called equal, however few are shown
-_BAR = 48  # characters of the longest part
+MOST_TOLD = 12  # maximum number of layouts that are called equal, for any --top
+_BAR = 48  # number of characters of the longest part
 _KINDS = {
     "measured": "measured on this kind of GPU",
     "fitted": "fitted to measurements",
     "assumed": "assumed, not tried",
 }
-# what a part of the step is, where a sentence names it
+# names of the parts of a step in sentences
 _WORDS = {
     "compute": "computing",
     "recompute": "computing activations again",

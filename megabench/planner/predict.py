@@ -34,7 +34,7 @@ def job_of(record: RunRecord) -> Job:
 
 def _stack_of(record: RunRecord) -> Stack:
     """What the record's kernels were; the usual ones for a run that ended before it told them."""
-    # records from before there was a choice have even stages
+    # older records without the option have even stages
     stages: Literal["balanced", "even"] = record.options.get("stages") or "even"
     traits = record.kernel_traits or KernelTraits()
     return Stack(

@@ -61,7 +61,7 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
             f"global_batch={job.global_batch}; use a global batch that is a multiple of the GPUs, e.g. "
             f"{math.ceil(job.global_batch / topology.world_size) * topology.world_size}"
         )
-    # what a GPU holds does not depend on where it is
+    # memory does not depend on the placement
     lacks = cache(costs.missing_bytes)
     missing = [(lacks(_at_its_best_place(candidate)), candidate) for candidate in everything]
     fitting = [candidate for bytes_, candidate in missing if bytes_ <= 0]
@@ -113,7 +113,7 @@ def _one_of_each(nearest: list[tuple[float, Candidate]], most: int = 6) -> list[
     found: dict[object, tuple[float, Candidate]] = {}
     for missing, candidate in nearest:
         if candidate.placement != "topology":
-            continue  # it needs as much as it does at its best place
+            continue  # the memory is the same under every placement
         found.setdefault(_family(candidate), (missing, candidate))
         if len(found) == most:
             break
@@ -154,7 +154,7 @@ def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candid
 
 def _checked(layout: Layout, job: Job, world_size: int) -> Layout | None:
     """The layout with its dp; None where it cannot cut the model."""
-    # interleaved chunks of unequal size would wait for each other
+    # unequal interleaved chunks would wait for each other
     if layout.vp > 1 and job.shape.num_layers % (layout.pp * layout.vp):
         return None
     try:

@@ -11,17 +11,17 @@ from megabench.specs import registry
 
 # Largest relative difference of the loss at any step. The engines sum in different orders, so results differ by
 # rounding: 2^-24 a sum in fp32, 2^-8 in bf16 and 2^-11 in fp16, and training amplifies a difference step by step. A
-# missing reduction, a wrong token order or a different initial weight shows above these within a few steps.
+# missing reduction, a wrong token order or a different initial weight exceeds these tolerances within a few steps.
 TOLERANCES = {name: policy.loss_tolerance for name, policy in POLICIES.items()}
 
-# Relative difference of the gradient norm, in the median of a run's first steps: in later ones rounding is amplified.
-# While the learning rate warms up, losses hardly depend on gradients, and wrong ones of any size hide behind them.
-# Right ones in benchmarks/ and of make quickstart are within 2e-6 (fp32), 1.2e-3 (bf16) and 2.4e-5 (fp16).
+# Relative difference of the gradient norm, as the median of the first steps. Later steps amplify rounding. While the
+# learning rate warms up, losses hardly depend on the gradients, so they do not reveal wrong gradients. Correct gradient
+# norms in benchmarks/ and in make quickstart differ by up to 2e-6 (fp32), 1.2e-3 (bf16) and 2.4e-5 (fp16).
 GRAD_NORM_TOLERANCES = {name: policy.grad_norm_tolerance for name, policy in POLICIES.items()}
 NUM_NORMS = 10
-FAR_OFF = 1.0  # a single norm that is off by its whole value is no rounding
+FAR_OFF = 1.0  # a difference as large as the norm itself cannot be rounding
 
-Values = Sequence[float | None]  # a step each; one that was not finite is None, as in a record
+Values = Sequence[float | None]  # one value per step; None for a non-finite value, as in records
 
 
 def compare_losses(losses: Values, expected: Values) -> float | None:
@@ -101,7 +101,9 @@ def _judged(record: RunRecord, standard: RunRecord | None) -> RunRecord:
     if standard:
         _, losses, expected = from_same_step(record, standard, "losses")
         parity.max_relative_difference = compare_losses(losses, expected)
-        if record.first_step == standard.first_step:  # else the first steps of one are late ones of the other
+        if (
+            record.first_step == standard.first_step
+        ):  # otherwise the first steps of one run would be compared with later steps of the other
             may_skip = POLICIES[record.precision].scales_loss
             parity.grad_norm_difference = compare_grad_norms(record.grad_norms, standard.grad_norms, may_skip)
     if record.losses or standard is not None:

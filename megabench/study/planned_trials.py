@@ -14,7 +14,7 @@ from megabench.settings.run_settings import RunSettings
 from megabench.study.expand import expand
 from megabench.study.study import StudyError, StudyFile
 
-# what tells two runs of one study apart, as far as a plan sets it
+# the settings in which planned trials of a study can differ
 _COMPARED = [
     *("engine", "tp", "cp", "pp", "vp", "micro_batch", "recompute", "placement"),
     *("zero_stage", "offload", "shard_size", "hpz_size", "reshard_after_forward"),
@@ -63,7 +63,7 @@ class Planning:
         ]
         added: list[dict[str, Any]] = []
         for number, estimate in enumerate(plan.ranked, 1):
-            # what the plan leaves at its default, the study's base may have set
+            # the base of the study may set values that the plan leaves at their defaults
             defaults = {name: FIELDS[name].default for name in _COMPARED if name in base}
             settings = defaults | settings_of(estimate.candidate)
             if _compared(base | settings) not in own:

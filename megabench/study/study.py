@@ -36,13 +36,13 @@ from megabench.study.expand import (
     with_fields,
 )
 
-# where a trial writes is the study's to say, and trials leave no checkpoints
+# the study sets the output paths of its trials, and trials save no checkpoints
 _TRIAL_FIELDS = [name for name, about in SETTINGS.items() if about.role != "output"]
 _LONGEST_NAME = 200
 _LONGEST_VARIABLE = 2**17 - 1  # Linux: MAX_ARG_STRLEN, with the final NUL byte
 _MOST_TRIALS = 2000
 _EXTRAS = ["name", "env", "world_size", "timeout_seconds", "repeats"]
-TRIAL_SETTINGS = _TRIAL_FIELDS + _EXTRAS  # what a trial may say
+TRIAL_SETTINGS = _TRIAL_FIELDS + _EXTRAS  # settings that a trial may have
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -129,7 +129,7 @@ class Trial:
     @property
     def id(self) -> str:
         """Hash of everything that shapes the run; equal ids mean the same run."""
-        # named as in version 0.1, so that the identities of older studies stay the same
+        # the key of version 0.1, so that the identities of older studies stay the same
         auto = {"to_find": self.config.auto_settings} if self.config.auto_settings else {}
         return identity(self.resolved, world_size=self.world_size, env=self.env, **auto)
 
@@ -271,7 +271,7 @@ def _draft(
     world_size = both.get("world_size", num_processes)
     if not _is(NumRanks, world_size):
         raise StudyError(f"{where}: world_size={world_size!r} must be a whole number of processes, e.g. 8")
-    if not only:  # else it may be one that is left out, which its name will tell
+    if not only:  # with `only`, the trial may be excluded, which is decided after trials have names
         _check_size(where, world_size, num_processes)
     timeout = both["timeout_seconds"]
     if not _is(Seconds, timeout):

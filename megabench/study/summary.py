@@ -107,7 +107,7 @@ def engine_name(record: RunRecord) -> str:
     """The engine with its mode and the options that are not at their defaults: "deepspeed ZeRO-3, hpz 4"."""
     options, spec = record.options, ENGINES.get(record.engine)
     mode = spec.mode(options) if spec else None
-    overlapped = ["TP overlapped"] if options.get("tp_overlap") else []  # an option that only older records have
+    overlapped = ["TP overlapped"] if options.get("tp_overlap") else []  # only older records have this option
     return ", ".join([f"{record.engine} {mode}" if mode else record.engine, *labels(options), *overlapped])
 
 
@@ -136,7 +136,7 @@ def _row(runs: Sequence[RunRecord], by_trial: Mapping[str, Sequence[RunRecord]],
     norms = [p.grad_norm_difference for p in parities if p.grad_norm_difference is not None]
     verdicts = {parity.verdict for parity in parities}
     if len(runs) == 1 and runs[0].trial != reference and verdicts and parities[0].reference == runs[0].trial:
-        verdicts = set()  # a run is no evidence of itself
+        verdicts = set()  # exclude the run itself from its evidence
     return Row(
         trial=runs[0].trial,
         engine=engine_name(runs[0]),

@@ -8,7 +8,7 @@ from typing import Literal
 from megabench.record import RunRecord
 from megabench.study.summary import Row, runs_by_trial
 
-_LEAST_STEPS = 3  # fewer timed steps have no spread to speak of
+_LEAST_STEPS = 3  # with fewer timed steps, the spread is not meaningful
 
 STATUS_WORDS = {
     "ok": "ok",

@@ -10,14 +10,14 @@ from typing import Any
 from megabench.record import FailureKind, RunFailure, Status
 from megabench.runtime.messages import Failure
 
-# what a rank says when it was another that failed: gloo, NCCL and the store, in the words of torch
+# messages of torch, gloo, NCCL and the store on a rank that lost a failed peer
 _LOST_CONNECTION = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|ncclRemoteError|remote process exited|"
     r"socket (timeout|closed)|pair closure|DistNetworkError|failed to recv|recvValue failed|sendBytes failed|"
     r"watchdog|no error info|unhandled system error",
     re.IGNORECASE,
 )
-# shared memory that is full, in the words of NCCL and of the operating system
+# messages of NCCL and the operating system if shared memory is full
 _NO_SHARED_MEMORY = re.compile(r"/dev/shm|shared memory segment")
 
 _MOST_PLACES = 4

@@ -18,7 +18,7 @@ from megabench.supervisor.coordinator import Coordinator
 from megabench.supervisor.root_cause import RankEnd
 from megabench.supervisor.stacks import ask_where
 
-# after a first failure the reports of the other ranks are waited for, to tell the cause from its consequences
+# After the first failure, wait for the reports of other ranks, to separate the cause from its consequences.
 SETTLE_SECONDS = 2.5
 
 Stop = Literal["ended", "failed", "timeout"]
@@ -83,7 +83,7 @@ class TrialProcesses:
     def _environment(self, rank: int) -> dict[str, str]:
         task = self._task
         environment = {"PYTHONUNBUFFERED": "1"} | without_launcher(os.environ)
-        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # each layout wants its own: train/main.py
+        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # train/main.py sets the value for each layout
         if task.device == "cpu":
             environment = {"OMP_NUM_THREADS": "1"} | environment | {"CUDA_VISIBLE_DEVICES": ""}
         placement = self._coordinator.launch.placement_variables(rank, task.world_size)
@@ -118,10 +118,11 @@ class TrialProcesses:
         running = {rank: child for rank, child in self._children.items() if rank not in self._ended}
         places = ask_where(running) if stop == "timeout" else {}
         failures = {rank: read_failure(self._messages, rank) for rank in running}
-        # nobody ends a process before all have looked: its peers, on whatever host, will report that they lost it
+        # Supervisors end processes only after all of them have read the failures, because peers of an ended process
+        # report a lost connection.
         self._notes.add("looked", self._num_ranks)
         self._coordinator.wait_until(lambda: self._count("looked") == self._task.world_size)
-        end_all(running.values(), self._coordinator.poll)  # they may take longer than a supervisor may be silent
+        end_all(running.values(), self._coordinator.poll)  # keep the heartbeat alive while processes end
         for rank in running:
             self._publish(rank, failures[rank], was_ended=True, place=places.get(rank))
 
@@ -137,7 +138,7 @@ class TrialProcesses:
         end = RankEnd(
             rank=rank,
             host=socket.gethostname(),
-            code=-9 if code is None else code,  # stuck in the kernel, its SIGKILL still to come
+            code=-9 if code is None else code,  # the process is stuck in the kernel and has not received SIGKILL yet
             was_ended=was_ended,
             order=self._notes.add("failed", 1) if code and not was_ended else None,
             last_line=child.last_line(),

@@ -10,7 +10,11 @@ from megabench.hardware.topology import Host, Topology, build
 from tools.planner_validation.published import read_table
 
 _PLOTTED_BYTES = 256e6  # of the rows without bytes: "size=256MB" in the figure's title
-_BUS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}  # bus ÷ algorithm bandwidth, times (n − 1)/n
+_BUS = {
+    "all_reduce": 2.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+}  # ratio of bus bandwidth to algorithm bandwidth, as a multiple of (n − 1)/n
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megabench.specs.megatron_memory import stage_memory
 from tools.planner_validation.collectives import Collective
 from tools.planner_validation.published import Row
 
-# constants that published step times tell about; the rest is from data sheets and micro-benchmarks
+# constants that are fitted to published step times; the others are from data sheets and micro-benchmarks
 SPEED = (
     "gemm_half_k",
     "attention_forward",
@@ -23,8 +23,8 @@ SPEED = (
 )
 MEMORY = ("allocator_share", "gather_allocator_share")
 LINKS = ("nvlink.efficiency", "efa.efficiency", "efa.hop_seconds", "efa.base_seconds")
-_NOISE = 0.02  # by which repeated runs differ
-_LARGE = 1e6  # bytes, from which on a collective tells about training
+_NOISE = 0.02  # typical difference of repeated runs
+_LARGE = 1e6  # smallest message size in bytes that is relevant for training
 
 
 def predicted_seconds(row: Row, profile: Profile) -> float:

@@ -12,7 +12,7 @@ from megabench.record import RunRecord, read_records
 from megabench.specs.registry import ENGINES
 from tools.planner_validation.published import Row, Source
 
-# what was wrong in a study, of which benchmarks/NOTES.md tells
+# studies with known faults; see benchmarks/NOTES.md
 _FAULTS = {"engines-4-gpus": " (torch.compile off by a fault)"}
 # in which FSDP2, and DDP with several micro-batches, held gradients twice (ibid.): no measure of their memory since
 _GRADIENTS_HELD_TWICE = (
@@ -34,7 +34,7 @@ _SOURCE = Source("own records", "", Stack(), "socket")
 def read_own(folder: Path) -> list[Row]:
     """What was measured on GPUs in the studies below a folder."""
     rows: list[Row] = []
-    seen: set[tuple[float, ...]] = set()  # a run may stand in two studies
+    seen: set[tuple[float, ...]] = set()  # a run may be part of two studies
     for path in sorted(folder.glob("*/results.jsonl")):
         name = path.parent.name + _FAULTS.get(path.parent.name, "")
         records, trials = read_records(path), dict[str, list[Row]]()

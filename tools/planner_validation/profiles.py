@@ -11,7 +11,7 @@ from tools.planner_validation import fit
 from tools.planner_validation.collectives import Collective
 from tools.planner_validation.published import Row
 
-# where every fit begins, whatever was fitted before
+# starting point of every fit
 _START = {
     "gemm_half_k": 150.0,
     "attention_forward": 0.6,
@@ -29,7 +29,7 @@ _START = {
 OWN_FITTED = ("options-4-gpus", "nccl-parity-bf16")
 # of larger ones the memory alone: four layers have few activations, beside which an allocator's fragments are many
 OWN_FITTED_MEMORY = (*OWN_FITTED, "llama3-8b-nvlink-synthetic", "llama3-8b-two-gpus-synthetic", "llama3-8b-scaling")
-# what `megabench calibrate` did not measure
+# constants that `megabench calibrate` did not measure
 _FEW = ("unfused_traffic", "step_seconds")
 
 

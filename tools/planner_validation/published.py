@@ -116,7 +116,7 @@ _GPUS = {
     "A100-40GB": "NVIDIA A100-SXM4-40GB",
 }
 _NVLINK_GB_PER_S = {"H100": 450.0, "A100": 300.0}
-# where a row states no network: p5's EFA (the sweep's cluster), and eight 400 or 200 Gbit/s ports a host
+# Networks of rows that state none: EFA of p5 (the cluster of the sweep), and eight ports of 400 or 200 Gbit/s per host.
 _GBITS = {"H100": 3200.0, "A100": 1600.0}
 _VOCABULARY = 51200  # Megatron-LM's GPT-2 vocabulary, padded
 
@@ -150,7 +150,7 @@ class Row:
         num_stages, output = self.candidate.layout.pp, self.job.output_cost
         part = (self.job.shape.num_layers + output) / num_stages
         stage, passed, found = 0, 0.0, 0
-        # layers; norm, output layer, cast, loss
+        # kernels of the layers; kernels of norm, output layer, cast and loss
         for cost in (*[1.0] * self.job.shape.num_layers, 0.0, output, 0.0, 0.0):
             passed, found = passed + cost, stage
             if passed >= part * (stage + 1) * (1 - 1e-9) and stage < num_stages - 1:

@@ -88,7 +88,7 @@ def lines(name: str, rows: Sequence[Row], profiles: Mapping[str, Profile], null:
     for title, predict in predictors:
         predicted = [predict(row) for row in timed]
         within = [value for a, b in _sweeps(timed, predicted) if (value := spearman(a, b)) is not None]
-        # a layout that is predicted not to fit is not chosen; the null model knows of none
+        # the planner never chooses a layout that does not fit; the null model does not predict memory
         may_be = [predict is null or not _misses(row, profiles) for row in timed]
         chosen_from = [seconds if fits else math.inf for seconds, fits in zip(predicted, may_be, strict=True)]
         regrets = [regret(a, b) for a, b in _sweeps(timed, chosen_from) if min(a) < math.inf]
@@ -117,7 +117,7 @@ def _sweeps(rows: Sequence[Row], predicted: Sequence[float]) -> list[tuple[list[
 def _with_memory(line: Line, rows: Sequence[Row], profiles: Mapping[str, Profile]) -> Line:
     peaks = [row for row in rows if "memory_gib" in row.measured]
     errors = [abs(predicted_gib(row, _profile(row, profiles)) / row.measured["memory_gib"] - 1) for row in peaks]
-    # what both ran and failed says nothing
+    # layouts that failed in the measurements are excluded
     ended = [row for row in rows if ("oom" in row.measured) != ("seconds" in row.measured)]
     happened = ["oom" in row.measured for row in ended]
     said = [row.is_refused or _misses(row, profiles) for row in ended]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomGelu
 
-_EXTRA_CHANNELS = 8  # flash attention takes head sizes that are multiples of 8
+_EXTRA_CHANNELS = 8  # flash attention needs head sizes that are multiples of 8
 
 
 def alibi_attention(query: Tensor, key: Tensor, value: Tensor, alibi: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class FusedGelu(BloomGelu):
 
 def fuse(model: PreTrainedModel) -> None:
     """Puts the fused kernels into a BLOOM model of transformers: the same weights under the same names."""
-    model.config._attn_implementation = "sdpa"  # for which no mask [B, 1, S, S] is made
+    model.config._attn_implementation = "sdpa"  # fused attention needs no mask [B, 1, S, S]
     fused: dict[type[nn.Module], type[nn.Module]] = {BloomAttention: FusedAttention, BloomGelu: FusedGelu}
     for module in model.modules():
         if kind := fused.get(type(module)):

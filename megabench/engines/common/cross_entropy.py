@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from megabench.engines.common.fused import fused
 from megabench.engines.common.weight_gradient import accumulate
 
-_CHUNK_LOGITS = 2**29  # of one chunk, in elements: 1 GiB in bf16
+_CHUNK_LOGITS = 2**29  # elements of one chunk of logits: 1 GiB in bf16
 
 
 def linear_cross_entropy(
@@ -74,13 +74,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 log_sum, target = everyone[0::2].logsumexp(0), everyone[1::2].sum(0)
             losses[part] = log_sum - target
             if grad_hidden is not None and grad_weight is not None:
-                # d loss / d logits, times the number of tokens: softmax less one at the label
+                # gradient of the loss by the logits times the number of tokens: softmax, minus 1 at the label
                 grads = fused(_softmax, logits)(logits, log_sum)
                 grads[torch.arange(len(local), device=local.device), local] -= is_here.to(grads.dtype)
                 torch.mm(grads, weight, out=grad_hidden[part])
                 accumulate(grad_weight, grads, hidden[part])
                 del grads
-            del logits  # before the next chunk makes its own
+            del logits  # free these logits before the next chunk is computed
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.num_tokens, ctx.dtype = len(labels), weight.dtype
         return losses.mean()

@@ -17,7 +17,7 @@ from megabench.models.mapping import Piece, hugging_face_shapes
 from megabench.models.shape import ModelShape
 from megabench.runtime.rendezvous import share_of_cores
 
-TILE = 1024  # rows and columns of a tile
+TILE = 1024  # number of rows and columns of a tile
 _CPU = torch.device("cpu")
 _STD = 0.02  # initializer_range of transformers' Llama, GPT-2 and BLOOM
 
@@ -67,7 +67,7 @@ def initial_piece(
         values = tile.numpy()[
             first_row - row * TILE : last_row - row * TILE, first_column - column * TILE : last_column - column * TILE
         ]
-        # by numpy, which copies in this thread: torch would start as many threads of its own in each of these
+        # numpy copies in this thread, while torch would start further threads in each of these threads
         if device.type == "cpu":
             target.numpy()[:] = values
         else:
@@ -78,7 +78,7 @@ def initial_piece(
         for row in range(top // TILE, -(-bottom // TILE))
         for column in range(left // TILE, -(-right // TILE))
     ]
-    # drawing releases the interpreter lock; a thread that is bound to no GPU would open GPU 0
+    # random numbers are drawn without the GIL; a thread without a device would create a CUDA context on GPU 0
     with ThreadPoolExecutor(share_of_cores(), initializer=_bind, initargs=(device,)) as pool:
         list(pool.map(draw, tiles))
     return block

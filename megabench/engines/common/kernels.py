@@ -26,7 +26,7 @@ _PLAIN_OF = {
         "activation": "transformers unfused BLOOM GELU",
     },
 }
-# Liger's patches of transformers' families
+# Liger's patch functions by transformers model family
 _LIGER = ("llama", "mistral", "qwen2", "qwen3")
 FUSED_CROSS_ENTROPY = "megabench linear_cross_entropy, in chunks"
 
@@ -54,7 +54,7 @@ def patch_transformers(run: ResolvedConfig) -> None:
     """Puts Liger's kernels into transformers' modules, and stops a search in them, for the life of this process."""
     from transformers import masking_utils
 
-    # it looks for positions that begin anew, which a batch has none of, and the host would wait for the GPU to tell
+    # This check looks for packed sequences, which batches do not have, and makes the host wait for the GPU.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     if uses_liger(run):
         import liger_kernel.transformers as liger
@@ -83,7 +83,9 @@ def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
     if run.shape.foreign:
         own = KernelTraits(fused_loss=False)
     else:
-        has_plain_norm = "norm" not in _PLAIN_OF.get(run.shape.family, {})  # else torch's own, which is one kernel
+        has_plain_norm = "norm" not in _PLAIN_OF.get(
+            run.shape.family, {}
+        )  # otherwise torch's norm, which is a single kernel
         own = KernelTraits(
             flash_attention=run.shape.family != "bloom" or fuses_bloom(run),
             fused_norm=not has_plain_norm,
@@ -103,7 +105,7 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
     if _exchanges_heads(run):
         attention += ", of a part of the heads"
     elif run.layout.cp > 1:
-        attention += ", of a chunk's queries and all keys before"  # torch has its own flash kernel for that
+        attention += ", of a chunk's queries and all keys before"  # torch has a flash-attention kernel for this case
     return PLAIN | {
         "attention": attention,
         "norm": "torch rms_norm",

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 # DeepSpeed begins at 2^16. There it skips two of GPT-2's first steps, as it holds gradients in fp16, and an engine that
 # holds them in fp32 skips none: they would not do the same work.
 INITIAL = 2.0**13
-WINDOW = 1000  # this and the next as DeepSpeed's defaults
+WINDOW = 1000  # WINDOW and HYSTERESIS are DeepSpeed's defaults
 HYSTERESIS = 2
 
 

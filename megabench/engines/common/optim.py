@@ -54,7 +54,8 @@ class GroupStepAdamW(GroupStepOptimizer):
         for param in params:
             if not self.state[param]:
                 self.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-        # the kernel counts one step on from what it is given; filled on the device, for a copy each would make it wait
+        # The kernel adds 1 to the given step. The tensors are filled on the device, because copies would make the host
+        # wait.
         steps = torch.full((len(params),), group["step"] - 1.0, device=params[0].device).unbind()
         adamw(
             params,

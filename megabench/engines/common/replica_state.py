@@ -40,7 +40,7 @@ class ReplicaState:
         shards = []
         for held in self._held:
             for kind, values in self._tensors(held.values).items():
-                # Adafactor's sums over rows and columns are as long as a matrix is high and wide
+                # Adafactor keeps one sum per row and one per column of a matrix
                 size = {"row_var": shapes[held.name][:1], "col_var": shapes[held.name][1:]}.get(kind, shapes[held.name])
                 blocks = blocks_of(whole(held.name, size), held.first, held.first + values.numel())
                 shards.append(StateShard(kind, blocks, values.detach().view(-1), held.is_owner))

@@ -45,7 +45,7 @@ def materialize(model: PreTrainedModel, device: torch.device) -> None:
     """Gives a model of the meta device memory, with any weights, and its buffers their values."""
     model.to_empty(device=device)
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # so that transformers initializes buffers alone
+        parameter._is_hf_initialized = True  # makes transformers initialize only the buffers
     model.initialize_weights()
 
 
@@ -59,7 +59,7 @@ def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
     if fuses_cross_entropy(run):
         head = model.get_output_embeddings()
         assert type(head) is nn.Linear and head.bias is None
-        head.__class__ = LossHead  # the same weight under the same name
+        head.__class__ = LossHead  # tied weights share one name
     if fuses_bloom(run):
         from megabench.engines.common import bloom
 
@@ -68,10 +68,10 @@ def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
 
 def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:
     """Gives a model that was built in another dtype, or on no device, what it must have before it trains."""
-    # made in fp32 again: rotary frequencies in half precision are other frequencies
+    # recomputed in fp32, because rounding changes the rotary frequencies
     if rotary := getattr(model.base_model, "rotary_emb", None):
         model.base_model.rotary_emb = type(rotary)(model.config).to(device)
-    model.tie_weights()  # moving a model between devices makes two of one
+    model.tie_weights()  # moving a model between devices separates tied weights
     if run.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()

@@ -36,7 +36,7 @@ class DdpEngine(DataParallelEngine):
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run = config
         self.device = device
-        # PowerSGD waits inside gloo's two threads: with a second bucket none is left to communicate
+        # PowerSGD blocks gloo's two threads, so with a second bucket no thread is left to communicate
         own = DdpSettings.of(config)
         one_bucket = 10**6 if own.powersgd_rank and device.type == "cpu" else None
         self.model = DistributedDataParallel(
@@ -57,7 +57,7 @@ class DdpEngine(DataParallelEngine):
         self.loss_scale = shared.loss_scale_of(config)
         self.state = ReplicaState(config, self.optimizer, held, self.loss_scale)
         self.loss = torch.zeros((), device=device)
-        # PowerSGD counts how often it reduces
+        # PowerSGD counts its reductions
         self.may_reduce_early = not own.powersgd_rank
 
     def _build_model(self) -> PreTrainedModel:
@@ -73,8 +73,8 @@ class DdpEngine(DataParallelEngine):
             for name, parameter in model.named_parameters():
                 parameter.copy_(values.read(name, 0, parameter.numel()).to(dtype).view(parameter.shape))
         if DdpSettings.of(run).compile:
-            # DDP's optimizer for compiled graphs cuts them at buckets, through fused kernels as well, and fails there.
-            # Compiled a block at a time, they are short enough for reductions to overlap.
+            # DDP's graph optimizer splits compiled graphs at bucket borders, which fails inside fused kernels.
+            # Graphs of single blocks are short enough for reductions to overlap.
             torch._dynamo.config.optimize_ddp = False
             for block in shared.blocks(model, run):
                 block.compile()
@@ -94,8 +94,9 @@ class DdpEngine(DataParallelEngine):
         return self.update(learning_rate)
 
     def accumulate(self, batches: Sequence[Batch]) -> None:
-        # Kept where they lie, in DDP's buckets, gradients are summed up there, and not held a second time. The first
-        # reduction puts them there: a mean of means is the same mean.
+        # Gradients stay in DDP's buckets and are accumulated there, so that no second copy exists. The first reduction
+        # places gradients in the buckets. Reducing again does not change the result, because the mean of equal means is
+        # the same mean.
         self.model.zero_grad(set_to_none=len(batches) == 1)
         self.loss.zero_()
         for number, batch in enumerate(batches):

@@ -47,23 +47,23 @@ class DeepSpeedEngine(DataParallelEngine):
         self.settings = deepspeed_settings(config)
         self.zero_stage = self.settings["zero_optimization"]["stage"]
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-        # a shared-memory op that it would compile on CPU, at a minute's cost, for the same losses
+        # avoid compiling a shared-memory op on CPU, which takes a minute and does not change the losses
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         if self.own.deepspeed_config:
             _check_settings(self.settings, self.own.deepspeed_config)
         model = self._build_model()
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        with contextlib.redirect_stdout(io.StringIO()):  # reports of memory, a dozen lines a rank
+        with contextlib.redirect_stdout(io.StringIO()):  # suppress a dozen lines of memory reports per rank
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=_build_optimizer(config, model), config=self.settings
             )
         if self.zero_stage == 3:
-            # hpZ's copies were made of the weights before the initial ones were loaded
+            # hpZ copied the weights before the initial weights were loaded
             self.engine.optimizer.invalidate_secondary_tensor()
         if self.zero_stage == 0 and config.policy.compute == "bf16":
             _undo_first_step(self.engine.optimizer)
-        # and its engine casts buffers with the weights
+        # DeepSpeed casts buffers together with the weights, so restore them
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name].to(self.device)
         self.loss = torch.zeros((), device=device)
@@ -71,7 +71,7 @@ class DeepSpeedEngine(DataParallelEngine):
 
     def _build_model(self) -> PreTrainedModel:
         """The transformers model with the layout-independent initial weights, partitioned from birth under ZeRO-3."""
-        config = shared.model_config(self.run)  # not inside zero.Init, which reaches for every model that is made
+        config = shared.model_config(self.run)  # outside zero.Init, which would partition every model that is created
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(DTYPES[self.run.precision])
         try:
@@ -98,7 +98,7 @@ class DeepSpeedEngine(DataParallelEngine):
             self.engine.backward(loss)  # divides by the number of micro-batches
             self.loss += loss.detach() / len(batches)
             if number < len(batches) - 1:
-                self.engine.step()  # steps nothing before the last micro-batch, but counts them
+                self.engine.step()  # before the last micro-batch, step() only counts micro-batches
 
     def update(self, learning_rate: float) -> StepResult:
         for group in self.engine.optimizer.param_groups:
@@ -109,7 +109,7 @@ class DeepSpeedEngine(DataParallelEngine):
         skipped = self.engine.skipped_steps > skipped_before
         if grad_norm is None:
             norm = float(self.engine.get_global_grad_norm() or 0.0)
-            grad_norm = norm if norm >= 0 else float("inf")  # DeepSpeed's -1 stands for a norm that is not finite
+            grad_norm = norm if norm >= 0 else float("inf")  # DeepSpeed returns -1 for a non-finite norm
         total = self.loss.clone()
         dist.all_reduce(total)
         return StepResult(
@@ -167,9 +167,11 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
         "communication_data_type": run.grad_dtype,
         "zero_optimization": _zero_settings(run),
         "zero_allow_untested_optimizer": True,  # plain SGD
-        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own serves AdamW alone
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's CPU optimizer supports only AdamW
         "steps_per_print": 2**31,
-        "timers": {"throughput": {"enabled": False}},  # which makes the host wait for the GPU in every micro-batch
+        "timers": {
+            "throughput": {"enabled": False}
+        },  # the throughput timer makes the host wait for the GPU in every micro-batch
     }
     path = DeepSpeedSettings.of(run).deepspeed_config
     return merge(ours, read_deepspeed_json(path)) if path else ours
@@ -223,7 +225,7 @@ def _zero_settings(run: ResolvedConfig) -> dict[str, Any]:
 
 
 def _build_optimizer(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    # under ZeRO-3 a parameter is empty here and keeps its shape aside
+    # under ZeRO-3 a parameter is empty here, and its shape is in ds_shape
     params = [(p, len(getattr(p, "ds_shape", p.shape))) for p in model.parameters()]
     return _cpu_adam(run, params) if _uses_cpu_adam(run) else shared.build_optimizer(run, params)
 
@@ -261,6 +263,6 @@ def _load_initial_weights(model: torch.nn.Module, values: shared.InitialValues) 
         partition = getattr(parameter, "ds_tensor", None)
         if partition is None:
             parameter.copy_(values.read(name, 0, parameter.numel()).view(parameter.shape))
-        else:  # ZeRO-3 cuts the flat tensor, padded at its end, in equal parts
+        else:  # ZeRO-3 splits the flattened, padded tensor into equal parts
             start = partition.numel() * dist.get_rank()
             partition.copy_(values.read(name, start, start + partition.numel()))

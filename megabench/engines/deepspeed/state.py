@@ -16,7 +16,7 @@ from megabench.config import ResolvedConfig
 from megabench.models.mapping import hugging_face_shapes
 
 _MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
-# of DeepSpeed's DynamicLossScaler: what a run changes in it
+# attributes of DeepSpeed's DynamicLossScaler that change during a run
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -41,7 +41,7 @@ class ZeroState:
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
         """Makes the weights that are trained with out of masters that were just written."""
         for state in self._inner.state.values():
-            # DeepSpeed's own CPU optimizer counts in numbers, torch's in tensors
+            # DeepSpeed's CPU optimizer stores the step as a number, torch's optimizers store a tensor
             state["step"] = optimizer_step if isinstance(state["step"], int) else state["step"].fill_(optimizer_step)
         if (scaler := self._loss_scaler) and loss_scale:
             for name in _LOSS_SCALE:
@@ -73,7 +73,7 @@ class ZeroState:
         if self._stage == 3:
             masters: list[Tensor] = self._engine.optimizer.fp32_partitioned_groups_flat
         elif self._stage:
-            optimizer = self._engine.optimizer  # ZeRO-1 in bf16 has one of its own
+            optimizer = self._engine.optimizer  # ZeRO-1 in bf16 uses another optimizer class
             is_bf16 = hasattr(optimizer, "fp32_groups_flat_partition")
             masters = optimizer.fp32_groups_flat_partition if is_bf16 else optimizer.single_partition_of_fp32_groups
         else:
@@ -90,7 +90,7 @@ class ZeroState:
 
     def _shards(self) -> Iterator[StateShard]:
         shapes = hugging_face_shapes(self._run.shape)
-        # without ZeRO every rank holds everything
+        # without ZeRO, every rank has the whole state
         is_owner = self._stage > 0 or dist.get_rank() == 0
         for name, parameter in self._engine.module.named_parameters():
             if (held := self._held(parameter)) is None:
@@ -126,4 +126,4 @@ class ZeroState:
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if kept:
             kept[0].all_gather(kept)
-        optimizer.invalidate_secondary_tensor()  # hpZ's copies are of other weights
+        optimizer.invalidate_secondary_tensor()  # hpZ's copies are outdated after loading

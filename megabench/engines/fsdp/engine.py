@@ -37,11 +37,11 @@ class FsdpEngine(DataParallelEngine):
         self.run, self.own = config, FsdpSettings.of(config)
         self.device = device
         self.model = self._build_model()
-        # the optimizer works on plain tensors: the shards themselves
+        # the optimizer updates plain tensors, which are the local shards
         self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in self._named_parameters()}
         dims = [parameter.ndim for _, parameter in self._named_parameters()]
         self.optimizer = shared.build_optimizer(config, zip(self.shards.values(), dims, strict=True))
-        # the first of the replicas saves
+        # only the first replica saves
         is_owner = dist.get_rank() < (self.own.shard_size or dist.get_world_size())
         held = [
             Held(name, self.shards[name], _first_element(parameter), is_owner)
@@ -63,9 +63,10 @@ class FsdpEngine(DataParallelEngine):
         shared.fuse(model, run)
         blocks, ends = shared.blocks(model, run), [model.get_input_embeddings(), model.get_output_embeddings()]
         if run.shape.tied_embeddings:
-            ends = []  # the weight that they share stays in the model's unit
+            ends = []  # a tied weight stays in the unit of the whole model
         for unit in [*blocks, *ends, model]:
-            # the others stay whole: backward begins at the output layer, and needs no weight of the embedding
+            # The embedding and the output layer are not resharded: backward starts at the output layer and does not
+            # gather the embedding.
             is_block = unit in blocks
             if self.own.compile and is_block:
                 unit.compile()
@@ -100,10 +101,10 @@ class FsdpEngine(DataParallelEngine):
 
     def accumulate(self, batches: Sequence[Batch]) -> None:
         self.model.zero_grad()
-        self.optimizer.zero_grad()  # the shards' gradients are parts of the model's
+        self.optimizer.zero_grad()  # gradients of the shards are parts of the full gradients
         self.loss.zero_()
         for number, batch in enumerate(batches):
-            # replicas of a shard add up their gradients once a step
+            # HSDP replicas reduce their gradients once per step
             self.model.set_requires_all_reduce(number == len(batches) - 1)
             loss = shared.mean_loss(self.model, self.model, batch.to(self.device)) / len(batches)
             (loss * self.loss_scale.value if self.loss_scale else loss).backward()
@@ -115,9 +116,11 @@ class FsdpEngine(DataParallelEngine):
             assert parameter.grad is not None, f"{name} has no gradient"
             self.shards[name].grad = _local(parameter.grad)
         grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
-        # replicas of a shard hold the same gradient
+        # HSDP replicas have equal gradients
         replicas = dist.get_world_size() // (self.own.shard_size or dist.get_world_size())
-        if self.own.offload == "all":  # one by one on the device: on CPU an fp32 norm of so much is off by a thousandth
+        if (
+            self.own.offload == "all"
+        ):  # norms of single tensors on the device, because one fp32 norm of all gradients on CPU is off by 0.1%
             norms = [torch.linalg.vector_norm(grad.to(self.device)) for grad in grads]
             squared_norm = torch.stack(norms).square().sum()
         else:
@@ -144,7 +147,9 @@ class FsdpEngine(DataParallelEngine):
         for name, parameter in self._named_parameters():
             tensor: Any = parameter if kind == "weights" else parameter.grad
             if tensor is not None:
-                tensor = tensor.detach().to(self.device).full_tensor()  # offloaded, it is where NCCL cannot gather it
+                tensor = (
+                    tensor.detach().to(self.device).full_tensor()
+                )  # an offloaded shard is in host memory, where NCCL cannot gather
             yield name, shared.shown(name, tensor, kind, self.run, self.loss_scale)
 
     @property

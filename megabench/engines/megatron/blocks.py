@@ -41,7 +41,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
-        # each rank sees a part: without this mark megatron-core never sums their gradients over tp
+        # Each rank has the gradient of a part of the sequence. megatron-core sums gradients over tp only with this
+        # mark.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_states: Tensor) -> Tensor:

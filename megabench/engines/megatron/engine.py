@@ -45,7 +45,7 @@ class MegatronEngine:
         self.run = config
         self.device = device
         self.groups = process_groups.create(config.layout)
-        # the sequence-parallel forward takes its random state from megatron-core's tracker
+        # the sequence-parallel forward pass needs megatron-core's random state tracker
         model_parallel_cuda_manual_seed(config.seed)
         self.chunks = self._build_chunks()
         self.optimizer = build_optimizer(config, self.chunks, self.groups)
@@ -61,7 +61,7 @@ class MegatronEngine:
         """The model chunks of this pipeline stage, with their initial weights, each in its gradient buffers."""
         run, layout = self.run, self.run.layout
         self.transformer_config = transformer_config(run)
-        # communication overlaps with compute wherever there are replicas to talk to
+        # overlap communication with compute if there are several replicas
         overlap = layout.data_parallel * layout.cp > 1
         weights, stage = initial_weights(run, self.device), self.groups.pp.rank()
         chunks = []
@@ -82,7 +82,7 @@ class MegatronEngine:
                         overlap_param_gather=overlap,
                     ),
                     chunk,
-                    disable_bucketing=number > 0,  # later chunks' communication is hidden already
+                    disable_bucketing=number > 0,  # the communication of later chunks already overlaps
                     pg_collection=self.groups,
                 )
             )
@@ -117,7 +117,7 @@ class MegatronEngine:
         self.optimizer.zero_grad()
         reports = self.forward_backward(
             forward_step_func=self._forward_step,
-            # each pipeline chunk reads the micro-batches from the start
+            # each model chunk reads the micro-batches from the beginning
             data_iterator=[iter(batches) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(batches),
@@ -125,13 +125,13 @@ class MegatronEngine:
             micro_batch_size=self.run.micro_batch,
         )
         self.loss_and_count.zero_()
-        for report in reports:  # none but on the last stage
+        for report in reports:  # only the last stage has losses
             self.loss_and_count += report
 
     def _forward_step(self, batches: Iterator[Batch], model: DistributedDataParallel) -> tuple[Tensor, Any]:
         batch, cp = next(batches).to(self.device), self.groups.cp
         inputs, labels = (zigzag_slice(part, cp.size(), cp.rank()) for part in (batch.inputs, batch.labels))
-        # rotary positions are counted by the model, attention is causal: neither takes an argument
+        # the model computes rotary positions and the causal mask itself
         output = model(input_ids=inputs, position_ids=None, attention_mask=None, labels=labels)
         return output, self._loss
 
@@ -159,7 +159,7 @@ class MegatronEngine:
         dist.all_reduce(totals)
         loss_sum, loss_count, squared_norm_sum = totals.tolist()
         grad_norm = squared_norm_sum**0.5
-        # DeepSpeed, too, leaves the weights alone then, in any precision
+        # DeepSpeed also skips the update in this case, in any precision
         skipped = skipped or not math.isfinite(grad_norm)
         if not skipped:
             self._clip(grad_norm)
@@ -210,7 +210,7 @@ class MegatronEngine:
     def _weights(self) -> dict[str, Tensor]:
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
-                # updated shards are otherwise gathered only when the next forward needs them
+                # otherwise the updated shards are gathered only before the next forward pass
                 chunk.disable_forward_pre_hook()
                 chunk.enable_forward_pre_hook()
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
@@ -220,7 +220,7 @@ class MegatronEngine:
         for chunk in self.chunks:
             for buffer in chunk.buffers:
                 for bucket in buffer.buckets:
-                    # after the reduce-scatter each rank holds its own part alone
+                    # after the reduce-scatter, each rank has only its own part
                     parts = list(bucket.grad_data.chunk(group.size()))
                     dist.all_gather(parts, parts[group.rank()].clone(), group=group)
         scale = self.optimizer.get_loss_scale()

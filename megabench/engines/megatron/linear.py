@@ -57,7 +57,9 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (saved,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
-        whole, gathering = _gather(saved, None if ctx.keeps_gathered else group)  # beside the product without it
+        whole, gathering = _gather(
+            saved, None if ctx.keeps_gathered else group
+        )  # overlaps with the product that does not need the gathered input
         grad_whole = grad @ weight
         _wait(gathering)
         grad_part, scattering = _scatter(grad_whole, group)

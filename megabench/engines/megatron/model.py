@@ -77,7 +77,7 @@ class ParallelLlama(GPTModel):
         held = shape.vocab_size - self.vocab_size // layout.tp * groups.tp.rank()
         self.num_real_rows = max(0, min(held, self.vocab_size // layout.tp))
         if self.post_process and fuses_cross_entropy(run):
-            self.output_layer.__class__ = ParallelLossHead  # the same weight under the same name
+            self.output_layer.__class__ = ParallelLossHead  # tied weights share one name
 
     def forward(self, *args: Any, labels: Tensor | None, **kwargs: Any) -> Tensor:
         """[B, S] tokens, or what the stage before sends, -> losses as `compute_language_model_loss` gives them, or what
@@ -123,7 +123,7 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             hidden_dropout=0.0,
             attention_dropout=0.0,
             bias_activation_fusion=False,
-            use_te_activation_func=fuses_blocks(run),  # which is not Transformer Engine's, but swiglu.py's
+            use_te_activation_func=fuses_blocks(run),  # the kernel is in swiglu.py, not in Transformer Engine
             masked_softmax_fusion=False,
             apply_rope_fusion=False,
             gradient_accumulation_fusion=False,  # apex's; see linear.py
@@ -142,14 +142,14 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
             pipeline_model_parallel_layout=_pipeline_layout(run),
             pipeline_dtype=dtype,
-            # the interleaved schedule is silently wrong with batched p2p when pp is 2 …
+            # With batched p2p and pp=2, the interleaved schedule silently computes wrong gradients.
             overlap_p2p_comm=layout.vp > 1,
             batch_p2p_comm=layout.vp == 1,
-            # else the host would wait for the device at every message, for a fault that torch mended in 1.13
+            # avoids that the host waits for the device at every message, a workaround for a bug fixed in torch 1.13
             batch_p2p_sync=False,
-            # … and with overlapped p2p it would free an output that is still being sent
+            # with overlapped p2p, the schedule would free an output that is still being sent
             deallocate_pipeline_outputs=layout.vp == 1,
-            # the engine's _loss divides; the other way would multiply by cp
+            # the engine's _loss divides by the number of tokens; megatron-core's averaging would multiply by cp
             calculate_per_token_loss=True,
             cross_entropy_loss_fusion=False,
             recompute_granularity=None if run.recompute == "none" else run.recompute,
@@ -191,4 +191,6 @@ def load_weights(chunk: ParallelLlama, weights: Weights, run: ResolvedConfig, tp
         cut = shard(whole_model_name(chunk, name), run.shape, run.layout.tp, tp_rank)
         values = read_shard(weights, cut)
         assert values.shape == parameter.shape, f"{name}: {tuple(values.shape)} for {tuple(parameter.shape)}"
-        parameter.copy_(values.to(parameter.device))  # cast there: of the CPU torchrun leaves a process one thread
+        parameter.copy_(
+            values.to(parameter.device)
+        )  # cast on the GPU, because torchrun gives each process only one CPU thread

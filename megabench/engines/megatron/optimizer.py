@@ -20,7 +20,7 @@ def build_optimizer(
     """The optimizer of this rank: fp32 masters and state sharded over the data- and context-parallel ranks."""
     _accept_group_step()
     config = OptimizerConfig(
-        optimizer="adam",  # what megatron-core would build itself; ours is handed in
+        optimizer="adam",  # megatron-core would build an optimizer itself; this one is passed in
         lr=run.lr,
         min_lr=run.min_lr,
         weight_decay=run.weight_decay,
@@ -35,7 +35,7 @@ def build_optimizer(
     )
     for group in param_groups:
         assert all(key in group for key in param_group_identifier_keys)
-        # megatron-core leaves this product to its own scheduler
+        # megatron-core's scheduler computes this product
         group["weight_decay"] = run.weight_decay * group["wd_mult"]
     optimizer = distrib_optimizer.DistributedOptimizer(
         _inner_optimizer(run, param_groups),

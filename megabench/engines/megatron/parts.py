@@ -23,7 +23,7 @@ class Parts:
     def __init__(self, weights: Weights, run: ResolvedConfig) -> None:
         self._weights = weights
         self.groups = create(run.layout)
-        model_parallel_cuda_manual_seed(run.seed)  # megatron-core builds no layer without
+        model_parallel_cuda_manual_seed(run.seed)  # megatron-core builds no layer without this part
         self._run = run.model_copy(update={"pp": 1})
         self._config = transformer_config(self._run)
         self._layer: ParallelLlama | None = None

@@ -18,14 +18,14 @@ def shards(
     named: Iterable[tuple[str, Parameter]], optimizer: DistributedOptimizer, run: ResolvedConfig, tp_rank: int
 ) -> Iterator[StateShard]:
     """What this rank's part of the optimizer holds of each parameter, named as in the whole model."""
-    init_state(optimizer.optimizer)  # before the first step there is none yet
+    init_state(optimizer.optimizer)  # before the first step, the optimizer has no state
     for name, parameter in named:
         if parameter not in optimizer.model_param_gbuf_map:
-            continue  # it belongs to other data-parallel ranks alone
+            continue  # only other data-parallel ranks have this parameter
         cut = shard(name, run.shape, run.layout.tp, tp_rank)
         held = optimizer._get_model_param_range_map(parameter)["param"]
         blocks = blocks_of(cut, held.start, held.end)
-        # what tensor-parallel ranks hold alike, the first of them saves; a tied output layer, the first stage
+        # the first tensor-parallel rank saves replicated parameters, and the first stage saves a tied output layer
         is_first = tp_rank == 0 or cut != shard(name, run.shape, run.layout.tp, 0)
         is_owner = is_first and not getattr(parameter, "shared", False)
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megabench.engines.common.fused import fused
 
-_BLOCK = 1024  # elements of a program: 16 bytes of bf16 to each of 128 threads
+_BLOCK = 1024  # elements per program: 16 bytes of bf16 for each of 128 threads
 
 
 class SwiGLU(MegatronModule):
@@ -46,7 +46,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        from megabench.engines.megatron.swiglu_kernel import backward  # Triton comes with torch on GPUs alone
+        from megabench.engines.megatron.swiglu_kernel import backward  # only GPU builds of torch include Triton
 
         (both,) = ctx.saved_tensors
         grad, result, width = grad.contiguous(), torch.empty_like(both), grad.shape[-1]
