@@ -397,9 +397,8 @@ def read_records(path: Path) -> list[RunRecord]:
     if not path.exists():
         return []
     try:
-        lines = enumerate(
-            path.read_text().split("\n"), 1
-        )  # splitlines() would also split at U+2028, which JSON strings may contain
+        # splitlines() would also split at U+2028, which JSON strings may contain
+        lines = enumerate(path.read_text().split("\n"), 1)
     except UnicodeDecodeError:
         raise RecordError(f"{path} is not text, and so holds no records") from None
     except OSError as error:

@@ -183,9 +183,8 @@ def _progress(num_steps: int) -> Iterator[Callable[[str], None]]:
 
 def main() -> None:
     """Runs the command line: 2 for what cannot be done, 1 for models that are not equal, each in a sentence."""
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # exit normally, so that partial files are removed
+    # exit normally, so that partial files are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     from megabench.convert import UnequalError
 
     try:

@@ -44,9 +44,8 @@ def main(
     append_eod: Annotated[bool, typer.Option(help="Put the end-of-document token behind each document.")] = True,
 ) -> None:
     """Tokenize text into a token file; `--data PREFIX` then trains on it."""
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # exit normally, so that partial files are removed
+    # exit normally, so that partial files are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.perf_counter()
     try:
         num_documents, facts = preprocess(inputs, out, tokenizer, workers, append_eod)
@@ -90,9 +89,8 @@ def _tokenized(inputs: list[Path], tokenizer_name: str, workers: int, append_eod
     """Every piece of the inputs, tokenized, in order."""
     pieces = chain.from_iterable(map(read_text, inputs))
     work = partial(_tokenize, tokenizer_name, append_eod)
-    if (
-        workers == 1 or tokenizer_name == BYTES
-    ):  # byte tokens are only copied, which is cheaper than sending them to a process
+    # byte tokens are only copied, which is cheaper than sending them to a process
+    if workers == 1 or tokenizer_name == BYTES:
         yield from map(work, pieces)
         return
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
@@ -114,9 +112,8 @@ def _with_progress(tokenized: Iterable[Tokenized], inputs: list[Path]) -> Iterat
 
 def _write(prefix: Path, tokenized: Iterable[Tokenized], dtype: type[np.integer[Any]]) -> int:
     """Writes PREFIX.bin and .idx, each piece a sequence of its document; returns the number of documents."""
-    from megabench.runtime import (
-        megatron_cpu,
-    )  # imported late, because importing torch takes seconds, and a wrong path must be refused at once
+    # imported late, because importing torch takes seconds, and a wrong path must be refused at once
+    from megabench.runtime import megatron_cpu
 
     megatron_cpu.install()
     import torch

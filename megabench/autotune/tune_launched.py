@@ -94,9 +94,8 @@ def _join(coordinator: Coordinator, given: RunConfig, rendezvous: Rendezvous, de
         return verdict
     finally:
         if not given.out:
-            shutil.rmtree(
-                logs, ignore_errors=True
-            )  # on every host, because each host has the logs of its own processes
+            # on every host, because each host has the logs of its own processes
+            shutil.rmtree(logs, ignore_errors=True)
 
 
 def _lead(queue: TrialQueue, trial: Trial, logs: Path) -> dict[str, Any]:

@@ -165,9 +165,8 @@ def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display:
         task = task_of(trial, config.model_copy(update={"tensorboard": results.tensorboard(attempt)}), logs)
         result = queue.run(task, display.update)
         if result.record:
-            command = config.command(
-                trial.world_size, trial.env
-            )  # the command without the output directories of this study
+            # the command without the output directories of this study
+            command = config.command(trial.world_size, trial.env)
             record = result.record.model_copy(update={"probes": probes, "command": command})
         else:
             record = failed_record(trial, result.verdict, result.num_hosts, found, probes)

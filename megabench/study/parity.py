@@ -101,9 +101,8 @@ def _judged(record: RunRecord, standard: RunRecord | None) -> RunRecord:
     if standard:
         _, losses, expected = from_same_step(record, standard, "losses")
         parity.max_relative_difference = compare_losses(losses, expected)
-        if (
-            record.first_step == standard.first_step
-        ):  # otherwise the first steps of one run would be compared with later steps of the other
+        # otherwise the first steps of one run would be compared with later steps of the other
+        if record.first_step == standard.first_step:
             may_skip = POLICIES[record.precision].scales_loss
             parity.grad_norm_difference = compare_grad_norms(record.grad_norms, standard.grad_norms, may_skip)
     if record.losses or standard is not None:

@@ -61,9 +61,8 @@ class TrialQueue:
         num_hosts = len({end.host for end in ends})
         verdict = classify_failure(ends, stop == "timeout", task.timeout_seconds)
         path, record = task.logs / "record.json", None
-        if verdict.status == "ok" or (
-            verdict.status == "timeout" and path.exists()
-        ):  # the record is written last, so the measurement is complete
+        # the record is written last, so the measurement is complete
+        if verdict.status == "ok" or (verdict.status == "timeout" and path.exists()):
             try:
                 record = RunRecord.read(path)
             except FileNotFoundError:

@@ -10,11 +10,8 @@ from megabench.hardware.topology import Host, Topology, build
 from tools.planner_validation.published import read_table
 
 _PLOTTED_BYTES = 256e6  # of the rows without bytes: "size=256MB" in the figure's title
-_BUS = {
-    "all_reduce": 2.0,
-    "all_gather": 1.0,
-    "reduce_scatter": 1.0,
-}  # ratio of bus bandwidth to algorithm bandwidth, as a multiple of (n − 1)/n
+# ratio of bus bandwidth to algorithm bandwidth, as a multiple of (n − 1)/n
+_BUS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 
 @dataclass(frozen=True)

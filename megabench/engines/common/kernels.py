@@ -83,9 +83,8 @@ def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
     if run.shape.foreign:
         own = KernelTraits(fused_loss=False)
     else:
-        has_plain_norm = "norm" not in _PLAIN_OF.get(
-            run.shape.family, {}
-        )  # otherwise torch's norm, which is a single kernel
+        # otherwise torch's norm, which is a single kernel
+        has_plain_norm = "norm" not in _PLAIN_OF.get(run.shape.family, {})
         own = KernelTraits(
             flash_attention=run.shape.family != "bloom" or fuses_bloom(run),
             fused_norm=not has_plain_norm,

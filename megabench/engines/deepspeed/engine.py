@@ -169,9 +169,8 @@ def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,  # plain SGD
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's CPU optimizer supports only AdamW
         "steps_per_print": 2**31,
-        "timers": {
-            "throughput": {"enabled": False}
-        },  # the throughput timer makes the host wait for the GPU in every micro-batch
+        # the throughput timer makes the host wait for the GPU in every micro-batch
+        "timers": {"throughput": {"enabled": False}},
     }
     path = DeepSpeedSettings.of(run).deepspeed_config
     return merge(ours, read_deepspeed_json(path)) if path else ours

@@ -118,9 +118,8 @@ class FsdpEngine(DataParallelEngine):
         grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
         # HSDP replicas have equal gradients
         replicas = dist.get_world_size() // (self.own.shard_size or dist.get_world_size())
-        if (
-            self.own.offload == "all"
-        ):  # norms of single tensors on the device, because one fp32 norm of all gradients on CPU is off by 0.1%
+        # norms of single tensors on the device, because one fp32 norm of all gradients on CPU is off by 0.1%
+        if self.own.offload == "all":
             norms = [torch.linalg.vector_norm(grad.to(self.device)) for grad in grads]
             squared_norm = torch.stack(norms).square().sum()
         else:
@@ -147,9 +146,8 @@ class FsdpEngine(DataParallelEngine):
         for name, parameter in self._named_parameters():
             tensor: Any = parameter if kind == "weights" else parameter.grad
             if tensor is not None:
-                tensor = (
-                    tensor.detach().to(self.device).full_tensor()
-                )  # an offloaded shard is in host memory, where NCCL cannot gather
+                # an offloaded shard is in host memory, where NCCL cannot gather
+                tensor = tensor.detach().to(self.device).full_tensor()
             yield name, shared.shown(name, tensor, kind, self.run, self.loss_scale)
 
     @property

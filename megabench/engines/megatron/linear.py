@@ -57,9 +57,8 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (saved,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
-        whole, gathering = _gather(
-            saved, None if ctx.keeps_gathered else group
-        )  # overlaps with the product that does not need the gathered input
+        # overlaps with the product that does not need the gathered input
+        whole, gathering = _gather(saved, None if ctx.keeps_gathered else group)
         grad_whole = grad @ weight
         _wait(gathering)
         grad_part, scattering = _scatter(grad_whole, group)

@@ -191,6 +191,5 @@ def load_weights(chunk: ParallelLlama, weights: Weights, run: ResolvedConfig, tp
         cut = shard(whole_model_name(chunk, name), run.shape, run.layout.tp, tp_rank)
         values = read_shard(weights, cut)
         assert values.shape == parameter.shape, f"{name}: {tuple(values.shape)} for {tuple(parameter.shape)}"
-        parameter.copy_(
-            values.to(parameter.device)
-        )  # cast on the GPU, because torchrun gives each process only one CPU thread
+        # cast on the GPU, because torchrun gives each process only one CPU thread
+        parameter.copy_(values.to(parameter.device))
