@@ -16,7 +16,7 @@ _UsageError = cast(type[Exception], typer.BadParameter.__base__)
 _MOST_LOCAL_RANKS = 1024
 
 app = typer.Typer(
-    help="Which parallel layout trains fastest on this cluster, and by how much does it beat pure ZeRO-3?",
+    help="Find the parallel layout that trains fastest on this cluster, and compare it with ZeRO-3.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -32,7 +32,9 @@ def _show_version(is_asked: bool) -> None:
 
 @app.callback()
 def _megabench(
-    show: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+    show: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Which parallel layout trains fastest: plan, compare, report."""
 
@@ -40,36 +42,45 @@ def _megabench(
 @app.command()
 def compare(
     study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study to run.")],
-    out: Annotated[Path, typer.Option(help="Folder for records, table, logs and TensorBoard scalars.")],
+    out: Annotated[Path, typer.Option(help="Output directory for records, table, logs and TensorBoard scalars.")],
     nproc: Annotated[
         int | None,
         typer.Option(
-            min=1, max=_MOST_LOCAL_RANKS, help="Processes [default: the GPUs here, else the study's world_size]."
+            min=1,
+            max=_MOST_LOCAL_RANKS,
+            help="Number of processes [default: the number of GPUs, else the study's world_size].",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Run only what has no good record yet.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Run only the trials that have no successful record yet.")
+    ] = False,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Run these trials only: a name or a pattern; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Run only the trials with this name or pattern; repeatable."),
     ] = None,
     emulate_hosts: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Split this machine's ranks into N hosts, linked by sockets.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Divide this machine's ranks into N emulated hosts that communicate over sockets."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="FIELD=VALUE",
-            help="Set a field of the study's base; repeatable. What a trial says of itself stays.",
+            help="Set a field of the study's base; repeatable. Settings of a trial take precedence.",
         ),
     ] = None,
     plan: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Also run the N layouts that are predicted to be best.")
+        int | None, typer.Option(min=1, metavar="N", help="Also run the N layouts with the best predictions.")
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="What --plan plans for [default: this machine].")
+        str | None,
+        typer.Option(metavar="TYPE:COUNT|FILE", help="Cluster for which --plan predicts [default: this machine]."),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What megabench calibrate measured, for --plan.")
+        Path | None, typer.Option(metavar="FILE", help="Profile written by megabench calibrate, for --plan.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the study and print each run's command.")] = False,
 ) -> None:
@@ -85,16 +96,20 @@ def compare(
     from megabench.study.planned_trials import Planning
 
     if plan is None and (cluster or profile):
-        raise UserError(f"{'--cluster' if cluster else '--profile'} belongs to --plan N; add it, or leave this out")
+        raise UserError(
+            f"{'--cluster' if cluster else '--profile'} works only with --plan N. Add --plan N, or omit this option."
+        )
     planning = Planning(plan, cluster, profile) if plan else None
     request = Request(study, out, resume, tuple(only or ()), emulate_hosts, planning, tuple(settings or ()))
     if _launcher_rank() is not None:
         if planning and not cluster:
             raise UserError("--plan under torchrun needs --cluster, e.g. --cluster p5.48xlarge:4 for four such nodes")
         if nproc:
-            raise UserError("--nproc is for one machine without torchrun; here use torchrun's --nproc-per-node")
+            raise UserError("--nproc is for one machine without torchrun; use torchrun's --nproc-per-node instead")
         if dry_run:
-            raise UserError("--dry-run starts no processes: leave torchrun out, and say --nproc N for N processes")
+            raise UserError(
+                "--dry-run starts no processes. Run megabench compare without torchrun, with --nproc N for N processes."
+            )
         from megabench.compare.runner import run_launched
 
         sys.exit(run_launched(request))
@@ -111,15 +126,18 @@ def compare(
 
 @app.command()
 def doctor(
-    path: Annotated[Path, typer.Argument(metavar="DIR|STUDY.yaml", help="Folder of records, or a study not run yet.")],
+    path: Annotated[Path, typer.Argument(metavar="DIR|STUDY.yaml", help="Directory with records, or a study file.")],
     nproc: Annotated[
         int | None,
         typer.Option(
-            min=1, max=_MOST_LOCAL_RANKS, help="Processes of a study [default: the GPUs, else its world_size]."
+            min=1,
+            max=_MOST_LOCAL_RANKS,
+            help="Number of processes [default: the number of GPUs, else the study's world_size].",
         ),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="Where a study will run [default: this machine].")
+        str | None,
+        typer.Option(metavar="TYPE:COUNT|FILE", help="Cluster on which the study will run [default: this machine]."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
 ) -> None:
@@ -136,9 +154,9 @@ def doctor(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What compare's --out left.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --out directory of megabench compare.")],
     beside: Annotated[
-        Path | None, typer.Option("--compare", metavar="DIR2", help="A second study, to set beside the first.")
+        Path | None, typer.Option("--compare", metavar="DIR2", help="A second study, shown next to the first.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The page [default: DIR/report.html].")] = None,
     tensorboard: Annotated[
@@ -178,22 +196,26 @@ def topo(
         str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="A cluster to plan for [default: this machine].")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, max=_MOST_LOCAL_RANKS, help="Ranks on this machine [default: one a GPU].")
+        int | None,
+        typer.Option(min=1, max=_MOST_LOCAL_RANKS, help="Number of ranks on this machine [default: one per GPU]."),
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
     vp: Annotated[int, typer.Option(min=1, help="Model chunks per pipeline stage.")] = 1,
     cp: Annotated[int, typer.Option(min=1, help="Context-parallel size.")] = 1,
-    placement: Annotated[str, typer.Option(metavar="topology|launcher|spread-tp", help="Which rank sits where.")] = (
+    placement: Annotated[str, typer.Option(metavar="topology|launcher|spread-tp", help="How ranks are placed.")] = (
         "topology"
     ),
     strict_placement: Annotated[
-        bool, typer.Option("--strict-placement", help="An error when a TP group leaves its NVLink domain.")
+        bool, typer.Option("--strict-placement", help="Exit with an error if a TP group spans NVLink domains.")
     ] = False,
     emulate_hosts: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Split one machine into N hosts, linked by sockets.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Divide one machine into N emulated hosts that communicate over sockets."
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Check that the layout can cut this model, too.")] = None,
+    model: Annotated[str | None, typer.Option(help="Also check that this model can be divided by the layout.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
 ) -> None:
     """Show hosts, NVLink domains and GPUs, and what the groups of a layout ride on.
@@ -223,13 +245,19 @@ def topo(
 @app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The profile to write, for megabench plan --profile.")],
-    model: Annotated[str, typer.Option(help="Whose matrix products to time.")] = "llama3-8b",
-    seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence [default: the model's].")] = None,
+    model: Annotated[str, typer.Option(help="Model whose matrix products are timed.")] = "llama3-8b",
+    seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence [default: the model's].")] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, max=_MOST_LOCAL_RANKS, help="Ranks on this machine [default: one a GPU, or 2].")
+        int | None,
+        typer.Option(
+            min=1, max=_MOST_LOCAL_RANKS, help="Number of ranks on this machine [default: one per GPU, or 2]."
+        ),
     ] = None,
     emulate_hosts: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Split this machine's ranks into N hosts, linked by sockets.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Divide this machine's ranks into N emulated hosts that communicate over sockets."
+        ),
     ] = None,
 ) -> None:
     """Measure this machine in about a minute: products, attention, memory, launches, collectives, host copies.
@@ -243,27 +271,31 @@ def calibrate(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="A name of the catalogue, or a Hugging Face or checkpoint directory.")] = (
-        "llama3-8b"
-    ),
+    model: Annotated[str, typer.Option(help="Model name, or a Hugging Face or checkpoint directory.")] = ("llama3-8b"),
     cluster: Annotated[
         str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="A cluster to plan for [default: this machine].")
     ] = None,
-    seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence [default: the model's].")] = None,
+    seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence [default: the model's].")] = None,
     global_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of one optimizer step [default: the model's].")
+        int | None, typer.Option(min=1, help="Sequences per optimizer step [default: the model's].")
     ] = None,
-    num_layers: Annotated[int | None, typer.Option(min=1, help="Cut or grow the model to this many layers.")] = None,
-    grad_dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="Dtype in which gradients are summed.")] = "fp32",
+    num_layers: Annotated[int | None, typer.Option(min=1, help="Number of layers; overrides the model's.")] = None,
+    grad_dtype: Annotated[
+        str, typer.Option(metavar="fp32|bf16", help="Dtype in which gradients are accumulated and reduced.")
+    ] = "fp32",
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What megabench calibrate measured [default: a shipped one].")
+        Path | None,
+        typer.Option(metavar="FILE", help="Profile written by megabench calibrate [default: a shipped profile]."),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 12,
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 12,
     emulate_hosts: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Split one machine into N hosts, linked by sockets.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Divide one machine into N emulated hosts that communicate over sockets."
+        ),
     ] = None,
     explain: Annotated[
-        str | None, typer.Option(metavar="TRIAL", help="Show where the step of one trial goes, as bars.")
+        str | None, typer.Option(metavar="TRIAL", help="Show the time of each part of one trial's step.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
 ) -> None:

@@ -400,7 +400,7 @@ def read_records(path: Path) -> list[RunRecord]:
         # splitlines() would also split at U+2028, which JSON strings may contain
         lines = enumerate(path.read_text().split("\n"), 1)
     except UnicodeDecodeError:
-        raise RecordError(f"{path} is not text, and so holds no records") from None
+        raise RecordError(f"{path} is not a text file of records") from None
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}") from None
     return [_read_line(line, f"{path}, line {number}") for number, line in lines if line.strip()]
@@ -413,7 +413,7 @@ def _read_line(line: str, where: str) -> RunRecord:
         raise RecordError(f"{where} is not JSON ({error}); its end may be missing") from None
     version = content.get("schema_version", SCHEMA_VERSION) if isinstance(content, dict) else None
     if not isinstance(version, int):
-        raise RecordError(f"{where} is no record of a trial")
+        raise RecordError(f"{where} is not a record of a trial")
     if version > SCHEMA_VERSION:
         raise RecordError(
             f"{where} has record schema {version}, and this megabench reads schemas up to {SCHEMA_VERSION}; "
@@ -424,7 +424,7 @@ def _read_line(line: str, where: str) -> RunRecord:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise RecordError(f"{where} is no record that this megabench reads: {field}: {first['msg']}") from None
+        raise RecordError(f"{where} is not a record that this megabench can read: {field}: {first['msg']}") from None
 
 
 def write_records(path: Path, records: list[RunRecord]) -> None:

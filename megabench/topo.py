@@ -121,7 +121,7 @@ def show(console: Console, placement: Placement, layout: Layout) -> None:
         for line in _arrows(topology, layout, number):
             console.print(Text(line), soft_wrap=True)
     if layout.tp > 1:
-        console.print(Text("GPUs of one colour, and letter, are one tensor-parallel group.", style="dim"))
+        console.print(Text("GPUs with the same colour and letter form one tensor-parallel group.", style="dim"))
     console.print(_links_table(topology))
     if groups := groups_on(layout, topology):
         console.print(_groups_table(topology, groups))

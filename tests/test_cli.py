@@ -65,8 +65,8 @@ def test_help_tells_the_exit_statuses():
     [
         ("trials: [{tp: 3}]", [], "trial 1 (tp=3): tp=3 × cp=1"),
         ("trials: [{tp: 2}]", ["--nproc", "3"], "needs 4 processes but the launch has 3"),
-        ("trials: [{tp: 2}]", ["--only", "tp3"], "--only tp3 fits no trial"),
-        ("trials: [{tp: 2}]", ["--out", "/dev/null/out"], "--out /dev/null/out cannot be a folder"),
+        ("trials: [{tp: 2}]", ["--only", "tp3"], "--only tp3 matches no trial"),
+        ("trials: [{tp: 2}]", ["--out", "/dev/null/out"], "--out /dev/null/out cannot be created"),
         ("trials: [", [], "is not valid YAML"),
     ],
 )

@@ -49,4 +49,4 @@ def test_a_study_that_is_not_there(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- records: benchmarks/none -->\n<!-- end of records -->\n")
     done = readme_tables(page)
-    assert done.returncode == 2 and done.stderr.startswith("Error: ") and "holds no results.jsonl" in done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("Error: ") and "contains no results.jsonl" in done.stderr

@@ -137,7 +137,7 @@ def _write(path: Path, found: Found) -> None:
     try:
         write_atomically(path, found.model_dump_json(indent=2) + "\n")
     except OSError as error:
-        _say(f"{path} could not be written ({error.strerror}): a run that goes on will search again")
+        _say(f"{path} could not be written ({error.strerror}): a resumed run will search again")
 
 
 def _say(line: str) -> None:

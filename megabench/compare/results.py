@@ -40,13 +40,13 @@ class Results:
         results = cls(out, study)
         nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-            raise StudyError(f"--out {out} cannot be a folder: {nearest} cannot be written into; give another path")
+            raise StudyError(f"--out {out} cannot be created: {nearest} is not writable; use another path")
         check_free(out)
         results._check_own()
         try:
             records = read_records(results._jsonl)
         except RecordError as error:
-            raise StudyError(f"{error}; move the file away to begin anew") from None
+            raise StudyError(f"{error}; move the file away to start a new study") from None
         known = {attempt.key: attempt for attempt in study.attempts}
         for record in records:
             key = (record.trial_id, record.repeat)
@@ -60,8 +60,8 @@ class Results:
         """StudyError where files of the folder that this study would write over are not from one."""
         if self._is_source and self.study.as_run not in (None, self._copy.read_text()):
             raise StudyError(
-                f"{self.study.source} would be written over with what --set, --plan or --emulate-hosts make of it; "
-                f"give another --out"
+                f"{self.study.source} would be overwritten by the study with --set, --plan or --emulate-hosts applied; "
+                f"use another --out"
             )
         if self._environment.exists() or self._jsonl.exists():
             return
@@ -69,7 +69,7 @@ class Results:
         for attempt in self.study.attempts:
             others += [self.logs(attempt), self.tensorboard(attempt)]
         if found := [path for path in others if path.exists()]:
-            raise StudyError(f"{found[0]} is there already, and not from a study; give another --out")
+            raise StudyError(f"{found[0]} already exists and was not written by a study; use another --out")
 
     @property
     def _is_source(self) -> bool:
@@ -100,12 +100,14 @@ class Results:
         Raises StudyError for a name that fits no trial, and where results would be overwritten unasked.
         """
         if self._jsonl.exists() and not resume and not only:
-            raise StudyError(f"{self._jsonl} holds results; add --resume to go on with them, or give another --out")
+            raise StudyError(
+                f"{self._jsonl} already contains results; add --resume to continue the study, or use another --out"
+            )
         attempts = self.select(only)
         if self._jsonl.exists() and not self.records and self._jsonl.stat().st_size:
             raise StudyError(
-                f"{self._jsonl} holds results of other trials only, which would be lost; give another --out, or the "
-                f"study and the --set options that they were measured with"
+                f"{self._jsonl} contains only results of other trials, which would be lost; use another --out, or the "
+                f"study and the --set options of those results"
             )
         if not resume:
             return attempts

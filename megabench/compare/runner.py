@@ -57,7 +57,7 @@ def _to_the_end(coordinator: Coordinator, run: Callable[[], int]) -> int:
         return coordinator.to_the_end(run)
     except StudyStopped as stopped:
         if coordinator.launch.is_lead or not stopped.signal:
-            print(f"Stopped: {stopped}. The same command with --resume goes on.", file=sys.stderr, flush=True)
+            print(f"Stopped: {stopped}. Run the same command with --resume to continue.", file=sys.stderr, flush=True)
         return 128 + stopped.signal if stopped.signal else 1
 
 
@@ -104,8 +104,8 @@ def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
     for report in reports:
         if report["digest"] != first["digest"]:
             raise UserError(
-                f"the study differs between {first['host']} and {report['host']}; give every host the same file and "
-                f"the same --set options"
+                f"the study differs between {first['host']} and {report['host']}; use the same file and the same "
+                f"--set options on every host"
             )
 
 

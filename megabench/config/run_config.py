@@ -134,7 +134,7 @@ class RunConfig(RunSettings):
         self._check_model_fits(shape)
         self._check_placement(world_size)
         if max(self.betas) >= 1:
-            raise ConfigError(f"betas={self.betas} must lie below 1, e.g. 0.9 0.95")
+            raise ConfigError(f"betas={self.betas} must be below 1, e.g. 0.9 0.95")
         precision = self.precision or ("bf16" if device == "cuda" else "fp32")
         policy = POLICIES[precision]
         if policy.needs_gpu and device == "cpu":
@@ -143,13 +143,13 @@ class RunConfig(RunSettings):
         if self.optimizer == "adafactor" and not self.spec.holds_matrices(self.options):
             whole = [name for name, spec in ENGINES.items() if spec.holds_matrices({})]
             raise ConfigError(
-                f"optimizer=adafactor needs whole matrices on every rank, and {self._mode} cuts them; use "
+                f"optimizer=adafactor needs whole matrices on every rank, but {self._mode} shards them; use "
                 f"{''.join(f'--engine {name}, or ' for name in whole)}optimizer=adamw"
             )
         if self.grad_dtype not in policy.grad_dtypes:
             others = " or ".join(name for name, other in POLICIES.items() if self.grad_dtype in other.grad_dtypes)
             raise ConfigError(
-                f"grad_dtype={self.grad_dtype} goes with precision={others} only, not {precision}; use grad_dtype=fp32"
+                f"grad_dtype={self.grad_dtype} works only with precision={others}, not {precision}; use grad_dtype=fp32"
             )
         lr = self.lr or shape.learning_rate
         min_lr = lr / 10 if self.min_lr is None else self.min_lr
@@ -178,18 +178,20 @@ class RunConfig(RunSettings):
             others = [name for name, spec in ENGINES.items() if not spec.needs_blocks]
             raise ConfigError(
                 f"{shape.why_no_blocks}; the {self.engine} engine has no parallel blocks for it, and {_listed(others)} "
-                f"train it: add --engine {others[0]}, or take a Llama, Mistral or Qwen model"
+                f"train it: add --engine {others[0]}, or use a Llama, Mistral or Qwen model"
             )
         length = self.seq_length or shape.seq_length
         if shape.table.positions == "learned" and shape.num_positions and length > shape.num_positions:
             raise ConfigError(
-                f"seq_length={length} is more than the {shape.num_positions} positions that {self.model} has learned; "
-                f"use a seq_length up to that"
+                f"seq_length={length} is more than the {shape.num_positions} learned positions of {self.model}; "
+                f"use a smaller seq_length"
             )
 
     def _check_placement(self, world_size: int) -> None:
         if self.strict_placement and self.placement == "spread-tp":
-            raise ConfigError("strict_placement keeps TP inside NVLink domains, and placement=spread-tp puts it across")
+            raise ConfigError(
+                "strict_placement keeps TP inside NVLink domains, but placement=spread-tp does not; omit one of them"
+            )
         if self.emulate_hosts and world_size % self.emulate_hosts:
             raise ConfigError(
                 f"emulate_hosts={self.emulate_hosts} does not divide the {world_size} ranks; "
@@ -207,13 +209,13 @@ class RunConfig(RunSettings):
             if axis not in self.spec.axes and (size := getattr(self, axis)) > 1:
                 others = [name for name, spec in ENGINES.items() if axis in spec.axes]
                 raise ConfigError(
-                    f"{self._mode} is data-parallel alone, but "
+                    f"{self._mode} supports only data parallelism, but "
                     f"{axis}={size}; use {axis}=1, or --engine {' or '.join(others)} for {axis}={size}"
                 )
         if self.recompute not in self.spec.recompute:
             others = [name for name, spec in ENGINES.items() if self.recompute in spec.recompute]
             raise ConfigError(
-                f"recompute={self.recompute} is the {_listed(others)} engine's; use none or full with {self.engine}"
+                f"recompute={self.recompute} needs the {_listed(others)} engine; use none or full with {self.engine}"
             )
 
     def flags(self) -> list[str]:

@@ -228,7 +228,7 @@ def find_trial(plan: Plan, trial: str) -> Candidate:
     names = [candidate.name for candidate in by_key.values()]
     shown = [estimate.candidate.name for estimate in plan.ranked + plan.baselines]
     near = near_matches(trial, names, otherwise=f"e.g. {', '.join(shown[:3])}")
-    raise ConfigError(f"trial {trial!r} is no candidate; {near}")
+    raise ConfigError(f"trial {trial!r} is not a predicted trial; {near}")
 
 
 def _key(name: str) -> str:

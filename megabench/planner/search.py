@@ -52,7 +52,7 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
     """
     devices = sorted({host.device for host in topology.hosts})
     if len(devices) > 1:
-        raise ConfigError(f"the cluster mixes {' and '.join(devices)}; plan for one kind of GPU at a time")
+        raise ConfigError(f"the cluster has {' and '.join(devices)}; plan for one type of GPU at a time")
     costs = Costs(job, topology, profile)
     everything = list(candidates(job, topology))
     if not everything:

@@ -80,9 +80,9 @@ def _setting(text: str) -> tuple[str, Any]:
     """The field and the value of "FIELD=VALUE", the value as it would stand in a study file."""
     field, separator, value = text.partition("=")
     if not separator or not field:
-        raise StudyError(f"--set {text} names no value; give a field of the study's base and its value, e.g. steps=20")
+        raise StudyError(f"--set {text} has no value; use FIELD=VALUE with a field of the study's base, e.g. steps=20")
     if field in ("name", "env"):
-        raise StudyError(f"--set {text}: {field} is no setting of a run; set it in the study file")
+        raise StudyError(f"--set {text}: {field} is not a setting of a run; set it in the study file")
     if field not in TRIAL_SETTINGS:
         raise StudyError(f"--set {text}: unknown setting {field!r}; {hint(field, TRIAL_SETTINGS)}")
     try:

@@ -30,10 +30,10 @@ def read_folder(folder: Path) -> StudyRecords:
     """
     path = folder / "results.jsonl"
     if not path.is_file():
-        raise FolderError(f"{folder} holds no results.jsonl; give a folder that megabench compare --out has written")
+        raise FolderError(f"{folder} contains no results.jsonl; use the --out directory of megabench compare")
     records = read_records(path)
     if not records:
-        raise FolderError(f"{path} holds no record yet; wait for the first trial to end")
+        raise FolderError(f"{path} contains no record yet; wait until the first trial has ended")
     source = folder / "study.yaml"
     file = StudyFile.read(source) if source.is_file() else None
     reference = (file and file.reference) or default_reference(records)

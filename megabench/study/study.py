@@ -64,8 +64,8 @@ class StudyFile(BaseModel):
         min_length=1, description="RunConfig fields of each, name, env, world_size, timeout_seconds, repeats."
     )
     reference: str | None = Field(None, description="Trial to compare with [default: the first ZeRO-3 trial].")
-    repeats: NumRepeats = Field(1, description="How often each trial runs, unless it says.")
-    timeout_seconds: Seconds = Field(1800.0, description="Longest time that a trial may take, unless it says.")
+    repeats: NumRepeats = Field(1, description="Number of runs of each trial, unless the trial sets it.")
+    timeout_seconds: Seconds = Field(1800.0, description="Time limit of a trial, unless the trial sets it.")
     emulate_hosts: NumRanks | None = Field(None, description="Split the machine into this many hosts.")
 
     @classmethod
@@ -189,7 +189,7 @@ class Study:
         names = [trial.name for trial in self.trials]
         for pattern in only:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise StudyError(f"--only {pattern} fits no trial of {self.source}; {near_matches(pattern, names)}")
+                raise StudyError(f"--only {pattern} matches no trial of {self.source}; {near_matches(pattern, names)}")
         return [trial for trial in self.trials if not only or any(fnmatchcase(trial.name, pattern) for pattern in only)]
 
 
@@ -202,10 +202,10 @@ def plan_study(
     not among `only` may have a world_size of more processes.
     """
     for field in list_fields(file.base):
-        raise StudyError(f"{source}: base.{field} is a list; lists expand in trials, so give it in each of them")
+        raise StudyError(f"{source}: base.{field} is a list; lists expand only in trials; move it into the trials")
     for number, entry in enumerate(file.trials, 1):
         for field in [field for field in list_fields(entry) if not entry[field]]:
-            raise StudyError(f"{source}: trial {number}: {field} is an empty list; give it a value, or leave it out")
+            raise StudyError(f"{source}: trial {number}: {field} is an empty list; add a value, or remove it")
     drafts = [
         _draft(
             file.defaults, entry, values, f"{source}: trial {number} ({_label(values)})", num_processes, device, only
@@ -232,7 +232,7 @@ def _check_size(where: str, world_size: int, num_processes: int) -> None:
     if world_size > num_processes:
         raise StudyError(
             f"{where} needs {world_size} processes but the launch has {num_processes}; start {world_size}, lower its "
-            f"world_size, or choose other trials by --only"
+            f"world_size, or select other trials with --only"
         )
 
 
@@ -291,7 +291,7 @@ def _draft(
         raise StudyError(f"{where}: {error}") from None
     if resolved.steps <= resolved.warmup_steps:
         raise StudyError(
-            f"{where}: steps={resolved.steps} leaves no step to time behind warmup_steps={resolved.warmup_steps}; use "
+            f"{where}: steps={resolved.steps} leaves no step to time after warmup_steps={resolved.warmup_steps}; use "
             f"more steps"
         )
     return _Draft(
@@ -322,8 +322,8 @@ def _given_name(entry: dict[str, Any], values: dict[str, Any], where: str) -> st
     name = values["name"]
     if not isinstance(name, str) or not SAFE_NAME.fullmatch(name):
         raise StudyError(
-            f"{where}: name {name!r} cannot name a folder; use letters, digits and . _ + = - and begin with "
-            "a letter or digit"
+            f"{where}: name {name!r} cannot be used as a directory name; use letters, digits and . _ + = -, and "
+            "begin with a letter or digit"
         )
     varied = [field for field in list_fields(entry) if field not in ("name", "env")]
     return with_fields(name, {field: values[field] for field in varied})
@@ -337,7 +337,9 @@ def _variables(value: Any, where: str) -> dict[str, str]:
         raise StudyError(f"{where}: env={value!r} must map variables to text or numbers, e.g. {{NCCL_P2P_LEVEL: NVL}}")
     for variable in value:
         if variable in _LAUNCHER_VARIABLES or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(variable)):
-            raise StudyError(f"{where}: env cannot set {variable!r}; name a variable that the launcher does not set")
+            raise StudyError(
+                f"{where}: env cannot set {variable!r}; use a variable name that the launcher does not set"
+            )
     variables = {str(variable): str(setting) for variable, setting in value.items()}
     for variable, setting in variables.items():
         if "\0" in setting or len(f"{variable}={setting}".encode()) > _LONGEST_VARIABLE:
@@ -361,12 +363,14 @@ def _named(drafts: Sequence[_Draft], source: Path) -> tuple[Trial, ...]:
     by_id: dict[str, str] = {}
     for name, proposal, draft in zip(numbered(proposals), proposals, drafts, strict=True):
         if name in trials or (draft.name and name != proposal):
-            raise StudyError(f"{draft.where}: a trial before it is called {proposal!r} too; give it another name")
+            raise StudyError(f"{draft.where}: an earlier trial is also called {proposal!r}; use another name")
         if len(name) > _LONGEST_NAME:
-            raise StudyError(f"{draft.where}: {name} is too long to name a folder; give it a name of its own")
+            raise StudyError(f"{draft.where}: {name} is too long for a directory name; add a shorter name")
         trial = Trial(name, draft.config, draft.resolved, draft.env, draft.timeout_seconds, draft.repeats)
         if twin := by_id.get(trial.id):
-            raise StudyError(f"{draft.where} is the same run as trial {twin!r}; to run one several times use repeats")
+            raise StudyError(
+                f"{draft.where} is the same run as trial {twin!r}; to run a trial several times, use repeats"
+            )
         trials[name] = trial
         by_id[trial.id] = name
     return tuple(trials.values())
@@ -375,6 +379,6 @@ def _named(drafts: Sequence[_Draft], source: Path) -> tuple[Trial, ...]:
 def _reference(wanted: str | None, trials: Sequence[Trial], source: Path) -> str:
     names = [trial.name for trial in trials]
     if wanted is not None and wanted not in names:
-        raise StudyError(f"{source}: reference {wanted!r} is no trial of the study; {near_matches(wanted, names)}")
+        raise StudyError(f"{source}: reference {wanted!r} is not a trial of the study; {near_matches(wanted, names)}")
     zero3 = [trial.name for trial in trials if is_zero3(trial.resolved.engine, trial.resolved.options)]
     return wanted or (zero3 or names)[0]

@@ -122,7 +122,7 @@ def _print_table(console: Console, rows: Sequence[Row], reference: str) -> None:
         left_out.append(dropped.head)
     console.print(_table(columns, rows))
     if left_out:
-        _say(console, f"left out for want of width: {', '.join(left_out)}; summary.csv has them")
+        _say(console, f"columns omitted because the terminal is narrow: {', '.join(left_out)}; summary.csv has them")
 
 
 def _width(console: Console, table: Table) -> int:

@@ -113,7 +113,9 @@ class Coordinator:
             raise
         except DistError:
             where = f"{self.launch.address}:{self.launch.port}"
-            raise StudyStopped(f"the store at {where} is gone, and with it the first process") from None
+            raise StudyStopped(
+                f"the store at {where} is unreachable, so its process, the first supervisor, has ended"
+            ) from None
         except Exception as error:
             with suppress(DistError):
                 number = self.launch.supervisor

@@ -51,7 +51,7 @@ def test_what_no_study_has_written_stays(tmp_path, name):
     else:
         (out / name).mkdir(parents=True)
     status, _, stderr = compare(study, "--out", out)
-    assert status == 2 and f"{out / name} is there already, and not from a study; give another --out" in stderr
+    assert status == 2 and f"{out / name} already exists and was not written by a study; use another --out" in stderr
     assert [path.name for path in out.iterdir()] == [name.partition("/")[0]]
 
 
@@ -63,7 +63,7 @@ def test_a_study_may_lie_where_it_writes(tmp_path):
     text = BASE + "# mine\ntrials: [{world_size: 2}]"
     study = write(folder, text)
     status, _, stderr = compare(study, "--out", tmp_path / "link", "--set", "seed=5")
-    assert status == 2 and f"{study} would be written over" in stderr
+    assert status == 2 and f"{study} would be overwritten" in stderr
     assert compare(study, "--out", tmp_path / "link")[0] == 0
     assert compare(study, "--out", folder, "--resume")[0] == 0
     assert study.read_text() == text

@@ -222,7 +222,7 @@ def test_a_stopped_supervisor_ends_all_that_its_children_started(tmp_path, sent,
     process.send_signal(sent)
     code, _, stderr = finish(process, 60)
     assert code == status
-    assert stderr == f"Stopped: stopped by {sent.name}. The same command with --resume goes on.\n"
+    assert stderr == f"Stopped: stopped by {sent.name}. Run the same command with --resume to continue.\n"
     assert not running(out)
 
 
@@ -352,7 +352,7 @@ def test_results_of_other_trials_are_not_lost(tmp_path):
     before = (out / "results.jsonl").read_bytes()
     for again in ("--resume", "--only=*"):
         status, _, stderr = compare(study, "--out", out, again, "--set", "seq_length=16")
-        assert status == 2 and "holds results of other trials only, which would be lost" in stderr
+        assert status == 2 and "contains only results of other trials, which would be lost" in stderr
     assert (out / "results.jsonl").read_bytes() == before
 
 

@@ -680,7 +680,7 @@ def test_the_command(tmp_path):
     ("name", "words"),
     [
         ("none", "does not exist"),
-        ("empty", "holds no results.jsonl"),
+        ("empty", "contains no results.jsonl"),
         ("broken", "results.jsonl, line 1 is not JSON"),
         ("text.txt", "is not a study file"),
         ("bad.yaml", "unknown setting"),

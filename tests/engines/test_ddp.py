@@ -215,7 +215,7 @@ def test_what_is_compiled_stays_compiled_to_the_last_step(tmp_path):
 def test_a_model_too_small_for_sharding():
     found = only(look(zero3(**SMALL), tp(**SMALL)))
     assert found.kind == "slow" and found.trials == () and "plain DDP" in found.what
-    assert "1.7 of 140 GiB; the trials are ZeRO-3, tp4·pp2" in found.evidence
+    assert "1.7 of 140 GiB per GPU; the trials are ZeRO-3, tp4·pp2" in found.evidence
     whole = zero3("ddp", engine="ddp", options={}, speeds=(7000.0, 7010.0, 7020.0), **SMALL)
     assert look(zero3(**SMALL), tp(**SMALL), whole) == []
 

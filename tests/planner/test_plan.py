@@ -165,7 +165,7 @@ def test_the_sweet_spot_says_why_it_is_one(model, where, global_batch, words):
 def test_a_trial_is_found_whatever_stands_between_its_words():
     found = made("llama3-70b", "p5.48xlarge:4")
     assert find_trial(found, "TP8 pp4, vp5 mb1") == find_trial(found, "tp8·pp4·vp5 mb1")
-    with pytest.raises(ConfigError, match="is no candidate; did you mean"):
+    with pytest.raises(ConfigError, match="is not a predicted trial; did you mean"):
         find_trial(found, "tp8·pp4·vp6 mb1")
 
 

@@ -264,8 +264,8 @@ def test_a_trial_without_a_result_joins_no_work_class_of_several():
     [
         ('{"schema_version": 99}', "line 1 has record schema 99, and this megabench reads schemas up to 2"),
         ('{"schema_version": 1, "tria', "line 1 is not JSON"),
-        ("[]", "line 1 is no record of a trial"),
-        ('{"schema_version": 1}', "line 1 is no record that this megabench reads: trial: Field required"),
+        ("[]", "line 1 is not a record of a trial"),
+        ('{"schema_version": 1}', "line 1 is not a record that this megabench can read: trial: Field required"),
     ],
 )
 def test_records_that_cannot_be_read_are_one_sentence(tmp_path, line, words):
@@ -295,9 +295,9 @@ def test_the_command_writes_the_page_beside_the_records_or_where_it_is_told(tmp_
 
 def test_a_folder_without_a_study_is_one_sentence_and_2(tmp_path):
     status, stdout, stderr = command(tmp_path)
-    assert (status, stdout) == (2, "") and "holds no results.jsonl" in stderr and stderr.count("\n") == 1
+    assert (status, stdout) == (2, "") and "contains no results.jsonl" in stderr and stderr.count("\n") == 1
     (tmp_path / "results.jsonl").touch()
-    assert "holds no record yet" in command(tmp_path)[2]
+    assert "contains no record yet" in command(tmp_path)[2]
 
 
 def test_a_path_that_cannot_be_written_is_said(tmp_path):

@@ -154,4 +154,4 @@ def test_compare_with_a_plan_ends_in_its_regret(study: Path, profile: Path, tmp_
 @pytest.mark.e2e
 def test_plan_options_without_a_plan_are_refused(study: Path, tmp_path: Path):
     status, _, errors = compare(study, "--out", tmp_path / "out", "--cluster", "p5.48xlarge:2", command=REAL)
-    assert status == 2 and "--cluster belongs to --plan N" in errors
+    assert status == 2 and "--cluster works only with --plan N" in errors

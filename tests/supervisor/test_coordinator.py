@@ -38,7 +38,7 @@ def test_what_goes_wrong_with_one_stops_the_other(pair, number):
 
 
 def test_a_store_that_is_gone_is_told_in_a_sentence(pair):
-    with pytest.raises(StudyStopped, match=r"the store at 127.0.0.1:\d+ is gone"):
+    with pytest.raises(StudyStopped, match=r"the store at 127.0.0.1:\d+ is unreachable"):
         pair[1].to_the_end(raising(DistNetworkError("recvValue failed")))
 
 

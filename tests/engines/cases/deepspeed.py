@@ -42,7 +42,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": "deepspeed", "zero_stage": 2, "hpz_size": 2}, "hpz_size=2 works only with zero_stage=3, not 2"),
     ({"engine": "deepspeed", "zero_stage": 1, "zero_leaf_layers": True}, "works only with zero_stage=3, not 1"),
     ({"engine": "deepspeed", "hpz_size": 3}, "hpz_size=3 does not divide the 4 ranks"),
-    ({"engine": "deepspeed", "optimizer": "adafactor"}, "ZeRO-3 of the deepspeed engine cuts them"),
+    ({"engine": "deepspeed", "optimizer": "adafactor"}, "ZeRO-3 of the deepspeed engine shards them"),
 ]
 OF_EARLIER_VERSIONS: dict[str, dict[str, Any]] = {
     "zero1": {"engine": "deepspeed", "zero_stage": 1},

@@ -33,7 +33,7 @@ ON_GPUS: dict[str, tuple[int, dict[str, Any]]] = {
 _COMPILING = "(?:, | and )".join(engines_with("compile")) + " engine" + "s" * (len(engines_with("compile")) > 1)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_leaf_layers": True}, "zero_leaf_layers is a setting of the deepspeed engine"),
-    ({"optimizer": "adafactor"}, "needs whole matrices on every rank, and the megatron engine cuts them"),
+    ({"optimizer": "adafactor"}, "needs whole matrices on every rank, but the megatron engine shards them"),
     ({"keep_gathered": True}, "use tp=2 or more and kernels=auto"),
     ({"tp": 2, "keep_gathered": True, "kernels": "reference"}, "use tp=2 or more and kernels=auto"),
     ({"compile": True}, f"compile is a setting of the {_COMPILING}, and the engine is megatron"),
