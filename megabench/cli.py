@@ -1,4 +1,4 @@
-"""The `megabench` command. Commands import what they need when they run, so that --help stays instant."""
+"""The `megabench` command. Each command imports its modules when it runs, so that --help is fast."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ def _megabench(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Which parallel layout trains fastest: plan, compare, report."""
+    """Find the parallel layout that trains fastest."""
 
 
 @app.command()
@@ -86,7 +86,7 @@ def compare(
 ) -> None:
     """Run the trials of a study, each in fresh processes, and rank them against ZeRO-3.
 
-    With --plan N the N layouts that megabench plan predicts to be the best run beside them.
+    With --plan N, the study also runs the N layouts with the best predictions.
 
     On one machine: megabench compare STUDY.yaml --out DIR. On several, the same on every node:
     torchrun --nnodes N --nproc-per-node G … launch/compare.py STUDY.yaml --out DIR.
@@ -141,9 +141,9 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
 ) -> None:
-    """Say what makes a study's numbers untrustworthy or slow, with the evidence and the change to make.
+    """Report what makes a study's numbers untrustworthy or slow, with evidence and a remedy.
 
-    Reads the records that compare or pretrain left, or a study before it is run. The worst comes first.
+    Reads the records of compare or pretrain, or checks a study before it runs. The worst comes first.
     Exit status: 0 with findings or without, 2 when there is nothing to read.
     """
     from megabench.doctor.write_findings import findings_at, write
@@ -163,9 +163,9 @@ def report(
         Path | None, typer.Option(metavar="OUT", help="Also write the records' scalars as TensorBoard event files.")
     ] = None,
 ) -> None:
-    """Print a study's table, and draw its report: one HTML page that needs no network, to be sent to people.
+    """Print the table of a study, and write its report as one self-contained HTML page.
 
-    Exit status: 2 when DIR holds no study.
+    Exit status: 2 if DIR contains no study.
     """
     from megabench.doctor import examine
     from megabench.report import write_report
@@ -218,10 +218,10 @@ def topo(
     model: Annotated[str | None, typer.Option(help="Also check that this model can be divided by the layout.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
 ) -> None:
-    """Show hosts, NVLink domains and GPUs, and what the groups of a layout ride on.
+    """Show hosts, NVLink domains and GPUs, and the links of a layout's process groups.
 
-    For this machine, for the ranks of a launch (torchrun … -m megabench.cli topo), or for a cluster to plan for.
-    Exit status: 2 when the layout cannot be had.
+    Describes this machine, the ranks of a launch (torchrun … -m megabench.cli topo), or a cluster for planning.
+    Exit status: 2 if the layout is impossible.
     """
     from megabench import topo as room
     from megabench.models.find import find_model
@@ -260,9 +260,9 @@ def calibrate(
         ),
     ] = None,
 ) -> None:
-    """Measure this machine in about a minute: products, attention, memory, launches, collectives, host copies.
+    """Measure matrix products, attention, memory, launches, collectives and host copies in about a minute.
 
-    Starts a process for each GPU; on several nodes: torchrun … -m megabench.cli calibrate --out FILE.
+    Starts one process per GPU. On several nodes: torchrun … -m megabench.cli calibrate --out FILE.
     """
     from megabench.calibrate.measure import run
 
@@ -299,9 +299,9 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
 ) -> None:
-    """Predict every layout, ZeRO, FSDP2 and DDP on a cluster, and name the sweet spot before anything runs.
+    """Predict the step time of every layout, ZeRO, FSDP2 and DDP on a cluster, and name the best one.
 
-    Exit status: 0 when a layout fits, 1 when none does, 2 when there is nothing to predict.
+    Exit status: 0 if a layout fits, 1 if none fits, 2 if nothing can be predicted.
     """
     from megabench.planner import plan_table as room
     from megabench.planner.make_plan import make_plan
@@ -319,15 +319,15 @@ def plan(
 
 
 def _launcher_rank() -> int | None:
-    """This process's rank under torchrun, or another launcher that sets its variables; None without one."""
+    """Return the rank of this process under torchrun or a similar launcher, or None without a launcher."""
     launched = all(variable in os.environ for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     return int(os.environ["RANK"]) if launched else None
 
 
 def main() -> None:
-    """Runs the command line; a UserError becomes one sentence on stderr and exit status 2.
+    """Run the command line. A UserError is printed as one message, with exit status 2.
 
-    Under a launcher all ranks read the same words, so the first alone says what is wrong with them.
+    Under a launcher, all ranks have the same command line, so only rank 0 prints the message.
     """
     speaks = _launcher_rank() in (None, 0)
     try:

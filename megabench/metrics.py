@@ -1,4 +1,4 @@
-"""Tokens per second, FLOPs per token, MFU, step-time statistics: the definitions, in one place. Loads no torch."""
+"""Definitions of tokens per second, FLOPs per token, MFU and step-time statistics. Loads no torch."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from megabench.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """Training FLOPs of one token (forward and backward): causal attention (half the square), and the full square."""
+    """Training FLOPs per token, with causal attention (half the square) and with the full square."""
 
     causal: float
     full: float
 
 
 def flops_per_token(shape: ModelShape, seq_length: int) -> FlopsPerToken:
-    """6 × matrix parameters + attention; recomputation is never counted as useful work.
+    """FLOPs per token are 6 × matrix parameters + attention. Recomputation is never counted as useful work.
 
-    A matrix product costs 2 FLOPs a parameter forward and 4 backward. Scores and their product with the values are
-    4·S·N·D FLOPs a token and layer forward (full square), three times that in training.
+    A matrix product costs 2 FLOPs per parameter in forward and 4 in backward. Attention scores and their product with
+    the values cost 4·S·N·D FLOPs per token and layer in forward (full square), and three times as many in training.
     Source: arXiv 2204.02311 appendix B; the causal half as in current Megatron-LM.
     """
     matrices = 6.0 * shape.matrix_parameters
@@ -28,14 +28,14 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> FlopsPerToken:
 
 
 def output_layer_cost(shape: ModelShape, seq_length: int) -> float:
-    """What the output layer computes, in layers: 2.1 for Llama-3-8B at sequence 8192."""
+    """Return the cost of the output layer as a multiple of a layer: 2.1 for Llama-3-8B at sequence 8192."""
     output = 6.0 * shape.vocab_size * shape.hidden_size
     layers = flops_per_token(shape, seq_length).causal - output
     return output / (layers / shape.num_layers)
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """Linear interpolation between order statistics (numpy's default rule)."""
+    """Return a quantile by linear interpolation between order statistics, as numpy does by default."""
     ordered = sorted(values)
     position = fraction * (len(ordered) - 1)
     below = int(position)
@@ -45,7 +45,7 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 @dataclass(frozen=True)
 class Throughput:
-    """What a run achieved, from the median of its timed steps."""
+    """The throughput of a run, from the median of its timed steps."""
 
     step_seconds: float
     tokens_per_second: float
@@ -56,14 +56,14 @@ class Throughput:
     days_per_100b_tokens: float
 
     def mfu(self, peak_tflops: float | None) -> float | None:
-        """Causal model FLOP/s ÷ dense peak of the precision in use; None when the peak is not known."""
+        """Return causal model FLOP/s ÷ dense peak of the precision in use; None when the peak is not known."""
         return self.tflops_per_device_causal / peak_tflops if peak_tflops else None
 
 
 def throughput(
     step_seconds: Sequence[float], shape: ModelShape, seq_length: int, global_batch: int, num_devices: int
 ) -> Throughput | None:
-    """Throughput of the timed steps in `step_seconds` (slowest rank of each); None when no step was timed."""
+    """Return the throughput of timed steps, given the seconds of the slowest rank, or None without timed steps."""
     if not step_seconds:
         return None
     seconds = statistics.median(step_seconds)

@@ -1,7 +1,7 @@
 """Fills in the fields that records of older versions lack. Loads no torch.
 
-The only place that reads meaning from the sentences, commands and kernel names of megabench itself: records that are
-written today have fields for it.
+Only this module parses messages, commands and kernel names of megabench, because current records have fields for their
+meaning.
 """
 
 import re
@@ -15,7 +15,7 @@ _SHARED_MEMORY = re.compile(r"SIGBUS|/dev/shm|shared memory segment")
 
 
 def complete(content: Any) -> Any:
-    """The content of a record's JSON with the fields that its version did not write; anything but a record as it is."""
+    """Add the fields that older versions did not write to the JSON of a record. Other content is returned unchanged."""
     if not isinstance(content, dict):
         return content
     command = str(content.get("command"))
@@ -53,7 +53,7 @@ def _first_rank(words: str) -> int | None:
 
 
 def _behind(words: str) -> int | None:
-    """The first rank of the group that has fewer steps done than the others; None where all are as far."""
+    """Return the first rank of the group with fewer finished steps than the others, or None if all are equal."""
     stands = sorted((int(steps or 0), int(rank)) for rank, _, steps in _STAND.findall(words))
     is_clear = len(stands) == 1 or (len(stands) > 1 and stands[0][0] < stands[1][0])
     return stands[0][1] if is_clear else None
@@ -74,6 +74,6 @@ def _kernel_traits(kernels: Any) -> dict[str, bool | None] | None:
 
 
 def _is_fused(kernels: dict[str, Any], operation: str, *plain: str) -> bool | None:
-    """Whether the kernel of an operation has none of the `plain` words; None where it is not known."""
+    """Return whether the name of an operation's kernel has none of the `plain` words; None where it is not known."""
     name = kernels.get(operation, "transformers")
     return None if name == "transformers" else not any(words in str(name) for words in plain)

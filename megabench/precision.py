@@ -13,8 +13,8 @@ class PrecisionPolicy:
     """How a run computes. Masters and optimizer moments are fp32 under every policy.
 
     `compute` is the dtype of weights and activations in forward and backward; `products` is the precision of matrix
-    products, whose dense peak MFU is measured against. `grad_dtypes` are those in which gradients may be accumulated
-    and reduced. Under `scales_loss` a dynamic loss scale skips steps whose gradients overflow.
+    products, whose dense peak MFU is measured against. `grad_dtypes` are the dtypes in which gradients may be
+    accumulated and reduced. With `scales_loss`, a dynamic loss scale skips steps whose gradients overflow.
 
     `loss_tolerance` is the largest relative difference of the loss at any step between trials of the same work,
     `grad_norm_tolerance` that of the gradient norm in the median of the first steps; see `study/parity.py`.
@@ -31,17 +31,17 @@ class PrecisionPolicy:
 
     @property
     def bytes_of_value(self) -> int:
-        """Bytes of a weight or an activation."""
+        """The number of bytes of a weight or an activation."""
         return _BYTES[self.compute]
 
     @property
     def has_masters(self) -> bool:
-        """Whether fp32 master weights exist beside the weights used for computing."""
+        """Whether fp32 master weights exist in addition to the weights used for computing."""
         return self.compute != "fp32"
 
     @property
     def bytes_of_state(self) -> int:
-        """Bytes per parameter with AdamW: weight, fp32 gradient, two moments, and the fp32 master weight if any."""
+        """The bytes per parameter with AdamW: weight, fp32 gradient, two moments, and any fp32 master weight."""
         return self.bytes_of_value + 4 + 4 * self.has_masters + 8
 
 

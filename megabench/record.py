@@ -1,6 +1,8 @@
-"""RunRecord: the one truth that table, CSV, TensorBoard and report are drawn from. Loads no torch.
+"""RunRecord, the record of a run from which the table, the CSV, TensorBoard and the report are generated.
 
-A value that is not known is None, never a guess.
+Loads no torch.
+
+Unknown values are None.
 """
 
 import hashlib
@@ -42,7 +44,7 @@ class LayoutSizes(_Part):
 
 
 class WorkClass(_Part):
-    """What must be equal for two trials to be comparable."""
+    """The properties that must be equal for two trials to be comparable."""
 
     model: str
     num_layers: int
@@ -59,12 +61,15 @@ class WorkClass(_Part):
 
     @property
     def id(self) -> str:
-        """A short name of the class: equal ids mean comparable trials. Data goes by its hash, not by its name."""
+        """A short identifier of the work class.
+
+        Trials with equal identifiers are comparable. The identifier contains the hash of the data, not its name.
+        """
         return hashlib.sha256(self.model_dump_json(exclude={"data"}).encode()).hexdigest()[:12]
 
 
 class StepSeconds(_Part):
-    """Seconds of the timed steps alone, the slowest rank of each."""
+    """Seconds of the timed steps on the slowest rank."""
 
     median: float
     p10: float
@@ -73,14 +78,14 @@ class StepSeconds(_Part):
 
 
 class TflopsPerDevice(_Part):
-    """Model TFLOP/s per device: attention counted as half the square (causal) and as the full square."""
+    """Model TFLOP/s per device. `causal` counts attention as half the square, `full` as the full square."""
 
     causal: float
     full: float
 
 
 class PeakMemory(_Part):
-    """GiB at the peak of each rank: reserved by the allocator on a GPU, resident set of the process on CPU."""
+    """Peak memory of the ranks in GiB: reserved by torch's allocator on a GPU, resident set size on CPU."""
 
     max: float
     per_rank: list[float]
@@ -100,11 +105,11 @@ class Parity(_Part):
 
 
 class RunFailure(_Part):
-    """Why a run has no result.
+    """The reason why a run has no result.
 
-    `kind` is "hang" if no rank made progress, or if the run did not end in time; "oom" where memory ran out;
-    "shared-memory" where /dev/shm was too small; "killed" for SIGKILL from outside; "error" for anything else. `rank`
-    is the one that failed, or that the others waited for; None where no single one is known.
+    `kind` is "hang" if no rank made progress or the run exceeded its time limit; "oom" if memory ran out;
+    "shared-memory" if /dev/shm was too small; "killed" after a SIGKILL from outside; "error" for anything else. `rank`
+    is the rank that failed, or that the others waited for. `rank` is None if no single rank is known.
     """
 
     kind: FailureKind
@@ -112,11 +117,12 @@ class RunFailure(_Part):
 
 
 class KernelTraits(_Part):
-    """Traits of the kernels in `RunRecord.kernels`. None where that is not known.
+    """Traits of the kernels in `RunRecord.kernels`. Unknown traits are None.
 
-    `flash_attention` holds no S×S scores; `fused_norm` and `fused_activation` read and write once; `fused_loss` holds
-    no logits of a whole micro-batch. Where it `exchanges_heads`, context parallelism swaps parts of the sequence for
-    parts of the heads; where it `fuses_weight_gradient`, the product that makes a weight's gradient adds it up.
+    `flash_attention` means that no S×S scores are stored; `fused_norm` and `fused_activation` read and write their
+    tensors once; `fused_loss` means that the logits of a micro-batch are never stored at once. With `exchanges_heads`,
+    context parallelism exchanges parts of the sequence for parts of the heads. With `fuses_weight_gradient`, the matrix
+    product of a weight gradient also accumulates the gradient.
     """
 
     flash_attention: bool | None = None
@@ -128,7 +134,7 @@ class KernelTraits(_Part):
 
 
 class Group(_Part):
-    """One process group: its kind, its ranks, and, where known, the link it runs over and the NCCL transport."""
+    """One process group: its kind, its ranks, and, if known, its link and its NCCL transport."""
 
     kind: str  # name of a parallel axis
     ranks: list[int]
@@ -137,12 +143,13 @@ class Group(_Part):
 
 
 class LinkBandwidth(_Part):
-    """What the network between hosts achieved at the start of the run, in GB/s.
+    """Bandwidth between hosts at the start of the run, in GB/s.
 
-    `all_gather_gb_per_s` is the bus bandwidth of an all-gather over all ranks, `send_recv_gb_per_s` that of one rank
-    sending to one on the next host; each moved `num_bytes` a rank. `all_rings_gb_per_s` is what a host sent while its
-    ranks, as many as the smallest host has, were each in an all-gather with one rank of every other host, `num_bytes`
-    together: more than a single ring's where that leaves the network idle. With one rank a host it is that ring's.
+    `all_gather_gb_per_s` is the bus bandwidth of an all-gather over all ranks. `send_recv_gb_per_s` is the bandwidth
+    from one rank to a rank of the next host. Both move `num_bytes` per rank. `all_rings_gb_per_s` is the rate at which
+    a host sends during simultaneous all-gathers, one per local rank, of `num_bytes` in total. Several rings reach more
+    than one ring if one ring does not saturate the network. With one rank per host, `all_rings_gb_per_s` is the
+    bandwidth of one ring.
     """
 
     all_gather_gb_per_s: float
@@ -170,23 +177,23 @@ class Straggler(_Part):
 
 
 class NicTraffic(_Part):
-    """What a network interface moved during the timed steps, in GB/s."""
+    """Traffic of a network interface during the timed steps, in GB/s."""
 
     sent_gb_per_s: float
     received_gb_per_s: float
 
 
 class HostRanks(_Part):
-    """A host and the run's ranks on it."""
+    """A host and the ranks of the run on this host."""
 
     name: str
     ranks: list[int]
 
 
 class PlacementUsed(_Part):
-    """How the ranks were placed: rank n of the run is the launcher's rank `launcher_ranks[n]`.
+    """The placement of the ranks. Rank n of the run is rank `launcher_ranks[n]` of the launcher.
 
-    `nccl_num_nodes` is how many hosts NCCL itself counted; None where it did not say.
+    `nccl_num_nodes` is the number of hosts that NCCL detected, or None if it is not known.
     """
 
     policy: str
@@ -196,10 +203,10 @@ class PlacementUsed(_Part):
 
 
 class SaveTimes(_Part):
-    """A checkpoint that was saved: seconds until it was good, and how long training waited for it.
+    """Times of a saved checkpoint: seconds until the checkpoint was valid, and seconds that training waited.
 
-    `check_seconds` is the part of the wait in which the state was searched for non-finite values; None in records of
-    versions that did not. `error` tells why there is no checkpoint.
+    `check_seconds` is the part of the wait in which the state was searched for non-finite values, or None in older
+    records. `error` is the reason why saving failed.
     """
 
     step: int
@@ -213,7 +220,7 @@ class SaveTimes(_Part):
 
 
 class LoadTimes(_Part):
-    """The checkpoint that the run went on from, and what it took to check its files and to load them."""
+    """The checkpoint from which the run resumed, and the times of checking and loading its files."""
 
     folder: str
     num_bytes: int
@@ -223,7 +230,7 @@ class LoadTimes(_Part):
 
 
 class Probe(_Part):
-    """A short run that tried a setting: the median step of `global_batch` sequences, and GiB at its peak."""
+    """A short run that measured a setting: median step time for `global_batch` sequences, and peak memory in GiB."""
 
     micro_batch: int
     recompute: str
@@ -235,17 +242,18 @@ class Probe(_Part):
 
 
 class Communication(_Part):
-    """Seconds of a step in which a kind of group communicated, and those of them in which nothing computed."""
+    """Seconds of a step in which one kind of process group communicated, and the exposed part of them."""
 
     seconds: float
     exposed_seconds: float
 
 
 class StepProfile(_Part):
-    """Where one more step went, under a profiler: the mean of all ranks, in seconds.
+    """The parts of one profiled step in seconds, as the mean of all ranks.
 
-    `seconds` is by part and adds up to the step; `communication` by the axes along which the ranks of a group differ.
-    A rank that waits for another does so in communication: a pipeline's bubble is in "exposed pp".
+    `seconds` maps each part to its time, and adds up to the step. `communication` maps parallel axes to the times of
+    their process groups. Waiting for another rank counts as communication, so the pipeline bubble is part of "exposed
+    pp".
     """
 
     step_seconds: float
@@ -254,9 +262,10 @@ class StepProfile(_Part):
 
 
 class Prediction(_Part):
-    """What the planner said of a run: seconds of a step, and GiB of its fullest device.
+    """The planner's prediction for a run: seconds per step, and GiB of the device that uses the most memory.
 
-    `relative_error` is the profile's own; `planned_rank` the place among the best predicted, where the plan added it.
+    `relative_error` is the error of the planner's profile. `planned_rank` is the trial's rank among the predictions, if
+    the plan added the trial.
     """
 
     step_seconds: float
@@ -268,12 +277,12 @@ class Prediction(_Part):
 
 
 class Machine(_Part):
-    """What a host was like beside the run: the worst of its GPUs. None where it does not show.
+    """The state of a host during the run, for the worst of its GPUs. Unknown values are None.
 
-    `throttle` tells in which part of the timed steps' samples each reason slowed a GPU down, `power_limit_share` the
-    power limit as a part of the GPU's own. `nic_distance` tells where the ways of a GPU and of the nearest NIC that
-    reads memory itself meet: at a PCIe switch or port, at the host bridge above all of them, or further on.
-    `is_compile_cache_kept` says whether torch.compile's cache outlives a container and a restart.
+    `throttle` is the share of samples in which each reason slowed a GPU down. `power_limit_share` is the power limit as
+    a share of the default limit. `nic_distance` is the PCIe connection between a GPU and its nearest RDMA NIC: a common
+    switch or port, the same host bridge, or another host bridge. `is_compile_cache_kept` is true if torch.compile's
+    cache survives a restart of the container.
     """
 
     host: str
@@ -290,7 +299,7 @@ class Machine(_Part):
 
 
 class Environment(_Part):
-    """Versions and environment variables that shape a run."""
+    """Library versions and environment variables that affect a run."""
 
     versions: dict[str, str]
     variables: dict[str, str]
@@ -298,7 +307,7 @@ class Environment(_Part):
 
 
 class RunRecord(_Part):
-    """One trial: what ran, how, and what was measured. One JSON line in `results.jsonl`."""
+    """The record of one trial: its configuration and its measurements. A record is one JSON line in `results.jsonl`."""
 
     schema_version: int = SCHEMA_VERSION
     trial: str
@@ -375,12 +384,12 @@ class RunRecord(_Part):
     command: str
 
     def write(self, path: Path) -> None:
-        """Writes the record as indented JSON, atomically."""
+        """Write the record atomically as indented JSON."""
         write_atomically(path, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
-        """Raises ValueError for what is no record."""
+        """Read a record. Raises ValueError if the file is not a record."""
         return cls.model_validate(older_records.complete(json.loads(path.read_text())))
 
 
@@ -389,10 +398,10 @@ class RecordError(UserError):
 
 
 def read_records(path: Path) -> list[RunRecord]:
-    """The records of a `results.jsonl`, in file order; an absent file holds none.
+    """Read the records of a `results.jsonl` in file order. Return [] if the file does not exist.
 
-    Fields that an older version did not write are None or empty, or follow from others (older_records.py). Raises
-    RecordError for a newer version's records, and for what is none.
+    Fields that an older version did not write are None, empty, or derived from other fields (older_records.py). Raises
+    RecordError for records of a newer version, and for lines that are not records.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Where tables are written for people. Loads no torch."""
+"""The console for tables. Loads no torch."""
 
 import sys
 
@@ -8,5 +8,5 @@ _PLAIN_WIDTH = 250  # wider than any table, so that files and pipes receive comp
 
 
 def standard_output() -> Console:
-    """As wide as the terminal, or, where there is none, as wide as any table."""
+    """Return a console with the width of the terminal, or wide enough for every table without a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)

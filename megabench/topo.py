@@ -1,6 +1,6 @@
-"""`megabench topo`: hosts, NVLink domains and GPUs with the groups of a layout on them, as a picture or as JSON.
+"""`megabench topo`: draw hosts, NVLink domains and GPUs with the process groups of a layout, or print them as JSON.
 
-Loads no torch, unless it runs under a launcher.
+Imports torch only under a launcher.
 """
 
 import json
@@ -27,7 +27,7 @@ _MOST_GROUPS = 8  # maximum number of groups of one kind in the table
 
 
 def read_policy(word: str) -> Policy:
-    """The placement policy that a user names; ConfigError when there is none of that name."""
+    """Return the placement policy with this name. Raises ConfigError if the name is unknown."""
     for policy in get_args(Policy):
         if policy == word:
             return policy
@@ -37,7 +37,7 @@ def read_policy(word: str) -> Policy:
 def find_topology(
     cluster: str | None, num_processes: int | None, layout: Layout, is_launched: bool, emulate_hosts: int | None
 ) -> Topology:
-    """The topology of a cluster to plan for, of the launch that this process belongs to, or of this machine."""
+    """Return the topology of a cluster, of this process's launch, or of this machine."""
     if cluster:
         topology = read_cluster(cluster)
     elif is_launched:
@@ -48,7 +48,7 @@ def find_topology(
 
 
 def write(placement: Placement, layout: Layout, as_json: bool) -> None:
-    """Writes the picture, or the JSON, to standard output."""
+    """Write the drawing or the JSON to standard output."""
     if as_json:
         print(json.dumps(describe(placement, layout), indent=2))
     else:
@@ -56,7 +56,10 @@ def write(placement: Placement, layout: Layout, as_json: bool) -> None:
 
 
 def _of_machine(num_processes: int | None, layout: Layout) -> Topology:
-    """This machine with one rank a GPU; without GPUs, with `num_processes` ranks, or as many as the layout needs."""
+    """Return the topology of this machine with one rank per GPU.
+
+    Without GPUs, use `num_processes` ranks, or the number that the layout needs.
+    """
     gpus = visible_gpus()
     size = num_processes or len(gpus) or layout.tp * layout.cp * layout.pp
     if gpus and size > len(gpus):
@@ -66,7 +69,7 @@ def _of_machine(num_processes: int | None, layout: Layout) -> Topology:
 
 
 def _of_launch() -> Topology:
-    """The topology of this process's launch; every process of it must call this."""
+    """Return the topology of this process's launch. Every process of the launch must call this."""
     from megabench.runtime.messages import outlast
     from megabench.runtime.rendezvous import join
 
@@ -78,7 +81,7 @@ def _of_launch() -> Topology:
 
 
 def describe(placement: Placement, layout: Layout) -> dict[str, Any]:
-    """All that the picture shows, for programs; ranks are the run's."""
+    """Return the content of the drawing for programs. Rank numbers are those of the run."""
     topology = placement.topology
     return {
         "hosts": [
@@ -112,7 +115,7 @@ def describe(placement: Placement, layout: Layout) -> dict[str, Any]:
 
 
 def show(console: Console, placement: Placement, layout: Layout) -> None:
-    """Prints the picture, the tables of links and groups, and the warnings."""
+    """Print the drawing, the tables of links and groups, and the warnings."""
     topology = placement.topology
     count = f"{len(topology.hosts)} host{'s' * (len(topology.hosts) != 1)}{', emulated' * topology.emulated}"
     console.print(Text(f"{layout} on {topology.world_size} ranks, {count}, placement {placement.policy}", style="bold"))
@@ -156,7 +159,7 @@ def _domain_title(topology: Topology, domain: int, members: Sequence[int]) -> st
 
 
 def _cells(placement: Placement, layout: Layout, ranks: Sequence[int]) -> RenderableType:
-    """One cell a rank: its number, its TP group's letter, its stage and its place among the replicas."""
+    """Return one cell per rank: its number, the letter of its TP group, its pipeline stage and its replica."""
     table = Table.grid(padding=(0, 1))
     cells = []
     for rank in ranks:
@@ -181,7 +184,7 @@ def _letters(number: int) -> str:
 
 
 def _arrows(topology: Topology, layout: Layout, number: int) -> Iterator[str]:
-    """Where the stages of a host send their activations: one line for each stage and receiving host."""
+    """Return one line for each pipeline stage of a host and each host to which the stage sends activations."""
     sends: dict[tuple[int, int], list[tuple[int, int]]] = {}
     step = topology.world_size // layout.pp
     for rank in topology.ranks_by_host[number]:
@@ -217,7 +220,7 @@ def _groups_table(topology: Topology, groups: Sequence[RankGroup]) -> Table:
 
 
 def _inner_link(topology: Topology, ranks: Sequence[int]) -> str | None:
-    """The link inside a domain; None for a rank alone."""
+    """Return the link inside an NVLink domain, or None for a single rank."""
     return topology.link(ranks[0], ranks[1]) if len(ranks) > 1 else None
 
 
@@ -226,7 +229,7 @@ def _host_names(topology: Topology, ranks: Sequence[int]) -> list[str]:
 
 
 def _gb_per_s(topology: Topology, kind: str) -> float | None:
-    """One direction: of a GPU's NVLinks together, or of a host's NICs together; None where not known."""
+    """Return the bandwidth in one direction of all NVLinks of a GPU, or of all NICs of a host; None where not known."""
     if kind == "nvlink":
         return min((host.nvlink_gb_per_s for host in topology.hosts if host.nvlink_gb_per_s), default=None)
     rates = [host.network_gbits for host in topology.hosts if host.network == kind and host.network_gbits]

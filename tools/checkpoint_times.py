@@ -26,7 +26,7 @@ def main(
     every: Annotated[int, typer.Option(min=1, help="Steps between two saves: enough to write one.")] = 20,
     saves: Annotated[int, typer.Option(min=1, help="Saves that are measured, of each kind.")] = 2,
 ) -> None:
-    """Measure what saving and loading checkpoints costs."""
+    """Measure the time of saving and loading checkpoints."""
     try:
         steps = every * (saves + 1)
         sync = _train(out / "sync", nproc, [*flags, *_saving(out / "sync", "sync", every, steps)])
@@ -67,7 +67,7 @@ def _train(folder: Path, nproc: int, flags: list[str]) -> RunRecord:
 
 
 def table(sync: RunRecord, beside: RunRecord, loaded: RunRecord) -> str:
-    """The measurements as a table in Markdown; saves by their medians."""
+    """Return the measurements as a Markdown table, with the medians of all saves."""
     load = loaded.load
     assert load is not None
     rows = [_save_row("save, training stopped", sync.saves[:-1]), _save_row("save, beside training", beside.saves[:-1])]

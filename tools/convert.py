@@ -35,7 +35,7 @@ Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare logi
 
 @app.callback()
 def about() -> None:
-    """Checkpoints from and to Hugging Face, and proof that both compute the same. Runs on CPU."""
+    """Convert checkpoints from and to Hugging Face, and verify that both compute the same. Runs on CPU."""
 
 
 @app.command("import")
@@ -46,7 +46,10 @@ def import_command(
     pp: Pp = 1,
     verify: Verify = True,
 ) -> None:
-    """Make a checkpoint of a Hugging Face model. Any layout can load it, whatever --tp and --pp."""
+    """Create a checkpoint from a Hugging Face model.
+
+    Any layout can load the checkpoint, for all values of --tp and --pp.
+    """
     from megabench.convert import ConvertError
     from megabench.convert.importing import check_new, import_model, owned_blocks
     from megabench.convert.memory_peak import PeakMemory, largest_of_all
@@ -79,7 +82,7 @@ def export_command(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The new Hugging Face directory.")],
     verify: Verify = True,
 ) -> None:
-    """Make a Hugging Face directory of a checkpoint, in the dtype that was trained in."""
+    """Export a checkpoint as a Hugging Face directory, in the training dtype."""
     from megabench.checkpoint.weights_only import open_weights
     from megabench.convert.exporting import export_dtype, export_model
     from megabench.convert.importing import check_new
@@ -103,7 +106,7 @@ def verify_command(
     tp: Tp = 1,
     pp: Pp = 1,
 ) -> None:
-    """Compare transformers on DIR with the parallel blocks of a layout on CKPT, or on DIR, too.
+    """Compare transformers on DIR with the parallel blocks of a layout on CKPT, or also on DIR.
 
     A model without parallel blocks is compared with transformers on CKPT.
     """
@@ -135,7 +138,7 @@ def verify_command(
 
 @app.command("inspect")
 def inspect_command(ckpt: Annotated[Path, typer.Argument(metavar="CKPT")]) -> None:
-    """Show what a checkpoint is, and check its files."""
+    """Show the content of a checkpoint, and check its files."""
     from megabench.convert.inspecting import describe
 
     Console().print(describe(ckpt))
@@ -167,14 +170,14 @@ def _is_first() -> bool:
 
 
 def _say(text: str) -> None:
-    """Prints on the first rank alone."""
+    """Print on the first rank only."""
     if _is_first():
         print(text, flush=True)
 
 
 @contextmanager
 def _progress(num_steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar on the first rank's terminal, moved on by calling what this yields."""
+    """Show a progress bar on the first rank's terminal. Yield a function that advances the bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not _is_first()) as progress:
         task = progress.add_task("starting", total=num_steps)
@@ -182,7 +185,7 @@ def _progress(num_steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def main() -> None:
-    """Runs the command line: 2 for what cannot be done, 1 for models that are not equal, each in a sentence."""
+    """Run the command line. Exit with status 2 for invalid input, and 1 if models are not equal."""
     # exit normally, so that partial files are removed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     from megabench.convert import UnequalError

@@ -1,4 +1,4 @@
-"""Text to a token file that every rank maps into memory: `python tools/preprocess.py TEXT... --out PREFIX`."""
+"""Convert text into a token file that ranks map into memory: `python tools/preprocess.py TEXT... --out PREFIX`."""
 
 import multiprocessing
 import os
@@ -29,7 +29,7 @@ tokenizer_of = cache(open_tokenizer)  # each process opens the tokenizer once
 
 
 class Tokenized(NamedTuple):
-    """The tokens of a piece, and what the piece was."""
+    """Return the tokens of a piece of text, and the piece."""
 
     tokens: NDArray[Any]
     ends_document: bool
@@ -62,7 +62,7 @@ def main(
 def preprocess(
     inputs: list[Path], prefix: Path, tokenizer_name: str, workers: int, append_eod: bool
 ) -> tuple[int, TokenFacts]:
-    """Writes the token file `prefix`, whole or not at all; the number of documents and the facts about the tokens."""
+    """Write the token file `prefix` atomically. Return the number of documents and facts about the tokens."""
     for path in inputs:
         check_text_file(path)
     vocab_size = tokenizer_of(tokenizer_name).vocab_size
@@ -86,7 +86,7 @@ def preprocess(
 
 
 def _tokenized(inputs: list[Path], tokenizer_name: str, workers: int, append_eod: bool) -> Iterator[Tokenized]:
-    """Every piece of the inputs, tokenized, in order."""
+    """Yield the tokens of every piece of the inputs, in order."""
     pieces = chain.from_iterable(map(read_text, inputs))
     work = partial(_tokenize, tokenizer_name, append_eod)
     # byte tokens are only copied, which is cheaper than sending them to a process
@@ -111,7 +111,7 @@ def _with_progress(tokenized: Iterable[Tokenized], inputs: list[Path]) -> Iterat
 
 
 def _write(prefix: Path, tokenized: Iterable[Tokenized], dtype: type[np.integer[Any]]) -> int:
-    """Writes PREFIX.bin and .idx, each piece a sequence of its document; returns the number of documents."""
+    """Write PREFIX.bin and .idx with each piece as a sequence of its document. Return the number of documents."""
     # imported late, because importing torch takes seconds, and a wrong path must be refused at once
     from megabench.runtime import megatron_cpu
 

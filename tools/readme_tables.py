@@ -1,7 +1,7 @@
 """README's tables of results, from the records they tell of: `make readme-tables`.
 
 What stands between `<!-- records: FOLDER -->` and `<!-- end of records -->` is replaced by the table of the study in
-FOLDER. A second run changes nothing.
+FOLDER. Running the tool again changes nothing.
 """
 
 import re
@@ -39,9 +39,9 @@ def main(
 
 
 def with_tables(text: str) -> str:
-    """`text` with the tables that it marks made anew from the repository's records.
+    """Return `text` with its marked tables regenerated from the repository's records.
 
-    Raises UserError where a mark has no end.
+    Raises UserError if a marker has no end.
     """
     before, *places = _START.split(text)  # text, followed by alternating directories and the text after their markers
     parts = [before]

@@ -1,6 +1,6 @@
 """Writes docs/settings.md, the page of all settings, from their declarations: `make settings-page`.
 
-With --check it writes nothing, and exits with 1 where the page is out of date.
+With --check, the tool writes nothing, and exits with status 1 if the page is out of date.
 """
 
 from itertools import groupby
@@ -32,7 +32,7 @@ _RESUME = {"same": "same", "content": "content", "mention": "logged", "free": "f
 
 
 def page() -> str:
-    """The page as Markdown: a table for each panel."""
+    """Return the page as Markdown, with a table for each panel."""
     parts = [_HEAD]
     for panel, group in groupby(sorted(SETTINGS.items(), key=_panel_order), key=lambda item: item[1].panel):
         parts.append(f"\n## {panel}\n\n| Setting | Meaning | Values | Default | Engines | Resumed run |\n")

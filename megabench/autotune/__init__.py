@@ -1,1 +1,1 @@
-"""Finds the settings that are "auto" by a few short runs of the trial."""
+"""Find the values of "auto" settings by a few short runs of the trial."""

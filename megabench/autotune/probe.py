@@ -1,4 +1,4 @@
-"""The short run that tries a setting, and what its record tells. Loads no torch."""
+"""The short run that measures a setting, and its result. Loads no torch."""
 
 import statistics
 from math import lcm
@@ -20,7 +20,7 @@ _SMALL = 8  # micro-batches up to this size are tried with the same global batch
 
 
 def probe_config(config: RunConfig, setting: Setting, world_size: int, device: Literal["cpu", "cuda"]) -> RunConfig:
-    """The short run that tries a legal `setting` of `config`: few steps, and not more sequences than it takes."""
+    """Return the configuration of the short run that measures `setting`, with few steps and few sequences."""
     run = apply_setting(config, setting).resolve(world_size, device)
     plain = run.spec.plain_steps(run.options)
     changes = {
@@ -34,8 +34,10 @@ def probe_config(config: RunConfig, setting: Setting, world_size: int, device: L
 
 
 def _sequences(run: ResolvedConfig) -> int:
-    """Sequences of a replica in a step of the probe: the same for all small micro-batches, whose steps then compare
-    as they are, and more only for those that need more."""
+    """Return the sequences per replica and step of a short run.
+
+    All small micro-batches use the same number, so that their steps are comparable.
+    """
     of_run = run.global_batch // run.layout.data_parallel
     if run.spec.fixes_batch(run.options):
         return of_run
@@ -49,7 +51,7 @@ def _sequences(run: ResolvedConfig) -> int:
 def probe_result(
     setting: Setting, short: RunConfig, status: Status, error: str | None, record: RunRecord | None
 ) -> Probe:
-    """What came of the probe `short`: the median of its steps that updated the weights, and its peak memory."""
+    """Return the result of the short run: median time of the steps that updated the weights, and peak memory."""
     seconds = _step_seconds(record) if record else None
     if record and seconds is None:
         status, error = "failed", f"none of its {record.num_steps} steps had finite gradients and could be timed"
@@ -65,8 +67,11 @@ def probe_result(
 
 
 def _step_seconds(record: RunRecord) -> float | None:
-    """None where no step can be counted: not those of the warm-up, nor such as were skipped (fp16's first, in which
-    the loss scale is searched for), nor the first that was not, in which the optimizer makes its state."""
+    """Return None if no step counts.
+
+    Warm-up steps, skipped steps (fp16 adapts its loss scale) and the first update, which creates the optimizer state,
+    do not count.
+    """
     timed = record.step_seconds.all if record.step_seconds else []
     seconds = [None] * (len(record.grad_norms) - len(timed)) + timed
     updates = [took for took, norm in zip(seconds, record.grad_norms, strict=True) if norm is not None]

@@ -1,7 +1,7 @@
-"""Which micro-batch and recomputation to try next, so that few short runs find the fastest setting that fits.
+"""Choose the micro-batch and recomputation of the next short run, to find the fastest setting that fits.
 
-Loads no torch. Two models, fitted to what was seen, point to the next try: memory grows linearly with the micro-batch,
-and the time of a step is that of step_model.py. What is chosen is always what was measured to be fastest.
+Loads no torch. Two models, fitted to the results so far, choose the next short run. Memory grows linearly with the
+micro-batch, and step_model.py predicts the step time. The final choice is always the fastest measured setting.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ _DOUBLE = 2  # … and so many times larger than one that fits, until two tell w
 
 
 class Search:
-    """The search for one run: `next` says what to try, `heard` takes how it went, `best` is what was found."""
+    """The search for one run: `next` returns the setting to measure, and `best` is the fastest setting so far."""
 
     def __init__(self, settings: Sequence[Setting], run: ResolvedConfig) -> None:
-        """`settings` are those that the run may have, and `run` is resolved under any of them."""
+        """`settings` are the settings to choose from, and `run` is resolved with any of them."""
         self.probes: list[Probe] = []
         self._run = run
         self._device_gib: float | None = None
@@ -35,7 +35,7 @@ class Search:
             self._sizes.setdefault(setting.recompute, []).append(setting.micro_batch)
 
     def tell(self, probe: Probe, device_gib: float | None) -> None:
-        """Takes the result of a probe, which ran on devices of `device_gib`."""
+        """Record the result of a short run on devices with `device_gib` of memory."""
         self.probes.append(probe)
         self._device_gib = device_gib or self._device_gib
 
@@ -54,9 +54,9 @@ class Search:
     def next(self) -> Setting | None:
         """What to try next; None when nothing promises more.
 
-        The two smallest micro-batches of the first level that fits, then where memory and time, drawn out, point to:
-        a larger one, or one that fits only if more is computed again. That is worth a try because a micro-batch may
-        cost much beside its compute, as gathering weights across a slow network does.
+        The search measures the two smallest micro-batches of the first recomputation level that fits. Then it measures
+        the settings that the models recommend. Larger micro-batches with more recomputation can be faster if each
+        micro-batch has a high fixed cost, such as gathering weights over a slow network.
         """
         if len(self._good()) == MOST_PROBES:
             return None
@@ -69,7 +69,7 @@ class Search:
         return None
 
     def _promising(self, level: str) -> Setting | None:
-        """What is predicted to beat all that was measured, beside the two smallest of a level."""
+        """Return a setting that is predicted to be faster than all measured settings."""
         levels = list(self._sizes)
         beside = [
             setting
@@ -87,7 +87,7 @@ class Search:
         )
 
     def _untried(self, level: str, base: str, most: int) -> list[Setting]:
-        """The settings of a level that may fit."""
+        """Return the settings of a recomputation level that may fit into memory."""
         tried = self._tried(level)
         sizes = self._sizes[level] if len(tried) < most else []
         return [Setting(size, level) for size in sizes if size not in tried and self._fits(size, level, base)]
@@ -96,18 +96,18 @@ class Search:
         return {probe.micro_batch: probe for probe in self.probes if probe.recompute == level}
 
     def _good(self, level: str | None = None) -> list[Probe]:
-        """The probes that fit, of one level or of all, by micro-batch."""
+        """Return the successful short runs of one recomputation level, or of all, sorted by micro-batch."""
         good = [probe for probe in self.probes if probe.status == "ok" and level in (None, probe.recompute)]
         return sorted(good, key=lambda probe: probe.micro_batch)
 
     def _memory(self, level: str) -> list[tuple[float, float]]:
-        """The micro-batches of a level that fit, each with the GiB that it takes."""
+        """Return the micro-batches of a level that fit, each with its memory in GiB."""
         return [(probe.micro_batch, probe.peak_memory_gib or 0.0) for probe in self._good(level)]
 
     def _fits(self, size: int, level: str, base: str) -> bool:
-        """Whether a micro-batch of `size` may fit: none as large has failed, and memory suffices.
+        """Return whether a micro-batch of `size` may fit: no smaller one has failed, and the predicted memory suffices.
 
-        `base` is the level that fits with the least recomputation; beside its micro-batches, `level` takes as much.
+        `base` is the level with the least recomputation that fits. The fixed memory of `level` equals that of `base`.
         """
         if any(probe.status != "ok" and probe.micro_batch <= size for probe in self._tried(level).values()):
             return False
@@ -123,7 +123,7 @@ class Search:
 
 
 def _fastest(settings: Sequence[Setting], model: StepModel, once: float, gain: float) -> Setting | None:
-    """The first of the settings that are predicted to be about fastest, if by `gain` faster than all that was tried."""
+    """Return the first setting with nearly the fastest prediction, if it beats all measured ones by `gain`."""
     predicted = {setting: model.predicted(setting, once) for setting in settings}
     fastest = min(predicted.values(), default=float("inf"))
     if fastest > model.fastest(once) * (1 - gain):

@@ -1,8 +1,8 @@
-"""How long a step of a run takes under any setting, drawn from the steps of probes. Loads no torch.
+"""Predict the step time of a run under any setting from the step times of short runs. Loads no torch.
 
-A micro-batch of m sequences takes a + b·m seconds. A step takes as many of them as it has, the pipeline's bubble on
-top, and a part that comes but once, whatever its micro-batches: the optimizer's, above all where that works in host
-memory. A probe's step may have fewer micro-batches than the run's, and so that part must be told from the rest.
+A micro-batch of m sequences takes a + b·m seconds. A step consists of its micro-batches, the pipeline bubble, and a
+fixed part such as the optimizer, which is long with offload. A short run may have fewer micro-batches per step than the
+full run, so the model must separate the fixed part.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,11 @@ _DETERMINED = 1e-9  # of the largest determinant that the probes could have: les
 
 
 class StepModel:
-    """The run's step as `good`, probes that fit, show it.
+    """Step-time model of a run, fitted to `good`, the short runs that fit into memory.
 
-    `most_once` are the most seconds that the part that comes but once can take, if a larger micro-batch takes no less
-    than a smaller one; `likely_once` are those of the least squares, where the probes tell them, else a share of that.
+    `most_once` is an upper bound of the fixed part in seconds, if larger micro-batches do not take less time;
+    `likely_once` is the least-squares estimate of the fixed part, or a share of the bound if the runs do not determine
+    it.
     """
 
     def __init__(self, run: ResolvedConfig, good: Sequence[Probe]) -> None:
@@ -35,15 +36,18 @@ class StepModel:
         self.likely_once = self.most_once * _LIKELY if fitted is None else min(max(0.0, fitted), self.most_once)
 
     def measured(self, probe: Probe, once: float) -> float:
-        """Seconds of the run's step under the setting of a probe, of which the part `once` comes but once."""
+        """Return the seconds of the run's step under the setting of a short run, given the fixed part `once`."""
         return once + (self._sequences / probe.micro_batch + self._bubble) * self._micro_batch_seconds(probe, once)
 
     def fastest(self, once: float) -> float:
-        """Seconds of the run's step under the fastest of the settings that were tried."""
+        """Return the seconds of the run's step under the fastest measured setting."""
         return min(self.measured(probe, once) for probe in self._good)
 
     def predicted(self, setting: Setting, once: float) -> float:
-        """Seconds of the run's step under a setting that was not tried, where two were."""
+        """Return the predicted seconds of the run's step under a setting that was not measured.
+
+        Needs two measurements.
+        """
         same = [probe for probe in self._good if probe.recompute == setting.recompute]
         known = same if len(same) > 1 else self._good
         points = list({_compute(probe): self._micro_batch_seconds(probe, once) for probe in known}.items())[-2:]
@@ -56,7 +60,7 @@ class StepModel:
         return (_seconds(probe) - once) / self._rounds(probe)
 
     def _rounds(self, probe: Probe) -> float:
-        """Micro-batches' time in a step of a probe."""
+        """Return the number of micro-batches in a short run's step, including the pipeline bubble."""
         return probe.global_batch / self._replicas / probe.micro_batch + self._bubble
 
     def _most_once(self) -> float:
@@ -68,13 +72,13 @@ class StepModel:
 
 
 def line(x: float, points: Sequence[tuple[float, float]]) -> float:
-    """The value at `x` of the straight line through two points."""
+    """Return the value at `x` of the straight line through two points."""
     (x1, y1), (x2, y2) = points
     return y1 + (y2 - y1) / (x2 - x1) * (x - x1)
 
 
 def _compute(of: Probe | Setting) -> float:
-    """Sequences of a micro-batch, counted by their compute."""
+    """Return the compute of a micro-batch, in sequences without recomputation."""
     return _COMPUTE[of.recompute] * of.micro_batch
 
 
@@ -84,9 +88,10 @@ def _seconds(probe: Probe) -> float:
 
 
 def _constant(steps: Sequence[tuple[float, float, float]]) -> float | None:
-    """u, where steps of n micro-batches of m sequences took u + n·(a + b·m) seconds; each is (n, m, seconds).
+    """Return u of the model u + n·(a + b·m) seconds for a step of n micro-batches of m sequences.
 
-    By the smallest sum of squares of the relative errors; None where the steps do not determine it.
+    Each of `steps` is (n, m, seconds). The fit minimizes the sum of squared relative errors. Return None if the steps
+    do not determine u.
     """
     rows = [(1 / seconds, n / seconds, n * m / seconds) for n, m, seconds in steps]
     squares = [[sum(row[i] * row[j] for row in rows) for j in range(3)] for i in range(3)]
@@ -98,6 +103,6 @@ def _constant(steps: Sequence[tuple[float, float, float]]) -> float | None:
 
 
 def _determinant(rows: Sequence[Sequence[float]]) -> float:
-    """Of three rows of three."""
+    """Return the determinant of a 3 × 3 matrix."""
     (a, b, c), (d, e, f), (g, h, i) = rows
     return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)

@@ -1,6 +1,6 @@
-"""Finds what a configuration leaves to be found ("auto") by short runs of it, each in fresh processes.
+"""Find the values of "auto" settings by short runs, each in fresh processes.
 
-One that runs out of memory then takes nothing with it and leaves nothing behind.
+A short run that runs out of memory therefore cannot affect later runs.
 """
 
 import shutil
@@ -20,7 +20,7 @@ from megabench.supervisor.trial_queue import Result, TrialQueue, task_of
 
 
 class NothingFitsError(UserError):
-    """No setting that was tried could run; `verdict` has the status and the cause of the last of `probes`."""
+    """No measured setting could run; `verdict` has the status and the cause of the last short run in `probes`."""
 
     def __init__(self, sentence: str, probes: list[Probe], last: Result) -> None:
         super().__init__(sentence)
@@ -35,10 +35,12 @@ def tune(
     say: Callable[[str], None],
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Setting, list[Probe]]:
-    """The fastest setting that fits of what `trial` leaves to be found, with all that was tried. For the lead alone.
+    """Return the fastest setting that fits for the "auto" settings of `trial`, and the results of all short runs.
 
-    Each probe logs to a folder of its own in `logs`. Raises NothingFitsError where none could run, and where one
-    failed by anything but a lack of memory while none before it was good.
+    For the lead alone.
+
+    Each short run logs to its own directory in `logs`. Raises NothingFitsError if no setting could run, or if a short
+    run failed for another reason than memory before any succeeded.
     """
     config, run = trial.config, trial.resolved
     search = Search(legal_settings(config, run.world_size, run.device), run)

@@ -1,4 +1,4 @@
-"""What a launch leaves to be found, its own processes find before they train: each is the supervisor of its rank."""
+"""Find the values of "auto" settings in a launched run, whose processes first supervise the short runs."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ _OWN_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS",)
 
 
 class Found(BaseModel):
-    """What an earlier start of the same run found, kept beside its checkpoints or its record."""
+    """The settings that an earlier start of this run found, stored in its --save or --out directory."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -53,10 +53,10 @@ class Found(BaseModel):
 
 
 def tune_launched(given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) -> tuple[RunConfig, list[Probe]]:
-    """`given` with nothing left to be found, for a launch whose every process calls this before it trains.
+    """Return `given` with values for its "auto" settings. Every process of the launch must call this before it trains.
 
-    A run that goes on, started again by its launcher or with `--load`, takes what it found before. Raises UserError,
-    everywhere alike, where no setting can run, and StoppedError where the search cannot go on.
+    A run that is restarted or resumed uses the settings that it found before. Raises UserError on all processes if no
+    setting can run, and StoppedError if the search cannot continue.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     received = note_signals()
@@ -77,7 +77,7 @@ def tune_launched(given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) 
 
 
 def _join(coordinator: Coordinator, given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) -> dict[str, Any]:
-    """One process's part in the search; the verdict that the lead tells all."""
+    """Take part in the search, and return the verdict of the lead process."""
     run = resolve_first(given, rendezvous.world_size, device)
     own = {name: os.environ[name] for name in _OWN_VARIABLES if name in os.environ}
     trial = Trial("auto", given, run, own, timeout_seconds=1800.0)
@@ -99,7 +99,7 @@ def _join(coordinator: Coordinator, given: RunConfig, rendezvous: Rendezvous, de
 
 
 def _lead(queue: TrialQueue, trial: Trial, logs: Path) -> dict[str, Any]:
-    """The verdict for all processes of a launch; what is tried is told on standard output."""
+    """Run the search and return its verdict for all processes. Short runs are reported on standard output."""
     config, identity = trial.config, _identity(trial)
     own = config.save or config.out
     folders = [folder for folder in (own, config.load) if folder] if restart_count() or config.load else []
@@ -118,7 +118,7 @@ def _lead(queue: TrialQueue, trial: Trial, logs: Path) -> dict[str, Any]:
 
 
 def _identity(trial: Trial) -> str:
-    """Hash of all that shapes the probes: where it is equal, so is what they find."""
+    """Return a hash of all settings that affect the short runs. Equal hashes mean equal results."""
     config, run = trial.config, trial.resolved
     first = Setting(run.micro_batch, run.recompute)
     short = probe_config(config, first, run.world_size, run.device)

@@ -1,1 +1,1 @@
-"""Runs a study: its trials, its results, its report."""
+"""Run a study: its trials, its results and its report."""

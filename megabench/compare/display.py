@@ -1,4 +1,4 @@
-"""What a person sees while a study runs."""
+"""Show the progress of a study in the terminal."""
 
 import time
 from typing import Self
@@ -12,7 +12,7 @@ from megabench.runtime.messages import Progress
 
 
 class RunDisplay:
-    """One run on the screen: a live line in a terminal, else one line at its start; and one line at its end."""
+    """Shows the progress of one run: a live line in a terminal, or one line at the start and one at the end."""
 
     def __init__(self, console: Console, number: int, num_runs: int, name: str) -> None:
         self._console = console
@@ -35,11 +35,11 @@ class RunDisplay:
         self._status.update(Text(f"{self._label}{step} {progress.activity} ({self._elapsed})"))
 
     def note(self, text: str) -> None:
-        """Says something of the run that stays on the screen."""
+        """Print a message that stays on the screen."""
         self._say(text)
 
     def end(self, record: RunRecord) -> None:
-        """Says how the run ended."""
+        """Print how the run ended."""
         self._status.stop()
         speed = record.tokens_per_second_per_device
         if record.status == "ok" and speed is not None:

@@ -1,4 +1,4 @@
-"""TensorBoard's hparams view of a study: layout and settings of each trial beside its throughput."""
+"""Write TensorBoard's HPARAMS view of a study: the layout, settings and throughput of each trial."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from megabench.study.summary import Row
 
 
 def write_hparams(folder: Path, rows: Sequence[Row]) -> None:
-    """Adds each good trial of `rows` to its own TensorBoard run under `folder`."""
+    """Add the hyperparameters of each successful trial to its TensorBoard run under `folder`."""
     # importing torch takes seconds, so it is done only at the end of a study
     from torch.utils.tensorboard import SummaryWriter
     from torch.utils.tensorboard.summary import hparams

@@ -1,4 +1,4 @@
-"""The results of a study on disk: which runs have one, and the files that are drawn from the records."""
+"""The results of a study on disk: its records, and the files generated from them."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from megabench.supervisor.root_cause import Verdict
 
 
 class Results:
-    """The records of a study in the folder `out`, in the study's order, rewritten whole after every run."""
+    """The records of a study in the directory `out`, in the study's order. All files are rewritten after every run."""
 
     def __init__(self, out: Path, study: Study) -> None:
         self.out, self.study = out, study
@@ -32,10 +32,12 @@ class Results:
 
     @classmethod
     def open(cls, out: Path, study: Study) -> "Results":
-        """The results that `out` holds of these very trials; `start` puts aside those of others.
+        """Read the results in `out` of the trials of this study.
 
-        Raises StudyError for a folder that cannot be written, or that something else has written, and RunLockedError
-        for one that another process writes.
+        `start` moves the results of other trials to another file.
+
+        Raises StudyError if the directory is not writable or was not written by a study, and RunLockedError if another
+        process writes into it.
         """
         results = cls(out, study)
         nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
@@ -57,7 +59,7 @@ class Results:
         return results
 
     def _check_own(self) -> None:
-        """StudyError where files of the folder that this study would write over are not from one."""
+        """Raise StudyError if the study would overwrite files that no study has written."""
         if self._is_source and self.study.as_run not in (None, self._copy.read_text()):
             raise StudyError(
                 f"{self.study.source} would be overwritten by the study with --set, --plan or --emulate-hosts applied; "
@@ -73,12 +75,12 @@ class Results:
 
     @property
     def _is_source(self) -> bool:
-        """Whether the study was read from where its copy will lie."""
+        """Whether the study file is in the place of its copy."""
         return self._copy.exists() and self._copy.samefile(self.study.source)
 
     @property
     def records(self) -> list[RunRecord]:
-        """The records so far, in the study's order, with parity judged over all of them."""
+        """The records so far, in the study's order, with the parity of all of them."""
         ordered = [self._by_key[attempt.key] for attempt in self.study.attempts if attempt.key in self._by_key]
         return judge_parity(ordered, self.study.reference)
 
@@ -95,9 +97,9 @@ class Results:
         return self.out / "environment.json"
 
     def choose(self, resume: bool, only: Sequence[str]) -> list[Attempt]:
-        """The runs to do: all, those of the trials that `only` names or matches, and on `resume` those not ok yet.
+        """Return the runs of the trials selected by `only`. With `resume`, omit runs that are already ok.
 
-        Raises StudyError for a name that fits no trial, and where results would be overwritten unasked.
+        Raises StudyError if a pattern matches no trial, or if results would be overwritten without --resume or --only.
         """
         if self._jsonl.exists() and not resume and not only:
             raise StudyError(
@@ -115,19 +117,19 @@ class Results:
         return [attempt for attempt in attempts if attempt.key not in good]
 
     def select(self, only: Sequence[str]) -> list[Attempt]:
-        """The runs of the trials that `only` names or matches; of all when it is empty."""
+        """Return the runs of the trials selected by `only`, or all runs if `only` is empty."""
         chosen = self.study.select(only)
         return [attempt for attempt in self.study.attempts if attempt.trial in chosen]
 
     def all_ok(self, attempts: Sequence[Attempt]) -> bool:
-        """Whether each of these runs has a record that says ok."""
+        """Return whether each of these runs has a record with status ok."""
         status = {(record.trial_id, record.repeat): record.status for record in self.records}
         return all(status.get(attempt.key) == "ok" for attempt in attempts)
 
     def start(self) -> str | None:
-        """Writes what is known before the first run: the study as run, and the environment.
+        """Lock the directory, and write the study file and the environment before the first run.
 
-        Returns what was done with records of trials that the study has no more, or has otherwise, if there are any.
+        Return a message about records of changed or removed trials that were moved to another file, or None.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         self._claim = RunLock(self.out)
@@ -157,7 +159,7 @@ class Results:
         return self.out / "tensorboard" / attempt.folder
 
     def found(self, trial: Trial) -> tuple[Setting, list[Probe]] | None:
-        """What an earlier run of `trial` found by trying; None when there is none."""
+        """Return the setting that an earlier run of `trial` found, and its short runs, or None."""
         for record in self._by_key.values():
             is_found = any(probe.status == "ok" for probe in record.probes or ())
             if record.trial_id == trial.id and is_found and record.probes:
@@ -165,13 +167,13 @@ class Results:
         return None
 
     def clear(self, attempt: Attempt) -> None:
-        """Removes what an earlier try of this run left, so that nothing of it can be taken for the new one's."""
+        """Remove the logs of an earlier attempt of this run, so that they are not mistaken for new ones."""
         for folder in (self.logs(attempt), self.tensorboard(attempt)):
             shutil.rmtree(folder, ignore_errors=True)
         self.logs(attempt).mkdir(parents=True)
 
     def add(self, attempt: Attempt, record: RunRecord) -> RunRecord:
-        """Keeps the record of a run, writes all files anew, and returns the record with its parity."""
+        """Add the record of a run, rewrite all files, and return the record with its parity."""
         trial = attempt.trial
         update = {
             "trial": trial.name,
@@ -189,7 +191,7 @@ class Results:
         """Write the files of all records so far. Raises RunLockedError if another process has taken over.
 
         `not_written` is an error message if writing fails, e.g. because the disk is full, and None if it succeeds. A
-        later call writes all records again.
+        later call of `write` writes all records again.
         """
         if self._claim and (loss := self._claim.loss):
             raise RunLockedError(loss)
@@ -203,12 +205,12 @@ class Results:
             self.not_written = f"the results in {self.out} could not be written: {error.strerror}"
 
     def close(self) -> None:
-        """Leaves the folder to others."""
+        """Release the lock of the directory."""
         if self._claim:
             self._claim.release()
 
     def write_report(self) -> Path:
-        """Draws the report of what there is so far, and returns its path."""
+        """Write the report of the records so far, and return its path."""
         path, study, records = self.out / "report.html", self.study, tuple(self.records)
         findings = examine(records, study.reference)
         write_report(path, StudyRecords(study.name, study.question, study.reference, records), findings)
@@ -222,9 +224,9 @@ def failed_record(
     found: Setting | None = None,
     probes: list[Probe] | None = None,
 ) -> RunRecord:
-    """The record of a run without a result: what was asked for, and why nothing was measured.
+    """Return the record of a run without a result: its configuration, and the reason.
 
-    `found` is what was found by trying, if the run came so far, and `probes` all that was tried.
+    `found` is the setting that the short runs found, if any, and `probes` are the results of the short runs.
     """
     gpus = gpu_names()
     config = apply_setting(trial.config, found) if found else trial.config

@@ -1,4 +1,4 @@
-"""Runs a study: one supervisor for all ranks of this machine, or one a rank under torchrun; the same code for both."""
+"""Run a study with one supervisor for all ranks of this machine, or with one supervisor per rank under torchrun."""
 
 import signal
 import sys
@@ -27,9 +27,10 @@ from megabench.terminal import standard_output
 
 
 def run_here(request: Request, study: Study, num_processes: int, trainer: Sequence[str] = TRAINER) -> int:
-    """Runs a study on this machine alone. Returns the exit status: 0 when every trial is ok, else 1.
+    """Run a study on this machine. Return the exit status: 0 if every trial is ok, else 1.
 
-    `trainer` is the command that trains; it gets the flags of a RunConfig. Raises StudyError before any start.
+    `trainer` is the training command, which receives the flags of a RunConfig. Raises StudyError before any process
+    starts.
     """
     results = Results.open(request.out, study)
     attempts = results.choose(request.resume, request.only)
@@ -38,10 +39,9 @@ def run_here(request: Request, study: Study, num_processes: int, trainer: Sequen
 
 
 def run_launched(request: Request, trainer: Sequence[str] = TRAINER) -> int:
-    """Runs a study as one of the processes that torchrun started, each the supervisor of its own rank.
+    """Run a study as one of the processes of torchrun. Each process supervises its own rank.
 
-    Returns the same exit status on all of them: as `run_here`, and 2, with one line by the lead, for a study that
-    cannot be run.
+    Return the same exit status on all processes: that of `run_here`, or 2 if the study cannot be run.
     """
     coordinator = Coordinator(join_launcher(), note_signals())
     try:
@@ -52,7 +52,7 @@ def run_launched(request: Request, trainer: Sequence[str] = TRAINER) -> int:
 
 
 def _to_the_end(coordinator: Coordinator, run: Callable[[], int]) -> int:
-    """The exit status of `run`, also when the study stops before its end."""
+    """Return the exit status of `run`, also if the study stops early."""
     try:
         return coordinator.to_the_end(run)
     except StudyStopped as stopped:
@@ -62,7 +62,7 @@ def _to_the_end(coordinator: Coordinator, run: Callable[[], int]) -> int:
 
 
 def _join_study(coordinator: Coordinator, request: Request, trainer: Sequence[str]) -> int:
-    """Every supervisor reads the study; the lead chooses the runs once all are known to have read the same."""
+    """Read the study on every supervisor. The lead supervisor starts runs after all have read the same study."""
     study: Study | None = None
     try:
         study = request.plan_launched(len(coordinator.launch.supervisors))
@@ -95,7 +95,7 @@ def _lead_launched(coordinator: Coordinator, request: Request, study: Study | No
 
 
 def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
-    """UserError unless every supervisor could read the study, and all read the same."""
+    """Raise UserError unless all supervisors have read the same valid study."""
     first = reports[0]
     for report in reports:
         if "problem" in report:
@@ -112,9 +112,9 @@ def _check_reports(reports: Sequence[dict[str, Any]]) -> None:
 def _lead(
     coordinator: Coordinator, request: Request, results: Results, attempts: Sequence[Attempt], trainer: Sequence[str]
 ) -> int:
-    """Runs all attempts, keeps their records, prints the table and tells the others the verdict.
+    """Run all attempts, write their records, print the table and announce the verdict to the other supervisors.
 
-    2, with a line, where the folder of the results is another's by now.
+    The verdict is 2 if another process has taken over the output directory.
     """
     queue = TrialQueue(coordinator, trainer)
     try:
@@ -154,7 +154,7 @@ def _run_all(queue: TrialQueue, request: Request, results: Results, attempts: Se
 
 
 def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display: RunDisplay) -> None:
-    """Keeps the record of one run: what its rank 0 wrote, or why there is none."""
+    """Run one attempt and add its record: the record of rank 0, or the reason why there is none."""
     trial, logs = attempt.trial, results.logs(attempt)
     found, probes = None, None
     try:

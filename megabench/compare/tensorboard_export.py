@@ -1,4 +1,4 @@
-"""Writes the scalars that the records of a study hold as TensorBoard event files."""
+"""Write the scalars of a study's records as TensorBoard event files."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from megabench.train.trainer import learning_rate_at
 
 
 def check_output(out: Path) -> None:
-    """UserError if `out` is no directory, or holds event files already: TensorBoard would show both as one run."""
+    """Raise UserError if `out` is a file or contains event files, which TensorBoard would merge with the new ones."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--tensorboard {out} is a file. Give a directory.")
     if out.exists() and any(out.rglob("events.out.tfevents*")):
@@ -24,9 +24,10 @@ def check_output(out: Path) -> None:
 
 
 def export_scalars(records: Sequence[RunRecord], out: Path) -> int:
-    """Write a TensorBoard run for each record that has losses, as training names it; return their number.
+    """Write a TensorBoard run for each record with losses, with the tags of training. Return the number of runs.
 
-    UserError if no record has losses, if a trial's name is no name for a directory, or if `out` cannot be written.
+    Raises UserError if no record has losses, if a trial's name is not a valid directory name, or if `out` is not
+    writable.
     """
     with_losses = [record for record in records if record.losses]
     if not with_losses:
@@ -52,8 +53,8 @@ def export_scalars(records: Sequence[RunRecord], out: Path) -> int:
 def scalars_of(record: RunRecord) -> Iterator[tuple[int, dict[str, float | None]]]:
     """Yield each step's number, counted from 1, and its scalars by tag, None where the record lacks them.
 
-    Step times are those of the slowest rank; during training rank 0 writes its own. Records of version 0.1.0 hold the
-    memory and the mean utilization of the whole run only, which are written for the last step.
+    Step times are those of the slowest rank. During training, rank 0 writes its own step times. Records of version
+    0.1.0 contain memory and utilization only for the whole run. These values are written for the last step.
     """
     count = len(record.losses)
     memory, utilization = record.peak_memory_gib_by_step, record.gpu_utilization_by_step
@@ -78,12 +79,12 @@ def scalars_of(record: RunRecord) -> Iterator[tuple[int, dict[str, float | None]
 
 
 def _measured(value: float | None) -> float:
-    """A record holds null for a loss or norm that is not finite."""
+    """Return NaN for None, because records store non-finite losses and norms as null."""
     return math.nan if value is None else value
 
 
 def _scheduled_rates(record: RunRecord) -> list[float] | None:
-    """The learning rate of each step, from the schedule of the work class."""
+    """Return the learning rate of each step, from the schedule of the work class."""
     if record.work_class is None or not {"lr", "min_lr", "lr_warmup", "steps"} <= record.work_class.schedule.keys():
         return None
     schedule: Any = SimpleNamespace(**record.work_class.schedule)
@@ -92,7 +93,7 @@ def _scheduled_rates(record: RunRecord) -> list[float] | None:
 
 
 def _speed(record: RunRecord, seconds: float) -> dict[str, float | None]:
-    """The scalars of a timed step, scaled from the record's median step."""
+    """Return the scalars of a timed step, scaled from the record's median step."""
     assert record.step_seconds and record.tokens_per_second and record.model_tflops_per_device
     faster = record.step_seconds.median / seconds
     return speed_scalars(

@@ -1,4 +1,4 @@
-"""What a configuration leaves to be found ("auto"): the settings that it may have instead. Loads no torch."""
+"""Settings that are "auto", and the values that can replace them. Loads no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ from megabench.settings.reading import ConfigError
 
 @dataclass(frozen=True)
 class Setting:
-    """A micro-batch and a level of recomputation."""
+    """A micro-batch size and a level of recomputation."""
 
     micro_batch: int
     recompute: str
@@ -20,14 +20,14 @@ class Setting:
 
 
 def apply_setting(config: RunConfig, setting: Setting) -> RunConfig:
-    """`config` with what `setting` says in the place of "auto"."""
+    """Return `config` with the values of `setting` in place of "auto"."""
     return config.model_copy(update={name: getattr(setting, name) for name in config.auto_settings})
 
 
 def legal_settings(config: RunConfig, world_size: int, device: Literal["cpu", "cuda"]) -> list[Setting]:
-    """The settings that `config` leaves open and may have: less recomputation first, then smaller micro-batches.
+    """Return the valid values for the "auto" settings of `config`, least recomputation and smallest micro-batch first.
 
-    The only one of a configuration that leaves nothing open. Raises what the first raises when none is legal.
+    Without "auto" settings, return the only value. If no value is valid, raise the error of the first value.
     """
     legal, first_error = [], None
     for setting in _settings(config, world_size):
@@ -42,7 +42,7 @@ def legal_settings(config: RunConfig, world_size: int, device: Literal["cpu", "c
 
 
 def resolve_first(config: RunConfig, world_size: int, device: Literal["cpu", "cuda"]) -> ResolvedConfig:
-    """The run that `config` is under the first of its legal settings, where it leaves any open."""
+    """Resolve `config` with the first valid value of each "auto" setting."""
     first = legal_settings(config, world_size, device)[0]
     return apply_setting(config, first).resolve(world_size, device)
 
@@ -60,5 +60,5 @@ def _settings(config: RunConfig, world_size: int) -> list[Setting]:
 
 
 def _named(config: RunConfig) -> RunConfig:
-    """`config` without the settings that are "auto"."""
+    """Return `config` without its "auto" settings."""
     return RunConfig.parse({name: value for name, value in config.given().items() if name not in config.auto_settings})

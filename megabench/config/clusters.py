@@ -1,4 +1,4 @@
-"""Clusters to plan for: an instance type and a count, or a file of configs/clusters/. Loads no torch."""
+"""Read clusters for planning: an instance type and a count, or a file of configs/clusters/. Loads no torch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Hosts(BaseModel):
-    """Some equal hosts of a cluster: instances of a known type, or what else tells all about them."""
+    """A number of equal hosts of a cluster: instances of a known type, or a description of the hosts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -30,7 +30,7 @@ class Hosts(BaseModel):
     ring_gbits: PositiveFloat | None = Field(None, description="What one ring of ranks gets of them [default: all].")
 
     def kind(self) -> tuple[Host, int, int]:
-        """Such a host, its number of GPUs, and of GPUs in an NVLink domain."""
+        """Return one of these hosts, its number of GPUs, and the number of GPUs per NVLink domain."""
         host, num_gpus, domain = Host("host", "GPU", "pcie", "socket"), 8, None
         if self.instance:
             host, num_gpus, domain = instance_host(self.instance)
@@ -48,7 +48,7 @@ class Hosts(BaseModel):
 
 
 class ClusterFile(BaseModel):
-    """What a cluster file holds."""
+    """The content of a cluster file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,7 +57,7 @@ class ClusterFile(BaseModel):
 
 
 def read_cluster(text: str) -> Topology:
-    """The topology of "TYPE:COUNT" or of a YAML file; ConfigError or TopologyError when `text` is neither."""
+    """Return the topology of "TYPE:COUNT" or of a YAML file. Raises ConfigError or TopologyError for other text."""
     path = Path(text)
     if path.suffix not in (".yaml", ".yml"):
         return from_cluster(text)

@@ -1,4 +1,4 @@
-"""The identity of a trial, by which a study that is resumed finds the results that it has. Loads no torch."""
+"""The identity of a trial, with which a resumed study finds its existing results. Loads no torch."""
 
 import hashlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a record holds before anything runs. Loads no torch."""
+"""Record fields that are known before the run. Loads no torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,12 +10,12 @@ from megabench.settings.setting import names
 
 
 def auto_fields(given: RunConfig) -> dict[str, Any]:
-    """The record fields that say which settings were left to megabench."""
+    """Return the record fields about "auto" settings."""
     return {"auto_settings": list(given.auto_settings), "requested_kernels": given.kernels}
 
 
 def requested_fields(run: ResolvedConfig, given: RunConfig, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The fields of a record that are known before anything runs; `env` is what a study sets beside the flags."""
+    """Return the record fields that are known before the run. `env` contains the environment variables of the trial."""
     return {
         "engine": run.engine,
         "layout": LayoutSizes(**asdict(run.layout)),
@@ -37,6 +37,6 @@ def requested_fields(run: ResolvedConfig, given: RunConfig, env: Mapping[str, st
 
 
 def _options(run: ResolvedConfig) -> dict[str, Any]:
-    """The settings of role "option" that the engine has."""
+    """Return the engine's settings with role "option"."""
     options = {name: value for name, value in run.flat().items() if name in names(SETTINGS, role="option")}
     return {**options, **run.spec.recorded(options)}

@@ -1,4 +1,4 @@
-"""RunConfig: all that one run is made of, and its validation with advice."""
+"""RunConfig: the configuration of a run, and its validation."""
 
 import shlex
 from collections.abc import Iterable, Mapping
@@ -32,14 +32,17 @@ _TABLES: dict[str, Mapping[str, object]] = {"engine": ENGINES, "precision": POLI
 
 
 class RunConfig(RunSettings):
-    """All that one run is made of. Fields that default to None are filled by `resolve` from the model or the device.
+    """The configuration of a run. Fields that default to None are filled by `resolve` from the model or the device.
 
-    It is made from flat fields, as a user gives them, and puts those that not all engines have into `own`.
+    A RunConfig is created from flat fields, and stores the settings of its engine in `own`.
     """
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any], where: str = "") -> Self:
-        """A RunConfig from untyped fields; ConfigError with near matches for unknown keys. `where` names the source."""
+        """Create a RunConfig from untyped fields.
+
+        Raises ConfigError, with similar names for unknown keys. `where` names the source.
+        """
         try:
             return cls.model_validate(dict(fields))
         except ValidationError as error:
@@ -94,12 +97,12 @@ class RunConfig(RunSettings):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The settings of the engine that not all engines have, by name."""
+        """The settings of the engine that not all engines have."""
         return self.own.model_dump()
 
     @property
     def layout(self) -> Layout:
-        """The layout without dp; `resolve` checks that it can be filled."""
+        """The layout without dp; `resolve` computes dp and checks the sizes."""
         return Layout(tp=self.tp, cp=self.cp, pp=self.pp, vp=self.vp)
 
     @property
@@ -109,7 +112,7 @@ class RunConfig(RunSettings):
         return tuple(name for name in names(SETTINGS, searchable=True) if settings.get(name) == "auto")
 
     def resolve(self, world_size: int, device: Literal["cpu", "cuda"]) -> "ResolvedConfig":
-        """Fills every default and checks every rule; raises ConfigError, LayoutError or UnknownModelError."""
+        """Fill in defaults and check all rules. Raises ConfigError, LayoutError or UnknownModelError."""
         if self.auto_settings:
             raise ConfigError(
                 f"{self.auto_settings[0]}=auto works only with pretrain and compare. Give an explicit value."
@@ -121,9 +124,9 @@ class RunConfig(RunSettings):
         return run
 
     def with_file(self) -> "RunConfig":
-        """Return this configuration with the settings from a file of its engine's own, such as a DeepSpeed JSON.
+        """Return this configuration with the settings of its engine's configuration file, such as a DeepSpeed JSON.
 
-        ConfigError if the file contradicts a setting that was given.
+        Raises ConfigError if the file contradicts a given setting.
         """
         given = self.given()
         said = self.spec.read_file(self, given)
@@ -200,7 +203,7 @@ class RunConfig(RunSettings):
 
     @property
     def _mode(self) -> str:
-        """The engine, and its mode if it has several: "ZeRO-3 of the deepspeed engine"."""
+        """The name of the engine, with its mode if it has several: "ZeRO-3 of the deepspeed engine"."""
         mode = self.spec.mode(self.options)
         return f"{mode} of the {self.engine} engine" if mode else f"the {self.engine} engine"
 
@@ -219,7 +222,7 @@ class RunConfig(RunSettings):
             )
 
     def flags(self) -> list[str]:
-        """The command-line flags that reproduce this configuration: those that differ from the defaults."""
+        """Return the command-line flags of this configuration, without defaults."""
         words: list[str] = []
         settings = self.flat()
         for name in FIELDS:
@@ -230,14 +233,14 @@ class RunConfig(RunSettings):
         return words
 
     def command(self, world_size: int, env: Mapping[str, str] | None = None) -> str:
-        """What a person types to run this on one machine, with these environment variables."""
+        """Return the shell command that runs this configuration on one machine, with these environment variables."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in (env or {}).items()]
         words = ["torchrun", "--nproc-per-node", str(world_size), "launch/pretrain.py", *self.flags()]
         return " ".join([*variables, shlex.join(words)])
 
 
 class ResolvedConfig(RunConfig):
-    """A RunConfig whose every field is filled and checked for `world_size` ranks on `device`."""
+    """A RunConfig whose fields all have values, checked for `world_size` ranks on `device`."""
 
     world_size: PositiveInt
     seq_length: PositiveInt
@@ -257,7 +260,7 @@ class ResolvedConfig(RunConfig):
 
     @property
     def can_be_saved(self) -> bool:
-        """Whether a checkpoint can hold the state of training."""
+        """Whether the training state of this run can be saved."""
         return self.spec.why_not_saved(self) is None
 
     def _check_saving(self) -> None:
@@ -273,17 +276,17 @@ class ResolvedConfig(RunConfig):
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one replica and step."""
+        """The number of micro-batches per replica and step."""
         return self.global_batch // (self.micro_batch * self.layout.data_parallel)
 
 
 def choices_of(name: str) -> tuple[Any, ...]:
-    """The values that a setting may have; empty if they cannot be listed."""
+    """Return the allowed values of a setting, or () if they cannot be listed."""
     return tuple(_TABLES.get(name, ())) or literal_values(FIELDS[name].annotation)
 
 
 def _not_its_setting(name: str, engine: str, fields: Mapping[str, Any]) -> str:
-    """Says which engines have a setting that was given with another one."""
+    """Return the error message for a setting that another engine has."""
     engines = engines_with(name)
     sizes = " with tp=1 and pp=1" if ENGINES[engines[0]].is_data_parallel else ""
     return (

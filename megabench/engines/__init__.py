@@ -1,1 +1,1 @@
-"""How a step runs: one module or folder an engine; no engine imports another."""
+"""The engines, one package per engine. No engine imports another."""

@@ -1,4 +1,4 @@
-"""The engine that a configuration names, and its process groups."""
+"""Build the engine of a configuration and its process groups."""
 
 import torch
 import torch.distributed as dist
@@ -9,15 +9,15 @@ from megabench.specs.registry import implementation_of
 
 
 def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
-    """The process groups that the engine of `config` will use on this rank, by axis; those of one rank left out.
+    """Return the process groups of the engine on this rank, by parallel axis, without groups of one rank.
 
-    None of them has communicated yet, if the default group has not.
+    No returned group has communicated before, unless the default group has.
     """
     groups: dict[str, dist.ProcessGroup] = implementation_of(config.engine).process_groups(config)
     return {axis: group for axis, group in groups.items() if group.size() > 1}
 
 
 def build_engine(config: ResolvedConfig, device: torch.device) -> Engine:
-    """The engine that `config` names, with its initial weights, on an initialized default process group."""
+    """Build the engine of `config` with its initial weights. The default process group must be initialized."""
     engine: Engine = implementation_of(config.engine)(config, device)
     return engine

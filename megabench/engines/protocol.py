@@ -1,4 +1,4 @@
-"""What every engine offers to the training loop."""
+"""The interface between engines and the training loop."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ TensorKind = Literal["weights", "gradients"]
 
 
 class DataParallelEngine:
-    """What engines have in common that use all ranks as replicas or shards."""
+    """Base class of engines that use all ranks as replicas or shards."""
 
     @staticmethod
     def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
@@ -27,16 +27,16 @@ class DataParallelEngine:
 
 
 class EngineError(UserError):
-    """Something that an engine needs and this machine has not."""
+    """This machine lacks a component that the engine needs."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step; the same on every rank.
+    """The result of an optimizer step, equal on all ranks.
 
-    `loss` is the mean over the tokens of the global batch, in nats; `grad_norm` the L2 norm of its gradient before
-    clipping (not finite when the step was skipped); `num_tokens` the labels of the global batch; `skipped` tells that
-    the gradients were not finite and the weights were left alone.
+    `loss` is the mean loss over the tokens of the global batch, in nats; `grad_norm` is the L2 norm of the gradient
+    before clipping, which is not finite if the step was skipped; `num_tokens` is the number of labels of the global
+    batch; `skipped` is true if the gradients were not finite and the weights were not updated.
     """
 
     loss: float
@@ -46,55 +46,57 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """A model on its ranks, with its optimizer. All methods are collective: every rank calls them alike.
+    """A model on its ranks, with its optimizer.
+
+    All methods are collective: every rank must call them in the same order.
 
     A data-parallel engine inherits from `DataParallelEngine`, which has its process groups.
     """
 
     @staticmethod
     def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
-        """The groups that the engine of `config` will use on this rank, by axis."""
+        """Return the process groups of the engine on this rank, by parallel axis."""
         ...
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
-        """One optimizer step on the micro-batches of this data-parallel rank: `accumulate`, then `update`."""
+        """Run an optimizer step on the micro-batches of this data-parallel rank: `accumulate`, then `update`."""
         ...
 
     def accumulate(self, batches: Sequence[Batch]) -> None:
-        """Forward and backward of one global batch; leaves the reduced gradients in place."""
+        """Run forward and backward of one global batch, and keep the reduced gradients."""
         ...
 
     def update(self, learning_rate: float) -> StepResult:
-        """Clips the accumulated gradients and steps the optimizer."""
+        """Clip the accumulated gradients and step the optimizer."""
         ...
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by its Hugging Face name, whole, as fp32 on CPU; the same on every rank.
+        """Yield every whole parameter with its Hugging Face name, as fp32 on CPU. All ranks get the same values.
 
-        "gradients" are those of the mean loss over the global batch, before clipping; they exist between
-        `accumulate` and `update`. Every rank must take the iterator to its end.
+        "gradients" are the gradients of the mean loss before clipping. They exist between `accumulate` and `update`.
+        Every rank must consume the whole iterator.
         """
         ...
 
     def training_state(self) -> TrainingState:
-        """This rank's part of all that training needs to go on, between two steps.
+        """Return this rank's part of the training state, between two steps.
 
-        The tensors are the engine's own: who writes into them calls `restored` behind it. Not collective.
+        The tensors belong to the engine. Call `restored` after writing into them. Not collective.
         """
         ...
 
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
-        """Goes on from the state that was written into the tensors of `training_state`."""
+        """Continue from the state that was written into the tensors of `training_state`."""
         ...
 
     @property
     def rank_loss(self) -> float:
-        """The mean loss over this rank's own tokens in the last step; 0 where the rank computes no loss."""
+        """The mean loss over this rank's tokens in the last step, or 0 if the rank computes no loss."""
         ...
 
     @property
     def kernels(self) -> dict[str, str]:
-        """Which implementation serves each operation, for the record."""
+        """The implementation of each operation, for the record."""
         ...
 
     @property

@@ -10,7 +10,9 @@ from megabench.record import Group
 
 
 def rank_groups(layout: Layout) -> dict[str, list[list[int]]]:
-    """Every group of each axis, e.g. {"tp": [[0, 1], [2, 3]], …}: the ranks that differ in that coordinate alone.
+    """Return the groups of each axis, e.g. {"tp": [[0, 1], [2, 3]], …}.
+
+    The ranks of a group differ only in that coordinate.
 
     An axis that regroups another axis splits the groups of that axis into runs of neighbours.
     """
@@ -30,7 +32,10 @@ def differing_axes(layout: Layout, ranks: Sequence[int]) -> str:
 
 
 def groups_on(layout: Layout, topology: Topology) -> list[Group]:
-    """Every group of more than one rank, with its slowest link. `topology` goes by the run's ranks."""
+    """Return every group of more than one rank, with its slowest link.
+
+    `topology` is indexed by the ranks of the run.
+    """
     return [
         Group(kind=axis, ranks=ranks, link=topology.slowest_link(neighbours(axis, ranks)))
         for axis, groups in rank_groups(layout).items()

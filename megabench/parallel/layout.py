@@ -1,4 +1,4 @@
-"""Layout: the tp, cp, pp, vp and dp sizes of a run, and every rule they must obey. Loads no torch."""
+"""Layout: the tp, cp, pp, vp and dp sizes of a run, and their rules. Loads no torch."""
 
 from dataclasses import dataclass, replace
 from math import lcm, prod
@@ -9,11 +9,11 @@ from megabench.parallel.axes import FACTORS, RANK_ORDER
 
 
 class LayoutError(UserError):
-    """Sizes that cannot work together; the message names the numbers and what would work."""
+    """Parallel sizes that are invalid together. The message names the sizes and valid alternatives."""
 
 
 def divisors(number: int, limit: int | None = None) -> list[int]:
-    """All divisors of `number` up to `limit`, ascending."""
+    """Return the divisors of `number` up to `limit` in ascending order."""
     return [d for d in range(1, min(number, limit or number) + 1) if number % d == 0]
 
 
@@ -23,7 +23,7 @@ def _choices(values: list[int]) -> str:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank sits in the (pp, dp, cp, tp) grid."""
+    """The coordinates of a rank in the (pp, dp, cp, tp) grid."""
 
     pp: int
     dp: int
@@ -35,7 +35,7 @@ class Coordinates:
 class Layout:
     """Parallel sizes: tensor, context, pipeline, virtual pipeline (model chunks per stage), data.
 
-    Ranks count tp fastest, then cp, dp and pp. `dp` is None until `with_world_size` fills it.
+    Rank numbers increase fastest along tp, then cp, dp and pp. `dp` is None until `with_world_size` fills it.
     """
 
     tp: int = 1
@@ -49,13 +49,13 @@ class Layout:
         return "·".join(parts) or "dp1"
 
     def size(self, axis: str) -> int:
-        """The size of an axis, by its name."""
+        """Return the size of an axis by its name."""
         size = getattr(self, axis)
         assert size is not None, "with_world_size() comes first"
         return int(size)
 
     def stride(self, axis: str) -> int:
-        """The difference between the ranks of two neighbours on an axis."""
+        """Return the difference between the rank numbers of two neighbours on an axis."""
         return prod(self.size(faster) for faster in RANK_ORDER[: RANK_ORDER.index(axis)])
 
     @property
@@ -68,7 +68,7 @@ class Layout:
         return self.dp
 
     def with_world_size(self, world_size: int) -> "Layout":
-        """The same layout with dp filled in so that tp·cp·pp·dp == world_size; LayoutError if it cannot be."""
+        """Return the layout with dp such that tp·cp·pp·dp == world_size. Raises LayoutError if that is impossible."""
         self._check_chunks()
         model_ranks = self.tp * self.cp * self.pp
         if world_size % model_ranks:
@@ -85,7 +85,7 @@ class Layout:
         return replace(self, dp=world_size // model_ranks)
 
     def check_model(self, shape: ModelShape, seq_length: int) -> None:
-        """LayoutError unless every stage, head and sequence chunk of `shape` can be cut by this layout."""
+        """Raise LayoutError unless this layout divides the layers, heads and sequence of `shape`."""
         fits_tp = [t for t in divisors(shape.num_kv_heads) if shape.num_heads % t == 0 and shape.ffn_size % t == 0]
         for what in ("num_kv_heads", "num_heads", "ffn_size"):
             if (number := getattr(shape, what)) % self.tp:
@@ -112,7 +112,7 @@ class Layout:
             raise LayoutError(f"vp={self.vp} interleaves pipeline stages and needs pp > 1, but pp=1; use vp=1 or pp=2")
 
     def check_batch(self, global_batch: int, micro_batch: int) -> None:
-        """LayoutError unless the global batch is a whole number of micro-batches for every replica and chunk."""
+        """Raise LayoutError unless the global batch is a whole number of micro-batches for every replica and chunk."""
         replicas = micro_batch * self.data_parallel
         if global_batch % replicas:
             fitting = max(1, global_batch // replicas) * replicas
@@ -134,12 +134,12 @@ class Layout:
         return lcm(self.tp * self.cp if self.tp > 1 else 1, 2 * self.cp if self.cp > 1 else 1)
 
     def chunk_layers(self, num_layers: int, output_cost: float = 0.0) -> list[list[range]]:
-        """Layer numbers of every model chunk, as [stage][chunk], so that a step takes the least time.
+        """Return the layer numbers of every model chunk, as [stage][chunk], for the shortest step.
 
         The last chunk also holds the output layer, which takes as long as `output_cost` layers. Interleaved chunks go
         round the stages: chunk c of stage p is the (c·pp + p)-th slice of the model, and the stages work on chunk c of
-        a micro-batch at about the same time, the slowest of them keeping the others waiting. Where layers are left
-        over, earlier chunks get one more.
+        a micro-batch at about the same time, the slowest of them keeping the others waiting. Earlier chunks get the
+        remaining layers.
         """
         num_chunks = self.pp * self.vp
         sizes = [1] * num_chunks  # a chunk without layers would only forward its input
@@ -163,5 +163,5 @@ class Layout:
         return [[slices[chunk * self.pp + stage] for chunk in range(self.vp)] for stage in range(self.pp)]
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The grid position of `rank`."""
+        """Return the grid position of `rank`."""
         return Coordinates(**{axis: rank // self.stride(axis) % self.size(axis) for axis in FACTORS})

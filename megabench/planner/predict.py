@@ -1,4 +1,4 @@
-"""Predictions beside measurements: a record as a job and a candidate, and what its run would take. Loads no torch."""
+"""Predict the runs of records, to compare predictions with measurements. Loads no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from megabench.specs.registry import ENGINES
 
 
 def job_of(record: RunRecord) -> Job:
-    """The work of a record's run, by its own kernels; UserError for a model that is not found here."""
+    """Return the job of a record, with its kernels. Raises UserError if the model is unknown."""
     shape = find_model(record.model)
     if record.work_class and record.work_class.num_layers != shape.num_layers:
         shape = shape.with_layers(record.work_class.num_layers)
@@ -33,7 +33,7 @@ def job_of(record: RunRecord) -> Job:
 
 
 def _stack_of(record: RunRecord) -> Stack:
-    """What the record's kernels were; the usual ones for a run that ended before it told them."""
+    """Return the kernels of a record, or the default ones for a run that failed before recording them."""
     # older records without the option have even stages
     stages: Literal["balanced", "even"] = record.options.get("stages") or "even"
     traits = record.kernel_traits or KernelTraits()
@@ -49,7 +49,7 @@ def _stack_of(record: RunRecord) -> Stack:
 
 
 def candidate_of(record: RunRecord) -> Candidate:
-    """How the record's run was laid out."""
+    """Return the candidate that corresponds to a record."""
     layout, options = record.layout, record.options
     placement = record.placement.policy if record.placement else options.get("placement") or "topology"
     return Candidate(
@@ -73,7 +73,7 @@ class Predictor:
     def predict(self, record: RunRecord) -> Prediction | None:
         """Predict the run.
 
-        None for a run on another number of ranks than planned for, or of an unknown model or engine.
+        Return None if the number of ranks differs from the plan, or if the model or engine is unknown.
         """
         if record.world_size != self.topology.world_size or record.engine not in ENGINES:
             return None

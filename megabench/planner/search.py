@@ -1,4 +1,4 @@
-"""Every candidate for a job on a cluster, ranked. Loads no torch."""
+"""Rank all candidates for a job on a cluster. Loads no torch."""
 
 import math
 from collections.abc import Iterator
@@ -22,10 +22,11 @@ _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found: the best candidates, timed exactly, the best of each other engine, and what does not fit.
+    """The result of the search: the best candidates, the best of each other engine, and candidates that do not fit.
 
-    `ranked` goes from fast to slow; `baselines` are the fastest of each data-parallel kind that fits; `misfits` those
-    that do not, the nearest first. `equals` counts the first of `ranked` that the model cannot tell apart.
+    `ranked` is sorted from fast to slow; `baselines` contains the fastest candidate of each data-parallel kind that
+    fits; `misfits` contains the candidates that do not fit, sorted by missing memory. `equals` is the number of first
+    candidates whose predictions differ by less than the model's error.
     """
 
     job: Job
@@ -45,10 +46,9 @@ class Plan:
 
 
 def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan:
-    """Predicts every candidate and keeps the `keep` fastest that fit.
+    """Predict every candidate, and return the `keep` fastest that fit.
 
-    Timelines are simulated from the candidate with the smallest lower bound on, until that bound passes the `keep`-th
-    best found: no other can be among them.
+    Timelines are simulated in the order of a lower bound, until the bound exceeds the `keep`-th best time.
     """
     devices = sorted({host.device for host in topology.hosts})
     if len(devices) > 1:
@@ -90,7 +90,7 @@ def _at_its_best_place(candidate: Candidate) -> Candidate:
 
 
 def _fastest(costs: Costs, members: list[Candidate], keep: int) -> list[Estimate]:
-    """The fastest of each family, the first `keep` of them."""
+    """Return the fastest candidate of each of the first `keep` families."""
     bounds = sorted(((costs.shortest(candidate), candidate) for candidate in members), key=lambda pair: pair[0])
     best: dict[object, Estimate] = {}
     for bound, candidate in bounds:
@@ -103,13 +103,16 @@ def _fastest(costs: Costs, members: list[Candidate], keep: int) -> list[Estimate
 
 
 def _family(candidate: Candidate) -> object:
-    """What people would call one layout: it differs in micro-batch, chunks of a stage and recomputation at most."""
+    """Return the family of a candidate.
+
+    Candidates of a family differ only in micro-batch, chunks per stage and recomputation.
+    """
     layout = candidate.layout
     return layout.tp, layout.cp, layout.pp, candidate.placement, candidate.engine, candidate.variant
 
 
 def _one_of_each(nearest: list[tuple[float, Candidate]], most: int = 6) -> list[tuple[float, Candidate]]:
-    """The nearest misfit of each family, the first few."""
+    """Return the candidate with the least missing memory of the first few families."""
     found: dict[object, tuple[float, Candidate]] = {}
     for missing, candidate in nearest:
         if candidate.placement != "topology":
@@ -121,7 +124,7 @@ def _one_of_each(nearest: list[tuple[float, Candidate]], most: int = 6) -> list[
 
 
 def candidates(job: Job, topology: Topology) -> Iterator[Candidate]:
-    """Every legal way to run a job on all GPUs of a topology: parallel layouts first, then dp alone."""
+    """Yield all valid candidates for a job on all GPUs of a topology, with data-parallel engines last."""
     specs = [spec for spec in ENGINES.values() if job.shape.table.has_parallel_blocks or not spec.needs_blocks]
     for spec in specs:
         if not spec.is_data_parallel:
@@ -130,7 +133,7 @@ def candidates(job: Job, topology: Topology) -> Iterator[Candidate]:
 
 
 def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candidate]:
-    """The candidates of an engine that has more axes than dp."""
+    """Yield the candidates of an engine with other parallel axes than dp."""
 
     def sizes(axis: str, number: int, limit: int | None = None) -> list[int]:
         return divisors(number, limit) if axis in spec.axes else [1]
@@ -153,7 +156,7 @@ def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candid
 
 
 def _checked(layout: Layout, job: Job, world_size: int) -> Layout | None:
-    """The layout with its dp; None where it cannot cut the model."""
+    """Return the layout with its dp, or None if it cannot divide the model."""
     # unequal interleaved chunks would wait for each other
     if layout.vp > 1 and job.shape.num_layers % (layout.pp * layout.vp):
         return None
@@ -182,7 +185,7 @@ def _data_parallel(specs: list[EngineSpec], job: Job, topology: Topology) -> Ite
 
 
 def _variants(spec: EngineSpec, topology: Topology) -> Iterator[tuple[Recompute, Variant]]:
-    """An engine's levels of recomputation, each with every variant."""
+    """Yield all combinations of an engine's recomputation levels and variants."""
     world, per_host = topology.world_size, max(len(ranks) for ranks in topology.ranks_by_host)
     inside = per_host if per_host < world and world % per_host == 0 and per_host > 1 else None
     for recompute in _RECOMPUTES:

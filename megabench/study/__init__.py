@@ -1,1 +1,1 @@
-"""Comparisons: a study file becomes trials, each run in fresh processes, held against each other by their records."""
+"""Studies: read a study file, expand it into trials, and compare the records of the trials."""

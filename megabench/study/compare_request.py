@@ -1,4 +1,4 @@
-"""What a person asked for, checked as far as that needs no torch and starts nothing."""
+"""The request of `megabench compare`, checked before torch is imported or any process starts."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from megabench.study.study import TRIAL_SETTINGS, Study, StudyError, StudyFile, 
 
 @dataclass(frozen=True)
 class Request:
-    """A study file, the folder for its results, and which of its runs to do."""
+    """A study file, the directory for its results, and the selection of its runs."""
 
     source: Path
     out: Path
@@ -26,19 +26,19 @@ class Request:
     settings: tuple[str, ...] = ()
 
     def read_study(self) -> StudyFile:
-        """The study file, with what the command line sets in its base."""
+        """Read the study file, and add the settings of the command line to its base."""
         file = StudyFile.read(self.source)
         given = {"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}
         return file.model_copy(update={"base": file.base | given | dict(map(_setting, self.settings))})
 
     def plan_launched(self, num_processes: int) -> Study:
-        """The checked study for a launch of `num_processes` on one host or several; raises StudyError."""
+        """Return the checked study for a launch of `num_processes` on one or several hosts. Raises StudyError."""
         return self._planned(self.read_study(), num_processes)
 
     def plan_here(self, num_processes: int | None) -> tuple[Study, int]:
-        """The checked study for this machine alone, and its number of processes, which None leaves to be found out.
+        """Return the checked study for this machine, and its number of processes. None detects the number of processes.
 
-        By default one process a GPU; without GPUs, or for a study of the CPU alone, the largest world size it names.
+        The default is one process per GPU. Without GPUs, or for a CPU study, it is the largest world size in the study.
         """
         file = self.read_study()
         num_gpus = len(gpu_names())
@@ -57,7 +57,7 @@ class Request:
         return study, size
 
     def _planned(self, file: StudyFile, num_processes: int) -> Study:
-        """The checked study, with the best predicted layouts where they were asked for."""
+        """Return the checked study, with the best predicted layouts if --plan is given."""
         device: Literal["cpu", "cuda"] = "cuda" if gpu_names() else "cpu"
         predictor = None
         if self.planning:
@@ -77,7 +77,7 @@ def _check_data(where: str, data: str) -> None:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """The field and the value of "FIELD=VALUE", the value as it would stand in a study file."""
+    """Return the field and the value of "FIELD=VALUE". The value is parsed as in a study file."""
     field, separator, value = text.partition("=")
     if not separator or not field:
         raise StudyError(f"--set {text} has no value; use FIELD=VALUE with a field of the study's base, e.g. steps=20")

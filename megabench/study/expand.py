@@ -1,4 +1,4 @@
-"""From the entries of a study file to single trials: lists become one trial each, and every trial gets a name."""
+"""Expand the entries of a study file into trials with names. Lists of values become one trial per value."""
 
 import re
 from collections import Counter
@@ -15,7 +15,10 @@ _IN_THE_LAYOUT = {"engine", "zero_stage", "tp", "cp", "pp", "vp"}
 
 
 def list_fields(entry: Mapping[str, Any]) -> list[str]:
-    """The fields of `entry` whose value is a list of alternatives; `betas` is itself a list of two numbers."""
+    """Return the fields of `entry` whose value is a list of alternatives.
+
+    The value of `betas` is a list of two numbers.
+    """
     return [
         field
         for field, value in entry.items()
@@ -29,7 +32,7 @@ def num_combinations(entry: Mapping[str, Any]) -> int:
 
 
 def expand(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One mapping for each combination of the list values in `entry`, the last list varying fastest."""
+    """Return one mapping for each combination of the list values in `entry`. The last list varies fastest."""
     fields = list_fields(entry)
     return [
         {**entry, **dict(zip(fields, values, strict=True))} for values in product(*(entry[field] for field in fields))
@@ -37,14 +40,14 @@ def expand(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def automatic_name(config: ResolvedConfig, shown: Mapping[str, Any]) -> str:
-    """A name from the layout, such as "tp2-pp2" or "zero3", and from those fields of `shown` it does not tell yet."""
+    """Return a name from the layout, such as "tp2-pp2" or "zero3", and from the other fields in `shown`."""
     mode = config.spec.mode(config.options)
     stem = mode.lower().replace("-", "") if mode else str(config.layout).replace("·", "-")
     return with_fields(stem, {field: value for field, value in shown.items() if field not in _IN_THE_LAYOUT})
 
 
 def with_fields(stem: str, fields: Mapping[str, Any]) -> str:
-    """`stem` with each field and its value, safe as a folder name: ("tp2", {"micro_batch": 4}) → "tp2-micro_batch4"."""
+    """Append fields and values to `stem`, valid in a path: ("tp2", {"micro_batch": 4}) → "tp2-micro_batch4"."""
     parts = [stem]
     for field, value in fields.items():
         word = re.sub(r"[^A-Za-z0-9._+=-]+", "_", str(value)).strip("_")
@@ -53,7 +56,7 @@ def with_fields(stem: str, fields: Mapping[str, Any]) -> str:
 
 
 def numbered(names: Iterable[str]) -> list[str]:
-    """The same names, each later copy of one numbered: a, a, b → a, a-2, b."""
+    """Return the names, with a number added to repeated names: a, a, b → a, a-2, b."""
     seen: Counter[str] = Counter()
     unique = []
     for name in names:

@@ -1,4 +1,4 @@
-"""The machine that a study is started on. Loads no torch, touches no CUDA."""
+"""Describe the machine on which a study starts. Does not import torch or initialize CUDA."""
 
 import os
 import platform
@@ -9,12 +9,12 @@ from megabench.runtime import environment
 
 
 def gpu_names() -> list[str]:
-    """The NVIDIA GPUs that a process started here would see; none where there is no driver."""
+    """Return the names of the NVIDIA GPUs that a new process would see, or [] without a driver."""
     return [name for _, name in visible_gpus()]
 
 
 def describe() -> dict[str, Any]:
-    """The content of a study's environment.json."""
+    """Return the content of environment.json of a study."""
     return environment.collect().model_dump() | {
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),

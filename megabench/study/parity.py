@@ -1,4 +1,4 @@
-"""Did the trials of a work class do the same work? Losses and gradient norms, step by step, against the reference's."""
+"""Compare losses and gradient norms of trials with the reference trial, to check that they did the same work."""
 
 import math
 import statistics
@@ -25,7 +25,7 @@ Values = Sequence[float | None]  # one value per step; None for a non-finite val
 
 
 def compare_losses(losses: Values, expected: Values) -> float | None:
-    """The largest |loss − expected| ÷ |expected| over all steps; None when they cannot be compared step by step."""
+    """Return the largest |loss − expected| ÷ |expected| over all steps, or None if the steps cannot be compared."""
     differences = relative_differences(losses, expected)
     if not differences or None in differences or len(losses) != len(expected):
         return None
@@ -33,9 +33,10 @@ def compare_losses(losses: Values, expected: Values) -> float | None:
 
 
 def compare_grad_norms(norms: Values, expected: Values, may_skip: bool) -> float | None:
-    """|norm − expected| ÷ |expected| in the median of the first steps, or of one that is far off; None without norms.
+    """Return |norm − expected| ÷ |expected|: the median of the first steps, or a single large difference.
 
-    Where one norm alone is not finite it is infinite, unless a loss scale may skip the step (`may_skip`).
+    The difference is infinite if only one of the two norms is not finite, unless a loss scale may skip the step
+    (`may_skip`).
     """
     norms, expected = norms[:NUM_NORMS], expected[:NUM_NORMS]
     differences = [difference for difference in relative_differences(norms, expected) if difference is not None]
@@ -47,7 +48,7 @@ def compare_grad_norms(norms: Values, expected: Values, may_skip: bool) -> float
 
 
 def relative_differences(values: Values, expected: Values) -> list[float | None]:
-    """|value − expected| ÷ |expected| of each step that both have; None where one of them is not finite."""
+    """Return |value − expected| ÷ |expected| for each common step, or None for a step with a non-finite value."""
     return [
         None if a is None or b is None else abs(a - b) / max(abs(b), 1e-12)
         for a, b in zip(values, expected, strict=False)
@@ -57,17 +58,17 @@ def relative_differences(values: Values, expected: Values) -> list[float | None]
 def from_same_step(
     record: RunRecord, other: RunRecord, series: Literal["losses", "grad_norms"]
 ) -> tuple[int, Values, Values]:
-    """The first step that both have, and the values of each from there on: a run may have gone on from a checkpoint."""
+    """Return the first common step and the values from it on, because a run may have resumed from a checkpoint."""
     first = max(record.first_step, other.first_step)
     mine, theirs = (getattr(one, series)[first - one.first_step :] for one in (record, other))
     return first, mine, theirs
 
 
 def judge_parity(records: Sequence[RunRecord], reference: str) -> list[RunRecord]:
-    """The records with `parity` filled and `status` ok or diverged by it; those without a result stay as they are.
+    """Fill `parity` in the records, and set `status` to ok or diverged. Records without a result do not change.
 
-    Each work class is compared with the trial `reference` where that is in it and has finite losses, else with the
-    class's first such trial, a ZeRO-3 trial before any other.
+    Each work class is compared with the trial `reference` if that trial belongs to the class and has finite losses.
+    Otherwise, the class is compared with its first ZeRO-3 trial, or its first trial, with finite losses.
     """
     standards: dict[str, RunRecord] = {}
     for record in sorted(records, key=lambda record: (record.trial != reference, not is_zero3(record))):
@@ -81,7 +82,7 @@ def is_zero3(record: RunRecord) -> bool:
 
 
 def default_reference(records: Sequence[RunRecord]) -> str:
-    """The trial to compare with when a study names none: the first ZeRO-3 trial, else the first."""
+    """Return the default reference trial: the first ZeRO-3 trial, or else the first trial."""
     return next((record.trial for record in records if is_zero3(record)), records[0].trial)
 
 

@@ -1,4 +1,4 @@
-"""`megabench compare STUDY --plan N`: the best predicted layouts beside a study's own trials. Loads no torch."""
+"""Add the best predicted layouts to a study (`megabench compare STUDY --plan N`). Loads no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +23,17 @@ _COMPARED = [
 
 @dataclass(frozen=True)
 class Planning:
-    """How many of the best predicted layouts to run, for which cluster (None: this machine), by which profile."""
+    """The number of predicted layouts to run, the cluster (None means this machine), and the planner's profile."""
 
     count: int
     cluster: str | None = None
     profile: Path | None = None
 
     def extend(self, file: StudyFile, source: Path, num_processes: int) -> tuple[StudyFile, Predictor]:
-        """The study with the plan's trials behind its own, and what predicts them all.
+        """Append the planned trials to a study. Return the study, and a predictor for all trials.
 
-        A layout that the study has already is not added again. StudyError where nothing can be planned or fits.
+        Layouts that the study already contains are not added again. Raises StudyError if planning is impossible or no
+        layout fits.
         """
         base = {name: value for name, value in file.defaults.items() if name in RunSettings.model_fields}
         run = RunConfig.parse(base, f"{source}: base: ")
@@ -77,7 +78,7 @@ def _compared(fields: dict[str, Any]) -> tuple[object, ...]:
 
 
 def regret_sentence(records: list[RunRecord]) -> str | None:
-    """Whether the predicted sweet spot was the best measured, in a sentence; None where it cannot be told."""
+    """Describe whether the best predicted trial was the fastest measured one. Return None if that is not known."""
     timed = [record for record in records if record.prediction and record.step_seconds and record.status == "ok"]
     if not any(record.prediction and record.prediction.planned_rank for record in timed):
         return None
@@ -94,5 +95,5 @@ def regret_sentence(records: list[RunRecord]) -> str | None:
 
 
 def _step_seconds(runs: list[RunRecord]) -> float:
-    """The mean of a trial's runs, each by the median of its steps."""
+    """Return the mean over a trial's runs of their median step times."""
     return mean(run.step_seconds.median for run in runs if run.step_seconds)

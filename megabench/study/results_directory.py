@@ -1,4 +1,4 @@
-"""What a study left in its folder: the records, and what the study asked."""
+"""Read the output directory of a study."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +10,12 @@ from megabench.study.study import StudyFile
 
 
 class FolderError(UserError):
-    """A folder that holds no study; the message says what is missing."""
+    """The directory contains no study. The message names the missing file."""
 
 
 @dataclass(frozen=True)
 class StudyRecords:
-    """A study's name, question and records, with parity judged against the trial `reference`."""
+    """The name, question and records of a study, with parity against the trial `reference`."""
 
     name: str
     question: str
@@ -24,9 +24,9 @@ class StudyRecords:
 
 
 def read_folder(folder: Path) -> StudyRecords:
-    """The study that `megabench compare --out FOLDER` left; without its study.yaml the folder gives the name.
+    """Read the output directory of `megabench compare`. Without study.yaml, the study has the name of the directory.
 
-    Raises FolderError where there are no records, and RecordError or StudyError for files that cannot be read.
+    Raises FolderError if there are no records, and RecordError or StudyError if a file is invalid.
     """
     path = folder / "results.jsonl"
     if not path.is_file():

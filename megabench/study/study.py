@@ -1,4 +1,4 @@
-"""A study file, and the trials it stands for: all checked before any process starts. Loads no torch."""
+"""Read and check a study file and its trials, before any process starts. Loads no torch."""
 
 import hashlib
 import re
@@ -47,11 +47,11 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "
 
 
 class StudyError(UserError):
-    """A study that cannot be run; the message names the file and, where there is one, the trial."""
+    """A study cannot be run. The message names the file and the trial."""
 
 
 class StudyFile(BaseModel):
-    """What a study file holds, not yet expanded into trials."""
+    """The content of a study file, before it is expanded into trials."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -70,7 +70,7 @@ class StudyFile(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> "StudyFile":
-        """The study in `path`; StudyError when it is none."""
+        """The study in `path`; Read a study file. Raises StudyError if it is invalid."""
         try:
             content = read_yaml_mapping(path)
         except ConfigError as error:
@@ -91,28 +91,28 @@ class StudyFile(BaseModel):
 
     @property
     def largest_world_size(self) -> int | None:
-        """The largest world size that the file names; None when it names none."""
+        """The largest world size in the file, or None if the file has none."""
         named = [trial.get("world_size") for entry in [self.base, *self.trials] for trial in expand(entry)]
         return max((size for size in named if isinstance(size, int)), default=None)
 
     @property
     def is_cpu_only(self) -> bool:
-        """Whether every trial asks for the CPU."""
+        """Whether every trial uses the CPU."""
         default = self.base.get("device")
         return all(trial.get("device", default) == "cpu" for entry in self.trials for trial in expand(entry))
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """What every trial has unless it says otherwise."""
+        """The settings of all trials that do not override them."""
         hosts = {"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}
         return {"timeout_seconds": self.timeout_seconds, "repeats": self.repeats} | hosts | self.base
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One configuration of a study, with the environment variables and the world size it runs in.
+    """One configuration of a study, with its environment variables and its world size.
 
-    `resolved` has the first legal values of what `config` leaves to be found.
+    `resolved` has the first valid value for each "auto" setting of `config`.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Trial:
 
     @property
     def id(self) -> str:
-        """Hash of everything that shapes the run; equal ids mean the same run."""
+        """Hash of all settings that affect the run. Equal identifiers mean the same run."""
         # the key of version 0.1, so that the identities of older studies stay the same
         auto = {"to_find": self.config.auto_settings} if self.config.auto_settings else {}
         return identity(self.resolved, world_size=self.world_size, env=self.env, **auto)
@@ -136,7 +136,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One run of a trial: what one set of fresh processes does."""
+    """One run of a trial, in one set of fresh processes."""
 
     trial: Trial
     repeat: int
@@ -144,16 +144,16 @@ class Attempt:
 
     @property
     def key(self) -> tuple[str | None, int]:
-        """What its record is found by."""
+        """The key of the record of this run."""
         return self.trial.id, self.repeat
 
 
 @dataclass(frozen=True)
 class Study:
-    """A study file, expanded and checked. `digest` is the hash of what it says.
+    """A study file, expanded and checked. `digest` is the hash of the content of the study.
 
-    Where the command line sets something or adds a plan's trials, `as_run` is the text of the file with that; a plan's
-    `predictor` predicts all trials.
+    If the command line changes settings or adds planned trials, `as_run` is the text of the changed study file. With
+    --plan, `predictor` predicts all trials.
     """
 
     name: str
@@ -167,7 +167,7 @@ class Study:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """All runs in order, the repeats of a trial one after the other."""
+        """All runs in order. Repeats of a trial are consecutive."""
         return [
             Attempt(trial, repeat, Path(trial.name, f"repeat-{repeat}") if trial.repeats > 1 else Path(trial.name))
             for trial in self.trials
@@ -175,7 +175,7 @@ class Study:
         ]
 
     def outline(self, only: Sequence[str]) -> str:
-        """The command and the time limit of each trial that `only` names, as text."""
+        """Return the command and the time limit of each selected trial as text."""
         trials = self.select(only)
         lines = [f"{self.name}: {sum(trial.repeats for trial in trials)} runs, against {self.reference}"]
         for trial in trials:
@@ -185,7 +185,10 @@ class Study:
         return "\n".join(lines)
 
     def select(self, only: Sequence[str]) -> list[Trial]:
-        """The trials that `only` names or matches (`tp2-*`); all when it is empty. StudyError for what fits none."""
+        """Return the trials with a name or pattern in `only` (`tp2-*`), or all if `only` is empty.
+
+        Raises StudyError if a pattern matches no trial.
+        """
         names = [trial.name for trial in self.trials]
         for pattern in only:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -196,10 +199,12 @@ class Study:
 def plan_study(
     file: StudyFile, source: Path, num_processes: int, device: Literal["cpu", "cuda"], only: Sequence[str] = ()
 ) -> Study:
-    """The study of `file` (read from `source`) for a launch of `num_processes`, each trial on `device` by default.
+    """Return the checked study of `file`, read from `source`, for a launch of `num_processes`.
 
-    Raises StudyError for the first setting that cannot work, with the file, the trial and a way out. Trials that are
-    not among `only` may have a world_size of more processes.
+    `device` is the default device.
+
+    Raises StudyError for the first invalid setting. The message names the file, the trial and a remedy. Trials that
+    `only` does not select may have a larger world_size.
     """
     for field in list_fields(file.base):
         raise StudyError(f"{source}: base.{field} is a list; lists expand only in trials; move it into the trials")
@@ -228,7 +233,7 @@ def plan_study(
 
 
 def _check_size(where: str, world_size: int, num_processes: int) -> None:
-    """StudyError for a trial of more processes than there are."""
+    """Raise StudyError if a trial needs more processes than the launch has."""
     if world_size > num_processes:
         raise StudyError(
             f"{where} needs {world_size} processes but the launch has {num_processes}; start {world_size}, lower its "
@@ -251,7 +256,7 @@ class _Draft:
 
 
 def _label(values: dict[str, Any]) -> str:
-    """How an error names a trial: by its name, else by its own fields."""
+    """Return the label of a trial in error messages: its name, or else its own fields."""
     return str(values.get("name") or ", ".join(f"{field}={value}" for field, value in values.items()) or "base alone")
 
 
@@ -316,7 +321,7 @@ def _is(kind: Any, value: object) -> bool:
 
 
 def _given_name(entry: dict[str, Any], values: dict[str, Any], where: str) -> str | None:
-    """The name that the file gives, followed by the fields that its entry varies; None when it gives none."""
+    """Return the trial's name from the file, followed by the fields that vary in its entry, or None without a name."""
     if "name" not in values:
         return None
     name = values["name"]
@@ -351,7 +356,7 @@ def _variables(value: Any, where: str) -> dict[str, str]:
 
 
 def _named(drafts: Sequence[_Draft], source: Path) -> tuple[Trial, ...]:
-    """The trials with names: those given, else layout and what varies over the study."""
+    """Return trials with names: the given names, or names from the layout and the settings that vary over the study."""
     settings = [draft.resolved.every() for draft in drafts]
     varying = {name for name in [*_TRIAL_FIELDS, "world_size"] if len({str(each[name]) for each in settings}) > 1}
     proposals = [

@@ -1,4 +1,4 @@
-"""The table of a study, from its records alone: best first, each trial beside the reference of its work class."""
+"""Build the table of a study from its records, sorted by throughput within each work class."""
 
 import csv
 import io
@@ -19,11 +19,10 @@ _SEVERITY = ("ok", "diverged", "timeout", "oom", "failed")
 
 @dataclass(frozen=True)
 class Row:
-    """One trial: medians over its runs with a result. What is not known is None.
+    """One trial, with medians over its successful runs. Unknown values are None.
 
-    `ratio` is tokens/s per device over the reference's, which is of the same work class: with equal world sizes, the
-    ratio of tokens/s; a trial that is not ok has none.
-    `work_class` is None for a trial without a result; `num_skipped_steps` is the most of any run.
+    `ratio` is the tokens/s per device relative to the reference trial of the same work class. A trial that is not ok
+    has no ratio. `work_class` is None for a trial without a result; `num_skipped_steps` is the maximum over all runs.
     """
 
     trial: str
@@ -59,7 +58,7 @@ class Row:
 
 
 def runs_by_trial(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """The runs of each trial, in the order of the records."""
+    """Return the runs of each trial, in the order of the records."""
     by_trial: dict[str, list[RunRecord]] = {}
     for record in records:
         by_trial.setdefault(record.trial, []).append(record)
@@ -67,13 +66,16 @@ def runs_by_trial(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 
 
 def speeds_of(records: Sequence[RunRecord]) -> list[float]:
-    """Tokens/s per device of the runs that measured it."""
+    """Return the tokens/s per device of the runs that measured it."""
     return [record.tokens_per_second_per_device for record in records if record.tokens_per_second_per_device]
 
 
 def summarize(records: Sequence[RunRecord], reference: str) -> list[Row]:
-    """One row a trial. Work classes follow each other, the reference's first; in each, good trials stand best first and
-    the others behind them; trials without a result come last."""
+    """One row a trial.
+
+    The work class of the reference comes first. Within a class, successful trials come first, sorted by throughput.
+    Trials without a result come last.
+    """
     by_trial = runs_by_trial(records)
     references = _references(records, reference)
     rows = [_row(runs, by_trial, references.get(_class_of(runs), reference)) for runs in by_trial.values()]
@@ -87,7 +89,7 @@ def summarize(records: Sequence[RunRecord], reference: str) -> list[Row]:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """The rows as CSV, atomically."""
+    """Write the rows as CSV, atomically."""
     table = io.StringIO(newline="")
     writer = csv.writer(table)
     names = [field.name for field in fields(Row)]
@@ -99,12 +101,12 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def layout_name(record: RunRecord) -> str:
-    """The layout as people say it: "tp2·pp2·dp2"."""
+    """Return the layout as text: "tp2·pp2·dp2"."""
     return str(Layout(**record.layout.model_dump()))
 
 
 def engine_name(record: RunRecord) -> str:
-    """The engine with its mode and the options that are not at their defaults: "deepspeed ZeRO-3, hpz 4"."""
+    """Return the engine with its mode and its non-default options: "deepspeed ZeRO-3, hpz 4"."""
     options, spec = record.options, ENGINES.get(record.engine)
     mode = spec.mode(options) if spec else None
     overlapped = ["TP overlapped"] if options.get("tp_overlap") else []  # only older records have this option
@@ -112,7 +114,7 @@ def engine_name(record: RunRecord) -> str:
 
 
 def _references(records: Sequence[RunRecord], reference: str) -> dict[str | None, str]:
-    """The trial that each work class is measured by: `reference`, or, in place of a ZeRO-3 trial, its fastest one."""
+    """Return each work class's reference: `reference`, or its fastest ZeRO-3 trial in place of a ZeRO-3 trial."""
     has_zero3 = any(is_zero3(record) for record in records if record.trial == reference)
     good = [record for record in records if record.work_class and record.status == "ok"]
     found: dict[str | None, str] = {}

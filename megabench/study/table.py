@@ -1,4 +1,4 @@
-"""The rows of a study as tables for a terminal, in Markdown so that they can be pasted, and what they say in a line."""
+"""Print the rows of a study as Markdown tables in a terminal, with a one-line conclusion."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _CPU_TIMINGS = "These are CPU timings: no evidence about GPUs."
 
 @dataclass(frozen=True)
 class _Column:
-    """A column; those with a `rank` are left out when the terminal is too narrow, the highest first."""
+    """A column. If the terminal is too narrow, columns with the highest `rank` are omitted first."""
 
     head: str
     cell: Callable[[Row], str]
@@ -31,7 +31,7 @@ class _Column:
 
 
 def show(console: Console, records: Sequence[RunRecord], reference: str) -> None:
-    """Prints one table for each work class, the best trial of each, and why the others have no place in it."""
+    """Print one table for each work class, its best trial, and the reasons for trials without a result."""
     head = reference_name(records, reference)
     for title, group, said in _by_class(records, reference):
         _say(console, title)
@@ -48,7 +48,7 @@ def show(console: Console, records: Sequence[RunRecord], reference: str) -> None
 
 
 def markdown(records: Sequence[RunRecord], reference: str) -> str:
-    """The same for a page, in Markdown: all columns, but the status of trials that are all ok."""
+    """Return the tables as Markdown with all columns. The status column is omitted if all trials are ok."""
     parts = []
     for title, group, (best, *places) in _by_class(records, reference):
         columns = _columns(group, reference_name(records, reference))
@@ -65,8 +65,10 @@ def markdown(records: Sequence[RunRecord], reference: str) -> str:
 
 
 def _by_class(records: Sequence[RunRecord], reference: str) -> Iterator[tuple[str, list[Row], list[str]]]:
-    """What each work class trained, its rows, and which is best, also of each place; trials without a result, which
-    have no class, stand behind the last."""
+    """Return the title, the rows and the conclusion of each work class.
+
+    Trials without a result follow the last class.
+    """
     rows = summarize(records, reference)
     head, titles, spreads = reference_name(records, reference), class_titles(records), spreads_of(records)
     groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: row.work_class)]
@@ -85,12 +87,12 @@ def _say(console: Console, text: str) -> None:
 
 
 def reference_name(records: Sequence[RunRecord], reference: str) -> str:
-    """What trials are compared with, in the head of a table: "ZeRO-3", or the trial's name."""
+    """Return the name of the reference in the header of a table: "ZeRO-3", or the trial's name."""
     return "ZeRO-3" if any(record.trial == reference and is_zero3(record) for record in records) else reference
 
 
 def class_titles(records: Sequence[RunRecord]) -> dict[str | None, str]:
-    """A line for each work class: what was trained, and in what it differs from the other classes."""
+    """Return a title for each work class: the work, and its difference from the other classes."""
     classes = {record.work_class.id: record for record in records if record.work_class}
     settings = {name: _settings(record.work_class) for name, record in classes.items() if record.work_class}
     shared = set.intersection(*map(set, settings.values())) if settings else set()
@@ -108,7 +110,7 @@ def class_titles(records: Sequence[RunRecord]) -> dict[str | None, str]:
 
 
 def _settings(work_class: WorkClass) -> dict[str, Any]:
-    """What makes the class, but for what every title says; the schedule's settings beside the others."""
+    """Return the properties of a work class that not every title contains, with the schedule's settings included."""
     settings = work_class.model_dump(exclude={"schedule", "model", "precision", "global_batch", "seq_length", "data"})
     return settings | {field: f"{value:g}" for field, value in work_class.schedule.items()}
 
@@ -126,7 +128,7 @@ def _print_table(console: Console, rows: Sequence[Row], reference: str) -> None:
 
 
 def _width(console: Console, table: Table) -> int:
-    """The width at which no cell of `table` is folded."""
+    """Return the width at which no cell of `table` is wrapped."""
     return Measurement.get(console, console.options.update(width=10_000), table).maximum
 
 

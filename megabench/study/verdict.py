@@ -1,4 +1,4 @@
-"""What the trials of one work class say, in words: which is fastest, by how much, and which cannot be told apart."""
+"""Conclusions about the trials of one work class: the fastest trial, its advantage, and the trials equal to it."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ STATUS_WORDS = {
 
 
 def device_word(records: Sequence[RunRecord]) -> str:
-    """What the figures are counted by: "GPU", or "process" where the CPU was timed."""
+    """Return the unit of throughput figures: "GPU", or "process" for CPU runs."""
     return "process" if any(record.device == "cpu" for record in records) else "GPU"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Tokens/s per device, from low to high: of several runs, or of a single run's steps (p90 to p10)."""
+    """The range of tokens/s per device, over several runs or over the steps of a single run (p90 to p10)."""
 
     low: float
     high: float
@@ -37,7 +37,7 @@ class Spread:
 
 
 def spread_of(runs: Sequence[RunRecord]) -> Spread | None:
-    """The spread of a trial from its runs; None where too little was measured."""
+    """Return the spread of a trial, or None if too little was measured."""
     measured = [(r.tokens_per_second_per_device, r.step_seconds) for r in runs if r.tokens_per_second_per_device]
     speeds = [speed for speed, _ in measured if speed]
     if len(speeds) > 1:
@@ -49,13 +49,13 @@ def spread_of(runs: Sequence[RunRecord]) -> Spread | None:
 
 
 def spreads_of(records: Sequence[RunRecord]) -> dict[str, Spread]:
-    """The spread of each trial that has one."""
+    """Return the spread of each trial that has a spread."""
     return {trial: spread for trial, runs in runs_by_trial(records).items() if (spread := spread_of(runs))}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The best trial of a work class and those that its spread does not tell from it; `good` stands best first."""
+    """The best trial of a work class, and the trials equal to it within the spread. `good` is sorted best first."""
 
     good: tuple[Row, ...]
     bad: tuple[Row, ...]
@@ -69,12 +69,15 @@ class Decision:
 
     @property
     def reference(self) -> Row | None:
-        """The trial that the others are measured by, where it has a result."""
+        """The reference trial, if it has a result."""
         return next((row for row in self.good if row.trial == row.reference), None)
 
 
 def decide(rows: Sequence[Row], spreads: Mapping[str, Spread], head: str) -> Decision:
-    """The decision over the rows of one work class, which stand best first. `head` is what the reference is called."""
+    """Return the conclusion about the rows of one work class, which are sorted best first.
+
+    `head` is the name of the reference.
+    """
     good = tuple(row for row in rows if row.is_ok and row.tokens_per_second_per_device)
     mine = spreads.get(good[0].trial) if good else None
     equals = [row for row in good[1:] if mine and (its := spreads.get(row.trial)) and mine.overlaps(its)]
@@ -82,7 +85,7 @@ def decide(rows: Sequence[Row], spreads: Mapping[str, Spread], head: str) -> Dec
 
 
 def best_line(decision: Decision) -> str:
-    """The decision in one line, for a terminal."""
+    """Return the conclusion as one line for a terminal."""
     best = decision.best
     if best is None:
         return "best: none, no trial is ok"
@@ -96,7 +99,7 @@ def best_line(decision: Decision) -> str:
 
 
 def headline(decision: Decision, device: str) -> str:
-    """The decision in a sentence for people; `device` is what tokens/s are counted by, "GPU" or "process"."""
+    """Return the conclusion as a sentence. `device` is the unit of throughput figures, "GPU" or "process"."""
     best, head = decision.best, decision.head
     if best is None:
         return f"No trial has a result that counts: {ends(decision.bad)}."
@@ -121,7 +124,7 @@ def headline(decision: Decision, device: str) -> str:
 
 
 def particulars(decision: Decision, device: str) -> list[str]:
-    """What a reader must know beside the headline to judge it, a sentence each."""
+    """Return the caveats of the headline, one sentence each."""
     said = by_place(decision, device)
     best, reference = decision.best, decision.reference
     zero3 = next((row for row in decision.good if _is_zero3(row)), None)
@@ -142,9 +145,9 @@ def particulars(decision: Decision, device: str) -> list[str]:
 
 
 def by_place(decision: Decision, device: str) -> list[str]:
-    """The fastest on each number of devices and hosts, where trials differ in them: a sentence each.
+    """Return one sentence about the fastest trial for each number of devices and hosts, if trials differ in them.
 
-    More devices lose more to communication, and more hosts to the link between them.
+    Trials on more devices or hosts lose more time to communication.
     """
     places: dict[tuple[int, int, bool], list[Row]] = {}
     for row in decision.good:
@@ -162,7 +165,7 @@ def by_place(decision: Decision, device: str) -> list[str]:
 
 
 def _fastest(rows: Sequence[Row], decision: Decision, place: str) -> str:
-    """Which of the rows of a place is fastest, and by how much against the fastest ZeRO-3 of that `place`."""
+    """Return the fastest row for a number of devices and hosts, and its advantage over the fastest ZeRO-3 there."""
     here = decide(rows, decision.spreads, decision.head)
     best = [rows[0], *here.equals]
     if len(best) > 1:
@@ -175,7 +178,7 @@ def _fastest(rows: Sequence[Row], decision: Decision, place: str) -> str:
 
 
 def ends(rows: Sequence[Row]) -> str:
-    """How each trial ended: "tp8 ran out of memory, a and b failed"."""
+    """How each trial ended: Return a summary of failures such as "tp8 ran out of memory, a and b failed"."""
     by_status: dict[str, list[str]] = {}
     for row in rows:
         by_status.setdefault(row.status, []).append(row.trial)
@@ -197,7 +200,7 @@ def _no_reference(best: Row, head: str) -> str:
 
 
 def count_ends(rows: Sequence[Row]) -> str:
-    """How many trials ended how: "4 ok, 1 ran out of memory"."""
+    """Return the number of trials by status, such as "4 ok, 1 ran out of memory"."""
     counts = Counter(row.status for row in rows)
     return ", ".join(f"{counts[status]} {words}" for status, words in STATUS_WORDS.items() if counts[status])
 
@@ -207,7 +210,7 @@ def _is_zero3(row: Row) -> bool:
 
 
 def _name(row: Row) -> str:
-    """The trial's name, with what stands behind it where the name does not say."""
+    """Return the trial's name, with its layout and engine unless the name contains them."""
     return f"{row.trial} (ZeRO-3)" if _is_zero3(row) else row.trial
 
 

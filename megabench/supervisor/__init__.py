@@ -1,1 +1,1 @@
-"""Starts, watches and stops the processes of a trial, on one host or many, and classifies how they ended."""
+"""Start, monitor and stop the processes of a trial on one or several hosts, and classify failures."""

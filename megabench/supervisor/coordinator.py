@@ -1,4 +1,4 @@
-"""The supervisors of a study as one coordinator: they agree on a plan, notice who is lost, and stop together."""
+"""Coordinate the supervisors of a study: agree on a plan, detect lost supervisors, and stop together."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class StudyStopped(Exception):
-    """The study cannot go on. `signal` is what this supervisor itself was told to stop by, 0 for another reason.
+    """The study cannot continue. `signal` is the signal that stopped this supervisor, or 0 for another reason.
 
     `rank` is the rank of the supervisor at fault, if there is one.
     """
@@ -32,8 +32,7 @@ class StudyStopped(Exception):
 
 
 def note_signals() -> list[int]:
-    """From now on SIGINT, SIGTERM and SIGUSR1 (a scheduler's warning) are collected in the list returned, so that
-    children can be ended in order."""
+    """Collect SIGINT, SIGTERM and SIGUSR1 (a scheduler's warning) in the returned list, to end children in order."""
     received: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: received.append(number))
@@ -41,7 +40,7 @@ def note_signals() -> list[int]:
 
 
 class Coordinator:
-    """This supervisor's tie to the others; every wait goes through `poll`, which keeps the tie alive."""
+    """The connection of this supervisor to the others. Every wait calls `poll`, which sends the heartbeat."""
 
     def __init__(self, launch: Launch, signals: list[int]) -> None:
         self.launch = launch
@@ -53,7 +52,10 @@ class Coordinator:
         self._beat()
 
     def poll(self) -> None:
-        """Waits a moment; raises StudyStopped when this supervisor is told to stop, or another is lost or stops."""
+        """Wait briefly.
+
+        Raises StudyStopped if this supervisor received a signal, or if another supervisor is lost or stops.
+        """
         time.sleep(POLL_SECONDS)
         if self._signals:
             name = signal.Signals(self._signals[0]).name
@@ -71,12 +73,12 @@ class Coordinator:
             self.poll()
 
     def report(self, report: dict[str, Any]) -> None:
-        """Tells the lead what this supervisor found before the start."""
+        """Send a report to the lead supervisor before the study starts."""
         report = {"host": socket.gethostname(), **report}
         self._store.set(f"report/{self.launch.supervisor}", json.dumps(report))
 
     def reports(self) -> list[dict[str, Any]]:
-        """The lead waits for the reports of all supervisors; StudyStopped when one does not come."""
+        """Wait for the reports of all supervisors. Called by the lead. Raises StudyStopped if a report is missing."""
         started = time.monotonic()
         for number in self.launch.supervisors:
             while not self._store.check([f"report/{number}"]):
@@ -91,20 +93,20 @@ class Coordinator:
         return reports
 
     def announce(self, key: str, content: Any) -> None:
-        """The lead tells all supervisors."""
+        """Publish `content` for all supervisors. Called by the lead."""
         self._store.set(f"announced/{key}", json.dumps(content))
 
     def announced(self, key: str) -> Any:
-        """What the lead announced under `key`, waiting for it."""
+        """Wait for the announcement of the lead under `key`, and return it."""
         self.wait_until(lambda: self._store.check([f"announced/{key}"]))
         if not self.launch.is_lead:
             self._watched.setdefault(0, (b"", time.monotonic()))
         return json.loads(self._store.get(f"announced/{key}"))
 
     def to_the_end(self, run: Callable[[], Result]) -> Result:
-        """What `run` returns, once all have parted.
+        """Call `run`, wait for all supervisors, and return its result.
 
-        StudyStopped when the coordinator cannot go on; anything else that goes wrong here makes the others stop.
+        Raises StudyStopped if the study cannot continue. Any other exception stops the other supervisors.
         """
         try:
             result = run()
@@ -124,7 +126,7 @@ class Coordinator:
         return result
 
     def _part(self) -> None:
-        """Ends the study for this supervisor; the lead leaves last, since its process may host the store."""
+        """Leave the study. The lead leaves last, because its process may host the store."""
         if not self.launch.is_lead:
             self._store.add("parted", 1)
             return
@@ -146,7 +148,10 @@ class Coordinator:
         self._store.set(f"beat/{self.launch.supervisor}", str(self._num_beats))
 
     def _watch(self) -> None:
-        """The lead watches all, the others the lead: by change, since clocks differ between hosts."""
+        """Check heartbeats: the lead checks all supervisors, and the others check the lead.
+
+        Clocks of hosts are not compared.
+        """
         beats = self._store.multi_get([f"beat/{number}" for number in self._watched]) if self._watched else []
         now = time.monotonic()
         for (number, (before, seen)), beat in zip(list(self._watched.items()), beats, strict=True):

@@ -1,4 +1,4 @@
-"""The launch that runs a study: which ranks this supervisor looks after, and the store that all supervisors share."""
+"""The launch of a study: the ranks of this supervisor, and the store that all supervisors share."""
 
 import os
 from dataclasses import dataclass
@@ -10,9 +10,11 @@ from megabench.runtime import rendezvous
 
 @dataclass(frozen=True)
 class Launch:
-    """One supervisor's view: it looks after `ranks`, which are the launch's from `first_on_host` on this host.
+    """The launch as one supervisor sees it.
 
-    `store` (at `address`:`port`) outlives every trial; all keys of this launch stand under the prefix `root`.
+    The supervisor manages `ranks`, and the first rank of this host is `first_on_host`.
+
+    `store` (at `address`:`port`) exists for the whole study. All keys of this launch have the prefix `root`.
     """
 
     store: Store
@@ -26,16 +28,16 @@ class Launch:
 
     @property
     def supervisor(self) -> int:
-        """This supervisor's number: its first rank."""
+        """The number of this supervisor, which is its first rank."""
         return self.ranks[0]
 
     @property
     def is_lead(self) -> bool:
-        """Whether this supervisor decides, and reads and writes the results."""
+        """Whether this is the lead supervisor, which makes decisions and reads and writes the results."""
         return self.supervisor == 0
 
     def placement_variables(self, rank: int, world_size: int) -> dict[str, str]:
-        """What a launcher tells the process of `rank` in a trial of `world_size` ranks."""
+        """Return the launcher's environment variables for `rank` in a trial of `world_size` ranks."""
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
@@ -47,19 +49,19 @@ class Launch:
 
 
 def open_here(num_processes: int) -> Launch:
-    """A launch on this machine alone: this process hosts the store and looks after all ranks."""
+    """Create a launch on this machine. This process hosts the store and manages all ranks."""
     store = rendezvous.open_store()
     ranks = tuple(range(num_processes))
     return Launch(store, rendezvous.LOOPBACK, store.port, "study/0", ranks, 0, num_processes, (0,))
 
 
 def join_launcher() -> Launch:
-    """This process's part in a launch by torchrun: one supervisor a rank, all on the launcher's store."""
+    """Join a launch by torchrun, in which each process supervises one rank."""
     return launch_of(rendezvous.join())
 
 
 def launch_of(place: rendezvous.Rendezvous) -> Launch:
-    """The launch that `place` is a part of, with this process as the supervisor of its own rank."""
+    """Return the launch of `place`, with this process as the supervisor of its own rank."""
     store = place.store.underlying_store if isinstance(place.store, PrefixStore) else place.store
     assert isinstance(store, TCPStore)
     return Launch(

@@ -1,4 +1,4 @@
-"""How a trial ended, from how each of its ranks ended: the root cause, not the first message that came along."""
+"""Classify how a trial ended, and find the root cause from the ends of all ranks."""
 
 import json
 import re
@@ -27,8 +27,8 @@ _MOST_PLACES = 4
 class RankEnd:
     """How one rank of a trial ended.
 
-    `code` is its exit status, negative for a signal; `was_ended` says that its supervisor ended it. `order` counts the
-    exits that were failures; `last_line` is from its log; `place` is where it stood when it was asked.
+    `code` is its exit status, negative for a signal; `was_ended` says that its supervisor ended it. `order` numbers the
+    failed exits; `last_line` is from its log; `place` is the function in which the rank was hanging.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The status of a trial (ok, oom, failed or timeout) and, unless it is ok, the cause: one line, and in fields."""
+    """The status of a trial (ok, oom, failed or timeout) and its cause, as an error message and as fields."""
 
     status: Status
     error: str | None = None
@@ -89,9 +89,11 @@ def _root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
 
 
 def _suspicion(end: RankEnd) -> tuple[int, bool, int]:
-    """Smaller is likelier the cause: a kill from outside, out of memory, the rank's own failure, a lost connection.
+    """Return a sort key.
 
-    A peer that vanished makes the others fail or abort within a second, and their reports may come first.
+    The likeliest causes come first: a kill from outside, out of memory, an error of the rank itself, a lost connection.
+
+    A lost peer makes the other ranks fail within a second, and their reports may arrive first.
     """
     if end.killed_by not in (0, signal.SIGABRT) and not end.failure:
         likelihood = 0
@@ -126,7 +128,7 @@ def _failure(end: RankEnd) -> RunFailure:
 
 
 def _behind(ends: Sequence[RankEnd]) -> int | None:
-    """The rank that has completed fewer steps than any other; None if several are equally far behind."""
+    """Return the rank that has completed fewer steps than any other, or None if several are equally far behind."""
     fewest = min(end.step for end in ends)
     behind = [end.rank for end in ends if end.step == fewest]
     return behind[0] if len(behind) == 1 else None
@@ -153,7 +155,7 @@ def _signal_name(number: int) -> str:
 
 
 def _places(ends: Sequence[RankEnd]) -> str:
-    """Where the ranks of a hung trial stand, the odd ones out first."""
+    """Describe the functions in which the ranks of a hung trial are, with unusual ones first."""
     by_place: dict[str, list[RankEnd]] = {}
     for end in ends:
         silent = "ended" if not end.was_ended else "printed no stack when asked"

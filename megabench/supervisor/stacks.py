@@ -1,4 +1,4 @@
-"""Where hung processes stand, from the stacks that faulthandler prints into their logs on SIGUSR2."""
+"""Find the functions in which processes hang, from the stacks that faulthandler prints into their logs on SIGUSR2."""
 
 import re
 import signal
@@ -16,7 +16,7 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?
 
 
 def ask_where(children: Mapping[int, Child]) -> dict[int, str]:
-    """Makes each child print its stack, and returns where it stands by rank; silent ranks are left out."""
+    """Make each child print its stack, and return its current function by rank. Ranks without output are omitted."""
     sizes = {rank: child.log.stat().st_size for rank, child in children.items()}
     for child in children.values():
         child.send(STACK_SIGNAL)
@@ -31,7 +31,7 @@ def ask_where(children: Mapping[int, Child]) -> dict[int, str]:
 
 
 def where_it_stands(dump: str) -> str | None:
-    """The innermost call of the main thread, and the call of ours that led there; None without a stack.
+    """Return the innermost function of the main thread, and the innermost function of megabench; None without a stack.
 
     "all_reduce (distributed_c10d.py:2830) in train_step (engine.py:61)"
     """

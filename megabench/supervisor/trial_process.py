@@ -1,5 +1,5 @@
 """One trial under supervision: each supervisor starts the processes of its own ranks and ends them together with all
-others. The lead decides when a trial is over; what each rank did is shared over the store, so nothing is guessed."""
+others. The lead supervisor decides when a trial is over. Supervisors share the ends of their ranks over the store."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ Stop = Literal["ended", "failed", "timeout"]
 
 @dataclass(frozen=True)
 class Task:
-    """What one set of processes runs: the trainer with these flags."""
+    """The work of one set of processes: the training command with these flags."""
 
     flags: Sequence[str]
     world_size: int
@@ -37,7 +37,10 @@ class Task:
 
 
 class TrialProcesses:
-    """One supervisor's part in the run of one task. `prefix` names its part of the store: used once, never again."""
+    """The processes of one supervisor for one task.
+
+    `prefix` is the key prefix of the task in the store, and is used only once.
+    """
 
     def __init__(self, coordinator: Coordinator, task: Task, trainer: Sequence[str], prefix: str) -> None:
         self._coordinator, self._task, self._prefix = coordinator, task, prefix
@@ -51,9 +54,9 @@ class TrialProcesses:
         self._failed_at: float | None = None
 
     def run(self, on_progress: Callable[[Progress], None]) -> Stop:
-        """Starts this supervisor's ranks and returns once they are gone: by themselves, or ended by common decision.
+        """Start the ranks of this supervisor. Return after they have exited, or were ended by a common decision.
 
-        Raises StudyStopped when the study cannot go on; then, too, no process is left behind.
+        Raises StudyStopped if the study cannot continue. No process is left running in any case.
         """
         try:
             self._start()
@@ -66,7 +69,10 @@ class TrialProcesses:
         return stop
 
     def ends(self) -> list[RankEnd]:
-        """The lead waits until the processes of all ranks are gone on every host, and returns how each ended."""
+        """Wait until the processes of all ranks have exited on every host, and return their ends.
+
+        Called by the lead.
+        """
         self._coordinator.wait_until(lambda: self._count("ended") == self._task.world_size)
         return [RankEnd.from_json(self._notes.get(f"end/{rank}")) for rank in range(self._task.world_size)]
 
@@ -90,7 +96,7 @@ class TrialProcesses:
         return environment | dict(task.env) | placement | {PREFIX_VARIABLE: self._prefix}
 
     def _watch(self, on_progress: Callable[[Progress], None]) -> Stop:
-        """Until the lead says that the trial is over, publishes which of our ranks have ended."""
+        """Publish which ranks of this supervisor have ended, until the lead decides that the trial is over."""
         while not self._notes.check(["stop"]):
             self._publish_ends()
             if self._coordinator.launch.is_lead:
@@ -103,7 +109,10 @@ class TrialProcesses:
         return stop_given
 
     def _decide(self) -> Stop | None:
-        """The lead's decision, from counters alone, so that its cost does not grow with the number of ranks."""
+        """Decide whether the trial is over.
+
+        Called by the lead. Only counters are read, so the cost does not depend on the number of ranks.
+        """
         now = time.monotonic()
         if self._count("ended") == self._task.world_size:
             return "ended"

@@ -1,6 +1,6 @@
-"""Runs the trials of a launch one after the other, each in fresh processes on all ranks.
+"""Run the trials of a launch one after the other, each in fresh processes on all ranks.
 
-The lead supervisor starts them; all supervisors take part.
+The lead supervisor starts trials, and all supervisors take part.
 """
 
 import sys
@@ -21,7 +21,7 @@ TRAINER = (sys.executable, "-m", "megabench.train")
 
 
 def task_of(trial: Trial, config: RunConfig, logs: Path) -> Task:
-    """The task that runs `config` as `trial` would run, and writes its record and logs into `logs`."""
+    """Return the task that runs `config` with the resources of `trial`, and writes its record and logs into `logs`."""
     device = trial.resolved.device
     return Task(
         flags=config.model_copy(update={"device": device, "out": logs}).flags(),
@@ -35,7 +35,7 @@ def task_of(trial: Trial, config: RunConfig, logs: Path) -> Task:
 
 @dataclass(frozen=True)
 class Result:
-    """How a task ended: the record that its rank 0 wrote, or why there is none."""
+    """The result of a task: the record of its rank 0, or the reason why there is none."""
 
     record: RunRecord | None
     verdict: Verdict
@@ -45,7 +45,7 @@ class Result:
 class TrialQueue:
     """Runs tasks, one after the other, on all ranks of a launch.
 
-    `trainer` is the command that trains; it gets a task's flags.
+    `trainer` is the training command, which receives the flags of a task.
     """
 
     def __init__(self, coordinator: Coordinator, trainer: Sequence[str]) -> None:
@@ -53,7 +53,7 @@ class TrialQueue:
         self._count = 0
 
     def run(self, task: Task, on_progress: Callable[[Progress], None]) -> Result:
-        """The lead has a task run, and waits for its end on every host."""
+        """Run a task, and wait for its end on every host. Called by the lead."""
         self._coordinator.announce(f"task/{self._count}", {"task": asdict(task) | {"logs": str(task.logs)}})
         run = TrialProcesses(self._coordinator, task, self._trainer, self._prefix())
         stop = run.run(on_progress)
@@ -76,7 +76,7 @@ class TrialQueue:
         return Result(record, verdict, num_hosts)
 
     def end(self, verdict: Any) -> None:
-        """The lead tells all that there is no task left, and what came of them."""
+        """Announce that no task is left, and the verdict. Called by the lead."""
         self._coordinator.announce(f"task/{self._count}", {"verdict": verdict})
 
     def follow(self) -> Any:
@@ -87,7 +87,7 @@ class TrialQueue:
         return order["verdict"]
 
     def _prefix(self) -> str:
-        """A part of the store for the next task: used once, never again."""
+        """Return the key prefix of the next task in the store, which is used only once."""
         self._count += 1
         return f"{self._coordinator.launch.root}/task/{self._count}"
 

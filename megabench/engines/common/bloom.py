@@ -1,4 +1,4 @@
-"""BLOOM's attention and activation by torch's fused kernels.
+"""BLOOM's attention and activation with torch's fused kernels.
 
 transformers computes both step by step: with all scores of a layer in memory, in fp32, and ten passes over the widest
 activations.
@@ -17,10 +17,10 @@ _EXTRA_CHANNELS = 8  # flash attention needs head sizes that are multiples of 8
 
 
 def alibi_attention(query: Tensor, key: Tensor, value: Tensor, alibi: Tensor) -> Tensor:
-    """Causal attention whose scores q·k / √D have `alibi` of the key added (arXiv 2108.12409).
+    """Compute causal attention with scores q·k / √D plus the `alibi` value of the key (arXiv 2108.12409).
 
-    `query`, `key` and `value` are [B, heads, S, D], `alibi` [B, heads, S]; returns [B, heads, S, D]. The addend goes
-    through the product q·k, in channels of its own, because no flash attention takes one.
+    `query`, `key` and `value` are [B, heads, S, D], `alibi` [B, heads, S]; returns [B, heads, S, D]. The ALiBi values
+    are passed in extra channels of q and k, because flash attention accepts no bias.
     """
     head_size = query.shape[-1]
     context = F.scaled_dot_product_attention(
@@ -35,7 +35,7 @@ def alibi_attention(query: Tensor, key: Tensor, value: Tensor, alibi: Tensor) ->
 
 
 class FusedAttention(BloomAttention):
-    """BLOOM's attention over whole sequences without padding, dropout or a cache: what training has."""
+    """BLOOM's attention for training: whole sequences without padding, dropout or a cache."""
 
     def forward(self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, **_: Any) -> tuple[Tensor, None]:
         batch, length, _width = hidden_states.shape
@@ -47,14 +47,14 @@ class FusedAttention(BloomAttention):
 
 
 class FusedGelu(BloomGelu):
-    """The same approximation of GELU in one pass."""
+    """Compute BLOOM's approximation of GELU in one pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")
 
 
 def fuse(model: PreTrainedModel) -> None:
-    """Puts the fused kernels into a BLOOM model of transformers: the same weights under the same names."""
+    """Replace attention and activation of a transformers BLOOM model by fused kernels. Weights keep their names."""
     model.config._attn_implementation = "sdpa"  # fused attention needs no mask [B, 1, S, S]
     fused: dict[type[nn.Module], type[nn.Module]] = {BloomAttention: FusedAttention, BloomGelu: FusedGelu}
     for module in model.modules():

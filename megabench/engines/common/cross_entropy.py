@@ -1,4 +1,4 @@
-"""Output layer and cross-entropy in one, for any engine: the logits of all tokens are never held, and never in fp32.
+"""Fused output layer and cross-entropy for all engines. The logits of all tokens are never stored at once.
 
 The gradients are made in the forward pass, chunk by chunk of tokens, while a chunk's logits are there (as in Liger
 kernels, arXiv 2410.10989); the vocabulary may be cut over a tensor-parallel group (as in arXiv 1909.08053, section 3).
@@ -25,12 +25,12 @@ def linear_cross_entropy(
     num_real_rows: int | None = None,
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """The mean cross-entropy of `labels` [N] under softmax(hidden [N, H] · weightᵀ), an fp32 scalar in nats.
+    """Return the mean cross-entropy of `labels` [N] under softmax(hidden [N, H] · weightᵀ), an fp32 scalar in nats.
 
     `weight` [V, H] is this rank's part of the vocabulary, the ranks of `group` holding equal parts in order; the loss
     is then the same on all of them, and the gradient of `hidden` this rank's share of a sum over the group. Rows from
-    `num_real_rows` on are padding and get no probability. Logits are rounded to the dtype of `hidden`, everything after
-    is fp32.
+    `num_real_rows` on are padding and get no probability. Logits are rounded to the dtype of `hidden`. All later
+    operations use fp32.
     """
     rows = weight.shape[0]
     chunk = chunk_tokens or max(1, _CHUNK_LOGITS // rows)

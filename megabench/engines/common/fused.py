@@ -1,4 +1,4 @@
-"""Chains of element-wise operations as one kernel."""
+"""Compile chains of element-wise operations into one kernel."""
 
 from collections.abc import Callable
 from functools import cache
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
-    """`function`, on a GPU compiled: read once, computed in fp32, written once."""
+    """Compile `function` on a GPU, so that it reads its inputs once, computes in fp32, and writes once."""
     return _compiled(function) if like.device.type == "cuda" else function
 
 

@@ -1,4 +1,4 @@
-"""The weights that a run starts from."""
+"""The initial weights of a run."""
 
 from pathlib import Path
 
@@ -15,14 +15,14 @@ from megabench.models.weights import Weights
 
 
 def _place() -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Return the rank of this process and the world size."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def initial_weights(run: ResolvedConfig, device: torch.device) -> Weights:
-    """Those of the directory that `model` names, or drawn ones, on `device`, for a name of the catalogue.
+    """Return the weights of the directory `model`, or random weights for a model of the catalogue, on `device`.
 
-    ModelFilesError or CheckpointError where the directory's are not whole; none are read yet.
+    Raises ModelFilesError or CheckpointError if files of the directory are incomplete. No weights are read yet.
     """
     if not is_directory(run.model):
         return InitialWeights(run.shape, run.seed, device)

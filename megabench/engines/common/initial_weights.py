@@ -1,8 +1,9 @@
 """Layout-independent initial weights.
 
 Each Hugging Face parameter is drawn in fp32 tiles, every tile from a generator of its own seeded by run seed, name and
-tile position. A shard draws only the tiles that it touches, so all layouts and engines start from the same weights,
-and no process ever holds the whole model. Tiles are drawn on CPU, so that they are the same on every device.
+tile position. A rank draws only the tiles that its shards overlap. All layouts and engines therefore start from the
+same weights, and no process needs the whole model. Tiles are drawn on CPU, so that their values do not depend on the
+device.
 """
 
 import hashlib
@@ -23,20 +24,20 @@ _STD = 0.02  # initializer_range of transformers' Llama, GPT-2 and BLOOM
 
 
 class InitialWeights:
-    """The weights that a model starts from when it has none, on `device`; see `megabench.models.weights.Weights`."""
+    """Random initial weights of a model on `device`; see `megabench.models.weights.Weights`."""
 
     def __init__(self, shape: ModelShape, seed: int, device: torch.device = _CPU) -> None:
         self._shape, self._seed, self._device = shape, seed, device
         self._sizes = hugging_face_shapes(shape)
 
     def read(self, wanted: Piece) -> Tensor:
-        """A block in fp32, on the device of these weights."""
+        """Return a block in fp32, on the device of these weights."""
         std = standard_deviation(wanted.name, self._shape)
         return initial_piece(wanted, self._sizes[wanted.name], std, self._seed, self._device)
 
 
 def standard_deviation(name: str, shape: ModelShape) -> float:
-    """0.02, and 0.02 / √(2·layers) for the two matrices that write into the residual stream (GPT-2, Megatron-LM)."""
+    """Return the standard deviation of a matrix: 0.02, or 0.02 / √(2·layers) before a residual sum (GPT-2)."""
     if name.endswith(shape.table.residual):
         return _STD / math.sqrt(2 * shape.num_layers)
     return _STD
@@ -45,9 +46,10 @@ def standard_deviation(name: str, shape: ModelShape) -> float:
 def initial_piece(
     piece: Piece, full_shape: tuple[int, ...], std: float, seed: int, device: torch.device = _CPU
 ) -> Tensor:
-    """The initial values of a block of a Hugging Face parameter: fp32 on `device`, [rows, columns] or [rows].
+    """Return the initial values of a block of a Hugging Face parameter in fp32 on `device`, [rows, columns] or [rows].
 
-    Vectors are norm weights, which start at one, or biases, at zero. `full_shape` is the shape of the whole parameter.
+    Vectors are norm weights, which start at one, or biases, which start at zero. `full_shape` is the shape of the whole
+    parameter.
     """
     if piece.columns is None:
         return torch.full((piece.num_rows,), 0.0 if piece.name.endswith(".bias") else 1.0, device=device)

@@ -1,8 +1,8 @@
-"""Which kernels run the operations of a model: the same choice for every engine, unless one cannot.
+"""Choose the kernels of a model. The choice is the same for every engine that supports it.
 
-"auto" takes fused kernels where they serve: the output layer and cross-entropy in one (cross_entropy.py, everywhere),
-BLOOM's attention and GELU (bloom.py, everywhere), and on GPUs Liger's RMSNorm, rotary embedding and SwiGLU for
-transformers models. "reference" takes plain torch, as transformers ships it, with the full logits in fp32.
+"auto" uses fused kernels where they are available: the output layer and cross-entropy in one (cross_entropy.py,
+everywhere), BLOOM's attention and GELU (bloom.py, everywhere), and on GPUs Liger's RMSNorm, rotary embedding and SwiGLU
+for transformers models. "reference" uses the plain torch code of transformers, with the full logits in fp32.
 """
 
 from importlib.util import find_spec
@@ -32,26 +32,26 @@ FUSED_CROSS_ENTROPY = "megabench linear_cross_entropy, in chunks"
 
 
 def fuses_cross_entropy(run: ResolvedConfig) -> bool:
-    """Whether the loss is made with the output layer, without holding the logits.
+    """Return whether the output layer and the loss are fused, without storing the logits.
 
-    A model that no table describes may do something with its logits first.
+    Models without a table are excluded, because they may modify their logits before the loss.
     """
     return run.kernels == "auto" and run.shape.foreign is None
 
 
 def fuses_bloom(run: ResolvedConfig) -> bool:
-    """Whether BLOOM's attention and GELU take the place of transformers' own."""
+    """Return whether fused attention and GELU replace those of transformers in BLOOM."""
     return run.kernels == "auto" and run.shape.family == "bloom" and run.shape.foreign is None
 
 
 def uses_liger(run: ResolvedConfig) -> bool:
-    """Whether Liger's kernels take the place of transformers' own modules."""
+    """Return whether Liger's kernels replace modules of transformers."""
     serves = run.kernels == "auto" and run.device == "cuda" and run.shape.family in _LIGER
     return serves and find_spec("liger_kernel") is not None
 
 
 def patch_transformers(run: ResolvedConfig) -> None:
-    """Puts Liger's kernels into transformers' modules, and stops a search in them, for the life of this process."""
+    """Patch transformers' modules with Liger's kernels, and disable a check in them, for the life of this process."""
     from transformers import masking_utils
 
     # This check looks for packed sequences, which batches do not have, and makes the host wait for the GPU.
@@ -65,7 +65,7 @@ def patch_transformers(run: ResolvedConfig) -> None:
 
 
 def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
-    """What serves each operation of a transformers model, for the record."""
+    """Return the kernel of each operation of a transformers model, for the record."""
     names = PLAIN | _PLAIN_OF.get(run.shape.family, {})
     if run.shape.foreign:
         names = dict.fromkeys(PLAIN, "transformers") | {"cross_entropy": PLAIN["cross_entropy"]}
@@ -79,7 +79,7 @@ def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
 
 
 def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
-    """The traits of the kernels that `names_for_transformers` names."""
+    """Return the traits of the kernels in `names_for_transformers`."""
     if run.shape.foreign:
         own = KernelTraits(fused_loss=False)
     else:
@@ -95,7 +95,7 @@ def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
 
 
 def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
-    """What serves each operation of the parallel blocks, for the record."""
+    """Return the kernel of each operation of the parallel blocks, for the record."""
     elementwise, weight_gradient = "megatron-core unfused", "megatron-core, then added"
     if fuses_blocks(run):
         elementwise = "megabench fused" if run.device == "cuda" else "megabench unfused"
@@ -118,7 +118,7 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
 
 
 def traits_for_megatron(run: ResolvedConfig) -> KernelTraits:
-    """The traits of the kernels that `names_for_megatron` names."""
+    """Return the traits of the kernels in `names_for_megatron`."""
     return KernelTraits(
         flash_attention=True,
         fused_norm=True,
@@ -130,10 +130,10 @@ def traits_for_megatron(run: ResolvedConfig) -> KernelTraits:
 
 
 def _exchanges_heads(run: ResolvedConfig) -> bool:
-    """Whether ranks of context parallelism swap parts of the sequence for parts of the heads."""
+    """Return whether context-parallel ranks exchange parts of the sequence for parts of the heads."""
     return run.layout.cp > 1 and run.shape.num_kv_heads % (run.layout.tp * run.layout.cp) == 0
 
 
 def fuses_blocks(run: ResolvedConfig) -> bool:
-    """Whether the parallel blocks hold this package's linear layers, attention and SwiGLU, not megatron-core's."""
+    """Return whether the parallel blocks use megabench's linear layers, attention and SwiGLU, not megatron-core's."""
     return run.kernels == "auto"

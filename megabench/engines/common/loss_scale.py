@@ -1,4 +1,4 @@
-"""fp16's dynamic loss scale: where every engine begins, and the scale of engines whose library has none."""
+"""The dynamic loss scale of fp16: its initial value for all engines, and a scaler for engines without one."""
 
 from dataclasses import asdict, dataclass
 
@@ -11,7 +11,7 @@ HYSTERESIS = 2
 
 @dataclass
 class LossScale:
-    """Doubles after WINDOW steps with finite gradients, halves at the second step without (arXiv 1710.03740)."""
+    """Doubles the scale after WINDOW finite steps, and halves it at the second non-finite step (arXiv 1710.03740)."""
 
     value: float = INITIAL
     num_good: int = 0

@@ -1,4 +1,4 @@
-"""Optimizers and their rules, shared by the engines."""
+"""Optimizers that several engines share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ from torch.optim._functional import adamw, sgd
 
 
 def is_decayed(num_dims: int) -> bool:
-    """Weight decay is for matrices; norm weights and other vectors have none (GPT-3, Llama, Megatron-LM)."""
+    """Return whether a parameter decays. Matrices do, norm weights and vectors do not (GPT-3, Llama, Megatron-LM)."""
     return num_dims > 1
 
 
 def apex_adam() -> type[torch.optim.Optimizer] | None:
-    """FusedAdam of NVIDIA's apex where it was built; None otherwise (PyPI's `apex` is an unrelated package)."""
+    """Return FusedAdam of NVIDIA's apex if it is installed, else None. PyPI's `apex` is an unrelated package."""
     try:
         import amp_C  # noqa: F401  (apex's compiled kernels, without which FusedAdam cannot run)
         from apex.optimizers import FusedAdam
@@ -24,10 +24,10 @@ def apex_adam() -> type[torch.optim.Optimizer] | None:
 
 
 class GroupStepOptimizer(torch.optim.Optimizer):
-    """An optimizer that keeps `step` in its parameter groups, as apex's do.
+    """Base class of optimizers that store `step` in their parameter groups, as apex's optimizers do.
 
-    megatron-core's distributed optimizer cuts parameters into shards and saves one step count for all of them; torch's
-    own optimizers keep one a parameter, which it cannot load back.
+    megatron-core's distributed optimizer shards parameters and saves one step count for all of them. It cannot load the
+    step counts of torch's optimizers, which are stored per parameter.
     """
 
     @torch.no_grad()
@@ -76,7 +76,7 @@ class GroupStepAdamW(GroupStepOptimizer):
 
 
 class GroupStepSGD(GroupStepOptimizer):
-    """Plain SGD without momentum, with torch's coupled weight decay."""
+    """SGD without momentum, with torch's coupled weight decay."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})

@@ -1,4 +1,4 @@
-"""The state of an engine whose torch optimizer updates plain fp32 tensors, each a range of one parameter's elements."""
+"""The training state of engines whose torch optimizer updates fp32 tensors, each a range of a parameter's elements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from megabench.models.mapping import hugging_face_shapes
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter's elements from `first` on, as this rank's optimizer updates them; its owner alone saves them."""
+    """The elements of a parameter from `first` on that this rank's optimizer updates. Only the owner saves them."""
 
     name: str
     values: nn.Parameter
@@ -23,7 +23,7 @@ class Held:
 
 
 class ReplicaState:
-    """Reads and restores the masters and moments of an optimizer."""
+    """Reads and restores the master weights and moments of an optimizer."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ReplicaState:
         return TrainingState(shards, optimizer_step=max(steps, default=0), loss_scale=scale)
 
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
-        """Counts on from `optimizer_step`, and from fp16's loss scale."""
+        """Continue from the step count `optimizer_step` and from fp16's loss scale."""
         if self._loss_scale and loss_scale:
             self._loss_scale.restore(loss_scale)
         for state in self._optimizer.state.values():
@@ -57,7 +57,10 @@ class ReplicaState:
                 state["step"].fill_(optimizer_step)
 
     def _tensors(self, parameter: nn.Parameter) -> dict[StateKind, Tensor]:
-        """The master and its moments, which torch makes in the first step: a run that is resumed has it behind it."""
+        """Return the master weight and its moments.
+
+        Moments are created if no step has created them yet, as in a resumed run.
+        """
         state = self._optimizer.state[parameter]
         if not state and self._run.optimizer != "sgd":
             state |= {"step": torch.zeros((), device=parameter.device)} | self._empty_moments(parameter.detach())

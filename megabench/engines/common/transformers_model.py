@@ -1,4 +1,4 @@
-"""What the engines that train a transformers model share: its loss, its optimizer, its initial weights."""
+"""Loss, optimizer and initial weights of transformers models, shared by several engines."""
 
 import math
 from collections.abc import Iterable
@@ -24,9 +24,9 @@ from megabench.runtime.device import DTYPES
 
 
 class LossHead(nn.Linear):
-    """An output layer that ends in the loss: on [B, S, H] it returns the mean cross-entropy of `labels` [B, S].
+    """An output layer fused with the loss: hidden states [B, S, H] -> the mean cross-entropy of `labels` [B, S].
 
-    It is called by the model as any output layer, so that whoever shards the model gathers its weight.
+    The model calls this layer like any output layer, so that sharding engines gather its weight.
     """
 
     labels: Tensor
@@ -36,13 +36,13 @@ class LossHead(nn.Linear):
 
 
 def model_config(run: ResolvedConfig) -> PreTrainedConfig:
-    """The configuration of a run's model, whose kernels are in place now."""
+    """Return the transformers configuration of a run's model, after patching the kernels."""
     patch_transformers(run)
     return transformers_config(run.shape)
 
 
 def materialize(model: PreTrainedModel, device: torch.device) -> None:
-    """Gives a model of the meta device memory, with any weights, and its buffers their values."""
+    """Allocate memory for a model on the meta device, with undefined weights and initialized buffers."""
     model.to_empty(device=device)
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # makes transformers initialize only the buffers
@@ -55,7 +55,7 @@ def blocks(model: PreTrainedModel, run: ResolvedConfig) -> list[nn.Module]:
 
 
 def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
-    """Puts in the fused loss and the family's own kernels, while its modules are still of transformers' classes."""
+    """Install the fused loss and the kernels of the model family, before an engine wraps the modules."""
     if fuses_cross_entropy(run):
         head = model.get_output_embeddings()
         assert type(head) is nn.Linear and head.bias is None
@@ -67,7 +67,7 @@ def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
 
 
 def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:
-    """Gives a model that was built in another dtype, or on no device, what it must have before it trains."""
+    """Prepare a model for training that was built in another dtype or on the meta device."""
     # recomputed in fp32, because rounding changes the rotary frequencies
     if rotary := getattr(model.base_model, "rotary_emb", None):
         model.base_model.rotary_emb = type(rotary)(model.config).to(device)
@@ -78,9 +78,9 @@ def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -
 
 
 def mean_loss(wrapped: nn.Module, model: PreTrainedModel, batch: Batch) -> Tensor:
-    """The mean cross-entropy over all S labels of a micro-batch: transformers' own shift would lose one.
+    """Return the mean cross-entropy over all S labels of a micro-batch. transformers' label shift would lose one label.
 
-    `wrapped` is what an engine made of `model`.
+    `wrapped` is the engine's wrapper of `model`.
     """
     head = model.get_output_embeddings()
     if isinstance(head, LossHead):
@@ -92,14 +92,14 @@ def mean_loss(wrapped: nn.Module, model: PreTrainedModel, batch: Batch) -> Tenso
 
 
 def home(offload: str, device: torch.device) -> torch.device:
-    """The device that holds the weights between steps: `device`, or the host if all is offloaded."""
+    """Return the device of the weights between steps: `device`, or the CPU if all state is offloaded."""
     return torch.device("cpu") if offload == "all" else device
 
 
 class InitialValues:
-    """The values that a run's parameters start from, by ranges of their elements, in fp32 on `device`.
+    """The initial values of a run's parameters, by ranges of elements, in fp32 on `device`.
 
-    Casts are made there: of the CPU torchrun leaves a process one thread.
+    Values are cast on `device`, because torchrun gives each process only one CPU thread.
     """
 
     def __init__(self, run: ResolvedConfig, device: torch.device) -> None:
@@ -107,12 +107,12 @@ class InitialValues:
         self._device = device
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop`, counted through the parameter's rows, and zeros beyond its end."""
+        """Return the elements `start` to `stop` of the flattened parameter, with zeros beyond its end."""
         return read_flat(self._weights, name, self._sizes, start, stop).to(self._device).float()
 
 
 def parameter_groups(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> list[dict[str, Any]]:
-    """(parameter, its number of dims when whole) pairs, with weight decay and without."""
+    """Return parameter groups with and without weight decay, from pairs (parameter, dimensions of the whole one)."""
     decayed = [(param, is_decayed(num_dims)) for param, num_dims in params]
     return [
         {"params": [param for param, is_matrix in decayed if is_matrix], "weight_decay": run.weight_decay},
@@ -121,7 +121,7 @@ def parameter_groups(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, i
 
 
 def build_optimizer(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> torch.optim.Optimizer:
-    """torch's optimizer, as a single process would use it, over (parameter, its number of dims when whole) pairs."""
+    """Return torch's optimizer for pairs (parameter, number of dimensions of the whole parameter)."""
     groups = parameter_groups(run, params)
     if run.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=run.lr)
@@ -139,9 +139,9 @@ def finish_step(
     learning_rate: float,
     loss_scale: LossScale | None,
 ) -> StepResult:
-    """Clips this rank's `grads` by the norm of all and steps the optimizer, unless the norm is not finite.
+    """Clip the gradients of this rank by the global norm and step the optimizer, unless the norm is not finite.
 
-    Gradients and norm are `loss_scale` times too large.
+    Gradients and norm are multiplied by `loss_scale`.
     """
     is_finite = math.isfinite(grad_norm)
     factor = 1.0
@@ -173,7 +173,7 @@ def loss_scale_of(run: ResolvedConfig) -> LossScale | None:
 def shown(
     name: str, tensor: Tensor | None, kind: TensorKind, run: ResolvedConfig, loss_scale: LossScale | None
 ) -> Tensor:
-    """A whole fp32 tensor as `Engine.full_tensors` gives it: weights as the model computes with them."""
+    """Return a whole tensor in fp32 for `Engine.full_tensors`. Weights are rounded to the dtype of the computation."""
     assert tensor is not None, f"{name} has no gradient; they exist between accumulate and update"
     dtype = DTYPES[run.precision] if kind == "weights" else torch.float32
     whole = tensor.detach().to(dtype).float().cpu().clone()

@@ -1,13 +1,13 @@
-"""Weight gradients summed up as their product is made, in the dtype of the sum."""
+"""Accumulate weight gradients inside their matrix product, in the dtype of the sum."""
 
 import torch
 from torch import Tensor
 
 
 def accumulate(total: Tensor, grads: Tensor, inputs: Tensor) -> None:
-    """total [V, H], in fp32 or the dtype of the others, += gradsᵀ [V, C] · inputs [C, H].
+    """Add gradsᵀ [V, C] · inputs [C, H] to total [V, H], which is fp32 or has the dtype of the inputs.
 
-    On a GPU the product itself adds to the sum: it is not rounded first, not written, and not read again.
+    On a GPU, the matrix product adds to the sum directly, without rounding or storing the product.
     """
     if total.device.type == "cuda" and total.dtype != inputs.dtype:
         torch.addmm(total, grads.t(), inputs, out_dtype=total.dtype, out=total)

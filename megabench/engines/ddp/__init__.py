@@ -1,1 +1,1 @@
-"""Data parallelism with whole replicas, by torch."""
+"""Data parallelism with full replicas (torch's DDP)."""

@@ -1,7 +1,7 @@
 """The DDP engine: every rank holds the whole transformers model, and gradients are all-reduced once a step.
 
-Weights are fp32 and cast to the training dtype where a layer uses them, so that gradients are accumulated over the
-micro-batches, and reduced, in fp32, overlapped with backward by torch's reducer.
+Weights are fp32, and each layer casts them to the training dtype. Gradients are therefore accumulated and reduced in
+fp32. torch's reducer overlaps the reduction with the backward pass.
 """
 
 import contextlib
@@ -144,14 +144,14 @@ class DdpEngine(DataParallelEngine):
 
 
 def _power_sgd(rank: int, seed: int) -> PowerSGDState:
-    """PowerSGD (arXiv 1905.13727) with error feedback, behind the plain steps that torch asks for."""
+    """Return the state of PowerSGD (arXiv 1905.13727) with error feedback, which starts after uncompressed steps."""
     return PowerSGDState(
         None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_PLAIN_STEPS, random_seed=seed
     )
 
 
 class _Cast(nn.Module):
-    """A parameter in another dtype."""
+    """Casts a parameter to another dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -162,5 +162,5 @@ class _Cast(nn.Module):
 
 
 def _in_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """torch's own hook, which DDP refuses by its name on gloo, though that reduces bf16 as well."""
+    """Call torch's bf16 hook. DDP refuses the hook by its name on gloo, although gloo can reduce bf16."""
     return bf16_compress_hook(group, bucket)  # type: ignore[arg-type]

@@ -70,7 +70,10 @@ class DeepSpeedEngine(DataParallelEngine):
         self.state = ZeroState(self.engine, self.zero_stage, config)
 
     def _build_model(self) -> PreTrainedModel:
-        """The transformers model with the layout-independent initial weights, partitioned from birth under ZeRO-3."""
+        """Build the transformers model with its initial weights.
+
+        Under ZeRO-3, parameters are partitioned when they are created.
+        """
         config = shared.model_config(self.run)  # outside zero.Init, which would partition every model that is created
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(DTYPES[self.run.precision])
@@ -120,7 +123,7 @@ class DeepSpeedEngine(DataParallelEngine):
         )
 
     def _plain_grad_norm(self) -> float:
-        """The gradient norm without ZeRO, where every rank holds every reduced gradient."""
+        """Return the gradient norm without ZeRO, where every rank has all reduced gradients."""
         grads = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(grads).item()
 
@@ -155,7 +158,7 @@ class DeepSpeedEngine(DataParallelEngine):
 
 
 def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:
-    """DeepSpeed's JSON for `run`; the user's own file, already found not to contradict it, wins where it speaks."""
+    """Return DeepSpeed's configuration for `run`. Settings of the user's file take precedence."""
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": run.micro_batch,
         "gradient_accumulation_steps": run.num_micro_batches,
@@ -231,7 +234,7 @@ def _build_optimizer(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim
 
 @torch.no_grad()
 def _undo_first_step(wrapper: Any) -> None:
-    """Without ZeRO DeepSpeed allocates the optimizer's state by a step, which counts, and decays the masters."""
+    """Undo the step with which DeepSpeed allocates optimizer state without ZeRO, which decays the master weights."""
     wrapper.optimizer.state.clear()
     for weights, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
         for weight, master in zip(weights, masters, strict=True):
@@ -239,12 +242,15 @@ def _undo_first_step(wrapper: Any) -> None:
 
 
 def _uses_cpu_adam(run: ResolvedConfig) -> bool:
-    """Without a GPU nothing is offloaded, and torch's AdamW does the same sums without a minute of compiling."""
+    """Return whether DeepSpeed's CPUAdam is used.
+
+    Without a GPU, torch's AdamW gives the same results without compilation.
+    """
     return DeepSpeedSettings.of(run).offload != "none" and run.optimizer == "adamw" and run.device == "cuda"
 
 
 def _cpu_adam(run: ResolvedConfig, params: list[tuple[torch.nn.Parameter, int]]) -> torch.optim.Optimizer:
-    """DeepSpeed's AdamW on the host, which it compiles on first use."""
+    """Return DeepSpeed's CPUAdam, which is compiled on first use."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     if not (shutil.which("c++") or os.environ.get("CXX")):
@@ -257,7 +263,7 @@ def _cpu_adam(run: ResolvedConfig, params: list[tuple[torch.nn.Parameter, int]])
 
 @torch.no_grad()
 def _load_initial_weights(model: torch.nn.Module, values: shared.InitialValues) -> None:
-    """Fills each parameter, or this rank's partition of it under ZeRO-3."""
+    """Load the initial weights into each parameter, or into this rank's partition under ZeRO-3."""
     for name, parameter in model.named_parameters():
         partition = getattr(parameter, "ds_tensor", None)
         if partition is None:

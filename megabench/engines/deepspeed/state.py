@@ -1,6 +1,6 @@
 """ZeRO's state in terms of Hugging Face tensors: the fp32 masters and Adam moments that a rank's partitions hold.
 
-By name and rectangle they know neither world size nor ZeRO stage: another of both finds its own part.
+Names and rectangles do not depend on the world size or the ZeRO stage, so a run with other sizes can load its part.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ class ZeroState:
         )
 
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
-        """Makes the weights that are trained with out of masters that were just written."""
+        """Update the training weights from restored master weights."""
         for state in self._inner.state.values():
             # DeepSpeed's CPU optimizer stores the step as a number, torch's optimizers store a tensor
             state["step"] = optimizer_step if isinstance(state["step"], int) else state["step"].fill_(optimizer_step)
@@ -69,7 +69,7 @@ class ZeroState:
 
     @property
     def _masters(self) -> list[Tensor]:
-        """The tensors that torch's optimizer updates."""
+        """Return the tensors that torch's optimizer updates."""
         if self._stage == 3:
             masters: list[Tensor] = self._engine.optimizer.fp32_partitioned_groups_flat
         elif self._stage:
@@ -81,7 +81,7 @@ class ZeroState:
         return masters
 
     def _init_moments(self) -> None:
-        """torch makes them in the first step, which a run that is resumed has behind it."""
+        """Create the moments if no step has created them yet, as in a resumed run."""
         for master in self._masters if self._has_moments else ():
             if not (state := self._inner.state[master]):
                 counts_in_numbers = isinstance(self._inner, deepspeed.ops.adam.DeepSpeedCPUAdam)

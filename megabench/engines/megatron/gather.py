@@ -1,4 +1,4 @@
-"""Whole Hugging Face tensors out of the shards of a parallel model."""
+"""Gather whole Hugging Face tensors from the shards of a parallel model."""
 
 from collections.abc import Iterator
 
@@ -16,10 +16,10 @@ from megabench.specs.megatron import chunk_layers
 def full_tensors(
     local: dict[str, Tensor], run: ResolvedConfig, groups: ProcessGroupCollection, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor, fp32 on CPU, on every rank, in the order of the model.
+    """Yield every Hugging Face tensor as fp32 on CPU, on every rank, in the order of the model.
 
-    `local` holds this rank's shards by parallel name, layers counted through the whole model. Collective: each shard
-    goes from its stage to the others of its pipeline, then over the tensor-parallel group.
+    `local` maps parallel names to this rank's shards, with layers numbered through the whole model. Collective: each
+    shard is sent from its pipeline stage to the other stages, and then gathered over the tensor-parallel group.
     """
     shape, layout = run.shape, run.layout
     shapes = hugging_face_shapes(shape)

@@ -1,7 +1,7 @@
-"""Linear layers cut over a tensor-parallel group, with sequence parallelism (arXiv 2205.05198).
+"""Tensor-parallel linear layers with sequence parallelism (arXiv 2205.05198).
 
-They hold megatron-core's weights under its names. What differs is that weight gradients are summed up by the product
-that makes them.
+The layers have megatron-core's weights and names. Unlike in megatron-core, the matrix product of a weight gradient also
+accumulates the gradient.
 
 Sizes: S sequence, B micro-batch, H and F sizes of input and output, T ranks of the group.
 """
@@ -85,7 +85,7 @@ class _Row(torch.autograd.Function):
 
 
 def _gathered(part: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The parts of all ranks, [S/T, B, H] -> [S, B, H]."""
+    """Gather the parts of all ranks, [S/T, B, H] -> [S, B, H]."""
     whole, gathering = _gather(part, group)
     _wait(gathering)
     return whole
@@ -111,7 +111,7 @@ def _wait(work: dist.Work | None) -> None:
 
 
 def _add_weight_gradient(weight: Any, grad: Tensor, inputs: Tensor) -> Tensor:
-    """Adds to the sum that megatron-core keeps, and returns what it then ignores as the weight's gradient."""
+    """Add to megatron-core's gradient buffer. Return a placeholder gradient, which megatron-core ignores."""
     accumulate(weight.main_grad, grad.flatten(0, 1), inputs.flatten(0, 1))
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)

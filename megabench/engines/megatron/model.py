@@ -24,9 +24,9 @@ from megabench.specs.megatron import chunk_layers
 
 
 class ParallelLossHead(ColumnParallelLinear):
-    """An output layer that ends in the loss: [S/tp, B, H] -> the mean cross-entropy of `labels` [B, S].
+    """An output layer fused with the loss: [S/tp, B, H] -> the mean cross-entropy of `labels` [B, S].
 
-    It is called as any layer, so that megatron-core's hooks see to its weight.
+    The model calls it like any layer, so that megatron-core's hooks handle its weight.
     """
 
     labels: Tensor
@@ -44,7 +44,7 @@ class ParallelLossHead(ColumnParallelLinear):
 
 
 class ParallelLlama(GPTModel):
-    """GPTModel with Llama blocks, for a part of the model: one chunk of the pipeline, or less.
+    """GPTModel with Llama blocks for one pipeline chunk, or for a part of a chunk.
 
     `layers` are the model's layer numbers that it holds; `chunk` counts the chunks of its stage.
     """
@@ -81,7 +81,7 @@ class ParallelLlama(GPTModel):
 
     def forward(self, *args: Any, labels: Tensor | None, **kwargs: Any) -> Tensor:
         """[B, S] tokens, or what the stage before sends, -> losses as `compute_language_model_loss` gives them, or what
-        the next stage receives. Without labels the last stage gives logits, [B, S, V/tp]."""
+        the next stage receives. Without labels, the last stage returns logits, [B, S, V/tp]."""
         if labels is not None and isinstance(head := getattr(self, "output_layer", None), ParallelLossHead):
             head.labels, head.num_real_rows = labels, self.num_real_rows
         output: Tensor = super().forward(*args, labels=labels, **kwargs)
@@ -90,8 +90,8 @@ class ParallelLlama(GPTModel):
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross-entropy of every token, fp32 [B, S], from labels [B, S] and logits [S, B, V/tp].
 
-        Padded vocabulary rows get no probability: they would take a share of the softmax and shift the loss. Behind a
-        ParallelLossHead `logits` is the mean loss already.
+        Padded vocabulary rows get no probability, because they would otherwise change the softmax and the loss. After a
+        ParallelLossHead, `logits` is already the mean loss.
         """
         if isinstance(self.output_layer, ParallelLossHead):
             return logits
@@ -101,7 +101,7 @@ class ParallelLlama(GPTModel):
 
 
 def transformer_config(run: ResolvedConfig) -> TransformerConfig:
-    """megatron-core's configuration of the model, the layout and the schedule of `run`."""
+    """Return megatron-core's configuration for the model, the layout and the schedule of `run`."""
     shape, layout = run.shape, run.layout
     dtype = DTYPES[run.precision]
     with warnings.catch_warnings():
@@ -160,12 +160,15 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
 
 
 def _leave(weight: Tensor) -> Tensor:
-    """An initialization that leaves the weight alone."""
+    """An initialization that does not change the weight."""
     return weight
 
 
 def _pipeline_layout(run: ResolvedConfig) -> list[list[str]] | None:
-    """What each pipeline chunk holds, in the order of the model, so that layers need not divide by the stages."""
+    """Return the contents of each pipeline chunk in model order.
+
+    The number of layers need not be divisible by the stages.
+    """
     layout, stages = run.layout, chunk_layers(run)
     if layout.pp == 1:
         return None
@@ -176,7 +179,7 @@ def _pipeline_layout(run: ResolvedConfig) -> list[list[str]] | None:
 
 
 def whole_model_name(chunk: ParallelLlama, name: str) -> str:
-    """A parameter's name with its layer counted through the whole model instead of this chunk."""
+    """Return a parameter's name with its layer numbered through the whole model instead of this chunk."""
     head, separator, rest = name.partition("decoder.layers.")
     if not separator:
         return name
@@ -186,7 +189,7 @@ def whole_model_name(chunk: ParallelLlama, name: str) -> str:
 
 @torch.no_grad()
 def load_weights(chunk: ParallelLlama, weights: Weights, run: ResolvedConfig, tp_rank: int) -> None:
-    """Fills a chunk with this rank's part of `weights`, in the training dtype."""
+    """Load this rank's part of `weights` into a chunk, in the training dtype."""
     for name, parameter in chunk.named_parameters():
         cut = shard(whole_model_name(chunk, name), run.shape, run.layout.tp, tp_rank)
         values = read_shard(weights, cut)

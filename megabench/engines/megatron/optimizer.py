@@ -1,4 +1,4 @@
-"""megatron-core's distributed optimizer around an Adam, or an SGD, of apex's contract."""
+"""megatron-core's distributed optimizer around an AdamW or SGD with apex's interface."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from megabench.engines.common.optim import GroupStepAdamW, GroupStepOptimizer, G
 def build_optimizer(
     run: ResolvedConfig, chunks: list[DistributedDataParallel], groups: ProcessGroupCollection
 ) -> distrib_optimizer.DistributedOptimizer:
-    """The optimizer of this rank: fp32 masters and state sharded over the data- and context-parallel ranks."""
+    """Return the optimizer of this rank, with fp32 master weights and state sharded over dp and cp ranks."""
     _accept_group_step()
     config = OptimizerConfig(
         optimizer="adam",  # megatron-core would build an optimizer itself; this one is passed in
@@ -55,7 +55,7 @@ def build_optimizer(
 
 
 def _accept_group_step() -> None:
-    """Tells the distributed optimizer that ours keeps `step` in the parameter group, as apex's does."""
+    """Declare that the optimizer stores `step` in the parameter group, as apex's optimizers do."""
     distrib_optimizer.Adam = (GroupStepOptimizer, apex_adam() or GroupStepOptimizer)
     distrib_optimizer.HAVE_APEX_OR_TE = True
     distrib_optimizer.USING_APEX_OPTIMIZER = True

@@ -1,4 +1,4 @@
-"""A parallel model piece by piece, for those who compare models that they could not hold.
+"""Run a parallel model one part at a time, to compare models that do not fit into memory.
 
 Sizes: B micro-batch, S sequence, H hidden, V vocabulary.
 """
@@ -15,9 +15,9 @@ from megabench.models.weights import Weights
 
 
 class Parts:
-    """The parallel model of a run's layout, of which one part exists at a time; forward alone.
+    """The parallel model of a run's layout for forward passes. Only one part exists at a time.
 
-    Stages hand their hidden states on by themselves: a part knows of no pipeline.
+    Stages send their hidden states explicitly, without megatron-core's pipeline schedule.
     """
 
     def __init__(self, weights: Weights, run: ResolvedConfig) -> None:
@@ -34,7 +34,7 @@ class Parts:
         return part
 
     def empty(self, tokens: Tensor) -> Tensor:
-        """Room for hidden states, [S/tp, B, H]."""
+        """Return an empty buffer for hidden states, [S/tp, B, H]."""
         return torch.empty(tokens.shape[1] // self.groups.tp.size(), tokens.shape[0], self._run.shape.hidden_size)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from megabench.parallel.layout import Layout
 
 
 def create(layout: Layout) -> ProcessGroupCollection:
-    """megatron-core's process groups of a layout, on the default process group, whose ranks are placed already.
+    """Create megatron-core's process groups of a layout. The ranks of the default process group must be placed already.
 
-    They live in its global state, which some of its layers and schedules read: a second call finds the same groups.
+    The groups are part of megatron-core's global state. A second call returns the same groups.
     """
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(

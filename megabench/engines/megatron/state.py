@@ -17,7 +17,7 @@ _KINDS: dict[str, StateKind] = {"param": "weight", "exp_avg": "exp_avg", "exp_av
 def shards(
     named: Iterable[tuple[str, Parameter]], optimizer: DistributedOptimizer, run: ResolvedConfig, tp_rank: int
 ) -> Iterator[StateShard]:
-    """What this rank's part of the optimizer holds of each parameter, named as in the whole model."""
+    """Return this rank's optimizer state of each parameter, with names of the whole model."""
     init_state(optimizer.optimizer)  # before the first step, the optimizer has no state
     for name, parameter in named:
         if parameter not in optimizer.model_param_gbuf_map:
@@ -35,7 +35,7 @@ def shards(
 
 
 def optimizer_step(optimizer: DistributedOptimizer) -> int:
-    """How often the optimizer has stepped; steps that were skipped do not count."""
+    """The number of optimizer steps, without skipped steps."""
     return max(int(group.get("step", 0)) for group in optimizer.param_groups)
 
 

@@ -17,7 +17,7 @@ _BLOCK = 1024  # elements per program: 16 bytes of bf16 for each of 128 threads
 
 
 class SwiGLU(MegatronModule):
-    """An activation that takes gate and up in one tensor, as megatron-core calls Transformer Engine's activations."""
+    """An activation of gate and up in one tensor, with the interface of Transformer Engine's activations."""
 
     def forward(self, both: Tensor) -> Tensor:
         return swiglu(both)

@@ -1,4 +1,4 @@
-"""The backward pass of SwiGLU in Triton: every element of its inputs is read once."""
+"""The backward pass of SwiGLU in Triton, which reads each input element once."""
 
 import triton
 import triton.language as tl
