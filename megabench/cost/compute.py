@@ -1,6 +1,6 @@
-"""Seconds that a GPU computes: matrix products, attention, element-wise operations, the optimizer. Loads no torch.
+"""Compute time of a GPU: matrix products, attention, element-wise operations and the optimizer. Loads no torch.
 
-Everything is of one rank and one micro-batch.
+All times are for one rank and one micro-batch.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _BACKWARD_ATTENTION = 2.5  # FLOPs of flash attention's backward pass ÷ forward
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU as the formulas see it: its profile and its dense peak in FLOP/s."""
+    """A GPU in the cost model: its profile and its dense peak in FLOP/s."""
 
     profile: Profile
     peak: float
@@ -44,7 +44,7 @@ class LayerSeconds:
 
 
 def gemm_seconds(machine: Machine, m: float, n: float, k: float) -> float:
-    """A product [m, k] · [k, n] in 16 bits: FLOPs under the peak, or bytes under the memory's rate, the slower.
+    """Return the seconds of a 16-bit product [m, k] · [k, n], limited by peak FLOP/s or by memory bandwidth.
 
     Efficiency falls with tiles that stick out, with waves of thread blocks that do not fill the GPU (NVIDIA's Matrix
     Multiplication Background guide), and with a short inner size k, over which a tile's prologue does not pay.
@@ -63,12 +63,12 @@ def gemm_seconds(machine: Machine, m: float, n: float, k: float) -> float:
 
 
 def memory_seconds(machine: Machine, num_bytes: float) -> float:
-    """Element-wise work that reads and writes so many bytes."""
+    """Return the seconds of element-wise work that reads and writes `num_bytes`."""
     return num_bytes / (machine.profile.memory_gb_per_s * 1e9)
 
 
 def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
-    """Causal attention, forward and backward.
+    """Return the seconds of causal attention, forward and backward.
 
     Flash: 2·S²·N·D FLOPs a sequence (half the square), 2.5 × that in backward. Without it the full square, 4·S²·N·D, as
     batched products, and the scores [B, N, S, S] written and read by softmax (and dropout): arXiv 2205.05198, figure 3.
@@ -92,7 +92,7 @@ def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
 
 
 def elementwise_bytes(job: Job, tp: int, cp: int, micro_batch: int) -> float:
-    """Bytes that a layer's norms, residual sums, rotary embedding and activation read and write, forward, if fused.
+    """Return the bytes that a layer's fused element-wise operations read and write in the forward pass.
 
     Norm and residual 2 · (4 + 6)·H a token, cut by tp under sequence parallelism alone; rotary 4·(N + K)·D/T, and the
     same for norms of queries and keys (Qwen3);
@@ -107,12 +107,12 @@ def elementwise_bytes(job: Job, tp: int, cp: int, micro_batch: int) -> float:
 
 
 def kernels_forward(job: Job) -> int:
-    """Kernels of a layer, forward; backward has twice as many."""
+    """Return the number of kernels in a layer's forward pass. The backward pass has twice as many."""
     return _KERNELS_FORWARD + (0 if job.stack.fused else _KERNELS_UNFUSED)
 
 
 def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> LayerSeconds:
-    """One layer: QKV, projection and FFN products, attention, and what lies in between."""
+    """Return the seconds of a layer: matrix products, attention and element-wise operations."""
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
     h, q, kv, f = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, 0
     f = shape.ffn_size
@@ -184,7 +184,7 @@ def accumulated_bytes(job: Job) -> int:
 
 
 def optimizer_seconds(machine: Machine, job: Job, parameters: float, sharded: float) -> float:
-    """Norm, clipping and AdamW of `sharded` parameters, and zeroing the gradients of `parameters`.
+    """Return the seconds of norm, clipping and AdamW of `sharded` parameters, and of zeroing all gradients.
 
     AdamW reads gradient, master and two moments and writes three of them and the weight: 28 + 2 bytes; the norm reads
     the gradient once more.

@@ -29,14 +29,14 @@ _RANGES = {
 
 
 def _value(profile: Profile, name: str) -> float:
-    """A constant, or one of a link as "nvlink.efficiency"."""
+    """Return a constant of the profile, such as "nvlink.efficiency" for a link."""
     link, dot, part = name.partition(".")
     found: float = getattr(profile.links[cast(Link, link)], part) if dot else getattr(profile, name)
     return found
 
 
 def _moved(profile: Profile, name: str, value: float) -> Profile:
-    """The profile with another value of a constant."""
+    """Return the profile with another value of a constant."""
     link, dot, part = name.partition(".")
     if dot:
         changed = profile.links[cast(Link, link)].model_copy(update={part: value})
@@ -48,7 +48,7 @@ def _moved(profile: Profile, name: str, value: float) -> Profile:
 
 
 def descend(profile: Profile, names: Sequence[str], loss: Callable[[Profile], float]) -> Profile:
-    """Coordinate descent in the logarithm of each constant, with steps that become finer, again and again."""
+    """Fit constants by coordinate descent in their logarithms, with decreasing step sizes."""
     best = loss(profile)
     begun = math.inf
     while best < begun * (1 - _WORTH):

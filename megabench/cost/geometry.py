@@ -1,4 +1,4 @@
-"""Where the groups of a layout lie on a topology. Loads no torch."""
+"""The positions of a layout's groups on a topology. Loads no torch."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megabench.parallel.placement import Policy, place
 
 @dataclass(frozen=True)
 class Geometry:
-    """The spans of a layout's groups, each computed when it is first asked for. `topology` goes by the run's ranks."""
+    """The spans of a layout's groups, computed on first use. `topology` is indexed by the ranks of the run."""
 
     topology: Topology
     layout: Layout
@@ -38,7 +38,7 @@ class Geometry:
 
     @cached_property
     def replicas(self) -> Span:
-        """Ranks that hold the same weights: those of dp and cp together, over which gradients are summed."""
+        """The groups of ranks with the same weights (dp and cp), over which gradients are summed."""
         layout = self.layout
         block = layout.world_size // layout.pp
         starts = (at + tp for at in range(0, layout.world_size, block) for tp in range(layout.tp))
@@ -46,7 +46,7 @@ class Geometry:
 
     @cached_property
     def pp(self) -> Span:
-        """The worst boundary between two stages; between the last and the first, too, when chunks go round."""
+        """The worst boundary between pipeline stages, including the last and the first with interleaved chunks."""
         layout = self.layout
         block = layout.world_size // layout.pp
         boundaries = layout.pp if layout.vp > 1 else layout.pp - 1
@@ -60,7 +60,7 @@ class Geometry:
 
     @cached_property
     def ends(self) -> Span:
-        """Each rank of the first stage with its counterpart of the last: both hold tied embeddings."""
+        """Pairs of ranks of the first and the last stage, which both have the tied embeddings."""
         block = self.layout.world_size // self.layout.pp
         last = self.layout.world_size - block
         return span(self.topology, ((rank, last + rank) for rank in range(block)))
@@ -74,10 +74,10 @@ class Geometry:
         return span(self.topology, (range(self.layout.world_size),))
 
     def neighbours(self, size: int) -> Span:
-        """Groups of so many neighbouring ranks."""
+        """Return groups of `size` neighbouring ranks."""
         return span(self.topology, (range(at, at + size) for at in range(0, self.layout.world_size, size)))
 
     def apart(self, size: int) -> Span:
-        """The groups across groups of `size` neighbours: one rank of each."""
+        """Return groups with one rank from each group of `size` neighbours."""
         world = self.layout.world_size
         return span(self.topology, (range(start, world, size) for start in range(size)))

@@ -1,4 +1,4 @@
-"""What is to be predicted: the work, how a program does it, and one way to lay it out. Loads no torch."""
+"""The input of a prediction: the work of a step, the training program, and a candidate layout. Loads no torch."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Stack:
-    """What a training program does, as far as it shapes cost. The defaults are megabench's own engines on GPUs.
+    """Properties of a training program that affect the cost. The defaults describe megabench's engines on GPUs.
 
     `flash_attention` holds no S×S scores (`flash_version_2`: by FlashAttention-2, slow on Hopper, not cuDNN's or 3;
     `chunks_by_flash_2`: only the chunks of context parallelism, for which torch has but its own FlashAttention-2;
@@ -64,7 +64,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Job:
-    """The work of one optimizer step. `bytes_of_gradient` is of one element: 4 for fp32, 2 for bf16."""
+    """The work of one optimizer step.
+
+    `bytes_of_gradient` is the size of one gradient element: 4 for fp32, 2 for bf16.
+    """
 
     shape: ModelShape
     seq_length: int
@@ -75,12 +78,12 @@ class Job:
     stack: Stack = field(default_factory=Stack)
 
     def exchanges_heads(self, tp: int, cp: int) -> bool:
-        """Whether context parallelism can give each rank KV heads of its own, and does."""
+        """Return whether context parallelism exchanges heads, which needs enough KV heads for all ranks."""
         return cp > 1 and self.stack.exchanges_heads and self.shape.num_kv_heads % (tp * cp) == 0
 
     @cached_property
     def ffn_matrices(self) -> int:
-        """Matrices of H × F in a layer: three with a gate, two without."""
+        """The number of H × F matrices in a layer: three with a gate, two without."""
         shape = self.shape
         attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
         return round((self.layer_parameters - attention) / (shape.hidden_size * shape.ffn_size))
@@ -92,7 +95,7 @@ class Job:
 
     @cached_property
     def layer_tensors(self) -> int:
-        """How many tensors a layer's parameters are."""
+        """The number of parameter tensors of a layer."""
         return sum(len(rule.tensors) for rule in self.shape.table.layer)
 
     @cached_property
@@ -105,14 +108,14 @@ class Job:
 
     @cached_property
     def output_cost(self) -> float:
-        """What the output layer counts as, in layers, where stages are cut."""
+        """The cost of the output layer as a multiple of a layer, for dividing layers among stages."""
         if self.stack.stages == "filled":
             return self.embedding_parameters / self.layer_parameters
         return output_layer_cost(self.shape, self.seq_length) if self.stack.stages == "balanced" else 0.0
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Useful FLOPs of a token's training, attention causal."""
+        """Useful training FLOPs per token, with causal attention."""
         return flops_per_token(self.shape, self.seq_length).causal
 
     @property
@@ -122,22 +125,22 @@ class Job:
 
     @property
     def bytes_of_moments(self) -> int:
-        """Bytes a parameter of AdamW's two moments; the rows and columns that Adafactor keeps count as nothing."""
+        """Bytes per parameter of AdamW's two moments. Adafactor's rows and columns are neglected."""
         return 8 if self.optimizer == "adamw" else 0
 
     @property
     def bytes_of_state(self) -> int:
-        """Bytes a parameter of the optimizer: its moments and an fp32 master; in fp32 the weight is its own."""
+        """Bytes per parameter of the optimizer: its moments and any fp32 master weight."""
         return self.bytes_of_moments + 4 * POLICIES[self.precision].has_masters
 
     @property
     def bytes_of_value(self) -> int:
-        """Bytes of a weight or an activation."""
+        """The number of bytes of a weight or an activation."""
         return POLICIES[self.precision].bytes_of_value
 
 
 class Variant(Protocol):
-    """An engine's own settings of a candidate: a frozen dataclass of the engine's description in specs/."""
+    """Engine-specific settings of a candidate, as a frozen dataclass that the engine declares in specs/."""
 
     def prefix(self, engine: str) -> str:
         """Start of a candidate's name, e.g. "zero3·"."""
@@ -167,12 +170,12 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """As people would call the trial, e.g. "tp8·pp2·dp2 mb1" or "zero3·dp32 mb2 full"."""
+        """The name of the candidate, e.g. "tp8·pp2·dp2 mb1" or "zero3·dp32 mb2 full"."""
         words = [f"{self.variant.prefix(self.engine)}{self.layout}", f"mb{self.micro_batch}"]
         words += [self.recompute] * (self.recompute != "none")
         words += [self.placement] * (self.placement != "topology")
         return " ".join([*words, *self.variant.words])
 
     def num_micro_batches(self, job: Job) -> int:
-        """Micro-batches of one replica and step."""
+        """Return the number of micro-batches per replica and step."""
         return job.global_batch // (self.micro_batch * self.layout.data_parallel)

@@ -1,4 +1,4 @@
-"""Bytes that a GPU holds at the peak of a step, by part. Loads no torch."""
+"""Peak memory of a GPU in bytes, by part. Loads no torch."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,10 @@ _FUSED_LOSS_CHUNK = 2**29  # elements of logits per chunk, as in engines/common/
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest rank. `allocator` is what torch's allocator reserves beyond what is held."""
+    """The bytes of the rank that uses the most memory.
+
+    `allocator` is the memory that torch's allocator reserves but does not use.
+    """
 
     weights: float
     gradients: float
@@ -26,15 +29,15 @@ class Memory:
 
 
 def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
-    """What one layer keeps for backward, of one micro-batch and rank.
+    """Return the activation bytes that one layer keeps for backward, per micro-batch and rank.
 
-    Llama with flash attention and sequence parallelism, a token: (8·H + 4·N·D + 4·K·D + 2·M·F)/T bytes, M FFN
-    matrices, and 4·N/T for the softmax statistics. Without sequence parallelism the 8·H (16 bits in and out of two
-    norms) are on every rank, and where gathered inputs are kept, half of them; GPT with dropout has its masks, 2·H, and
-    scores without flash attention 5·N·S (dropout) or 2·N·S. Recomputed layers keep their input alone, 2·H (arXiv
-    2205.05198, sections 4 and 5). Copies that eager code keeps: keys and values made contiguous (4·K·D), the
-    attention's output turned round (2·N·D), the gate's SiLU (2·F). Context parallelism that exchanges heads keeps
-    attention's output on both sides of the exchange.
+    Llama with flash attention and sequence parallelism, a token: (8·H + 4·N·D + 4·K·D + 2·M·F)/T bytes, M FFN matrices,
+    and 4·N/T for the softmax statistics. Without sequence parallelism the 8·H (16 bits in and out of two norms) are on
+    every rank, and where gathered inputs are kept, half of them; GPT with dropout has its masks, 2·H, and scores
+    without flash attention 5·N·S (dropout) or 2·N·S. Recomputed layers keep only their input, 2·H (arXiv 2205.05198,
+    sections 4 and 5). Copies that eager code keeps: keys and values made contiguous (4·K·D), the attention's output
+    turned round (2·N·D), the gate's SiLU (2·F). Context parallelism that exchanges heads keeps attention's output on
+    both sides of the exchange.
     """
     shape, layout, stack = job.shape, candidate.layout, job.stack
     tokens = candidate.micro_batch * job.seq_length / layout.cp
@@ -63,14 +66,14 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
 
 
 def recomputed_bytes(job: Job, candidate: Candidate) -> float:
-    """What the layer that backward is computing again keeps, under full recomputation."""
+    """Return the activation bytes of the layer that is being recomputed, under full recomputation."""
     if candidate.recompute != "full":
         return 0.0
     return layer_activation_bytes(job, replace(candidate, recompute="none"))
 
 
 def logit_bytes(job: Job, candidate: Candidate) -> float:
-    """The output layer's logits [B·S, V/T] and what cross-entropy makes of them, on the last stage.
+    """Return the bytes of the logits [B·S, V/T] and of cross-entropy on the last stage.
 
     In fp32 twice: values, and softmax, which becomes the gradient; those in 16 bits are gone by then. The fused loss
     holds chunks of bf16, and its fp32 gradient of the weights beside its 16-bit one.
@@ -84,9 +87,9 @@ def logit_bytes(job: Job, candidate: Candidate) -> float:
 
 
 def with_allocator(share: float, **parts: float) -> Memory:
-    """The memory of parts in bytes, and what the allocator reserves beyond them: a share of what comes and goes.
+    """Return the memory of the parts in bytes, with the allocator's unused memory as a share of the temporary parts.
 
-    Fragments grow with what comes and goes, not with what stays (weights, gradients, optimizer).
+    Fragmentation grows with temporary memory, not with weights, gradients and optimizer state.
     """
     comes_and_goes = parts["activations"] + parts["logits"] + parts["buffers"]
     return Memory(**parts, allocator=share * comes_and_goes)

@@ -102,7 +102,10 @@ def _link_bandwidth(profile: Profile, where: Span) -> float:
 
 
 def _nic_bandwidth(profile: Profile, where: Span, flows: float) -> float:
-    """What each of so many flows, of rings or of single ranks, gets of a host's NICs, bytes a second."""
+    """Return the bytes per second that each of several flows gets from a host's NICs.
+
+    A flow is a ring or a single rank.
+    """
     assert where.across
     part = host_bandwidth(where.host, where.across, profile.links[where.across]) / flows
     return min(part, where.host.ring_gbits / 8 * 1e9) if where.host.ring_gbits else part
@@ -118,11 +121,11 @@ def _costs(profile: Profile, where: Span) -> tuple[float, float, float]:
 
 
 def gather_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
-    """All-gather to, or reduce-scatter of, so many bytes in all, by a ring, in equal calls.
+    """Return the seconds of ring all-gathers or reduce-scatters of `num_bytes` in total, in equal calls.
 
-    A call: base + (n − 1)·hop + (n − 1)/n·bytes / bandwidth. All ranks step together, so the slowest hop counts: the
-    published all-gathers over 2 to 64 hosts agree to 20% with one hop of 40 µs, and not with NCCL's tuner, which counts
-    hosts − 1 slow hops alone.
+    The time of a call is base + (n − 1)·hop + (n − 1)/n·bytes / bandwidth. All ranks step together, so the slowest hop
+    counts: the published all-gathers over 2 to 64 hosts agree to 20% with one hop of 40 µs, and not with NCCL's tuner,
+    which counts hosts − 1 slow hops alone.
     """
     return _along_ring(profile, where, (where.size - 1) / where.size * num_bytes, calls)
 
@@ -146,7 +149,7 @@ def exchange_seconds(profile: Profile, where: Span, num_bytes: float, calls: int
 
 
 def _along_ring(profile: Profile, where: Span, num_bytes: float, calls: int) -> float:
-    """So many bytes over each link of a ring, in equal calls of n − 1 hops."""
+    """Return the seconds to send these bytes over each link of a ring, in equal calls of n − 1 hops."""
     if where.is_alone or num_bytes == 0:
         return 0.0
     base, _, hop = _costs(profile, where)
@@ -154,7 +157,7 @@ def _along_ring(profile: Profile, where: Span, num_bytes: float, calls: int) -> 
 
 
 def all_reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
-    """All-reduce by a ring (a reduce-scatter and an all-gather), or by trees, whichever is faster, as NCCL does.
+    """Return the seconds of an all-reduce by a ring or by trees, whichever is faster, as in NCCL.
 
     A tree goes down a chain on each host and over log2(hosts) levels between them, and back: 2·((n/hosts − 1)·hop +
     log2(hosts)·hop). Every GPU sends all bytes up or down its chain, a host 2·(hosts − 1)/hosts of them; pipelining is
@@ -173,7 +176,7 @@ def all_reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: i
 
 
 def send_seconds(profile: Profile, where: Span, num_bytes: float, ranks_per_host: int) -> float:
-    """From one pipeline stage to the next, all ranks of a boundary at once.
+    """Return the seconds to send from one pipeline stage to the next, for all ranks of the boundary at once.
 
     Between hosts `sharing` of them share the NICs; over EFA and InfiniBand none gets more than its own part of them
     (each GPU has its own NICs), over sockets one may take all.

@@ -1,4 +1,7 @@
-"""Profile: what a machine achieves of what its catalogue promises. Shipped with the package, or made by `calibrate`."""
+"""Profile: the measured or fitted constants of a machine.
+
+Profiles are shipped with the package or written by `calibrate`.
+"""
 
 import json
 from functools import cache
@@ -22,8 +25,8 @@ class _Part(BaseModel):
 class LinkCost(_Part):
     """What a link achieves: T = base + steps · hop + bytes / bandwidth (NCCL's own tuner: cost-model of its rings).
 
-    `efficiency` is of the bandwidth that the topology states; `gb_per_s` stands in where it states none. Two ranks
-    alone reach `pair_share` of it in a collective.
+    `efficiency` is a share of the topology's bandwidth; `gb_per_s` is used if the topology states no bandwidth. A
+    collective of two ranks reaches `pair_share` of the bandwidth.
     """
 
     efficiency: float = Field(gt=0, le=1.2)
@@ -34,7 +37,7 @@ class LinkCost(_Part):
 
 
 class Measurement(_Part):
-    """One thing that calibrate timed: a product [m, n, k], a collective's bytes and ranks, …; the slowest rank."""
+    """A measurement of calibrate on the slowest rank: a product [m, n, k], or the bytes and ranks of a collective."""
 
     kind: str
     sizes: dict[str, float]
@@ -44,8 +47,8 @@ class Measurement(_Part):
 class Profile(_Part):
     """The constants of the cost model for one kind of GPU.
 
-    `origin` says for each constant where it is from, "*" for the rest. `relative_error` is the model's own: layouts
-    closer than that are equal.
+    `origin` is the source of each constant, with "*" for all other constants. `relative_error` is the error of the cost
+    model. Layouts whose predictions differ by less are equal.
     """
 
     name: str
@@ -117,7 +120,7 @@ def read_profile(path: Path) -> Profile:
 
 @cache
 def shipped_profiles() -> dict[str, Profile]:
-    """The profiles of the package by name."""
+    """Return the shipped profiles by name."""
     folder = files("megabench.cost") / "profiles"
     found = [
         Profile.model_validate_json(entry.read_text()) for entry in folder.iterdir() if entry.name.endswith("json")
@@ -126,6 +129,6 @@ def shipped_profiles() -> dict[str, Profile]:
 
 
 def profile_for(device: str) -> Profile:
-    """The shipped profile of a GPU by CUDA's name; the generic one for a GPU that none is for."""
+    """Return the shipped profile of a GPU by its CUDA name, or the generic profile for other GPUs."""
     profiles = shipped_profiles()
     return next((found for found in profiles.values() if device in found.devices), profiles[GENERIC])

@@ -1,4 +1,4 @@
-"""A pipeline's step as a timeline of events: who computes when, and who waits. Loads no torch."""
+"""Simulate a pipeline's step as a timeline of events. Loads no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each stage has done its last backward, and how long it computed and stood sending, in seconds."""
+    """The end of each stage's last backward, and the seconds that each stage computed and was blocked by sending."""
 
     ends: tuple[float, ...]
     busy: tuple[float, ...]
@@ -34,7 +34,7 @@ Operation = tuple[bool, int, int]
 
 
 def order(stage: int, num_stages: int, chunks: int, num_micro_batches: int) -> list[Operation]:
-    """What a stage does, in its order: warm-up forwards, one forward and one backward in turn, the rest.
+    """Return the operations of a stage in order: warm-up forwards, alternating forwards and backwards, and the rest.
 
     1F1B and its interleaved form: arXiv 2104.04473, section 2.2, with Megatron-LM's number of warm-up forwards.
     """
@@ -55,7 +55,10 @@ def order(stage: int, num_stages: int, chunks: int, num_micro_batches: int) -> l
 
 
 def _chunk(number: int, num_stages: int, chunks: int) -> tuple[int, int]:
-    """The chunk and the micro-batch of the `number`-th forward: P micro-batches through a chunk, then the next."""
+    """Return the chunk and the micro-batch of the `number`-th forward.
+
+    Each chunk processes P micro-batches before the next chunk.
+    """
     if chunks == 1:
         return 0, number
     group, within = divmod(number, num_stages * chunks)
@@ -66,10 +69,13 @@ def _chunk(number: int, num_stages: int, chunks: int) -> tuple[int, int]:
 def simulate(
     stages: Sequence[Stage], chunks: int, num_micro_batches: int, send: float, blocking: bool = True
 ) -> Timeline:
-    """The timeline of a step. `send` is how long a stage's output takes to the next one, either way.
+    """Simulate the timeline of a step.
 
-    A blocking sender does nothing else meanwhile. The steady state repeats itself every P micro-batches, so a very long
-    step is the timeline of a shorter one, drawn out: exact for equal stages, to a few percent for very different ones.
+    `send` is the time to send a stage's output to the next stage, in either direction.
+
+    A blocking sender does no other work during a send. The steady state repeats every P micro-batches, so a very long
+    step is extrapolated from a shorter timeline. The extrapolation is exact for equal stages, and within a few percent
+    for very unequal ones.
     """
     num_stages = len(stages)
     rounds = max(3, ceil(8 / num_stages), _MOST_EXACT // (num_stages * num_stages * chunks))
@@ -172,7 +178,10 @@ def two_streams(compute: float, communicate: float, times: int, interference: fl
 
 
 def hidden_tail(work: float, communicate: float, pieces: int) -> float:
-    """Seconds that communication in `pieces`, each sent when its part of `work` is done, outlasts that work."""
+    """Return the seconds by which communication outlasts the work that overlaps it.
+
+    Each of `pieces` is sent when its part of `work` is done.
+    """
     if communicate == 0:
         return 0.0
     return max(communicate / pieces, communicate - work * (pieces - 1) / pieces)

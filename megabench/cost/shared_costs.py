@@ -1,4 +1,4 @@
-"""What the costs of all engines are made of: layers, groups, the host, computed once for all candidates of a job."""
+"""Costs that all engines share: layers, groups and the host, computed once for all candidates of a job."""
 
 from functools import cache, lru_cache, partial
 
@@ -17,13 +17,13 @@ Sizes = tuple[int, int, int, bool, Policy]
 
 @lru_cache(maxsize=4096)
 def _geometry(topology: Topology, tp: int, cp: int, pp: int, interleaved: bool, policy: Policy) -> Geometry:
-    """The geometry of a layout, for whatever job and profile."""
+    """Return the geometry of a layout, which does not depend on the job or the profile."""
     layout = Layout(tp=tp, cp=cp, pp=pp, vp=2 if interleaved else 1).with_world_size(topology.world_size)
     return Geometry.of(topology, layout, policy)
 
 
 class Base:
-    """A job on a topology, with what its candidates share."""
+    """A job on a topology, with the costs that its candidates share."""
 
     def __init__(self, job: Job, topology: Topology, profile: Profile) -> None:
         self.job, self.topology, self.profile = job, topology, profile
@@ -38,12 +38,12 @@ class Base:
 
     @staticmethod
     def sizes(candidate: Candidate) -> Sizes:
-        """What the groups of a candidate depend on."""
+        """Return the sizes that determine the groups of a candidate."""
         layout = candidate.layout
         return layout.tp, layout.cp, layout.pp, layout.vp > 1, candidate.placement
 
     def host(self, candidate: Candidate, layer: LayerSeconds, collectives: float) -> tuple[float, float]:
-        """Seconds that the host needs to start a layer's kernels and collectives, forward and backward."""
+        """Return the seconds that the host needs to launch a layer's kernels and collectives, forward and backward."""
         each = self.profile.collective_launch_seconds
         forward = layer.host_forward + collectives * each
         backward = layer.host_backward + 1.5 * collectives * each
@@ -56,7 +56,7 @@ class Base:
         return 0.0 if where.across == "socket" else self.profile.interference
 
     def tail(self, work: float, communicate: float, pieces: int, where: Span, overlaps: bool) -> float:
-        """What is left of a communication behind the work that hides it, and what the hidden part costs that work."""
+        """Return the exposed seconds of a communication, plus the slowdown of the work that overlaps it."""
         if not overlaps:
             return communicate
         tail = schedule.hidden_tail(work, communicate, pieces)

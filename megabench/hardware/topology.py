@@ -152,7 +152,7 @@ def from_facts(facts: Sequence[RankFacts]) -> Topology:
     )
 
 
-MOST_HOSTS = 1024  # of a cluster to plan for
+MOST_HOSTS = 1024  # maximum number of hosts of a cluster for planning
 
 
 def from_cluster(text: str) -> Topology:

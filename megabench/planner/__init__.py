@@ -1,4 +1,4 @@
-"""What a layout will cost, before it is run: seconds of a step and bytes of a GPU, from formulas. Loads no torch.
+"""Predict the step time and the memory of a layout from formulas, before it runs. Loads no torch.
 
 A step is put together from the bottom up: operations (compute), collectives (network), the schedule's timeline
 (schedule), and what an engine does with them (engines); search takes every candidate through it.

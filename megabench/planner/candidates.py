@@ -1,4 +1,4 @@
-"""Converts a candidate of the planner into the settings of a run. Loads no torch."""
+"""Convert a candidate of the planner into the settings of a run. Loads no torch."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from megabench.specs.registry import ENGINES
 
 
 def settings_of(candidate: Candidate) -> dict[str, Any]:
-    """The settings of a run that trains the candidate, without those at their defaults."""
+    """Return the non-default settings of a run that trains the candidate."""
     layout = candidate.layout
     fields: dict[str, Any] = {
         "engine": candidate.engine,

@@ -1,4 +1,4 @@
-"""A candidate's whole prediction: time by part and memory by part, for every engine. Loads no torch."""
+"""Predict time and memory of candidates by part, for every engine. Loads no torch."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ from megabench.specs.registry import ENGINES
 
 @dataclass(frozen=True)
 class Estimate:
-    """A prediction. `parts` are seconds and add up to the step; `exposed` of them communication, by group.
+    """A prediction. `parts` are seconds and add up to the step; `exposed` contains the exposed communication by group.
 
     `parts`: compute, recompute, launch (waiting for the host), tp, cp, pp, dp, bubble, optimizer (and what else comes
     once a step), offload.
-    `missing_bytes` is what a GPU lacks, its headroom included; negative for what is left.
+    `missing_bytes` is the memory that a GPU lacks, including headroom. It is negative if memory is left.
     """
 
     candidate: Candidate
@@ -39,7 +39,7 @@ class Estimate:
 
 
 class Costs:
-    """Predicts candidates for one job on one topology; what candidates share is computed once."""
+    """Predicts candidates for one job on one topology. Shared costs are computed once."""
 
     def __init__(self, job: Job, topology: Topology, profile: Profile) -> None:
         self.job, self.profile = job, profile
@@ -51,11 +51,11 @@ class Costs:
         return ENGINES[candidate.engine].memory(self.job, candidate, self.profile)
 
     def missing_bytes(self, candidate: Candidate) -> float:
-        """What the fullest GPU lacks, its headroom included; negative for what is left."""
+        """Return the memory that the fullest GPU lacks, including headroom, or a negative number if memory is left."""
         return self.memory(candidate).total - self.usable_bytes
 
     def shortest(self, candidate: Candidate) -> float:
-        """Seconds that a step will take at least."""
+        """Return a lower bound of the step time in seconds."""
         return self._models[candidate.engine].shortest(candidate)
 
     def estimate(self, candidate: Candidate) -> Estimate:

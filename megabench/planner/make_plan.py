@@ -1,4 +1,4 @@
-"""What a user asks the planner, checked: a job, a topology and a profile. Loads no torch."""
+"""Check the input of the planner: a job, a topology and a profile. Loads no torch."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def make_plan(
 ) -> Plan:
     """The plan for a model on a cluster, or on `num_processes` of this machine; a UserError where one of them is none.
 
-    A machine without GPUs is planned for by a profile of its own alone.
+    A machine without GPUs needs a profile from `calibrate`.
     """
     from megabench.topo import find_topology
 

@@ -1,4 +1,4 @@
-"""`megabench plan`: what every layout will cost on a cluster, as a ranked table or as JSON. Loads no torch."""
+"""`megabench plan`: print the predicted layouts of a cluster as a ranked table or as JSON. Loads no torch."""
 
 import json
 import re
@@ -41,7 +41,7 @@ _WORDS = {
 
 
 def _origin(plan: Plan) -> str:
-    """Where the profile is from, and whether it is of other devices than planned for."""
+    """Return the source of the profile, and a note if it describes other devices."""
     device, devices = plan.topology.hosts[0].device, plan.profile.devices
     if plan.profile.kind == "measured" and device not in devices:
         return f"measured on {' and '.join(devices)}, and NOT on {device}"
@@ -95,19 +95,19 @@ def _table(plan: Plan, top: int) -> Table:
 
 
 def _exposed(estimate: Estimate) -> str:
-    """Communication that nothing hides, as shares of the step, by group."""
+    """Return the exposed communication by group, as shares of the step."""
     shares = {axis: seconds / estimate.step_seconds for axis, seconds in estimate.exposed.items()}
     return " ".join(f"{axis} {100 * share:.1f}%" for axis, share in shares.items() if share >= 0.0005) or "–"
 
 
 def chosen(plan: Plan) -> Estimate:
-    """The sweet spot: of those that cannot be told apart the fastest, one without host memory where there is one."""
+    """Return the recommended layout: the fastest, or the first of equal layouts that uses no host memory."""
     equal = plan.ranked[: plan.equals]
     return next((estimate for estimate in equal if not estimate.host_bytes), equal[0])
 
 
 def sweet_spot(plan: Plan) -> str:
-    """What to take and why, in a sentence: against the best of the other kind, and what that one loses."""
+    """Return a sentence that compares the recommended layout with the best layout of the other kind."""
     best = chosen(plan)
     said = f"Sweet spot: {best.candidate.name}, {best.tokens_per_second_per_device:,.0f} tok/s per GPU"
     is_parallel = _is_parallel(best)
@@ -128,12 +128,12 @@ def sweet_spot(plan: Plan) -> str:
 
 
 def _is_parallel(estimate: Estimate) -> bool:
-    """Whether the candidate's engine has other parallel axes than dp."""
+    """Return whether the candidate's engine has other parallel axes than dp."""
     return not ENGINES[estimate.candidate.engine].is_data_parallel
 
 
 def _no_alternative(plan: Plan, is_parallel: bool) -> str:
-    """Why nothing of the other kind is ranked."""
+    """Return why no layout of the other kind is ranked."""
     job, world_size = plan.job, plan.topology.world_size
     if is_parallel:
         if job.global_batch % world_size:
@@ -145,7 +145,7 @@ def _no_alternative(plan: Plan, is_parallel: bool) -> str:
 
 
 def command(plan: Plan) -> str:
-    """What trains the sweet spot, typed on every host of the cluster."""
+    """Return the command that trains the recommended layout, to be run on every host."""
     job, topology = plan.job, plan.topology
     shape, hosts = job.shape, len(topology.hosts)
     is_whole = shape.num_layers == find_model(shape.name).num_layers
@@ -164,7 +164,7 @@ def command(plan: Plan) -> str:
 
 
 def certainty(plan: Plan) -> str:
-    """How sure the ranking is, in a sentence."""
+    """Return a sentence about the certainty of the ranking."""
     error = f"{100 * plan.profile.relative_error:.0f}%"
     if plan.equals > 1:
         more = ", and perhaps more," if plan.equals == len(plan.ranked) < plan.num_fitting else ""
@@ -174,7 +174,7 @@ def certainty(plan: Plan) -> str:
 
 
 def what_is_missing(plan: Plan) -> list[str]:
-    """What does not fit, and by how much; with what is missing where nothing does."""
+    """Return a message about layouts that do not fit, with the missing memory."""
     lines = []
     if not plan.ranked:
         nearest = plan.misfits[0]
@@ -236,7 +236,7 @@ def _key(name: str) -> str:
 
 
 def describe(plan: Plan, top: int) -> dict[str, Any]:
-    """All that the table shows, for programs."""
+    """Return the content of the table as JSON."""
     return {
         "model": plan.job.shape.name,
         "world_size": plan.topology.world_size,

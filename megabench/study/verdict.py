@@ -178,7 +178,7 @@ def _fastest(rows: Sequence[Row], decision: Decision, place: str) -> str:
 
 
 def ends(rows: Sequence[Row]) -> str:
-    """How each trial ended: Return a summary of failures such as "tp8 ran out of memory, a and b failed"."""
+    """Return a summary of failures such as "tp8 ran out of memory, a and b failed"."""
     by_status: dict[str, list[str]] = {}
     for row in rows:
         by_status.setdefault(row.status, []).append(row.trial)

@@ -1,1 +1,4 @@
-"""How good the planner is: fitted on some published measurements, tried on others. `make validate-planner DATA=…`."""
+"""Measure the accuracy of the planner, fitted to some published measurements and tested on others.
+
+`make validate-planner DATA=…`.
+"""

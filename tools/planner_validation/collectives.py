@@ -1,4 +1,4 @@
-"""Published collectives, to which the constants of the links are fitted. Loads no torch."""
+"""Published collectives, which determine the constants of links. Loads no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -28,7 +28,7 @@ _LARGE = 1e6  # smallest message size in bytes that is relevant for training
 
 
 def predicted_seconds(row: Row, profile: Profile) -> float:
-    """Seconds of a step of a published configuration."""
+    """Return the predicted seconds per step of a published configuration."""
     return Costs(row.job, row.topology, profile).estimate(row.candidate).step_seconds
 
 

@@ -1,4 +1,4 @@
-"""This project's own records as jobs and candidates. Loads no torch."""
+"""Convert this project's records into jobs and candidates. Loads no torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ _SOURCE = Source("own records", "", Stack(), "socket")
 
 
 def read_own(folder: Path) -> list[Row]:
-    """What was measured on GPUs in the studies below a folder."""
+    """Return the GPU measurements of the studies in a directory."""
     rows: list[Row] = []
     seen: set[tuple[float, ...]] = set()  # a run may be part of two studies
     for path in sorted(folder.glob("*/results.jsonl")):
@@ -55,7 +55,7 @@ def _held_twice(row: Row) -> bool:
 
 
 def _mean(runs: Sequence[Row]) -> Row:
-    """One row of the runs of a trial."""
+    """Return one row for all runs of a trial."""
     first = runs[0]
     measured = {kind: mean(row.measured[kind] for row in runs) for kind in first.measured}
     return replace(first, measured=measured)

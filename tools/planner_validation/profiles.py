@@ -1,4 +1,4 @@
-"""How the shipped profiles come about: what is fitted, to which measurements, from which start. Loads no torch."""
+"""Create the shipped profiles: the fitted constants, their measurements and their starting points. Loads no torch."""
 
 import json
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Measurements:
 
 
 def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
-    """The profiles of the GPUs that somebody measured, fitted anew."""
+    """Fit the profiles of the GPUs with published measurements."""
     shipped = shipped_profiles()
     h100 = _fit_published(shipped["h100"], "H100", measured)
     a100 = _fit_published(shipped["a100"], "A100", measured)
@@ -72,7 +72,7 @@ def _calibrated(shipped: Profile, measured: Measurements) -> Profile:
 
 
 def _with_origin(profile: Profile, what: str, names: Sequence[str]) -> Profile:
-    """The profile that says which of its constants were fitted to what."""
+    """Return the profile with the source of each fitted constant."""
     fitted = dict.fromkeys(names, f"fitted to {what}, make validate-planner")
     return profile.model_copy(update={"origin": profile.origin | fitted})
 
@@ -104,7 +104,7 @@ def _reset(profile: Profile) -> Profile:
 
 
 def for_own_engines(profiles: dict[str, Profile]) -> dict[str, Profile]:
-    """The profiles to plan megabench's runs with.
+    """Return the profiles for megabench's own runs.
 
     What an allocator holds beyond the formulas is the program's more than the GPU's: the share of own records is all's.
     """
@@ -116,7 +116,7 @@ def for_own_engines(profiles: dict[str, Profile]) -> dict[str, Profile]:
 
 
 def write_profiles(profiles: dict[str, Profile]) -> None:
-    """Makes them the shipped ones, rounded to four digits."""
+    """Write the profiles into the package, rounded to four digits."""
     for name, profile in for_own_engines(profiles).items():
         path = Path(str(files("megabench.cost") / "profiles" / f"{name}.json"))
         path.write_text(json.dumps(_rounded(profile.model_dump(exclude_defaults=True)), indent=2) + "\n")

@@ -1,4 +1,6 @@
-"""Published measurements as jobs and candidates. The file is given: it is no part of the repository. Loads no torch.
+"""Convert published measurements into jobs and candidates.
+
+The file is given: it is no part of the repository. Loads no torch.
 
 What a source's software did is a fact of that software, in `SOURCES`; nothing here is fitted.
 """
@@ -22,7 +24,7 @@ Kind = Literal["seconds", "memory_gib", "oom"]
 
 
 class DataError(UserError):
-    """A file that holds no published measurements."""
+    """The file contains no published measurements."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Row:
 
     @property
     def group(self) -> tuple[str, str, str, int]:
-        """Rows that compete: one source, model, kind and number of GPUs."""
+        """The key of comparable rows: source, model, kind and number of GPUs."""
         return self.source.name, self.job.shape.name, self.topology.hosts[0].device, self.topology.world_size
 
     @property

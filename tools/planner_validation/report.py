@@ -1,4 +1,4 @@
-"""The table of a validation: each source's accuracy beside that of a constant MFU. Loads no torch."""
+"""The table of a validation: the accuracy for each source, compared with a constant MFU. Loads no torch."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table: what was predicted of some rows, by the planner or by the null model."""
+    """One line of the table: the accuracy of the planner or of the null model for some rows."""
 
     name: str
     accuracy: Accuracy
@@ -56,7 +56,7 @@ def _number(value: float | None) -> str:
 
 
 def null_model(rows: Iterable[Row], profiles: Mapping[str, Profile]) -> Callable[[Row], float]:
-    """Step times under the median MFU of the fitted rows of each GPU: what one guesses who knows no layouts."""
+    """The null model: step times at the median MFU of the fitted rows of each GPU, without knowledge of layouts."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if "seconds" in row.measured:
@@ -71,13 +71,13 @@ def _profile(row: Row, profiles: Mapping[str, Profile]) -> Profile:
 
 
 def _ideal(row: Row, profiles: Mapping[str, Profile]) -> float:
-    """Seconds of a step at the peak."""
+    """Return the seconds per step at the peak FLOP/s."""
     peak = _profile(row, profiles).peak(row.topology.hosts[0].device, row.job.precision)
     return row.job.flops_per_token * row.job.tokens / (peak * row.candidate.layout.world_size)
 
 
 def lines(name: str, rows: Sequence[Row], profiles: Mapping[str, Profile], null: Callable[[Row], float]) -> list[Line]:
-    """The planner's line of some rows, and the null model's."""
+    """Return the lines of the planner and of the null model for some rows."""
     timed = [row for row in rows if "seconds" in row.measured]
     measured = [row.measured["seconds"] for row in timed]
     found = []
@@ -137,6 +137,6 @@ def _misses(row: Row, profiles: Mapping[str, Profile]) -> bool:
 
 
 def table(found: Iterable[Line]) -> str:
-    """The lines as a Markdown table."""
+    """Return the lines as a Markdown table."""
     rule = "|" + " --- |" * (_HEAD.count("|") - 1)
     return "\n".join([_HEAD, rule, *(line.markdown() for line in found)])

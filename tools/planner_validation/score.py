@@ -1,4 +1,4 @@
-"""How far predictions are off, and whether they would have chosen well. Loads no torch."""
+"""Score predictions: their errors, and the quality of the choices based on them. Loads no torch."""
 
 import statistics
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """How much longer a step of the predicted best takes than one of the measured best, 0 for the same.
 
-    Of predictions that tie for the best, one is drawn: the mean of their regrets.
+    If several predictions tie for the best, the result is the mean of their regrets.
     """
     best = min(predicted)
     chosen = [taken for said, taken in zip(predicted, measured, strict=True) if said <= best * (1 + 1e-9)]

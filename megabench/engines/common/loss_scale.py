@@ -2,8 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
-# DeepSpeed begins at 2^16. There it skips two of GPT-2's first steps, as it holds gradients in fp16, and an engine that
-# holds them in fp32 skips none: they would not do the same work.
+# DeepSpeed begins at 2^16. With DeepSpeed's larger initial scale, engines with fp16 gradients skip two of GPT-2's first
+# steps, and engines with fp32 gradients skip none. Their work would then differ.
 INITIAL = 2.0**13
 WINDOW = 1000  # WINDOW and HYSTERESIS are DeepSpeed's defaults
 HYSTERESIS = 2

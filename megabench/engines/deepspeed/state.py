@@ -1,4 +1,4 @@
-"""ZeRO's state in terms of Hugging Face tensors: the fp32 masters and Adam moments that a rank's partitions hold.
+"""ZeRO's training state in terms of Hugging Face tensors: the fp32 master weights and Adam moments of a rank.
 
 Names and rectangles do not depend on the world size or the ZeRO stage, so a run with other sizes can load its part.
 """
@@ -103,7 +103,7 @@ class ZeroState:
                     yield StateShard(kind, blocks, flat.detach().view(-1)[offset : offset + length], is_owner)
 
     def _held(self, parameter: torch.nn.Parameter) -> tuple[Tensor, int, int, int] | None:
-        """Where this rank holds a parameter: (master, offset in it, first element of the parameter, how many)."""
+        """Return this rank's part of a parameter: (master, offset in it, first element, number of elements)."""
         if self._stage == 0:
             return parameter, 0, 0, parameter.numel()
         optimizer = self._engine.optimizer
@@ -117,7 +117,7 @@ class ZeroState:
         return master, mapping.hp_fragment_address.start, at.start, at.numel
 
     def _spread_partitions(self) -> None:
-        """ZeRO-3: masters to the partitions of the weights, and to the small weights that it keeps whole."""
+        """Copy the master weights to the partitions of the weights, and to small unpartitioned weights (ZeRO-3)."""
         optimizer = self._engine.optimizer
         kept = optimizer.persistent_parameters
         if kept:

@@ -1,8 +1,8 @@
-"""The FSDP2 engine: torch's fully_shard on the transformers model, a unit for each block and, if not tied, each end.
+"""The FSDP2 engine: torch's fully_shard, with one unit per block and per untied embedding or output layer.
 
-Each rank keeps fp32 shards of the weights; units are gathered in the training dtype when they are needed, and
-gradients reduce-scattered in `grad_dtype` after every micro-batch. With `shard_size` below the world size the model is
-sharded inside groups of so many neighbouring ranks, and replicated over the groups (HSDP).
+Each rank keeps fp32 shards of the weights. Units are gathered in the training dtype when they are needed. Gradients are
+reduce-scattered in `grad_dtype` after every micro-batch. If `shard_size` is smaller than the world size, the model is
+sharded inside groups of `shard_size` neighbouring ranks and replicated over the groups (HSDP).
 """
 
 import math
@@ -52,7 +52,7 @@ class FsdpEngine(DataParallelEngine):
         self.loss = torch.zeros((), device=device)
 
     def _build_model(self) -> PreTrainedModel:
-        """The sharded model with the layout-independent initial weights; it is never whole on any rank."""
+        """Build the sharded model with its initial weights. No rank ever stores the whole model."""
         run = self.run
         config = shared.model_config(run)
         with torch.device("meta"):
@@ -160,12 +160,12 @@ class FsdpEngine(DataParallelEngine):
 
 
 def _first_element(tensor: Any) -> int:
-    """Where this rank's rows of a DTensor begin, counted in elements of the whole."""
+    """Return the position of this rank's first row of a DTensor, in elements of the whole tensor."""
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return offset[0] * math.prod(tensor.shape[1:])
 
 
 def _local(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory."""
+    """Return this rank's part of a DTensor as a view."""
     local: Tensor = tensor.detach().to_local()
     return local

@@ -1,6 +1,6 @@
 """TP × PP × CP × DP on megatron-core.
 
-Importing this package readies megatron-core, before anything imports it.
+Importing this package prepares megatron-core before its first import.
 """
 
 from megabench.runtime.megatron_core import prepare

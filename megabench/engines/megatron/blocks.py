@@ -1,4 +1,4 @@
-"""Parallel Llama blocks for megatron-core's GPTModel: norm, attention, MLP, and the specs that put them together.
+"""Parallel Llama blocks for megatron-core's GPTModel: norm, attention, MLP, and their specs.
 
 Sizes: B micro-batch, S sequence of this rank (cut by context parallelism), N heads, K KV heads of this rank, D head
 dim, H hidden.
@@ -33,7 +33,7 @@ from megabench.specs.megatron import MegatronSettings
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467) over the last dim of a rank's part: of the sequence, or of the heads."""
+    """Root-mean-square norm (arXiv 1910.07467) over the last dimension, on a part of the sequence or of the heads."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class RotaryAttention(SelfAttention):
 
 
 def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[S, B, K, N/K + 2, D], each KV head behind its queries -> rotated queries and keys, and values, by themselves."""
+    """Split [S, B, K, N/K + 2, D] (queries, key, value per KV head) into rotated queries, rotated keys and values."""
     query, key, value = _split_heads(heads)
     return rotate(query, cos, sin), rotate(key, cos, sin), value.contiguous()
 
@@ -86,21 +86,21 @@ def _split_heads(heads: Tensor) -> tuple[Tensor, ...]:
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (arXiv 2104.09864) of pairs half a head apart, as Llama has them: [..., D] -> [..., D].
+    """Apply the rotary embedding (arXiv 2104.09864) to pairs half a head apart, as in Llama: [..., D] -> [..., D].
 
-    `cos` and `sin` hold the angles of both halves.
+    `cos` and `sin` are computed for both halves of a head.
     """
     first, second = states.chunk(2, dim=-1)
     return states * cos.to(states.dtype) + torch.cat([-second, first], dim=-1) * sin.to(states.dtype)
 
 
 class CausalAttention(nn.Module):
-    """Causal grouped-query attention through torch's SDPA kernels: no S×S scores in memory, KV heads not repeated.
+    """Causal grouped-query attention with torch's SDPA kernels, without S×S scores in memory or repeated KV heads.
 
-    Under context parallelism each rank holds chunks r and 2·cp−1−r of the sequence (zigzag). Where cp divides the KV
+    Under context parallelism, rank r has the chunks r and 2·cp−1−r of the sequence (zigzag). If cp divides the KV
     heads, ranks exchange parts of the sequence for parts of the heads and attend over whole sequences (arXiv
-    2309.14509). Where it does not, keys and values are gathered, and each chunk attends to the keys up to its end: all
-    ranks do the same work, by torch's own flash kernel, the only one that takes queries which end with their keys.
+    2309.14509). Otherwise, keys and values are gathered, and each chunk attends to the keys up to its end, so that all
+    ranks do the same work. Only torch's own flash kernel supports queries that are shorter than their keys.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class CausalAttention(nn.Module):
         return context.flatten(2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Over whole sequences; returns [S, B, N, D]."""
+        """Attend over whole sequences. Return [S, B, N, D]."""
         query, key, value = (rearrange(tensor, "s b n d -> b n s d") for tensor in (query, key, value))
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
         return rearrange(context, "b n s d -> s b n d")
@@ -159,7 +159,7 @@ class CausalAttention(nn.Module):
         return rearrange(all_to_all(self.cp_group, torch.cat(zigzag)), "(r s) b n d -> s b (r n) d", r=size)
 
     def _by_chunks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """A context-parallel rank's two chunks, with all keys and values; returns [S, B, N, D]."""
+        """Attend from a context-parallel rank's two chunks to all keys and values. Return [S, B, N, D]."""
         size, rank = self.cp_group.size(), self.cp_group.rank()
         chunk = query.shape[0] // 2
         key, value = (
@@ -182,19 +182,22 @@ class CausalAttention(nn.Module):
         return rearrange(torch.cat(parts, dim=2), "b n s d -> s b n d")
 
     def _in_order(self, ranks: Tensor) -> Tensor:
-        """What all ranks hold of a sequence, [S·cp, …] rank by rank, put back from zigzag into sequence order."""
+        """Reorder the parts of all ranks, [S·cp, …] rank by rank, from zigzag into sequence order."""
         chunks = ranks.chunk(2 * self.cp_group.size())
         return torch.cat([*chunks[0::2], *reversed(chunks[1::2])])
 
 
 @cache
 def _causal_mask(num_queries: int, num_keys: int) -> CausalBias:
-    """The mask of the last `num_queries` of a causal square; kept, as none can be made while operations are counted."""
+    """Return the mask of the last `num_queries` rows of a causal square.
+
+    The mask is cached, because none can be created while operations are counted.
+    """
     return causal_lower_right(num_queries, num_keys)
 
 
 def zigzag_slice(tokens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """The part of [B, S] that a context-parallel rank holds: chunks r and 2·cp−1−r, as [B, S/cp]."""
+    """Return the part of [B, S] of a context-parallel rank: chunks r and 2·cp−1−r, as [B, S/cp]."""
     if cp_size == 1:
         return tokens
     chunks = tokens.chunk(2 * cp_size, dim=1)
@@ -202,9 +205,9 @@ def zigzag_slice(tokens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 
 
 def llama_blocks(num_layers: int, run: ResolvedConfig) -> TransformerBlockSubmodules:
-    """The specs of `num_layers` parallel layers and of the final norm.
+    """Return the specs of `num_layers` parallel layers and of the final norm.
 
-    Where the family has them, norms over D stand before the rotary embedding of queries and keys.
+    In families that have them, norms over D precede the rotary embedding of queries and keys.
     """
     if fuses_blocks(run):
         attention, activation, row = RotaryAttention, SwiGLU, RowLinear

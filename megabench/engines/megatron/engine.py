@@ -58,7 +58,7 @@ class MegatronEngine:
         return {axis: getattr(created, axis) for axis in FACTORS}
 
     def _build_chunks(self) -> list[DistributedDataParallel]:
-        """The model chunks of this pipeline stage, with their initial weights, each in its gradient buffers."""
+        """Build the model chunks of this pipeline stage, with initial weights and gradient buffers."""
         run, layout = self.run, self.run.layout
         self.transformer_config = transformer_config(run)
         # overlap communication with compute if there are several replicas
@@ -99,8 +99,11 @@ class MegatronEngine:
         self.forward_backward = get_forward_backward_func()
 
     def _finalize_gradients(self, chunks: list[DistributedDataParallel], num_tokens: Tensor, **settings: Any) -> None:
-        """Sums gradients over the ranks that share them. megatron-core would go through all of them once more to divide
-        them by `num_tokens`; here the losses are divided already, in fp16 by all but the replicas (see `_loss`)."""
+        """Sum gradients over the ranks that share parameters.
+
+        megatron-core would read all gradients again to divide them by `num_tokens`. Here the losses are divided
+        already, in fp16 by all factors except the number of replicas (see `_loss`).
+        """
         finalize_model_grads(chunks, None, **settings)
         if self.run.policy.scales_loss:
             for chunk in chunks:
@@ -138,9 +141,9 @@ class MegatronEngine:
     def _loss(self, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S] losses -> (this mean's share of the step's, to be differentiated; its count; what is reported).
 
-        All micro-batches, replicas and context-parallel parts have as many tokens, so each mean counts once; sums of
-        token losses would overflow under fp16's loss scale. There the gradients are divided by the replicas later, as
-        every engine's are: small ones would be lost.
+        All micro-batches, replicas and context-parallel parts have equal numbers of tokens, so all means have equal
+        weight. Sums of token losses would overflow under fp16's loss scale. In fp16, gradients are divided by the
+        number of replicas later, as in all engines, because small gradients would underflow.
         """
         loss = token_losses.mean()
         replicas = 1 if self.run.policy.scales_loss else self.groups.dp_cp.size()

@@ -49,7 +49,7 @@ def _shard_shape(cut: Shard) -> tuple[int, ...]:
 
 
 def assemble(cuts: list[Shard], parts: list[Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The Hugging Face tensors that the shards of all tensor-parallel ranks make up, on CPU; padding is dropped."""
+    """Return the Hugging Face tensors from the shards of all tensor-parallel ranks, on CPU and without padding."""
     tensors: dict[str, Tensor] = {}
     for cut, part in zip(cuts, parts, strict=True):
         row = 0

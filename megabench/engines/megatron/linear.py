@@ -20,7 +20,7 @@ from megabench.engines.common.weight_gradient import accumulate
 class ColumnLinear(ColumnParallelLinear):
     """[S/T, B, H] -> [S, B, F/T]: gathers the sequence, then multiplies with its columns of the weight.
 
-    What was gathered is gathered again for the backward pass, unless the layer `keeps_gathered`.
+    The input is gathered again for the backward pass, unless the layer `keeps_gathered`.
     """
 
     def __init__(self, *args: Any, keeps_gathered: bool, **kwargs: Any) -> None:

@@ -26,7 +26,7 @@ from megabench.specs.megatron import chunk_layers
 class ParallelLossHead(ColumnParallelLinear):
     """An output layer fused with the loss: [S/tp, B, H] -> the mean cross-entropy of `labels` [B, S].
 
-    The model calls it like any layer, so that megatron-core's hooks handle its weight.
+    The model calls this layer like any other, so that megatron-core's hooks handle its weight.
     """
 
     labels: Tensor
