@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: one sentence that says what is wrong, where, and what would work.
+    """An invalid input of the user. The message says what is wrong, where, and what to do.
 
     Command lines print the sentence without a traceback and exit with status 2.
     """

@@ -74,6 +74,6 @@ def _kernel_traits(kernels: Any) -> dict[str, bool | None] | None:
 
 
 def _is_fused(kernels: dict[str, Any], operation: str, *plain: str) -> bool | None:
-    """Return whether the name of an operation's kernel has none of the `plain` words; None where it is not known."""
+    """Return whether the name of an operation's kernel has none of the `plain` words, or None if it is unknown."""
     name = kernels.get(operation, "transformers")
     return None if name == "transformers" else not any(words in str(name) for words in plain)

@@ -126,7 +126,7 @@ def _identity(trial: Trial) -> str:
 
 
 def _read(path: Path) -> Found | None:
-    """What `path` holds; None where that is nothing that could be used."""
+    """What `path` holds; Return None if the stored settings cannot be used."""
     try:
         return Found.model_validate_json(path.read_text())
     except (OSError, ValueError):

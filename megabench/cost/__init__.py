@@ -1,1 +1,1 @@
-"""What a step costs, from formulas and measured constants. Loads no torch."""
+"""The cost model of a training step, from formulas and measured constants. Loads no torch."""

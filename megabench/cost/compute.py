@@ -31,7 +31,7 @@ class Machine:
 class LayerSeconds:
     """Of one layer and micro-batch. `weight_gradients` are in `backward`, `attention` (its forward) in `forward`.
 
-    `host_forward` and `host_backward` are what the host needs to start the kernels, collectives left out.
+    `host_forward` and `host_backward` are the seconds that the host needs to launch the kernels, without collectives.
     """
 
     forward: float
@@ -83,7 +83,7 @@ def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
         forward = 2 * square * shape.head_dim / rate
         return forward / profile.attention_forward, _BACKWARD_ATTENTION * forward / profile.attention_backward
     products = 4 * square * shape.head_dim / (machine.peak * profile.gemm_efficiency)
-    # inner sizes are a head's: the products are bound by the scores that they write and read
+    # the inner size is a head's, so reading and writing the scores limits these products
     products = max(products, memory_seconds(machine, 4 * square))
     # softmax 2 + 2, dropout 2 + 2 + 1 for its mask; backward reads and writes them again
     passes = 4 + (5 if job.stack.dropout else 0)
@@ -167,7 +167,7 @@ def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
 
 
 def flattening_seconds(machine: Machine, job: Job, parameters: float) -> float:
-    """What a program does that keeps whole gradients beside a sharded optimizer, and sums them in one flat piece.
+    """Return the extra seconds of a sharded optimizer whose gradients are whole and reduced as one flat tensor.
 
     It reads them for the norm, reads and writes them to clip them, and copies them twice to reduce them (itself, and
     torch for collectives of lists); what is gathered is copied three times (nanotron's optim/zero.py, distributed.py).
@@ -176,7 +176,7 @@ def flattening_seconds(machine: Machine, job: Job, parameters: float) -> float:
 
 
 def accumulated_bytes(job: Job) -> int:
-    """Bytes a parameter by which a gradient joins its buffer, which is read and written.
+    """Return the bytes per parameter for adding a gradient to its buffer.
 
     It is written in 16 bits and read before, unless the product itself adds it.
     """

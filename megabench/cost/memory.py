@@ -76,7 +76,7 @@ def logit_bytes(job: Job, candidate: Candidate) -> float:
     """Return the bytes of the logits [B·S, V/T] and of cross-entropy on the last stage.
 
     In fp32 twice: values, and softmax, which becomes the gradient; those in 16 bits are gone by then. The fused loss
-    holds chunks of bf16, and its fp32 gradient of the weights beside its 16-bit one.
+    stores chunks of bf16 logits, and fp32 and 16-bit gradients of the weights.
     """
     tokens = candidate.micro_batch * job.seq_length / candidate.layout.cp
     rows = job.shape.vocab_size / candidate.layout.tp

@@ -10,7 +10,7 @@ from megabench.hardware.topology import Host, Link, Topology
 
 @dataclass(frozen=True)
 class Span:
-    """Where the worst group of a kind lies: `size` ranks on `hosts` hosts.
+    """The position of the worst group of a kind: `size` ranks on `hosts` hosts.
 
     `inside` is the slowest link within a host, None where each rank has one to itself; `across` that between hosts,
     None where the group is on one. `sharing` counts the groups of the kind that leave one host through its NICs.
@@ -65,13 +65,13 @@ def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
 
 
 def inner_bandwidth(host: Host, link: Link, cost: LinkCost) -> float:
-    """Bytes a second that a GPU sends to the next one on its host."""
+    """Return the bytes per second that a GPU sends to the next GPU on its host."""
     stated = host.nvlink_gb_per_s if link == "nvlink" else None
     return _bandwidth(stated, link, cost)
 
 
 def host_bandwidth(host: Host, link: Link, cost: LinkCost) -> float:
-    """Bytes a second that a host sends through all its NICs."""
+    """Return the bytes per second that a host sends through all its NICs."""
     stated = host.network_gbits / 8 if host.network_gbits and link == host.network else None
     return _bandwidth(stated, link, cost)
 
@@ -82,7 +82,7 @@ def _bandwidth(stated: float | None, link: Link, cost: LinkCost) -> float:
 
 
 def ring_bandwidth(profile: Profile, where: Span) -> float:
-    """Bus bandwidth of a ring, bytes a second.
+    """Return the bus bandwidth of a ring in bytes per second.
 
     A ring passes each host once, over all its NICs, which `sharing` rings share; inside it goes from GPU to GPU.
     """
@@ -95,7 +95,10 @@ def ring_bandwidth(profile: Profile, where: Span) -> float:
 
 
 def _link_bandwidth(profile: Profile, where: Span) -> float:
-    """What a rank of a group sends inside its host, bytes a second; two ranks alone reach less than more do."""
+    """Return the bytes per second that a rank of a group sends inside its host.
+
+    Two ranks reach less than larger groups.
+    """
     assert where.inside
     cost = profile.links[where.inside]
     return inner_bandwidth(where.host, where.inside, cost) * (cost.pair_share if where.size == 2 else 1.0)
@@ -131,7 +134,7 @@ def gather_seconds(profile: Profile, where: Span, num_bytes: float, calls: int =
 
 
 def exchange_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
-    """All-to-all of so many bytes a rank in all, in equal calls: each rank sends every other its part directly.
+    """Return the seconds of all-to-alls in equal calls. Each rank sends every other rank its part directly.
 
     Of n ranks, g on a host, one sends (g − 1)/n of it inside and (n − g)/n to other hosts, over NICs that all g share;
     none gets more of them than a ring gets alone.

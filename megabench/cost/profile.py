@@ -88,7 +88,7 @@ class Profile(_Part):
     measurements: list[Measurement] = []
 
     def peak(self, device: str, precision: str) -> float:
-        """Dense FLOP/s of a GPU; ConfigError where nobody knows."""
+        """Return the dense FLOP/s of a GPU; ConfigError where nobody knows."""
         gpu = find_gpu(device)
         tflops = (gpu.peak_tflops(precision) if gpu else None) or self.peak_tflops.get(precision)
         if tflops is None:
@@ -100,7 +100,7 @@ class Profile(_Part):
         return tflops * 1e12
 
     def usable_bytes(self, device: str) -> float:
-        """Memory of a GPU that a layout may fill; ConfigError where nobody knows."""
+        """Return the memory of a GPU that a layout may use; ConfigError where nobody knows."""
         mib = gpu_memory_mib(device)
         if mib is None and self.memory_gib is None:
             raise ConfigError(f"the memory of {device!r} is not known; give --profile FILE with memory_gib in it")
@@ -109,7 +109,7 @@ class Profile(_Part):
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile file; ConfigError when it is none."""
+    """A profile file; Raises ConfigError if the file is not a profile."""
     try:
         return Profile.model_validate(json.loads(read_text(path)))
     except json.JSONDecodeError as error:

@@ -50,8 +50,10 @@ class Base:
         return forward, backward + (forward if candidate.recompute == "full" else 0.0)
 
     def interference(self, where: Span) -> float:
-        """What a second of a group's hidden communication costs the work that hides it, in processors, memory bandwidth
-        and power; nothing over sockets, which move a hundredth of NVLink's bytes in that second.
+        """Return the slowdown of compute per second of overlapped communication.
+
+        Communication uses processors, memory bandwidth and power. The slowdown is 0 over sockets, which move a
+        hundredth of NVLink's bytes.
         """
         return 0.0 if where.across == "socket" else self.profile.interference
 

@@ -1,1 +1,1 @@
-"""Where the model goes: the layout and its process groups."""
+"""Layouts, placement of ranks, and process groups."""

@@ -22,7 +22,9 @@ def make_plan(
     emulate_hosts: int | None,
     num_processes: int | None = None,
 ) -> Plan:
-    """The plan for a model on a cluster, or on `num_processes` of this machine; a UserError where one of them is none.
+    """Return the plan for a model on a cluster, or on `num_processes` of this machine.
+
+    Raises UserError for invalid input.
 
     A machine without GPUs needs a profile from `calibrate`.
     """

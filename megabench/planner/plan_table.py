@@ -196,7 +196,7 @@ def what_is_missing(plan: Plan) -> list[str]:
 
 
 def explain(console: Console, plan: Plan, trial: str) -> None:
-    """Prints where the step of one trial goes, as bars; ConfigError where there is no such trial."""
+    """Print the time of each part of a trial's step as bars; raises ConfigError if it does not exist."""
     estimate = estimate_of(plan, trial)
     lacks = f", and lacks {estimate.missing_bytes / _GIB:.1f} GiB a GPU" if not estimate.fits else ""
     title = f"{estimate.candidate.name}: {estimate.step_seconds:.3f} s a step{lacks}"
@@ -216,12 +216,12 @@ def _bars(console: Console, parts: dict[str, float], unit: str) -> None:
 
 
 def estimate_of(plan: Plan, trial: str) -> Estimate:
-    """What the trial of a name costs; ConfigError where there is no such trial."""
+    """Return the estimate of the trial with this name; raises ConfigError if it does not exist."""
     return Costs(plan.job, plan.topology, plan.profile).estimate(find_trial(plan, trial))
 
 
 def find_trial(plan: Plan, trial: str) -> Candidate:
-    """The candidate that a name means, whatever stands between its words; ConfigError with near matches."""
+    """Return the candidate with this name, with any separators between its words; ConfigError with near matches."""
     by_key = {_key(candidate.name): candidate for candidate in candidates(plan.job, plan.topology)}
     if _key(trial) in by_key:
         return by_key[_key(trial)]
@@ -279,6 +279,6 @@ def describe_estimate(estimate: Estimate) -> dict[str, Any]:
 
 
 def as_json(plan: Plan, top: int, trial: str | None = None) -> str:
-    """The `top` best, or one trial alone; ConfigError where there is no such trial."""
+    """Return the `top` best estimates, or one trial; raises ConfigError if it does not exist."""
     found = describe(plan, top) if trial is None else describe_estimate(estimate_of(plan, trial))
     return json.dumps(found, indent=2)

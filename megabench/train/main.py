@@ -87,7 +87,9 @@ def _run(given: RunConfig, find: Find | None) -> None:
         watchdog.at("checking the checkpoint", 0)
         if not run.skip_memory_check:
             check_memory(run, rendezvous.local_rank, rendezvous.local_world_size)
-            meet(rendezvous.store, rendezvous.world_size, "memory-check")  # before any rank uses memory
+            meet(
+                rendezvous.store, rendezvous.world_size, "memory-check"
+            )  # all ranks check before any rank allocates memory
         resume = find_resume(run, source, rendezvous)
         _check_out(run, resume)
     except MemoryCheckError as error:

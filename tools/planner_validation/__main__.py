@@ -47,7 +47,7 @@ def validate(
     data: Annotated[Path, typer.Argument(help="The table of published runs; that of collectives lies beside it.")],
     write: Annotated[bool, typer.Option("--write", help="Make the fitted profiles the shipped ones.")] = False,
 ) -> None:
-    """Fits the profiles, and says how well they predict what they were not fitted to."""
+    """Fit the profiles, and measure their accuracy on measurements that were not used for fitting."""
     measured = Measurements(
         published=read_rows(data),
         collectives=read_collectives(data.with_name("published-collectives.csv")),

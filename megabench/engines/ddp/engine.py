@@ -1,4 +1,4 @@
-"""The DDP engine: every rank holds the whole transformers model, and gradients are all-reduced once a step.
+"""The DDP engine: every rank has the whole transformers model, and gradients are all-reduced once per step.
 
 Weights are fp32, and each layer casts them to the training dtype. Gradients are therefore accumulated and reduced in
 fp32. torch's reducer overlaps the reduction with the backward pass.

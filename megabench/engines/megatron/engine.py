@@ -139,7 +139,7 @@ class MegatronEngine:
         return output, self._loss
 
     def _loss(self, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, S] losses -> (this mean's share of the step's, to be differentiated; its count; what is reported).
+        """Convert losses [B, S] into (the loss to differentiate, its token count, the loss to report).
 
         All micro-batches, replicas and context-parallel parts have equal numbers of tokens, so all means have equal
         weight. Sums of token losses would overflow under fp16's loss scale. In fp16, gradients are divided by the

@@ -80,8 +80,10 @@ class ParallelLlama(GPTModel):
             self.output_layer.__class__ = ParallelLossHead  # tied weights share one name
 
     def forward(self, *args: Any, labels: Tensor | None, **kwargs: Any) -> Tensor:
-        """[B, S] tokens, or what the stage before sends, -> losses as `compute_language_model_loss` gives them, or what
-        the next stage receives. Without labels, the last stage returns logits, [B, S, V/tp]."""
+        """Compute losses, or the output for the next stage, from tokens [B, S] or the output of the previous stage.
+
+        Without labels, the last stage returns logits, [B, S, V/tp].
+        """
         if labels is not None and isinstance(head := getattr(self, "output_layer", None), ParallelLossHead):
             head.labels, head.num_real_rows = labels, self.num_real_rows
         output: Tensor = super().forward(*args, labels=labels, **kwargs)
