@@ -18,21 +18,27 @@ Recompute = Literal["none", "selective", "full"]
 class Stack:
     """Properties of a training program that affect the cost. The defaults describe megabench's engines on GPUs.
 
-    `flash_attention` holds no S×S scores (`flash_version_2`: by FlashAttention-2, slow on Hopper, not cuDNN's or 3;
-    `chunks_by_flash_2`: only the chunks of context parallelism, for which torch has but its own FlashAttention-2; where
-    it `exchanges_heads` and can, there are none: ranks swap parts of the sequence for parts of the heads); without it
-    they are written and read in 16 bits, the full square of them. `fused` element-wise kernels read and write once what
-    unfused ones do several times. `fused_loss` makes output layer and cross-entropy in chunks; any other reads and
-    writes `loss_bytes` a logit, forward and backward (Megatron-LM's in fp32, cross_entropy.py: cast 2 + 4, maximum 4,
-    sum 4, subtraction, exponential and division 4 + 4 each; backward scales 4 + 4 and casts 4 + 2). With
-    `keeps_gathered`, inputs of tensor-parallel layers are not gathered again. With `blocking_p2p`, stages wait for
-    their sends, except with interleaving. Gradients are reduced in buckets of `bucket_parameters`.
-    `overlaps_gradients`, or `overlaps_sharded_gradients` with a sharded optimizer, says whether reductions overlap with
-    backward. `stages` says whether stages have equal numbers of layers, or fewer next to the output layer, as in
-    megabench or nanotron. Of published runs alone: `accumulates_at_end` of a backward holds the 16-bit gradients of all
-    weights; `copies_kept` that leaner code has not; `holds_sent` what NCCL's stream was given, until the GPU is past
-    it. `flattens_shards` copies gradients and weights into one piece for a sharded optimizer's collectives.
-    `flat_parameters` (FSDP1) are communicated without copies.
+    - `flash_attention`: no S×S scores are stored. Otherwise the full square is written and read in 16 bits.
+    - `flash_version_2`: attention uses FlashAttention-2, which is slow on Hopper. `chunks_by_flash_2`: only the chunks
+      of context parallelism do, because torch supports them only in FlashAttention-2. `exchanges_heads`: context
+      parallelism exchanges parts of the sequence for parts of the heads if it can, and then has no chunks.
+    - `fused`: element-wise kernels are fused, and read and write their tensors once.
+    - `fused_loss`: the output layer and cross-entropy are computed in chunks. Any other loss reads and writes
+      `loss_bytes` per logit, forward and backward. Megatron-LM's fp32 loss (cross_entropy.py) needs, in forward: cast
+      2 + 4, maximum 4, sum 4, subtraction, exponential and division 4 + 4 each; in backward: scale 4 + 4, cast 4 + 2.
+    - `keeps_gathered`: inputs of tensor-parallel layers are not gathered again for backward.
+    - `blocking_p2p`: pipeline stages wait for their sends, except with interleaving.
+    - `overlaps_gradients`, and `overlaps_sharded_gradients` with a sharded optimizer: gradients are reduced during
+      backward, in buckets of `bucket_parameters`.
+    - `stages`: stages have equal numbers of layers, or fewer next to the output layer, as in megabench or nanotron.
+
+    These properties occur only in published runs:
+
+    - `accumulates_at_end`: a backward pass first stores the 16-bit gradients of all weights.
+    - `copies_kept`: activations include copies that leaner code avoids.
+    - `holds_sent`: tensors that NCCL's stream uses stay allocated until the GPU has passed the collective.
+    - `flattens_shards`: gradients and weights are copied into one flat tensor for a sharded optimizer's collectives.
+    - `flat_parameters`: parameters are communicated without copies (FSDP1).
     """
 
     flash_attention: bool = True

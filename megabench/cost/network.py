@@ -10,10 +10,11 @@ from megabench.hardware.topology import Host, Link, Topology
 
 @dataclass(frozen=True)
 class Span:
-    """The position of the worst group of a kind: `size` ranks on `hosts` hosts.
+    """The position of the worst process group of a kind, with `size` ranks on `hosts` hosts.
 
-    `inside` is the slowest link within a host, None where each rank has one to itself; `across` that between hosts,
-    None where the group is on one. `sharing` counts the groups of the kind that leave one host through its NICs.
+    `inside` is the slowest link within a host, or None if each rank has a host of its own. `across` is the link between
+    hosts, or None if the group is on one host. `sharing` is the number of groups of this kind that use the NICs of one
+    host.
     """
 
     size: int
@@ -29,7 +30,7 @@ class Span:
 
 
 def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
-    """The worst of some groups: the most hosts, the slowest links, the fullest NICs."""
+    """Return the worst span of the groups: the most hosts, the slowest links, the most shared NICs."""
     host_of, domain_of = topology.host_of, topology.domain_of
     size, most_hosts = 1, 1
     # one pair of ranks for each pair of places, because other pairs use the same link
@@ -115,7 +116,7 @@ def _nic_bandwidth(profile: Profile, where: Span, flows: float) -> float:
 
 
 def _costs(profile: Profile, where: Span) -> tuple[float, float, float]:
-    """Seconds before the first byte, of a hop inside a host, and of one between hosts (without one, as inside)."""
+    """Return the base seconds of a collective, and the seconds of a hop inside a host and between hosts."""
     inner = profile.links[where.inside] if where.inside else None
     outer = profile.links[where.across] if where.across else None
     base = max(cost.base_seconds for cost in (inner, outer) if cost)

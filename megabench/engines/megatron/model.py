@@ -128,9 +128,9 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             use_te_activation_func=fuses_blocks(run),  # the kernel is in swiglu.py, not in Transformer Engine
             masked_softmax_fusion=False,
             apply_rope_fusion=False,
-            gradient_accumulation_fusion=False,  # apex's; see linear.py
-            # initialization also marks parameters as split over tp, without which the gradient norm leaves them out;
-            # the values come from load_initial_weights
+            gradient_accumulation_fusion=False,  # this is apex's kernel; linear.py has its own
+            # Initialization marks parameters as tensor-parallel, which the gradient norm needs. Their values are loaded
+            # by load_initial_weights.
             perform_initialization=True,
             init_method=_leave,
             output_layer_init_method=_leave,
