@@ -29,7 +29,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Of one layer and micro-batch. `weight_gradients` are in `backward`, `attention` (its forward) in `forward`.
+    """Seconds of one layer and micro-batch. `backward` includes `weight_gradients`, and `forward` includes `attention`.
 
     `host_forward` and `host_backward` are the seconds that the host needs to launch the kernels, without collectives.
     """
@@ -70,8 +70,9 @@ def memory_seconds(machine: Machine, num_bytes: float) -> float:
 def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
     """Return the seconds of causal attention, forward and backward.
 
-    Flash: 2·S²·N·D FLOPs a sequence (half the square), 2.5 × that in backward. Without it the full square, 4·S²·N·D, as
-    batched products, and the scores [B, N, S, S] written and read by softmax (and dropout): arXiv 2205.05198, figure 3.
+    Flash attention needs 2·S²·N·D FLOPs per sequence (half the square) in forward, and 2.5 × as many in backward.
+    Without flash attention, batched products compute the full square, 4·S²·N·D, and softmax and dropout write and read
+    the scores [B, N, S, S] (arXiv 2205.05198, figure 3).
     """
     shape, seq = job.shape, job.seq_length
     square = micro_batch * seq * seq / cp * shape.num_heads / tp
@@ -141,9 +142,9 @@ def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int
 def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
     """Output layer and cross-entropy, forward and backward: 2·H·V FLOPs a token and product; logits [B·S, V/T].
 
-    The fused loss makes its gradients in forward (megabench/engines/cross_entropy.py): of a logit it writes and reads
-    16 bits 6 times, and of a weight's gradient in fp32 zeroes, sums, scales and casts 18 bytes. Any other moves
-    `loss_bytes` a logit.
+    The fused loss computes its gradients in forward (megabench/engines/common/cross_entropy.py). It moves 16 bits per
+    logit 6 times, and 18 bytes per element of the weight gradient, which is zeroed, summed, scaled and cast in fp32.
+    Any other loss moves `loss_bytes` per logit.
     """
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
     rows = shape.vocab_size / tp
@@ -169,8 +170,8 @@ def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
 def flattening_seconds(machine: Machine, job: Job, parameters: float) -> float:
     """Return the extra seconds of a sharded optimizer whose gradients are whole and reduced as one flat tensor.
 
-    It reads them for the norm, reads and writes them to clip them, and copies them twice to reduce them (itself, and
-    torch for collectives of lists); what is gathered is copied three times (nanotron's optim/zero.py, distributed.py).
+    Gradients are read for the norm, read and written for clipping, and copied twice for the reduction, by the program
+    and by torch. Gathered weights are copied three times (nanotron's optim/zero.py, distributed.py).
     """
     return memory_seconds(machine, (7 * job.bytes_of_gradient + 6 * job.bytes_of_value) * parameters)
 
@@ -178,7 +179,8 @@ def flattening_seconds(machine: Machine, job: Job, parameters: float) -> float:
 def accumulated_bytes(job: Job) -> int:
     """Return the bytes per parameter for adding a gradient to its buffer.
 
-    It is written in 16 bits and read before, unless the product itself adds it.
+    The buffer is read and written. The gradient is also written and read in 16 bits, unless its matrix product adds to
+    the buffer.
     """
     return 2 * job.bytes_of_gradient + (0 if job.stack.fuses_weight_gradient else 4)
 
@@ -186,8 +188,8 @@ def accumulated_bytes(job: Job) -> int:
 def optimizer_seconds(machine: Machine, job: Job, parameters: float, sharded: float) -> float:
     """Return the seconds of norm, clipping and AdamW of `sharded` parameters, and of zeroing all gradients.
 
-    AdamW reads gradient, master and two moments and writes three of them and the weight: 28 + 2 bytes; the norm reads
-    the gradient once more.
+    AdamW reads the gradient, the master weight and two moments, and writes the master weight, the moments and the
+    weight: 28 + 2 bytes. The norm reads the gradient once more.
     """
     each = 28 + job.bytes_of_value + job.bytes_of_gradient
     return memory_seconds(machine, each * sharded + job.bytes_of_gradient * parameters)

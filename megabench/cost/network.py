@@ -85,7 +85,8 @@ def _bandwidth(stated: float | None, link: Link, cost: LinkCost) -> float:
 def ring_bandwidth(profile: Profile, where: Span) -> float:
     """Return the bus bandwidth of a ring in bytes per second.
 
-    A ring passes each host once, over all its NICs, which `sharing` rings share; inside it goes from GPU to GPU.
+    A ring crosses each host once over all its NICs, which `sharing` rings share. Inside a host, the ring passes from
+    GPU to GPU.
     """
     rates = []
     if where.inside:
@@ -127,9 +128,9 @@ def _costs(profile: Profile, where: Span) -> tuple[float, float, float]:
 def gather_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
     """Return the seconds of ring all-gathers or reduce-scatters of `num_bytes` in total, in equal calls.
 
-    The time of a call is base + (n − 1)·hop + (n − 1)/n·bytes / bandwidth. All ranks step together, so the slowest hop
-    counts: the published all-gathers over 2 to 64 hosts agree to 20% with one hop of 40 µs, and not with NCCL's tuner,
-    which counts hosts − 1 slow hops alone.
+    The time of a call is base + (n − 1)·hop + (n − 1)/n·bytes / bandwidth. All ranks advance together, so the slowest
+    hop counts. Published all-gathers over 2 to 64 hosts agree within 20% with a hop of 40 µs. They do not agree with
+    NCCL's tuner, which counts only hosts − 1 slow hops.
     """
     return _along_ring(profile, where, (where.size - 1) / where.size * num_bytes, calls)
 
@@ -137,8 +138,8 @@ def gather_seconds(profile: Profile, where: Span, num_bytes: float, calls: int =
 def exchange_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
     """Return the seconds of all-to-alls in equal calls. Each rank sends every other rank its part directly.
 
-    Of n ranks, g on a host, one sends (g − 1)/n of it inside and (n − g)/n to other hosts, over NICs that all g share;
-    none gets more of them than a ring gets alone.
+    With n ranks, g per host, a rank sends (g − 1)/n of its bytes inside the host and (n − g)/n to other hosts, over
+    NICs that the g ranks share.
     """
     if where.is_alone or num_bytes == 0:
         return 0.0
@@ -163,9 +164,10 @@ def _along_ring(profile: Profile, where: Span, num_bytes: float, calls: int) -> 
 def all_reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
     """Return the seconds of an all-reduce by a ring or by trees, whichever is faster, as in NCCL.
 
-    A tree goes down a chain on each host and over log2(hosts) levels between them, and back: 2·((n/hosts − 1)·hop +
-    log2(hosts)·hop). Every GPU sends all bytes up or down its chain, a host 2·(hosts − 1)/hosts of them; pipelining is
-    poor in practice: over 2 to 64 hosts published times of 256 MB grow with log2(hosts).
+    A tree consists of a chain on each host and log2(hosts) levels between hosts, and is used in both directions:
+    2·((n/hosts − 1)·hop + log2(hosts)·hop). Every GPU sends all bytes along its chain, and a host sends 2·(hosts −
+    1)/hosts of them. Pipelining is poor in practice: published times of 256 MB over 2 to 64 hosts grow with
+    log2(hosts).
     """
     ring = 2 * gather_seconds(profile, where, num_bytes, calls)
     if where.across is None or num_bytes == 0:
@@ -182,8 +184,8 @@ def all_reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: i
 def send_seconds(profile: Profile, where: Span, num_bytes: float, ranks_per_host: int) -> float:
     """Return the seconds to send from one pipeline stage to the next, for all ranks of the boundary at once.
 
-    Between hosts `sharing` of them share the NICs; over EFA and InfiniBand none gets more than its own part of them
-    (each GPU has its own NICs), over sockets one may take all.
+    Between hosts, `sharing` ranks share the NICs. Over EFA and InfiniBand, each GPU can use only its own NICs. Over
+    sockets, one rank may use all NICs.
     """
     if where.is_alone or num_bytes == 0:
         return 0.0
