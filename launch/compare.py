@@ -1,15 +1,15 @@
-"""Runs a study on the processes that torchrun started; the same command on every node of a cluster.
+"""Run a study on the processes that torchrun started. Run the same command on every node of a cluster:
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
     launch/compare.py configs/studies/quickstart.yaml --out runs/quickstart
 
-Without torchrun it is `megabench compare`.
+Without torchrun, this script is equivalent to `megabench compare`.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # allow running from a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # imports megabench from this checkout
 
 from megabench.cli import main
 

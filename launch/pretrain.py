@@ -1,10 +1,10 @@
-"""Trains one model under one layout: `torchrun --nproc-per-node 8 launch/pretrain.py --tp 8`."""
+"""Train one model with one layout: `torchrun --nproc-per-node 8 launch/pretrain.py --tp 8`."""
 
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # allow running from a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # imports megabench from this checkout
 
 from megabench.config import RunConfig
 from megabench.record import Probe
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def find(given: RunConfig, rendezvous: "Rendezvous", device: Literal["cpu", "cuda"]) -> tuple[RunConfig, list[Probe]]:
-    from megabench.autotune.tune_launched import tune_launched  # --help needs no torch
+    from megabench.autotune.tune_launched import tune_launched  # imported here because --help must not import torch
 
     return tune_launched(given, rendezvous, device)
 

@@ -1,10 +1,10 @@
-"""Write files atomically. Loads no torch."""
+"""Atomic writes of text files. This module does not import torch."""
 
 from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write or replace a text file atomically, by renaming a temporary file with the suffix .partial."""
+    """Write or replace a text file atomically: write a .partial file first, then rename the .partial file."""
     partial = path.with_suffix(".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -1,4 +1,4 @@
-"""Definitions of tokens per second, FLOPs per token, MFU and step-time statistics. Loads no torch."""
+"""Definitions of tokens per second, FLOPs per token, MFU and quantiles. This module does not import torch."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,18 +9,22 @@ from megabench.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """Training FLOPs per token, with causal attention (half the square) and with the full square."""
+    """Training FLOPs per token, forward and backward.
+
+    `causal` counts half of the S×S attention matrix, and `full` counts the whole S×S attention matrix.
+    """
 
     causal: float
     full: float
 
 
 def flops_per_token(shape: ModelShape, seq_length: int) -> FlopsPerToken:
-    """FLOPs per token are 6 × matrix parameters + attention. Recomputation is never counted as useful work.
+    """Return 6 × matrix parameters + attention FLOPs. Recomputation does not count.
 
-    A matrix product costs 2 FLOPs per parameter in forward and 4 in backward. Attention scores and their product with
-    the values cost 4·S·N·D FLOPs per token and layer in forward (full square), and three times as many in training.
-    Source: arXiv 2204.02311 appendix B; the causal half as in current Megatron-LM.
+    A matrix product costs 2 FLOPs per parameter in forward and 4 FLOPs per parameter in backward. Attention scores and
+    their product with the values cost 4·S·N·D FLOPs per token and layer in forward (full S×S matrix). Forward and
+    backward together cost three times the FLOPs of forward.
+    Source: arXiv 2204.02311 appendix B. The causal count follows current Megatron-LM.
     """
     matrices = 6.0 * shape.matrix_parameters
     square = 12.0 * shape.num_layers * seq_length * shape.num_heads * shape.head_dim
@@ -28,14 +32,14 @@ def flops_per_token(shape: ModelShape, seq_length: int) -> FlopsPerToken:
 
 
 def output_layer_cost(shape: ModelShape, seq_length: int) -> float:
-    """Return the cost of the output layer as a multiple of a layer: 2.1 for Llama-3-8B at sequence 8192."""
+    """Return output-layer FLOPs ÷ transformer-layer FLOPs, which is 2.1 for Llama-3-8B at sequence length 8192."""
     output = 6.0 * shape.vocab_size * shape.hidden_size
     layers = flops_per_token(shape, seq_length).causal - output
     return output / (layers / shape.num_layers)
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """Return a quantile by linear interpolation between order statistics, as numpy does by default."""
+    """Return a quantile by linear interpolation between order statistics (the default of `numpy.quantile`)."""
     ordered = sorted(values)
     position = fraction * (len(ordered) - 1)
     below = int(position)
@@ -45,7 +49,7 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 @dataclass(frozen=True)
 class Throughput:
-    """The throughput of a run, from the median of its timed steps."""
+    """Throughput of a run, computed from the median of the timed steps."""
 
     step_seconds: float
     tokens_per_second: float
@@ -56,14 +60,17 @@ class Throughput:
     days_per_100b_tokens: float
 
     def mfu(self, peak_tflops: float | None) -> float | None:
-        """Return causal model FLOP/s ÷ dense peak of the precision in use; None when the peak is not known."""
+        """Return causal model FLOP/s ÷ dense peak FLOP/s of the training precision, or None if the peak is unknown."""
         return self.tflops_per_device_causal / peak_tflops if peak_tflops else None
 
 
 def throughput(
     step_seconds: Sequence[float], shape: ModelShape, seq_length: int, global_batch: int, num_devices: int
 ) -> Throughput | None:
-    """Return the throughput of timed steps, given the seconds of the slowest rank, or None without timed steps."""
+    """Return the throughput, or None if `step_seconds` is empty.
+
+    `step_seconds` contains the slowest rank's seconds of each timed step.
+    """
     if not step_seconds:
         return None
     seconds = statistics.median(step_seconds)

@@ -1,4 +1,4 @@
-"""The precisions that a run can train in: dtypes, loss scaling, peak rate and tolerances of each. Loads no torch."""
+"""Precision policies: dtypes, loss scaling and parity tolerances. This module does not import torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,14 +10,16 @@ _BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """How a run computes. Masters and optimizer moments are fp32 under every policy.
+    """Dtypes, loss scaling and tolerances of one training precision.
 
-    `compute` is the dtype of weights and activations in forward and backward; `products` is the precision of matrix
-    products, whose dense peak MFU is measured against. `grad_dtypes` are the dtypes in which gradients may be
-    accumulated and reduced. With `scales_loss`, a dynamic loss scale skips steps whose gradients overflow.
+    Master weights and optimizer moments are fp32 under every policy. `compute` is the dtype of weights and activations
+    in forward and backward. `products` is the precision of matrix products, and MFU is relative to the dense peak of
+    that precision. `grad_dtypes` lists the dtypes allowed for gradient accumulation and reduction. If `scales_loss` is
+    true, a dynamic loss scale skips steps whose gradients overflow.
 
-    `loss_tolerance` is the largest relative difference of the loss at any step between trials of the same work,
-    `grad_norm_tolerance` that of the gradient norm in the median of the first steps; see `study/parity.py`.
+    `loss_tolerance` is the largest allowed relative difference of the loss at any step between two trials of one work
+    class. `grad_norm_tolerance` limits the median relative difference of the gradient norm over the first steps. See
+    `study/parity.py`.
     """
 
     name: str
@@ -31,17 +33,17 @@ class PrecisionPolicy:
 
     @property
     def bytes_of_value(self) -> int:
-        """The number of bytes of a weight or an activation."""
+        """Bytes per element of a weight or an activation."""
         return _BYTES[self.compute]
 
     @property
     def has_masters(self) -> bool:
-        """Whether fp32 master weights exist in addition to the weights used for computing."""
+        """Whether the optimizer keeps fp32 master weights in addition to the compute weights."""
         return self.compute != "fp32"
 
     @property
     def bytes_of_state(self) -> int:
-        """The bytes per parameter with AdamW: weight, fp32 gradient, two moments, and any fp32 master weight."""
+        """Bytes per parameter with AdamW: weight, fp32 gradient, two fp32 moments, and fp32 master weight if kept."""
         return self.bytes_of_value + 4 + 4 * self.has_masters + 8
 
 

@@ -1,6 +1,6 @@
-"""`megabench topo`: draw hosts, NVLink domains and GPUs with the process groups of a layout, or print them as JSON.
+"""`megabench topo`: print hosts, NVLink domains, GPUs and the process groups of a layout as a diagram or as JSON.
 
-Imports torch only under a launcher.
+This module imports torch only under a launcher.
 """
 
 import json
@@ -23,11 +23,11 @@ from megabench.parallel.placement import LINK_NAMES, Placement, Policy, number_r
 from megabench.record import Group as RankGroup
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")
-_MOST_GROUPS = 8  # maximum number of groups of one kind in the table
+_MOST_GROUPS = 8  # largest number of table rows per kind of process group
 
 
 def read_policy(word: str) -> Policy:
-    """Return the placement policy with this name. Raises ConfigError if the name is unknown."""
+    """Return the placement policy with the given name. Raise ConfigError if the name is unknown."""
     for policy in get_args(Policy):
         if policy == word:
             return policy
@@ -37,7 +37,7 @@ def read_policy(word: str) -> Policy:
 def find_topology(
     cluster: str | None, num_processes: int | None, layout: Layout, is_launched: bool, emulate_hosts: int | None
 ) -> Topology:
-    """Return the topology of a cluster, of this process's launch, or of this machine."""
+    """Return the topology of `cluster`, or of the current torchrun launch, or of this machine."""
     if cluster:
         topology = read_cluster(cluster)
     elif is_launched:
@@ -48,7 +48,7 @@ def find_topology(
 
 
 def write(placement: Placement, layout: Layout, as_json: bool) -> None:
-    """Write the drawing or the JSON to standard output."""
+    """Print the diagram or the JSON on standard output."""
     if as_json:
         print(json.dumps(describe(placement, layout), indent=2))
     else:
@@ -56,20 +56,22 @@ def write(placement: Placement, layout: Layout, as_json: bool) -> None:
 
 
 def _of_machine(num_processes: int | None, layout: Layout) -> Topology:
-    """Return the topology of this machine with one rank per GPU.
+    """Return the topology of this machine.
 
-    Without GPUs, use `num_processes` ranks, or the number that the layout needs.
+    The default of `num_processes` is one rank per GPU, or tp × cp × pp ranks on a machine without GPUs.
     """
     gpus = visible_gpus()
     size = num_processes or len(gpus) or layout.tp * layout.cp * layout.pp
     if gpus and size > len(gpus):
-        raise TopologyError(f"--nproc {size}: this machine has {len(gpus)} GPUs; use --nproc {len(gpus)} or --cluster")
+        raise TopologyError(
+            f"--nproc {size} exceeds this machine's {len(gpus)} GPUs. Use --nproc {len(gpus)} or --cluster."
+        )
     uuids: Sequence[str | None] = [uuid for uuid, _ in gpus[:size]] or [None] * size
     return from_facts([read_facts(rank, uuid) for rank, uuid in enumerate(uuids)])
 
 
 def _of_launch() -> Topology:
-    """Return the topology of this process's launch. Every process of the launch must call this."""
+    """Return the topology of the current launch. This function is collective over all processes of the launch."""
     from megabench.runtime.messages import outlast
     from megabench.runtime.rendezvous import join
 
@@ -81,7 +83,10 @@ def _of_launch() -> Topology:
 
 
 def describe(placement: Placement, layout: Layout) -> dict[str, Any]:
-    """Return the content of the drawing for programs. Rank numbers are those of the run."""
+    """Return hosts, NVLink domains, links, process groups, placement and warnings for JSON output.
+
+    Ranks are numbered as in the run, not as in the launcher.
+    """
     topology = placement.topology
     return {
         "hosts": [
@@ -115,7 +120,7 @@ def describe(placement: Placement, layout: Layout) -> dict[str, Any]:
 
 
 def show(console: Console, placement: Placement, layout: Layout) -> None:
-    """Print the drawing, the tables of links and groups, and the warnings."""
+    """Print the diagram, the tables of links and process groups, and the warnings."""
     topology = placement.topology
     count = f"{len(topology.hosts)} host{'s' * (len(topology.hosts) != 1)}{', emulated' * topology.emulated}"
     console.print(Text(f"{layout} on {topology.world_size} ranks, {count}, placement {placement.policy}", style="bold"))
@@ -159,7 +164,7 @@ def _domain_title(topology: Topology, domain: int, members: Sequence[int]) -> st
 
 
 def _cells(placement: Placement, layout: Layout, ranks: Sequence[int]) -> RenderableType:
-    """Return one cell per rank: its number, the letter of its TP group, its pipeline stage and its replica."""
+    """Return one cell per rank with the rank, its TP group's letter, and its pp, cp and dp coordinates."""
     table = Table.grid(padding=(0, 1))
     cells = []
     for rank in ranks:
@@ -179,12 +184,12 @@ def _cells(placement: Placement, layout: Layout, ranks: Sequence[int]) -> Render
 
 
 def _letters(number: int) -> str:
-    """A, B, …, Z, AA, AB, …"""
+    """Return the letters of a group number in the order A, B, …, Z, AA, AB, …"""
     return (_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
 
 
 def _arrows(topology: Topology, layout: Layout, number: int) -> Iterator[str]:
-    """Return one line for each pipeline stage of a host and each host to which the stage sends activations."""
+    """Yield one line for each pipeline stage on a host and each host that receives the stage's activations."""
     sends: dict[tuple[int, int], list[tuple[int, int]]] = {}
     step = topology.world_size // layout.pp
     for rank in topology.ranks_by_host[number]:
@@ -215,12 +220,12 @@ def _groups_table(topology: Topology, groups: Sequence[RankGroup]) -> Table:
             hosts = ", ".join(_host_names(topology, group.ranks))
             table.add_row(kind, number_ranges(group.ranks), hosts, LINK_NAMES[group.link or "socket"])
         if len(same) > _MOST_GROUPS:
-            table.add_row(kind, f"and {len(same) - _MOST_GROUPS} more (--json has them)", "", "")
+            table.add_row(kind, f"and {len(same) - _MOST_GROUPS} more groups (see --json)", "", "")
     return table
 
 
 def _inner_link(topology: Topology, ranks: Sequence[int]) -> str | None:
-    """Return the link inside an NVLink domain, or None for a single rank."""
+    """Return the link between the ranks of an NVLink domain, or None for a single rank."""
     return topology.link(ranks[0], ranks[1]) if len(ranks) > 1 else None
 
 
@@ -229,7 +234,7 @@ def _host_names(topology: Topology, ranks: Sequence[int]) -> list[str]:
 
 
 def _gb_per_s(topology: Topology, kind: str) -> float | None:
-    """Return the bandwidth in one direction of all NVLinks of a GPU, or of all NICs of a host; None where not known."""
+    """Return the one-way bandwidth of all NVLinks of a GPU or all NICs of a host, or None if unknown."""
     if kind == "nvlink":
         return min((host.nvlink_gb_per_s for host in topology.hosts if host.nvlink_gb_per_s), default=None)
     rates = [host.network_gbits for host in topology.hosts if host.network == kind and host.network_gbits]

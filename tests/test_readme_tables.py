@@ -36,7 +36,7 @@ def test_a_mark_without_an_end_is_refused(tmp_path: Path) -> None:
     for text in (mark, f"{mark}words\n{mark}{end}", f"{mark}{end}words\n{end}"):
         page.write_text(text)
         done = readme_tables(page)
-        assert done.returncode == 2 and "has no <!-- end of records --> of its own" in done.stderr
+        assert done.returncode == 2 and "must be followed by exactly one <!-- end of records -->" in done.stderr
         assert page.read_text() == text
 
 

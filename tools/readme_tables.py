@@ -1,7 +1,7 @@
-"""README's tables of results, from the records they tell of: `make readme-tables`.
+"""Update the result tables of README.md from the records of the studies: `make readme-tables`.
 
-What stands between `<!-- records: FOLDER -->` and `<!-- end of records -->` is replaced by the table of the study in
-FOLDER. Running the tool again changes nothing.
+The tool replaces the text between `<!-- records: FOLDER -->` and `<!-- end of records -->` with the results table of
+the study in FOLDER. Running the tool twice gives the same file as running the tool once.
 """
 
 import re
@@ -21,10 +21,12 @@ _START, _END = re.compile(r"<!-- records: (\S+) -->\n"), "<!-- end of records --
 
 
 def main(
-    file: Annotated[Path, typer.Argument(help="Markdown file, written in place.")] = ROOT / "README.md",
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 where something would change.")] = False,
+    file: Annotated[Path, typer.Argument(help="Markdown file to update in place.")] = ROOT / "README.md",
+    check: Annotated[
+        bool, typer.Option("--check", help="Do not write; exit with status 1 if a table is out of date.")
+    ] = False,
 ) -> None:
-    """Put the tables of the measured studies into a Markdown file."""
+    """Write the results tables of the measured studies into a Markdown file."""
     try:
         old = file.read_text()
         new = with_tables(old)
@@ -32,22 +34,28 @@ def main(
         print(f"Error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     if check and new != old:
-        print(f"{file} does not tell what the records say; make readme-tables mends it", file=sys.stderr)
+        print(
+            f"The tables in {file} differ from the records. Run make readme-tables to update the tables.",
+            file=sys.stderr,
+        )
         raise typer.Exit(1)
     if not check:
         write_atomically(file, new)
 
 
 def with_tables(text: str) -> str:
-    """Return `text` with its marked tables regenerated from the repository's records.
+    """Return `text` with every marked table regenerated from the records in the repository.
 
-    Raises UserError if a marker has no end.
+    Raise UserError if a start mark has no end mark.
     """
-    before, *places = _START.split(text)  # text, followed by alternating directories and the text after their markers
+    # `places` alternates between the folder of a start mark and the text after the start mark
+    before, *places = _START.split(text)
     parts = [before]
     for folder, behind in zip(places[0::2], places[1::2], strict=True):
         if behind.count(_END) != 1:
-            raise UserError(f"<!-- records: {folder} --> has no {_END} of its own; add one behind the table")
+            raise UserError(
+                f"<!-- records: {folder} --> must be followed by exactly one {_END}. Add {_END} after the table."
+            )
         study, rest = read_folder(ROOT / folder), behind.partition(_END)[2]
         parts.append(f"<!-- records: {folder} -->\n\n{markdown(study.records, study.reference)}\n\n{_END}{rest}")
     return "".join(parts)

@@ -1,6 +1,6 @@
-"""Writes docs/settings.md, the page of all settings, from their declarations: `make settings-page`.
+"""Generate docs/settings.md from the declarations of all settings: `make settings-page`.
 
-With --check, the tool writes nothing, and exits with status 1 if the page is out of date.
+With --check, the tool writes nothing and exits with status 1 if docs/settings.md is out of date.
 """
 
 from itertools import groupby
@@ -32,7 +32,7 @@ _RESUME = {"same": "same", "content": "content", "mention": "logged", "free": "f
 
 
 def page() -> str:
-    """Return the page as Markdown, with a table for each panel."""
+    """Return the Markdown text of docs/settings.md with one table per panel of settings."""
     parts = [_HEAD]
     for panel, group in groupby(sorted(SETTINGS.items(), key=_panel_order), key=lambda item: item[1].panel):
         parts.append(f"\n## {panel}\n\n| Setting | Meaning | Values | Default | Engines | Resumed run |\n")
@@ -63,7 +63,7 @@ _KINDS: dict[Any, str] = {bool: "true, false", int: "integer", float: "number", 
 
 
 def _values(annotation: Any) -> str:
-    """What a setting may be: "integer or auto"."""
+    """Return the accepted values of a type annotation as text, such as "integer or auto"."""
     if choices := literal_values(annotation):
         return ", ".join(map(str, choices))
     arms = [arm for arm in get_args(annotation) if arm is not NoneType]
@@ -84,9 +84,11 @@ def _default(field: FieldInfo) -> str:
 
 
 def main(
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if out of date.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Do not write; exit with status 1 if the page is out of date.")
+    ] = False,
 ) -> None:
-    """Write the page of settings."""
+    """Write docs/settings.md, the page of all settings."""
     text = page()
     if check:
         raise typer.Exit(PAGE.read_text(encoding="utf-8") != text)

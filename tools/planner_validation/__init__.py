@@ -1,4 +1,1 @@
-"""Measure the accuracy of the planner, fitted to some published measurements and tested on others.
-
-`make validate-planner DATA=…`.
-"""
+"""Validation of the planner on published measurements, some fitted and others held out: `make validate-planner`."""

@@ -1,4 +1,4 @@
-"""`make validate-planner DATA=published-runs.csv`: fits, tries on what was not fitted, prints and keeps the table."""
+"""Fit the cost profiles and validate predictions on held-out runs: `make validate-planner DATA=published-runs.csv`."""
 
 import sys
 from collections.abc import Sequence
@@ -24,30 +24,39 @@ from tools.planner_validation.report import lines, null_model, table
 
 _BENCHMARKS = Path("benchmarks")
 _KEPT = _BENCHMARKS / "planner" / "validation.md"
-_HOOKS_FROM = "gpt2-zero"  # constants of megabench/specs/data_parallel_cost.py
+# the study from which megabench/specs/data_parallel_cost.py takes the cost of DeepSpeed's hooks
+_HOOKS_FROM = "gpt2-zero"
 _INTRODUCTION = """# How good the planner is
 
-Written by `make validate-planner DATA=…` (tools/planner_validation/). Constants were fitted to the rows called
-"fitted" and to no others, but for the allocator's shares, which were fitted to the memory of those called "memory
-fitted" as well; that memory is in no other line. "Constant MFU" is a null model that gives every row of a GPU the
-median MFU of its fitted rows. Spearman is over all rows of a line, "within a sweep" the mean over groups of one model,
-batch and number of GPUs; regret is how much longer the predicted best of such a group (of what is predicted to fit)
-takes than the measured best; where the null model cannot tell, it draws. OOM: published ends that are not told apart
-from crashes; layouts that the sweep's program refuses count as foretold. Its memory is that of the first rank, with its
-program's own share for the allocator (shipped profiles: that of megabench's engines). The memory of FSDP2, and of DDP
-with several micro-batches, from when they held gradients twice is in no line. playbook-sweep.md, beside this
-file, says what is known of the sweep's rows that no layout explains; they are in every figure here. Of own records
-options-4-gpus is fitted and engines-bf16 is not; it was the other way round, with older records, until the H200 had
-been calibrated.
+`make validate-planner DATA=…` (tools/planner_validation/) generates this file.
+
+- **Fitted rows.** Constants are fitted only to the rows marked "fitted". The allocator shares are also fitted to the
+  peak memory of the rows marked "memory fitted", and all other lines omit that memory.
+- **Null model.** "Constant MFU" predicts each row with the median MFU of the fitted rows of the same GPU type.
+- **Rank correlation.** "Spearman" is over all rows of a line. "Within a sweep" is the mean over groups of rows with the
+  same model, batch and number of GPUs.
+- **Regret** is how much longer a step of the predicted best layout takes than a step of the measured best layout, in
+  each group. Only layouts that are predicted to fit can be the predicted best. Ties count with their mean regret.
+- **OOM.** The published sources do not distinguish out-of-memory failures from crashes. Layouts that the sweep's
+  program rejects count as predicted failures.
+- **Memory of the playbook sweep** is that of rank 0, predicted with the allocator shares of the sweep's program. The
+  shipped profiles have the allocator shares of megabench's engines.
+- **Omitted memory.** Every line omits the memory of FSDP2, and of DDP with several micro-batches, in the studies in
+  which these engines stored the gradients twice.
+- **Outliers.** All figures include the rows of the sweep that no layout explains (see playbook-sweep.md).
+- **Own records.** options-4-gpus is fitted and engines-bf16 is held out. Before the H200 was calibrated, with older
+  records, engines-bf16 was fitted and options-4-gpus was held out.
 
 """
 
 
 def validate(
-    data: Annotated[Path, typer.Argument(help="The table of published runs; that of collectives lies beside it.")],
-    write: Annotated[bool, typer.Option("--write", help="Make the fitted profiles the shipped ones.")] = False,
+    data: Annotated[Path, typer.Argument(help="CSV file of published runs, next to published-collectives.csv.")],
+    write: Annotated[
+        bool, typer.Option("--write", help="Replace the shipped profiles with the fitted profiles.")
+    ] = False,
 ) -> None:
-    """Fit the profiles, and measure their accuracy on measurements that were not used for fitting."""
+    """Fit the profiles, and report the accuracy of predictions for fitted and held-out runs."""
     measured = Measurements(
         published=read_rows(data),
         collectives=read_collectives(data.with_name("published-collectives.csv")),
@@ -72,7 +81,11 @@ def validate(
 
 
 def _parts(measured: Measurements) -> list[tuple[str, Sequence[Row]]]:
-    """What gets a line of its own: each source's fitted rows, and its others; a large sweep by its number of GPUs."""
+    """Return the name and the rows of each line of the table.
+
+    Each source has one line for fitted rows and one line for held-out rows. The playbook sweep also has one line per
+    number of GPUs.
+    """
     found: list[tuple[str, Sequence[Row]]] = []
     for source in dict.fromkeys(row.source.name for row in measured.published):
         rows = [row for row in measured.published if row.source.name == source]
@@ -108,7 +121,7 @@ def _without_memory(row: Row) -> Row:
 
 
 def _by_pipeline(rows: Sequence[Row]) -> list[tuple[str, Sequence[Row]]]:
-    """Multi-node rows with tensor-parallel groups in a pipeline, and all others: the former ran in another way."""
+    """Split multi-node rows into rows that combine TP with PP and all other rows (see playbook-sweep.md)."""
     both = [row for row in rows if row.candidate.layout.pp > 1 and row.candidate.layout.tp > 1]
     return [("of these TP × PP", both), ("of these not TP × PP", [row for row in rows if row not in both])]
 

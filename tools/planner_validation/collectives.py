@@ -1,4 +1,4 @@
-"""Published collectives, which determine the constants of links. Loads no torch."""
+"""Published collective timings for the fit of the link constants. This module does not import torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +9,18 @@ from megabench.cost.profile import Profile
 from megabench.hardware.topology import Host, Topology, build
 from tools.planner_validation.published import read_table
 
-_PLOTTED_BYTES = 256e6  # of the rows without bytes: "size=256MB" in the figure's title
-# ratio of bus bandwidth to algorithm bandwidth, as a multiple of (n − 1)/n
-_BUS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+# message size in bytes of rows that state none; the title of the published figure says "size=256MB"
+_PLOTTED_BYTES = 256e6
+_BUS = {
+    "all_reduce": 2.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+}  # bus bandwidth ÷ algorithm bandwidth, without the factor (n − 1)/n
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One measured collective over whole hosts of eight GPUs."""
+    """One measured collective over one or more full hosts of eight GPUs."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
     gpu: str
@@ -32,9 +36,9 @@ class Collective:
 
 
 def read_collectives(path: Path) -> list[Collective]:
-    """The measurements of a file, those of untuned libraries left out; DataError where it cannot be read."""
+    """Read the measurements of a CSV file, except those of untuned libraries. Raise DataError if the read fails."""
     found = []
-    for line in read_table(path, "it lies beside the published runs"):
+    for line in read_table(path, "Place the file in the directory of the published runs."):
         if "untuned" in line["note"]:
             continue
         gpus, nodes = int(line["gpus"]), int(line["nodes"])

@@ -1,4 +1,4 @@
-"""Fits a profile's constants to measurements. Loads no torch."""
+"""Fits of profile constants to measurements. This module does not import torch."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ from megabench.specs.megatron_memory import stage_memory
 from tools.planner_validation.collectives import Collective
 from tools.planner_validation.published import Row
 
-# constants that are fitted to published step times; the others are from data sheets and micro-benchmarks
+# Constants fitted to published step times. Other constants come from data sheets and micro-benchmarks.
 SPEED = (
     "gemm_half_k",
     "attention_forward",
@@ -23,27 +23,27 @@ SPEED = (
 )
 MEMORY = ("allocator_share", "gather_allocator_share")
 LINKS = ("nvlink.efficiency", "efa.efficiency", "efa.hop_seconds", "efa.base_seconds")
-_NOISE = 0.02  # typical difference of repeated runs
-_LARGE = 1e6  # smallest message size in bytes that is relevant for training
+_NOISE = 0.02  # relative difference between repeated runs
+_LARGE = 1e6  # bytes; smaller collectives do not represent training
 
 
 def predicted_seconds(row: Row, profile: Profile) -> float:
-    """Return the predicted seconds per step of a published configuration."""
+    """Return the predicted step time of a configuration in seconds."""
     return Costs(row.job, row.topology, profile).estimate(row.candidate).step_seconds
 
 
 def predicted_gib(row: Row, profile: Profile) -> float:
-    """GiB of the GPU of a published configuration whose peak its source states: the fullest, or the first."""
+    """Return the predicted peak memory in GiB of the GPU that the source measured: rank 0 or the fullest GPU."""
     if row.source.first_rank_memory and row.candidate.engine == "megatron":
         return stage_memory(row.job, row.candidate, profile, stage=0).total / 2**30
     return Costs(row.job, row.topology, profile).memory(row.candidate).total / 2**30
 
 
 def fit_speed(profile: Profile, rows: Sequence[Row], names: Sequence[str] = SPEED) -> Profile:
-    """The profile whose step times are nearest to those of `rows`, by the mean of |ln predicted ÷ measured|.
+    """Return the profile that minimizes the mean of |ln(predicted ÷ measured)| over the step times of `rows`.
 
-    Rounded off near nothing: moving one constant at a time gets stuck in the corners of a sum of absolute values, and
-    what it found hung on where it began.
+    The absolute value is smoothed near zero. Without smoothing, coordinate descent stops at corners of the loss, and
+    the result depends on the initial values.
     """
 
     def loss(candidate: Profile) -> float:
@@ -55,7 +55,7 @@ def fit_speed(profile: Profile, rows: Sequence[Row], names: Sequence[str] = SPEE
 
 
 def fit_memory(profile: Profile, rows: Sequence[Row]) -> Profile:
-    """The profile whose peaks are nearest to those of `rows`."""
+    """Return the profile that minimizes the mean of |ln(predicted ÷ measured)| over the peak memory of `rows`."""
 
     def loss(candidate: Profile) -> float:
         return statistics.mean(
@@ -66,7 +66,7 @@ def fit_memory(profile: Profile, rows: Sequence[Row]) -> Profile:
 
 
 def fit_links(profile: Profile, collectives: Sequence[Collective]) -> Profile:
-    """The profile whose NVLink and EFA are nearest to measured collectives of a megabyte and more."""
+    """Return the profile whose NVLink and EFA constants best fit the measured collectives of at least 1 MB."""
     large = [one for one in collectives if one.num_bytes >= _LARGE]
 
     def loss(candidate: Profile) -> float:

@@ -1,4 +1,4 @@
-"""Convert this project's records into jobs and candidates. Loads no torch."""
+"""Conversion of this project's records into validation rows. This module does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +12,10 @@ from megabench.record import RunRecord, read_records
 from megabench.specs.registry import ENGINES
 from tools.planner_validation.published import Row, Source
 
-# studies with known faults; see benchmarks/NOTES.md
+# faults of studies, described in benchmarks/NOTES.md
 _FAULTS = {"engines-4-gpus": " (torch.compile off by a fault)"}
-# in which FSDP2, and DDP with several micro-batches, held gradients twice (ibid.): no measure of their memory since
+# Studies in which FSDP2, and DDP with several micro-batches, stored the gradients twice (see benchmarks/NOTES.md). The
+# validation ignores the peak memory of both engines in these studies, since the current engines store gradients once.
 _GRADIENTS_HELD_TWICE = (
     "bloom-7b1-scale",
     "engines-4-gpus",
@@ -32,9 +33,9 @@ _SOURCE = Source("own records", "", Stack(), "socket")
 
 
 def read_own(folder: Path) -> list[Row]:
-    """Return the GPU measurements of the studies in a directory."""
+    """Read the GPU measurements of every study in a subdirectory of `folder`, averaged over repeated runs."""
     rows: list[Row] = []
-    seen: set[tuple[float, ...]] = set()  # a run may be part of two studies
+    seen: set[tuple[float, ...]] = set()  # one run can be part of two studies
     for path in sorted(folder.glob("*/results.jsonl")):
         name = path.parent.name + _FAULTS.get(path.parent.name, "")
         records, trials = read_records(path), dict[str, list[Row]]()
@@ -55,14 +56,17 @@ def _held_twice(row: Row) -> bool:
 
 
 def _mean(runs: Sequence[Row]) -> Row:
-    """Return one row for all runs of a trial."""
+    """Return one row with the mean measurements of a trial's runs."""
     first = runs[0]
     measured = {kind: mean(row.measured[kind] for row in runs) for kind in first.measured}
     return replace(first, measured=measured)
 
 
 def row_of(record: RunRecord, study: Sequence[RunRecord]) -> Row | None:
-    """A trial of a known engine that ran on GPUs, beside the others of its `study`; None for any other."""
+    """Return the row of a record, or None unless the trial succeeded on GPUs with a known engine.
+
+    `study` contains all records of the trial's study.
+    """
     if (
         record.engine not in ENGINES
         or record.status != "ok"
@@ -78,9 +82,10 @@ def row_of(record: RunRecord, study: Sequence[RunRecord]) -> Row | None:
 
 
 def _topology(record: RunRecord, study: Sequence[RunRecord]) -> Topology:
-    """Equal hosts, emulated or not, with NVLink inside; between them the median of what the study's runs measured.
+    """Return the topology of a record: equal hosts, emulated or real, with NVLink inside each host.
 
-    One run measures for a second, and differs by a fifth from the next one of the same link.
+    The bandwidth between hosts is the median over the study's runs with the same number of hosts and ranks. A single
+    bandwidth measurement takes about one second, and two measurements of one link differ by about 20%.
     """
     hosts = record.num_hosts or 1
     same = [other for other in study if (other.num_hosts, other.world_size) == (record.num_hosts, record.world_size)]

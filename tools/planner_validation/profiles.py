@@ -1,4 +1,4 @@
-"""Create the shipped profiles: the fitted constants, their measurements and their starting points. Loads no torch."""
+"""Fits of the shipped profiles: constants, measurements and initial values. This module does not import torch."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from tools.planner_validation import fit
 from tools.planner_validation.collectives import Collective
 from tools.planner_validation.published import Row
 
-# starting point of every fit
+# initial values of the fitted constants, independent of the values in the shipped profiles
 _START = {
     "gemm_half_k": 150.0,
     "attention_forward": 0.6,
@@ -24,18 +24,22 @@ _START = {
     "allocator_share": 0.2,
     "gather_allocator_share": 0.2,
 }
-# the project's own records that are fitted: four layers each, too small for the studies that they predict; with fused
-# kernels as the engines have them now, and without
+# This project's studies whose step times are fitted. The fitted studies train models of four layers, fewer than most
+# held-out studies. The fitted studies cover the fused kernels of the current engines and unfused kernels.
 OWN_FITTED = ("options-4-gpus", "nccl-parity-bf16")
-# of larger ones the memory alone: four layers have few activations, beside which an allocator's fragments are many
+# This project's studies whose peak memory is fitted. Larger models are included, because allocator fragmentation is
+# large relative to the activations of four layers.
 OWN_FITTED_MEMORY = (*OWN_FITTED, "llama3-8b-nvlink-synthetic", "llama3-8b-two-gpus-synthetic", "llama3-8b-scaling")
-# constants that `megabench calibrate` did not measure
+# step-time constants that `megabench calibrate` does not measure
 _FEW = ("unfused_traffic", "step_seconds")
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """All there is to fit and to try; what `megabench calibrate` found on H200s, `nvlink` on four of one host."""
+    """All measurements for fits and validation.
+
+    `calibrated` and `nvlink` are the profiles that `megabench calibrate` measured on two and on four H200s of one host.
+    """
 
     published: Sequence[Row]
     collectives: Sequence[Collective]
@@ -45,7 +49,7 @@ class Measurements:
 
 
 def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
-    """Fit the profiles of the GPUs with published measurements."""
+    """Return newly fitted profiles of the GPU types with measurements: H100, A100 and H200."""
     shipped = shipped_profiles()
     h100 = _fit_published(shipped["h100"], "H100", measured)
     a100 = _fit_published(shipped["a100"], "A100", measured)
@@ -62,7 +66,7 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
 
 
 def _calibrated(shipped: Profile, measured: Measurements) -> Profile:
-    """The shipped profile with what `megabench calibrate` measured: all but links other than NVLink."""
+    """Return the shipped profile with the constants and the NVLink values that `megabench calibrate` measured."""
     here = measured.calibrated
     found = {name: getattr(here, name) for name in here.origin if name not in ("*", "links")}
     links = shipped.links | {"nvlink": measured.nvlink.links["nvlink"]}
@@ -72,7 +76,7 @@ def _calibrated(shipped: Profile, measured: Measurements) -> Profile:
 
 
 def _with_origin(profile: Profile, what: str, names: Sequence[str]) -> Profile:
-    """Return the profile with the source of each fitted constant."""
+    """Return the profile with the origin of each fitted constant in `names`."""
     fitted = dict.fromkeys(names, f"fitted to {what}, make validate-planner")
     return profile.model_copy(update={"origin": profile.origin | fitted})
 
@@ -86,7 +90,10 @@ def is_memory_fitted(row: Row) -> bool:
 
 
 def _fit_published(profile: Profile, chip: str, measured: Measurements) -> Profile:
-    """Links to collectives, speed to step times, memory to peaks; of one-node rows alone."""
+    """Fit links to collectives, speed to step times and memory to peak memory.
+
+    Step times and peak memory are those of single-node runs.
+    """
     rows = [row for row in measured.published if row.is_fit and chip in row.topology.hosts[0].device]
     profile = _reset(profile)
     profile = fit.fit_links(profile, [one for one in measured.collectives if one.gpu == chip])
@@ -104,9 +111,10 @@ def _reset(profile: Profile) -> Profile:
 
 
 def for_own_engines(profiles: dict[str, Profile]) -> dict[str, Profile]:
-    """Return the profiles for megabench's own runs.
+    """Return the profiles for predictions of megabench's runs.
 
-    What an allocator holds beyond the formulas is the program's more than the GPU's: the share of own records is all's.
+    Allocator overhead depends more on the training program than on the GPU. All profiles use the allocator
+    shares that were fitted to this project's H200 records.
     """
     share = {name: getattr(profiles["h200"], name) for name in fit.MEMORY}
     said = f"own records on H200 ({', '.join(OWN_FITTED_MEMORY)})"
@@ -116,7 +124,7 @@ def for_own_engines(profiles: dict[str, Profile]) -> dict[str, Profile]:
 
 
 def write_profiles(profiles: dict[str, Profile]) -> None:
-    """Write the profiles into the package, rounded to four digits."""
+    """Write the fitted profiles over the shipped profiles, rounded to four significant digits."""
     for name, profile in for_own_engines(profiles).items():
         path = Path(str(files("megabench.cost") / "profiles" / f"{name}.json"))
         path.write_text(json.dumps(_rounded(profile.model_dump(exclude_defaults=True)), indent=2) + "\n")

@@ -1,8 +1,7 @@
-"""Convert published measurements into jobs and candidates.
+"""Conversion of published measurements into validation rows. This module does not import torch.
 
-The file is given: it is no part of the repository. Loads no torch.
-
-What a source's software did is a fact of that software, in `SOURCES`; nothing here is fitted.
+The user provides the CSV file of published runs, which is not part of the repository. `SOURCES` describes the training
+software of each source. No value in `SOURCES` is fitted.
 """
 
 import csv
@@ -24,15 +23,16 @@ Kind = Literal["seconds", "memory_gib", "oom"]
 
 
 class DataError(UserError):
-    """The file contains no published measurements."""
+    """Error for a file that does not contain published measurements."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A publication, found by a part of its name, and what its software did. `fits` allows one-node rows to be fitted.
+    """A publication and the settings of its training software. `part` is a substring of the publication's name.
 
-    `gradient` is bytes of one; `unstated_recompute` stands in where rows do not say (None leaves such rows out);
-    `first_rank_memory` is what its peaks are of, else of the fullest.
+    `fits` permits fits to the publication's single-node rows. `gradient` is the number of bytes per gradient element.
+    `unstated_recompute` is the recomputation mode of rows that state none, and None drops these rows.
+    `first_rank_memory` says whether the published peak memory is that of rank 0 or that of the fullest rank.
     """
 
     name: str
@@ -57,9 +57,9 @@ _MEGATRON_2021 = Stack(
     stages="even",
 )
 _MEGATRON_2022 = replace(_MEGATRON_2021, sequence_parallel=True)
-# nanotron 0.5: flash attention, sequence parallelism, full logits, fp32 accumulation behind each backward. Gradients go
-# in buckets of 25 MB of bf16 on every stage, as torch's DDP's, but under ZeRO-1, which makes no DDP (trainer.py): there
-# they are summed, and weights gathered, behind the step
+# nanotron 0.5 uses flash attention, sequence parallelism, full logits, and fp32 gradient accumulation after each
+# backward pass. Without ZeRO-1, every stage reduces gradients in 25 MB bf16 buckets, like torch's DDP. With ZeRO-1,
+# nanotron does not use DDP (trainer.py), and reduces gradients and gathers weights after the step without overlap.
 _NANOTRON = Stack(
     flash_version_2=True,
     fused=False,
@@ -82,15 +82,17 @@ _NEMO = Stack(
     blocking_p2p=False,
     stages="even",
 )
-# llm-foundry's loss is flash-attn's, in 16 bits: 2 read, and 2 + 2 backward. torch's casts 2 + 4, takes maximum, sum,
-# logarithm 4 + 4 + 4 + 4; backward zeroes, sums, writes and casts 4 + 4 + 4 + 4 + 4 + 2
+# `loss_bytes` is the number of bytes per logit that the loss reads and writes in forward and in backward.
+# In llm-foundry, flash-attn's 16-bit loss reads 2 bytes in forward, and reads 2 bytes and writes 2 bytes in backward.
+# In forward, torch's loss casts (2 + 4 bytes) and computes maximum, sum and logarithm (4 + 4 + 4 + 4 bytes).
+# In backward, torch's loss zeroes, sums, writes and casts (4 + 4 + 4 + 4 + 4 + 2 bytes).
 _FOUNDRY = Stack(flash_version_2=True, fused=False, fused_loss=False, loss_bytes=(2, 4), flat_parameters=True)
 _FSDP = replace(_FOUNDRY, loss_bytes=(22, 22))
 _TITAN = replace(_FSDP, flat_parameters=False)
 _TITAN_COMPILED = replace(_TITAN, fused=True)
 
 SOURCES = (
-    # its table is written by the first rank (nanotron's log_throughput), in the third or fourth step of a run
+    # Rank 0 writes the table of the sweep (nanotron's log_throughput) in the third or fourth step of a run.
     Source(
         "playbook sweep",
         "Ultra-Scale",
@@ -118,14 +120,15 @@ _GPUS = {
     "A100-40GB": "NVIDIA A100-SXM4-40GB",
 }
 _NVLINK_GB_PER_S = {"H100": 450.0, "A100": 300.0}
-# Networks of rows that state none: EFA of p5 (the cluster of the sweep), and eight ports of 400 or 200 Gbit/s per host.
+# Network bandwidth per host for rows that state no bandwidth. The H100 value is that of the EFA of p5 (the sweep's
+# cluster) and of eight 400 Gbit/s ports. The A100 value is that of eight 200 Gbit/s ports.
 _GBITS = {"H100": 3200.0, "A100": 1600.0}
-_VOCABULARY = 51200  # Megatron-LM's GPT-2 vocabulary, padded
+_VOCABULARY = 51200  # Megatron-LM's padded GPT-2 vocabulary
 
 
 @dataclass
 class Row:
-    """One configuration that somebody ran, and what they measured; `is_fit` if constants may be fitted to it."""
+    """One published configuration and its measurements. `is_fit` says whether constants are fitted to the row."""
 
     source: Source
     job: Job
@@ -136,23 +139,24 @@ class Row:
 
     @property
     def group(self) -> tuple[str, str, str, int]:
-        """The key of comparable rows: source, model, kind and number of GPUs."""
+        """Group key of comparable rows: source, model, GPU type and number of GPUs."""
         return self.source.name, self.job.shape.name, self.topology.hosts[0].device, self.topology.world_size
 
     @property
     def is_refused(self) -> bool:
-        """Whether the program itself ends such a run, however much memory there is.
+        """Whether the training program rejects the configuration, regardless of memory.
 
-        nanotron fills a stage with blocks until they pass its part of the whole, then goes on to the next, and needs
-        the last block, the loss, on the last stage (models/base.py); with many stages it does not get there. (A stage
-        that has its part exactly is full: so say the sweep's own counts of a stage's parameters.)
+        The nanotron program adds blocks to a pipeline stage until the stage reaches its share of the total cost, and
+        then starts the next stage. The last block, the loss, must be on the last stage (nanotron's models/base.py).
+        With many stages, nanotron places the last block on an earlier stage, and the run fails. A stage whose cost
+        equals its share exactly is full, as the sweep's parameter counts per stage show.
         """
         if self.job.stack.stages != "filled":
             return False
         num_stages, output = self.candidate.layout.pp, self.job.output_cost
         part = (self.job.shape.num_layers + output) / num_stages
         stage, passed, found = 0, 0.0, 0
-        # kernels of the layers; kernels of norm, output layer, cast and loss
+        # cost of each block: the layers, the norm, the output layer, the cast and the loss
         for cost in (*[1.0] * self.job.shape.num_layers, 0.0, output, 0.0, 0.0):
             passed, found = passed + cost, stage
             if passed >= part * (stage + 1) * (1 - 1e-9) and stage < num_stages - 1:
@@ -161,12 +165,12 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The configurations that the planner can predict; DataError for a file that holds none."""
-    table = read_table(path, "give DATA=PATH of the published runs")
+    """Read the configurations that the planner supports. Raise DataError if the file is not a table of runs."""
+    table = read_table(path, "Set DATA to the CSV file of published runs.")
     found: dict[tuple[object, ...], Row] = {}
     for line in table:
         if "source" not in line or "metric" not in line:
-            raise DataError(f"{path} has no columns source and metric; give the table of published runs")
+            raise DataError(f"{path} has no columns source and metric. Set DATA to the CSV file of published runs.")
         source = next((source for source in SOURCES if source.part in line["source"]), None)
         row = _row(source, line) if source else None
         measured = _measured(line, row) if row else None
@@ -177,18 +181,18 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _add(row: Row, kind: Kind, value: float) -> None:
-    """Of runs that were repeated the fastest counts, and the fullest: what disturbs a run only adds."""
+    """Add a measurement. Of repeated runs, keep the shortest step time and the largest peak memory."""
     known = row.measured.get(kind, value)
     row.measured[kind] = min(known, value) if kind == "seconds" else max(known, value)
 
 
 def read_table(path: Path, advice: str) -> list[dict[str, str]]:
-    """The lines of a CSV file by its heads; DataError, with `advice`, where it cannot be read."""
+    """Return the lines of a CSV file as dictionaries. Raise DataError with `advice` if the file is unreadable."""
     try:
         with path.open(newline="", encoding="utf-8") as lines:
             return list(csv.DictReader(lines))
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; {advice}") from None
+        raise DataError(f"cannot read {path}: {error.strerror}. {advice}") from None
 
 
 def _row(source: Source, line: Mapping[str, str]) -> Row | None:
@@ -249,7 +253,7 @@ def _shape(line: Mapping[str, str]) -> ModelShape:
 
 
 def _is_tied(shape: ModelShape, stated_billions: str) -> bool:
-    """Whether the embedding is the output layer, too, by the number of parameters that a row states."""
+    """Return whether the stated number of parameters (in billions) fits tied embeddings better than untied ones."""
     if not stated_billions:
         return shape.tied_embeddings
     stated, tied = float(stated_billions) * 1e9, replace(shape, tied_embeddings=True)
@@ -273,7 +277,7 @@ def _topology(source: Source, line: Mapping[str, str], gpu: str, gpus: int, per_
 
 
 def _measured(line: Mapping[str, str], row: Row) -> tuple[Kind, float] | None:
-    """What a row measured, as seconds of a step, GiB, or an end for want of memory; None for anything else."""
+    """Return the kind and the value of a measurement: step seconds, GiB, or an OOM failure. Return None otherwise."""
     value, metric = float(line["value"]), line["metric"]
     if metric == "step_time_s":
         return "seconds", value
@@ -289,7 +293,7 @@ def _measured(line: Mapping[str, str], row: Row) -> tuple[Kind, float] | None:
 
 
 def _sc21_flops(job: Job) -> float:
-    """FLOPs of a step as arXiv 2104.04473 counts them: 96·B·S·L·H²·(1 + S/6H + V/16LH), recomputation included."""
+    """Return the FLOPs of a step with recomputation: 96·B·S·L·H²·(1 + S/6H + V/16LH), from arXiv 2104.04473."""
     shape, seq = job.shape, job.seq_length
     h, layers = shape.hidden_size, shape.num_layers
     scale = 1 + seq / (6 * h) + shape.vocab_size / (16 * layers * h)

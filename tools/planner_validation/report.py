@@ -1,4 +1,4 @@
-"""The table of a validation: the accuracy for each source, compared with a constant MFU. Loads no torch."""
+"""Validation table: accuracy of the planner and of a constant-MFU null model. This module does not import torch."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table: the accuracy of the planner or of the null model for some rows."""
+    """One line of the validation table: the accuracy of the planner or of the null model on a set of rows."""
 
     name: str
     accuracy: Accuracy
@@ -56,7 +56,7 @@ def _number(value: float | None) -> str:
 
 
 def null_model(rows: Iterable[Row], profiles: Mapping[str, Profile]) -> Callable[[Row], float]:
-    """The null model: step times at the median MFU of the fitted rows of each GPU, without knowledge of layouts."""
+    """Return a null model that predicts step times from the median MFU of each GPU's fitted rows for any layout."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if "seconds" in row.measured:
@@ -71,13 +71,13 @@ def _profile(row: Row, profiles: Mapping[str, Profile]) -> Profile:
 
 
 def _ideal(row: Row, profiles: Mapping[str, Profile]) -> float:
-    """Return the seconds per step at the peak FLOP/s."""
+    """Return the seconds of a step at the peak FLOP/s of the GPUs."""
     peak = _profile(row, profiles).peak(row.topology.hosts[0].device, row.job.precision)
     return row.job.flops_per_token * row.job.tokens / (peak * row.candidate.layout.world_size)
 
 
 def lines(name: str, rows: Sequence[Row], profiles: Mapping[str, Profile], null: Callable[[Row], float]) -> list[Line]:
-    """Return the lines of the planner and of the null model for some rows."""
+    """Return the table lines of the planner and of the null model for a set of rows."""
     timed = [row for row in rows if "seconds" in row.measured]
     measured = [row.measured["seconds"] for row in timed]
     found = []
@@ -88,7 +88,7 @@ def lines(name: str, rows: Sequence[Row], profiles: Mapping[str, Profile], null:
     for title, predict in predictors:
         predicted = [predict(row) for row in timed]
         within = [value for a, b in _sweeps(timed, predicted) if (value := spearman(a, b)) is not None]
-        # the planner never chooses a layout that does not fit; the null model does not predict memory
+        # The planner does not choose a layout that is predicted not to fit. The null model does not predict memory.
         may_be = [predict is null or not _misses(row, profiles) for row in timed]
         chosen_from = [seconds if fits else math.inf for seconds, fits in zip(predicted, may_be, strict=True)]
         regrets = [regret(a, b) for a, b in _sweeps(timed, chosen_from) if min(a) < math.inf]
@@ -105,7 +105,10 @@ def lines(name: str, rows: Sequence[Row], profiles: Mapping[str, Profile], null:
 
 
 def _sweeps(rows: Sequence[Row], predicted: Sequence[float]) -> list[tuple[list[float], list[float]]]:
-    """Predicted and measured seconds of rows that did the same work on as many GPUs, three and more of them."""
+    """Return the predicted and measured step times of each sweep with at least three rows.
+
+    A sweep contains the rows with the same work on the same number of GPUs.
+    """
     groups: dict[object, tuple[list[float], list[float]]] = {}
     for row, seconds in zip(rows, predicted, strict=True):
         a, b = groups.setdefault((row.group, row.job.seq_length, row.job.global_batch), ([], []))
@@ -117,7 +120,7 @@ def _sweeps(rows: Sequence[Row], predicted: Sequence[float]) -> list[tuple[list[
 def _with_memory(line: Line, rows: Sequence[Row], profiles: Mapping[str, Profile]) -> Line:
     peaks = [row for row in rows if "memory_gib" in row.measured]
     errors = [abs(predicted_gib(row, _profile(row, profiles)) / row.measured["memory_gib"] - 1) for row in peaks]
-    # layouts that failed in the measurements are excluded
+    # configurations that both ran and failed are ambiguous
     ended = [row for row in rows if ("oom" in row.measured) != ("seconds" in row.measured)]
     happened = ["oom" in row.measured for row in ended]
     said = [row.is_refused or _misses(row, profiles) for row in ended]

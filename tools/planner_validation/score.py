@@ -1,4 +1,4 @@
-"""Score predictions: their errors, and the quality of the choices based on them. Loads no torch."""
+"""Scores of predictions: error, rank correlation, regret, precision and recall. This module does not import torch."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Relative errors of predicted step times, and the rank correlation with the measured ones."""
+    """Relative errors of predicted step times, and their rank correlation with measured step times."""
 
     count: int
     mape: float
@@ -21,7 +21,10 @@ def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> Accuracy:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Spearman's rank correlation, ties at their mean rank; None for fewer than three pairs, or where all are equal."""
+    """Return Spearman's rank correlation, with tied values at their mean rank.
+
+    Return None for fewer than three pairs, or if all values of `a` or all values of `b` are equal.
+    """
     if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
         return None
     return statistics.correlation(_ranks(a), _ranks(b))
@@ -37,9 +40,9 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """How much longer a step of the predicted best takes than one of the measured best, 0 for the same.
+    """Return measured step time of the predicted best ÷ measured step time of the measured best − 1.
 
-    If several predictions tie for the best, the result is the mean of their regrets.
+    If several predictions tie for the best, return the mean regret of the tied predictions.
     """
     best = min(predicted)
     chosen = [taken for said, taken in zip(predicted, measured, strict=True) if said <= best * (1 + 1e-9)]
@@ -48,7 +51,7 @@ def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Precision and recall of "does not fit"; None where nothing was said, or happened."""
+    """Precision and recall of predicted OOM failures. Undefined values are None. `count` is the number of failures."""
 
     precision: float | None
     recall: float | None
