@@ -32,8 +32,6 @@ class StragglerDetector(Callback):
 
     def on_ready(self, trainer: TrainerState) -> None:
         self._trainer = trainer
-        size = _SIZES[trainer.device.type]
-        self._matrix = torch.ones(size, size, dtype=DTYPES[trainer.run.precision], device=trainer.device)
         self._gpus: list[int] = gather_objects(trainer.rendezvous.local_rank)
         self.measure()  # the first product loads its kernel
 
@@ -48,12 +46,15 @@ class StragglerDetector(Callback):
 
     def measure(self) -> float:
         """Return the seconds of the fastest of a few products on this rank."""
-        seconds = []
+        run, device = self._trainer.run, self._trainer.device
+        size, seconds = _SIZES[device.type], []
+        # allocated for each check, so that the peak memory of the run does not include it
+        matrix = torch.ones(size, size, dtype=DTYPES[run.precision], device=device)
         for _ in range(_REPEATS):
-            synchronize(self._trainer.device)
+            synchronize(device)
             started = time.perf_counter()
-            torch.mm(self._matrix, self._matrix)
-            synchronize(self._trainer.device)
+            torch.mm(matrix, matrix)
+            synchronize(device)
             seconds.append(time.perf_counter() - started)
         return min(seconds)
 
