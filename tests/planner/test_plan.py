@@ -70,7 +70,7 @@ def test_what_a_profile_was_measured_on_is_said(cluster, words):
     [
         (["--cluster", "p9.48xlarge:2"], "instance type 'p9.48xlarge' is not known"),
         (["--cluster", "p5.48xlarge:2", "--model", "llama4"], "unknown model 'llama4'"),
-        (["--cluster", "p5.48xlarge:2", "--explain", "tp3"], "trial 'tp3' is no candidate"),
+        (["--cluster", "p5.48xlarge:2", "--explain", "tp3"], "trial 'tp3' is not a predicted trial"),
         (["--cluster", "p5.48xlarge:2", "--grad-dtype", "fp8"], "grad_dtype='fp8' is not known"),
         (["--cluster", "p5.48xlarge:2", "--profile", "none.json"], "cannot read none.json"),
         (["--cluster", "p5.48xlarge:2", "--model", "gpt2", "--seq-length", "2048"], "more than the 1024 positions"),
