@@ -139,7 +139,7 @@ def exchange_seconds(profile: Profile, where: Span, num_bytes: float, calls: int
     """Return the seconds of all-to-alls in equal calls. Each rank sends every other rank its part directly.
 
     With n ranks, g per host, a rank sends (g − 1)/n of its bytes inside the host and (n − g)/n to other hosts, over
-    NICs that the g ranks share.
+    NICs that the g ranks share. No rank uses more NIC bandwidth than a single ring could use.
     """
     if where.is_alone or num_bytes == 0:
         return 0.0

@@ -158,10 +158,11 @@ def shortest(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send:
     held = send if blocking and num_stages > 1 else 0.0
     best, before = 0.0, 0.0
     for stage, seconds in enumerate(stages):
-        # outputs that the stage sends: all except those of the last chunk
+        # A stage sends the output of every chunk in forward and backward. The last stage does not send its last forward
+        # output, and the first stage does not send its last backward output.
         leaving = 2 * chunks - (stage == num_stages - 1) - (stage == 0)
         work = num_micro_batches * (chunks * (seconds.forward + seconds.backward) + leaving * held)
-        # the last thing that it sends is counted on the way back
+        # the send of the stage's last output is counted on the way back to the first stage
         best = max(best, before + work - held * (stage > 0))
         before += seconds.forward + seconds.backward + 2 * send
     return best
