@@ -9,7 +9,7 @@ Without torchrun, this script is equivalent to `megabench compare`.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # imports megabench from this checkout
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import megabench from this checkout
 
 from megabench.cli import main
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # imports megabench from this checkout
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import megabench from this checkout
 
 from megabench.config import RunConfig
 from megabench.record import Probe
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def find(given: RunConfig, rendezvous: "Rendezvous", device: Literal["cpu", "cuda"]) -> tuple[RunConfig, list[Probe]]:
-    from megabench.autotune.tune_launched import tune_launched  # imported here because --help must not import torch
+    # import torch only after the flags are read, so that --help is fast
+    from megabench.autotune.tune_launched import tune_launched
 
     return tune_launched(given, rendezvous, device)
 

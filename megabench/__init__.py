@@ -1,20 +1,20 @@
-"""megabench: which parallel layout trains fastest on this cluster, proven against ZeRO-3, and then training with it."""
+"""Find the parallel layout that trains fastest on this cluster, compare the layout with ZeRO-3, and train with it."""
 
 __version__ = "0.1.0"
 
 
 class UserError(ValueError):
-    """An invalid input of the user. The message says what is wrong, where, and what to do.
+    """Raised for invalid input from the user. The message says what is wrong, where, and what to do.
 
     Command lines print the sentence without a traceback and exit with status 2.
     """
 
     def __str__(self) -> str:
-        return " ".join(super().__str__().splitlines())  # names from files may contain line breaks
+        return " ".join(super().__str__().splitlines())  # names that are read from files may contain line breaks
 
 
 def error_message(error: UserError | OSError) -> str:
-    """Return the sentence for the user. Raises `error` itself if it is an OSError that names no file."""
+    """Return the sentence for the user. Raises `error` itself if `error` is an OSError that names no file."""
     if isinstance(error, UserError):
         return str(error)
     if error.filename is None:

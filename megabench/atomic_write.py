@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write or replace a text file atomically: write a .partial file first, then rename the .partial file."""
+    """Write or replace a text file atomically, by writing a .partial file and renaming it."""
     partial = path.with_suffix(".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

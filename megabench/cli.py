@@ -56,7 +56,7 @@ def compare(
     ] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Run only the trials with this name or pattern; repeatable."),
+        typer.Option(metavar="NAME", help="Run only the trials with this name or pattern. Can be repeated."),
     ] = None,
     emulate_hosts: Annotated[
         int | None,
@@ -69,11 +69,11 @@ def compare(
         typer.Option(
             "--set",
             metavar="FIELD=VALUE",
-            help="Set a field of the study's base; repeatable. Settings of a trial take precedence.",
+            help="Set a field of the study's base. Settings of a trial take precedence. Can be repeated.",
         ),
     ] = None,
     plan: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Also run the N layouts with the best predictions.")
+        int | None, typer.Option(min=1, metavar="N", help="Also run the N layouts that are predicted to be fastest.")
     ] = None,
     cluster: Annotated[
         str | None,
@@ -88,17 +88,15 @@ def compare(
 
     With --plan N, the study also runs the N layouts with the best predictions.
 
-    On one machine: megabench compare STUDY.yaml --out DIR. On several, the same on every node:
-    torchrun --nnodes N --nproc-per-node G … launch/compare.py STUDY.yaml --out DIR.
-    Exit status: 0 when every trial is ok, 1 when one is not, 2 when the study cannot be run.
+    On one machine: megabench compare STUDY.yaml --out DIR. On several, the same on every node: torchrun --nnodes N
+    --nproc-per-node G … launch/compare.py STUDY.yaml --out DIR. The exit status is 0 if every trial is ok, 1 if any
+    trial is not ok, and 2 if the study cannot be run.
     """
     from megabench.study.compare_request import Request
     from megabench.study.planned_trials import Planning
 
     if plan is None and (cluster or profile):
-        raise UserError(
-            f"{'--cluster' if cluster else '--profile'} works only with --plan N. Add --plan N, or omit this option."
-        )
+        raise UserError(f"{'--cluster' if cluster else '--profile'} works only with --plan N.")
     planning = Planning(plan, cluster, profile) if plan else None
     request = Request(study, out, resume, tuple(only or ()), emulate_hosts, planning, tuple(settings or ()))
     if _launcher_rank() is not None:
@@ -139,12 +137,12 @@ def doctor(
         str | None,
         typer.Option(metavar="TYPE:COUNT|FILE", help="Cluster on which the study will run [default: this machine]."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Report what makes a study's numbers untrustworthy or slow, with evidence and a remedy.
+    """Report problems that make a study's numbers untrustworthy or slow, with evidence and a remedy.
 
-    Reads the records of compare or pretrain, or checks a study before it runs. The worst comes first.
-    Exit status: 0 with findings or without, 2 when there is nothing to read.
+    Reads the records of compare or pretrain, or checks a study before it runs. The worst comes first. The exit status
+    is 0 with or without findings, and 2 if there are no records.
     """
     from megabench.doctor.write_findings import findings_at, write
     from megabench.terminal import standard_output
@@ -165,7 +163,7 @@ def report(
 ) -> None:
     """Print the table of a study, and write its report as one self-contained HTML page.
 
-    Exit status: 2 if DIR contains no study.
+    The exit status is 2 if DIR contains no study.
     """
     from megabench.doctor import examine
     from megabench.report import write_report
@@ -193,7 +191,7 @@ def report(
 @app.command()
 def topo(
     cluster: Annotated[
-        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="A cluster to plan for [default: this machine].")
+        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="Cluster to plan for [default: this machine].")
     ] = None,
     nproc: Annotated[
         int | None,
@@ -216,12 +214,12 @@ def topo(
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Also check that this model can be divided by the layout.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
     """Show hosts, NVLink domains and GPUs, and the links of a layout's process groups.
 
-    Describes this machine, the ranks of a launch (torchrun … -m megabench.cli topo), or a cluster for planning.
-    Exit status: 2 if the layout is impossible.
+    Describes this machine, the ranks of a launch (torchrun … -m megabench.cli topo), or a cluster for planning. The
+    exit status is 2 if the layout is impossible.
     """
     from megabench import topo as room
     from megabench.models.find import find_model
@@ -244,8 +242,8 @@ def topo(
 
 @app.command()
 def calibrate(
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The profile to write, for megabench plan --profile.")],
-    model: Annotated[str, typer.Option(help="Model whose matrix products are timed.")] = "llama3-8b",
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file: the profile for megabench plan --profile.")],
+    model: Annotated[str, typer.Option(help="Model whose matrix product sizes are timed.")] = "llama3-8b",
     seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence [default: the model's].")] = None,
     nproc: Annotated[
         int | None,
@@ -273,7 +271,7 @@ def calibrate(
 def plan(
     model: Annotated[str, typer.Option(help="Model name, or a Hugging Face or checkpoint directory.")] = ("llama3-8b"),
     cluster: Annotated[
-        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="A cluster to plan for [default: this machine].")
+        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="Cluster to plan for [default: this machine].")
     ] = None,
     seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence [default: the model's].")] = None,
     global_batch: Annotated[
@@ -297,11 +295,11 @@ def plan(
     explain: Annotated[
         str | None, typer.Option(metavar="TRIAL", help="Show the time of each part of one trial's step.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
     """Predict the step time of every layout, ZeRO, FSDP2 and DDP on a cluster, and name the best one.
 
-    Exit status: 0 if a layout fits, 1 if none fits, 2 if nothing can be predicted.
+    The exit status is 0 if a layout fits, 1 if no layout fits, and 2 for invalid input.
     """
     from megabench.planner import plan_table as room
     from megabench.planner.make_plan import make_plan

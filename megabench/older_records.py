@@ -1,4 +1,4 @@
-"""Fills in the fields that records of older versions lack. Loads no torch.
+"""Fill in the fields that records of older versions lack. Loads no torch.
 
 Only this module parses messages, commands and kernel names of megabench, because current records have fields for their
 meaning.

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from megabench import UserError, older_records
 from megabench.atomic_write import write_atomically
@@ -32,7 +32,7 @@ Measure = Annotated[
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class LayoutSizes(_Part):
@@ -95,11 +95,11 @@ class Parity(_Part):
     """Comparison of losses and gradient norms with the reference trial of the same work class."""
 
     reference: str
-    max_relative_difference: float | None = Field(description="of the loss of any step")
+    max_relative_difference: float | None
+    """Largest relative difference of the loss at any step."""
     tolerance: float
-    grad_norm_difference: float | None = Field(
-        default=None, description="relative, in the median of the first steps, or of one far off"
-    )
+    grad_norm_difference: float | None = None
+    """Median relative difference over the first steps, or a single one that is far too large."""
     grad_norm_tolerance: float | None = None
     verdict: Literal["equal", "diverged", "unknown"]
 
@@ -136,7 +136,7 @@ class KernelTraits(_Part):
 class Group(_Part):
     """One process group: its kind, its ranks, and, if known, its link and its NCCL transport."""
 
-    kind: str  # name of a parallel axis
+    kind: str  # the name of a parallel axis
     ranks: list[int]
     link: str | None = None
     transport: str | None = None
@@ -148,8 +148,8 @@ class LinkBandwidth(_Part):
     `all_gather_gb_per_s` is the bus bandwidth of an all-gather over all ranks. `send_recv_gb_per_s` is the bandwidth
     from one rank to a rank of the next host. Both move `num_bytes` per rank. `all_rings_gb_per_s` is the rate at which
     a host sends during simultaneous all-gathers, one per local rank, of `num_bytes` in total. Several rings reach more
-    than one ring if one ring does not saturate the network. With one rank per host, `all_rings_gb_per_s` is the
-    bandwidth of one ring.
+    bandwidth than one ring if one ring does not saturate the network. With one rank per host, `all_rings_gb_per_s` is
+    the bandwidth of one ring.
     """
 
     all_gather_gb_per_s: float
@@ -159,7 +159,7 @@ class LinkBandwidth(_Part):
 
 
 class Straggler(_Part):
-    """A rank that was slow at local work: from step `step` on, by the factor `slowdown` against the median rank.
+    """A rank that was slow at local work. From step `step` on, it took `slowdown` times as long as the median rank.
 
     `gpu` is the index of the GPU on the host, or None on CPU.
     """
@@ -311,7 +311,8 @@ class RunRecord(_Part):
 
     schema_version: int = SCHEMA_VERSION
     trial: str
-    trial_id: str | None = Field(default=None, description="hash of the full configuration, which --resume goes by")
+    trial_id: str | None = None
+    """Hash of the full configuration, by which --resume finds completed trials."""
     repeat: int = 0
     engine: str
     layout: LayoutSizes
@@ -320,7 +321,8 @@ class RunRecord(_Part):
     work_class: WorkClass | None
     status: Status
     error: str | None = None
-    failure: RunFailure | None = Field(default=None, description="why the status is oom, failed or timeout")
+    failure: RunFailure | None = None
+    """Cause of the status oom, failed or timeout."""
     world_size: int
     num_hosts: int | None
     emulated_hosts: int | None = None
@@ -332,7 +334,8 @@ class RunRecord(_Part):
     global_batch: int
     precision: str
     grad_dtype: str
-    requested_kernels: Literal["auto", "reference"] | None = Field(default=None, description="the setting `kernels`")
+    requested_kernels: Literal["auto", "reference"] | None = None
+    """Value of the setting `kernels`."""
     kernels: dict[str, str] | None = None
     kernel_traits: KernelTraits | None = None
     num_steps: int
@@ -348,23 +351,29 @@ class RunRecord(_Part):
     mfu: float | None = None
     peak_tflops: float | None = None
     peak_memory_gib: PeakMemory | None = None
-    device_memory_gib: float | None = Field(default=None, description="of a GPU")
-    gpu_utilization: float | None = Field(default=None, description="mean over the timed steps and GPUs, 0 to 1")
-    gpu_watts: float | None = Field(default=None, description="mean over the timed steps and GPUs")
-    nics: dict[str, dict[str, NicTraffic]] | None = Field(default=None, description="by host and interface")
-    wire_bytes: dict[str, float] | None = Field(
-        default=None,
-        description="what a rank sends in a step by ring algorithms, the mean of all ranks, by the axes along which "
-        "the ranks of a group differ",
-    )
+    device_memory_gib: float | None = None
+    """Total memory of a GPU."""
+    gpu_utilization: float | None = None
+    """Mean over the timed steps and GPUs, 0 to 1."""
+    gpu_watts: float | None = None
+    """Mean power over the timed steps and GPUs."""
+    nics: dict[str, dict[str, NicTraffic]] | None = None
+    """Traffic by host and interface."""
+    wire_bytes: dict[str, float] | None = None
+    """Mean bytes that a rank sends per step with ring algorithms, by the axes of the process group."""
     days_per_100b_tokens: float | None = None
-    first_step: int = Field(default=1, description="the first step of this run: later than 1 where it was resumed")
-    stopped_by: str | None = Field(default=None, description="the signal that ended the run before its last step")
+    first_step: int = 1
+    """First step of this run, which is later than 1 in a resumed run."""
+    stopped_by: str | None = None
+    """Signal that ended the run before its last step."""
     losses: list[Measure] = []  # one value per step of this run
     grad_norms: list[Measure] = []
-    learning_rates: list[float] | None = Field(default=None, description="of every step")
-    peak_memory_gib_by_step: list[float | None] | None = Field(default=None, description="of rank 0, up to each step")
-    gpu_utilization_by_step: list[float | None] | None = Field(default=None, description="of rank 0's GPU, 0 to 1")
+    learning_rates: list[float] | None = None
+    """Learning rate of every step."""
+    peak_memory_gib_by_step: list[float | None] | None = None
+    """Peak memory of rank 0 until each step."""
+    gpu_utilization_by_step: list[float | None] | None = None
+    """Utilization of rank 0's GPU, 0 to 1."""
     num_skipped_steps: int = 0
     parity: Parity | None = None
     placement: PlacementUsed | None = None
@@ -373,14 +382,18 @@ class RunRecord(_Part):
     saves: list[SaveTimes] = []
     load: LoadTimes | None = None
     warnings: list[str] = []
-    stragglers: list[Straggler] = Field(default=[], description="ranks that were slow at a fixed local product")
+    stragglers: list[Straggler] = []
+    """Ranks that were slow at a fixed local matrix product."""
     profile: StepProfile | None = None
     prediction: Prediction | None = None
-    probes: list[Probe] | None = Field(default=None, description="what was tried for micro_batch or recompute: auto")
+    probes: list[Probe] | None = None
+    """Short runs that measured micro_batch or recompute settings that are auto."""
     machines: list[Machine] = []
     environment: Environment | None = None
-    auto_settings: list[str] | None = Field(default=None, description="what `command` leaves to be found by trying")
-    extra: dict[str, dict[str, Any]] = Field(default={}, description="sections of users' callbacks, by class name")
+    auto_settings: list[str] | None = None
+    """Settings that are auto in `command`."""
+    extra: dict[str, dict[str, Any]] = {}
+    """Sections of user callbacks by class name."""
     command: str
 
     def write(self, path: Path) -> None:
@@ -394,7 +407,7 @@ class RunRecord(_Part):
 
 
 class RecordError(UserError):
-    """Records that this version cannot read; the message names the file and the line."""
+    """Raised for records that this version cannot read. The message names the file and the line."""
 
 
 def read_records(path: Path) -> list[RunRecord]:
@@ -409,7 +422,7 @@ def read_records(path: Path) -> list[RunRecord]:
         # splitlines() would also split at U+2028, which JSON strings may contain
         lines = enumerate(path.read_text().split("\n"), 1)
     except UnicodeDecodeError:
-        raise RecordError(f"{path} is not a text file of records") from None
+        raise RecordError(f"{path} is not a text file with records") from None
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}") from None
     return [_read_line(line, f"{path}, line {number}") for number, line in lines if line.strip()]
@@ -426,7 +439,7 @@ def _read_line(line: str, where: str) -> RunRecord:
     if version > SCHEMA_VERSION:
         raise RecordError(
             f"{where} has record schema {version}, and this megabench reads schemas up to {SCHEMA_VERSION}; "
-            "use the version that wrote it, or a newer one"
+            "use the version that wrote the record, or a newer one"
         )
     try:
         return RunRecord.model_validate(older_records.complete(content))

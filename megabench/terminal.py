@@ -4,7 +4,7 @@ import sys
 
 from rich.console import Console
 
-_PLAIN_WIDTH = 250  # wider than any table, to avoid truncated tables in files and pipes
+_PLAIN_WIDTH = 250  # files and pipes get a width that is larger than any table, so that no table is truncated
 
 
 def standard_output() -> Console:

@@ -57,7 +57,7 @@ def test_help_is_instant():
 
 def test_help_tells_the_exit_statuses():
     text = " ".join(python("-m", "megabench.cli", "compare", "--help").stdout.split())
-    assert "2 when the study cannot be run" in text and "--resume" in text
+    assert "2 if the study cannot be run" in text and "--resume" in text
 
 
 @pytest.mark.parametrize(

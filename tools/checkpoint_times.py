@@ -31,7 +31,7 @@ def main(
     try:
         steps = every * (saves + 1)
         sync = _train(out / "sync", nproc, [*flags, *_saving(out / "sync", "sync", every, steps)])
-        shutil.rmtree(out / "sync" / "checkpoints")  # frees space for the next two checkpoints
+        shutil.rmtree(out / "sync" / "checkpoints")  # free disk space for the next two checkpoints
         beside = _train(out / "async", nproc, [*flags, *_saving(out / "async", "async", every, steps)])
         last = ["--steps", str(steps + 1), "--load", str(out / "async" / "checkpoints")]
         loaded = _train(out / "load", nproc, [*flags, *last])

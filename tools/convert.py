@@ -1,4 +1,4 @@
-"""Checkpoints from and to Hugging Face, with proof that both compute the same.
+"""Convert checkpoints from and to Hugging Face format, and verify that the logits are equal.
 
 python tools/convert.py import --hf DIR --out CKPT [--tp 2 --pp 2]
 python tools/convert.py export --ckpt CKPT --out DIR
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
-Hf = Annotated[Path, typer.Option(metavar="DIR", help="A Hugging Face model's directory.")]
-Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the layout that is compared.")]
-Pp = Annotated[int, typer.Option(min=1, help="Its pipeline stages; tp·pp processes share the work.")]
-Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare logits before anything counts as done.")]
+Hf = Annotated[Path, typer.Option(metavar="DIR", help="Directory of a Hugging Face model.")]
+Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the layout to verify.")]
+Pp = Annotated[int, typer.Option(min=1, help="Pipeline-parallel size of the layout to verify.")]
+Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare logits with transformers.")]
 
 
 @app.callback()
 def about() -> None:
-    """Convert checkpoints from and to Hugging Face, and verify that both compute the same. Runs on CPU."""
+    """Convert checkpoints from and to Hugging Face format, and verify that the logits are equal. Runs on CPU."""
 
 
 @app.command("import")
 def import_command(
     hf: Hf,
-    out: Annotated[Path, typer.Option(metavar="CKPT", help="The new checkpoint, for pretrain.py --model.")],
+    out: Annotated[Path, typer.Option(metavar="CKPT", help="Output checkpoint, for pretrain.py --model.")],
     tp: Tp = 1,
     pp: Pp = 1,
     verify: Verify = True,
@@ -61,7 +61,7 @@ def import_command(
     source = HuggingFaceWeights(hf)
     if not source.shape.table.has_parallel_blocks:
         raise ConvertError(
-            f"{source.shape.why_no_blocks}: it needs no checkpoint; train it with pretrain.py --model {hf}"
+            f"{source.shape.why_no_blocks}, and it needs no checkpoint; train it with pretrain.py --model {hf}"
         )
     check_new(out)
     run = comparison_run(str(hf), tp, pp)
@@ -73,13 +73,16 @@ def import_command(
             done = import_model(source, out, run, tokens, advance)
         _tell(done)
         peak = largest_of_all(memory.close())
-        _say(f"peak memory of a process, beside its imports: {peak / 2**30:.2f} GiB")
+        _say(f"peak memory of a process, without its imports: {peak / 2**30:.2f} GiB")
 
 
 @app.command("export")
 def export_command(
-    ckpt: Annotated[Path, typer.Option(metavar="CKPT", help="A checkpoint, or a run's directory: its newest.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The new Hugging Face directory.")],
+    ckpt: Annotated[
+        Path,
+        typer.Option(metavar="CKPT", help="A checkpoint, or a --save directory with checkpoints."),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Output directory in Hugging Face format.")],
     verify: Verify = True,
 ) -> None:
     """Export a checkpoint as a Hugging Face directory, in the training dtype."""
@@ -106,7 +109,7 @@ def verify_command(
     tp: Tp = 1,
     pp: Pp = 1,
 ) -> None:
-    """Compare transformers on DIR with the parallel blocks of a layout on CKPT, or also on DIR.
+    """Compare the logits of transformers on DIR with those of a layout's parallel blocks on CKPT or DIR.
 
     A model without parallel blocks is compared with transformers on CKPT.
     """
@@ -133,7 +136,7 @@ def verify_command(
         with _progress(proof.num_parts) as advance:
             comparison = proof.compare(source, weights, advance)
         _tell_comparison(comparison)
-        check_equal(comparison, f"{ckpt or hf} under tp={tp}, pp={pp} does not compute what transformers does")
+        check_equal(comparison, f"{ckpt or hf} under tp={tp}, pp={pp} computes other logits than transformers")
 
 
 @app.command("inspect")
@@ -148,7 +151,7 @@ def _tell(done: "Converted") -> None:
     gigabytes = done.num_bytes / 1e9
     _say(
         f"{done.folder}: {gigabytes:.3f} GB in {done.num_files} files, written in {done.write_seconds:.1f} s "
-        f"({gigabytes / done.write_seconds:.2f} GB/s), bit by bit as read"
+        f"({gigabytes / done.write_seconds:.2f} GB/s), bitwise equal to the source"
     )
     if done.comparison:
         _tell_comparison(done.comparison)
@@ -159,9 +162,9 @@ def _tell(done: "Converted") -> None:
 def _tell_comparison(comparison: "Comparison") -> None:
     verdict = "equal" if comparison.is_equal else "NOT EQUAL"
     _say(
-        f"{verdict}: over {comparison.num_tokens} tokens, in fp32, logits differ by {comparison.max_difference:.1e} at "
-        f"most (the largest is {comparison.max_logit:.3g}), predictions by a KL divergence of {comparison.kl:.1e} nats "
-        f"at most, and the likeliest token is the same for {comparison.agreement:.2%}"
+        f"{verdict}: over {comparison.num_tokens} tokens in fp32, logits differ by at most "
+        f"{comparison.max_difference:.1e} (largest logit {comparison.max_logit:.3g}), the KL divergence is at most "
+        f"{comparison.kl:.1e} nats, and both predict the same token at {comparison.agreement:.2%} of the positions"
     )
 
 

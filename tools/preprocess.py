@@ -38,10 +38,10 @@ class Tokenized(NamedTuple):
 
 def main(
     inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help=".txt, .jsonl or .parquet files.")],
-    out: Annotated[Path, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin, PREFIX.idx and PREFIX.json.")],
+    out: Annotated[Path, typer.Option(metavar="PREFIX", help="Output: PREFIX.bin, PREFIX.idx and PREFIX.json.")],
     tokenizer: Annotated[str, typer.Option(metavar="bytes|DIR", help="bytes, or a Hugging Face tokenizer.")] = BYTES,
     workers: Annotated[int, typer.Option(min=1, help="Processes that tokenize.")] = os.cpu_count() or 1,
-    append_eod: Annotated[bool, typer.Option(help="Put the end-of-document token behind each document.")] = True,
+    append_eod: Annotated[bool, typer.Option(help="Append the end-of-document token to each document.")] = True,
 ) -> None:
     """Tokenize text into a token file; `--data PREFIX` then trains on it."""
     # exit normally, so that partial files are removed

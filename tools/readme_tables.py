@@ -21,7 +21,7 @@ _START, _END = re.compile(r"<!-- records: (\S+) -->\n"), "<!-- end of records --
 
 
 def main(
-    file: Annotated[Path, typer.Argument(help="Markdown file to update in place.")] = ROOT / "README.md",
+    file: Annotated[Path, typer.Argument(help="Markdown file whose tables to update.")] = ROOT / "README.md",
     check: Annotated[
         bool, typer.Option("--check", help="Do not write; exit with status 1 if a table is out of date.")
     ] = False,

@@ -11,12 +11,12 @@ from megabench.parallel.layout import divisors
 from megabench.record import Probe, RunRecord, Status
 
 _WARMUP, _TIMED = 1, 2  # steps
-_SEARCHED = 8  # extra fp16 steps, in which the loss scale may still adapt
+_SEARCHED = 8  # extra steps in fp16 runs, because the loss scale may still change
 
-# what tells settings apart, in a step of a replica: sequences of each stage, and tokens
+# a step of a replica needs this number of sequences per stage, and this number of tokens, to compare settings reliably
 _ENOUGH_SEQUENCES, _ENOUGH_TOKENS = 16, 65536
-_ROUNDS = 2  # of a micro-batch on each stage: the second meets the gradients of the first in memory
-_SMALL = 8  # micro-batches up to this size are tried with the same global batch
+_ROUNDS = 2  # micro-batches per stage and step, because peak memory includes the gradients of an earlier micro-batch
+_SMALL = 8  # micro-batches up to this size are measured with the same global batch
 
 
 def probe_config(config: RunConfig, setting: Setting, world_size: int, device: Literal["cpu", "cuda"]) -> RunConfig:
@@ -54,7 +54,7 @@ def probe_result(
     """Return the result of the short run: median time of the steps that updated the weights, and peak memory."""
     seconds = _step_seconds(record) if record else None
     if record and seconds is None:
-        status, error = "failed", f"none of its {record.num_steps} steps had finite gradients and could be timed"
+        status, error = "failed", f"none of the {record.num_steps} steps had finite gradients, so none was timed"
     return Probe(
         micro_batch=setting.micro_batch,
         recompute=setting.recompute,
@@ -67,7 +67,7 @@ def probe_result(
 
 
 def _step_seconds(record: RunRecord) -> float | None:
-    """Return None if no step counts.
+    """Return the median step time, or None if no step counts.
 
     Warm-up steps, skipped steps (fp16 adapts its loss scale) and the first update, which creates the optimizer state,
     do not count.

@@ -11,15 +11,16 @@ from megabench.config import ResolvedConfig
 from megabench.config.auto import Setting
 from megabench.record import Probe
 
-MOST_PROBES = 4  # that fit, and of one level of recomputation in all
-MOST_PROBES_BESIDE = 3  # of a level that computes more again than one that fits
+MOST_PROBES = 4  # maximum number of short runs that fit into memory, and of short runs per recomputation level
+MOST_PROBES_BESIDE = 3  # maximum number of short runs of a level with more recomputation than a level that fits
 
-_LEAST_GAIN = 0.003  # smaller gains are noise, even on one GPU
-_HOPED_GAIN = 0.1  # worth a try, though it comes only if the probes' steps are mostly what comes but once
+_LEAST_GAIN = 0.003  # smaller gains are measurement noise, even on one GPU
+# gain that justifies a short run, even if it is predicted only under the largest estimate of the fixed part
+_HOPED_GAIN = 0.1
 
-# so many times larger may a micro-batch be for the memory of one that computes nothing again, to be tried at all …
+# With recomputation, a micro-batch is measured if it is at most this many times as large as one that fits without …
 _LESS_MEMORY = {"selective": 4 / 3, "full": 4}
-_DOUBLE = 2  # … and so many times larger than one that fits, until two tell what a sequence takes
+_DOUBLE = 2  # … and at most twice as large as a measured one, until two results determine the memory per sequence.
 
 
 class Search:
@@ -41,7 +42,10 @@ class Search:
 
     @property
     def best(self) -> Setting | None:
-        """The fastest so far, and the one with less memory of two that are as fast; None when nothing fits."""
+        """The fastest measured setting.
+
+        Among equally fast settings, the one with the least memory. None if no setting fits.
+        """
         good = self._good()
         if not good:
             return None
@@ -52,7 +56,7 @@ class Search:
         return Setting(chosen.micro_batch, chosen.recompute)
 
     def next(self) -> Setting | None:
-        """What to try next; None when nothing promises more.
+        """Return the setting to measure next, or None if no setting is predicted to be faster.
 
         The search measures the two smallest micro-batches of the first recomputation level that fits. Then it measures
         the settings that the models recommend. Larger micro-batches with more recomputation can be faster if each
@@ -77,7 +81,7 @@ class Search:
             for setting in self._untried(more, level, MOST_PROBES_BESIDE)
             if not self._fits(setting.micro_batch, level, level)
         ]
-        if len(self._good()) == 1:  # one point gives no slope
+        if len(self._good()) == 1:  # a slope needs two points
             return beside[-1] if beside else None
         model = StepModel(self._run, self._good())
         settings = self._untried(level, level, MOST_PROBES) + beside

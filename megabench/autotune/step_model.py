@@ -12,10 +12,10 @@ from megabench.config import ResolvedConfig
 from megabench.config.auto import Setting
 from megabench.record import Probe
 
-# compute of a micro-batch whose layers run forward twice, to that of one whose layers do once
+# compute time of a micro-batch relative to one without recomputation
 _COMPUTE = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
-_LIKELY = 2 / 3  # of the most that may come but once, where nothing else tells: what served best over many machines
-_DETERMINED = 1e-9  # of the largest determinant that the probes could have: less is rounding
+_LIKELY = 2 / 3  # likely fraction of the upper bound of the fixed part; this value predicted best over many machines
+_DETERMINED = 1e-9  # smallest determinant, as a fraction of the largest possible one, that is not rounding error
 
 
 class StepModel:
@@ -29,7 +29,7 @@ class StepModel:
     def __init__(self, run: ResolvedConfig, good: Sequence[Probe]) -> None:
         self._replicas = run.layout.data_parallel
         self._sequences = run.global_batch // self._replicas
-        self._bubble = (run.pp - 1) / run.vp  # micro-batches' time that a stage waits in a step
+        self._bubble = (run.pp - 1) / run.vp  # pipeline bubble of a step, in micro-batches
         self._good = sorted(good, key=_compute)
         self.most_once = self._most_once()
         fitted = _constant([(self._rounds(probe), _compute(probe), _seconds(probe)) for probe in good])

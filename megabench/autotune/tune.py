@@ -20,7 +20,7 @@ from megabench.supervisor.trial_queue import Result, TrialQueue, task_of
 
 
 class NothingFitsError(UserError):
-    """No measured setting could run; `verdict` has the status and the cause of the last short run in `probes`."""
+    """Raised if no setting could run. `verdict` has the status and the cause of the last short run in `probes`."""
 
     def __init__(self, sentence: str, probes: list[Probe], last: Result) -> None:
         super().__init__(sentence)
@@ -47,7 +47,8 @@ def tune(
     while setting := search.next():
         short = probe_config(config, setting, run.world_size, run.device)
         folder = logs / "probes" / f"micro-batch{setting.micro_batch}-{setting.recompute}"
-        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed during the search and restarted
+        # an earlier run that was killed during the search has left this directory
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         task = task_of(trial, short, folder)
         result = queue.run(
@@ -61,7 +62,7 @@ def tune(
     if not (best := search.best):
         last = search.probes[-1]
         tried = Setting(last.micro_batch, last.recompute)
-        raise NothingFitsError(f"no setting fits: {tried}: {last.error}", search.probes, result)
+        raise NothingFitsError(f"no setting fits into memory; tried {tried}: {last.error}", search.probes, result)
     say(f"chosen: {best}")
     return best, search.probes
 

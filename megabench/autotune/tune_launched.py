@@ -65,7 +65,7 @@ def tune_launched(given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) 
         verdict = coordinator.to_the_end(lambda: _join(coordinator, given, rendezvous, device))
     except StudyStopped as stopped:
         if not received:
-            raise StoppedError(f"looking for {' and '.join(given.auto_settings)} was given up: {stopped}") from None
+            raise StoppedError(f"the search for {' and '.join(given.auto_settings)} stopped: {stopped}") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -94,7 +94,7 @@ def _join(coordinator: Coordinator, given: RunConfig, rendezvous: Rendezvous, de
         return verdict
     finally:
         if not given.out:
-            # on every host, because each host has the logs of its own processes
+            # every host prints this, because each host has the logs of its own processes
             shutil.rmtree(logs, ignore_errors=True)
 
 
@@ -118,7 +118,7 @@ def _lead(queue: TrialQueue, trial: Trial, logs: Path) -> dict[str, Any]:
 
 
 def _identity(trial: Trial) -> str:
-    """Return a hash of all settings that affect the short runs. Equal hashes mean equal results."""
+    """Return a hash of all settings that affect the results of the short runs. Equal hashes mean equal results."""
     config, run = trial.config, trial.resolved
     first = Setting(run.micro_batch, run.recompute)
     short = probe_config(config, first, run.world_size, run.device)

@@ -40,7 +40,7 @@ def collective_launch(bench: Bench) -> float:
 
 
 def interference(bench: Bench, topology: Topology, tokens: int, shape: ModelShape) -> float | None:
-    """Return the fraction of overlapped communication that still costs time, or None if a host has only one rank.
+    """Return the fraction of overlapped communication time that slows down compute, or None if a host has one rank.
 
     Matrix products and an all-gather are timed separately and overlapped. The fraction is the overlapped time minus the
     longer separate time, divided by the shorter separate time. All hosts run the all-gather at once.

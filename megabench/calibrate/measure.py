@@ -103,7 +103,7 @@ def _check_writable(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error.strerror}. Give another path.") from None
     if path.is_dir():
-        raise ConfigError(f"--out {path} is a folder. Give the path of a file.")
+        raise ConfigError(f"--out {path} is a directory. Use the path of a file.")
 
 
 def run(out: Path, model: str, seq_length: int | None, num_processes: int | None, emulate_hosts: int | None) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from megabench.cost.profile import Measurement
 from megabench.runtime.device import DTYPES, synchronize
 
-# Total time of the repetitions of an operation. On a GPU, matrix products then reach the power limit, as in training.
+# Total time of the repetitions of an operation. The repetitions take long enough for a GPU to reach its power limit, as
+# in training.
 _TARGET_SECONDS = {"cuda": 0.2, "cpu": 0.01}
 
 

@@ -79,7 +79,10 @@ def partial_folder(directory: Path, step: int, token: str) -> Path:
 
 
 def bytes_in(folder: Path) -> int:
-    """Return the total size of the files in a directory in bytes. Other processes may add or remove files meanwhile."""
+    """Return the total size of the files in a directory in bytes.
+
+    Other processes may add or remove files during the call.
+    """
     size = 0
     with suppress(OSError):
         for entry in folder.iterdir():
@@ -104,7 +107,7 @@ def check_step(folder: Path, manifest: Manifest) -> None:
     """Raise DamagedError unless the name of the checkpoint's folder has the step of the manifest."""
     name = _COMPLETE.fullmatch(folder.name)
     if manifest.training and name and int(name[1]) != manifest.training.step:
-        raise DamagedError(f"{MANIFEST_NAME} says step {manifest.training.step}, unlike the name of the folder")
+        raise DamagedError(f"{MANIFEST_NAME} has step {manifest.training.step}, unlike the directory's name")
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -150,7 +153,7 @@ def make_way(final: Path, token: str) -> None:
     """Delete this run's checkpoint at `final`, or raise CheckpointError if another run wrote the checkpoint."""
     if final.exists() or final.is_symlink():
         if not is_own(final, run_id_of(token)):
-            raise CheckpointError(f"{final} exists, and this run did not write it. Move it away.")
+            raise CheckpointError(f"{final} already exists, and another run wrote it. Move it away.")
         discard(final, token)
 
 

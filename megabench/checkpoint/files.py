@@ -26,7 +26,7 @@ from megabench.models.find import ASSETS
 from megabench.models.mapping import Piece
 from megabench.runtime.rendezvous import share_of_cores
 
-PART_BYTES = 2 << 30  # approximate size of a file: files are written and checked in parallel
+PART_BYTES = 2 << 30  # approximate size of a file, small enough to write and check several files in parallel
 _CHUNK_BYTES = 16 << 20
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -45,7 +45,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def split(tensors: Sequence[Named]) -> list[list[Named]]:
-    """Split `tensors` into groups of about PART_BYTES bytes, in order. Every group has at least one tensor."""
+    """Split `tensors` into groups of about PART_BYTES bytes, in order. Every group contains at least one tensor."""
     parts: list[list[Named]] = []
     filled = PART_BYTES
     for name, tensor in tensors:

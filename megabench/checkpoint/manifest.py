@@ -21,7 +21,7 @@ from megabench.models.find import ASSETS
 from megabench.models.shape import ModelShape
 
 SCHEMA_VERSION = 2
-_READABLE_VERSIONS = (1, 2)  # version 1 has no run_id
+_READABLE_VERSIONS = (1, 2)  # schema version 1 has no run_id
 MANIFEST_NAME = "manifest.json"
 _LARGEST_MANIFEST = 2**26
 

@@ -39,7 +39,7 @@ class RunDisplay:
         self._say(text)
 
     def end(self, record: RunRecord) -> None:
-        """Print how the run ended."""
+        """Print the status of a finished run."""
         self._status.stop()
         speed = record.tokens_per_second_per_device
         if record.status == "ok" and speed is not None:

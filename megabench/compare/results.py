@@ -133,7 +133,7 @@ class Results:
         """
         self.out.mkdir(parents=True, exist_ok=True)
         self._claim = RunLock(self.out)
-        # written first, because this file marks the directory as a study's
+        # write this file first, because it marks the directory as the results of a study
         self._environment.write_text(json.dumps(describe(), indent=2) + "\n")
         said = self._put_aside()
         if self.study.as_run is not None:

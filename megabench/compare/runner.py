@@ -165,7 +165,7 @@ def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display:
         task = task_of(trial, config.model_copy(update={"tensorboard": results.tensorboard(attempt)}), logs)
         result = queue.run(task, display.update)
         if result.record:
-            # the command without the output directories of this study
+            # remove the output directories of this study from the command
             command = config.command(trial.world_size, trial.env)
             record = result.record.model_copy(update={"probes": probes, "command": command})
         else:
@@ -175,7 +175,7 @@ def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display:
     except NothingFitsError as error:
         record = failed_record(trial, error.verdict, error.num_hosts, probes=error.probes)
     except StudyStopped as stopped:
-        if not stopped.signal:  # this run may have caused the failure of the coordinator
+        if not stopped.signal:  # the failure of the coordinator may be a consequence of this run
             lost = Verdict("failed", str(stopped), RunFailure(kind="error", rank=stopped.rank))
             record = failed_record(trial, lost, None, found, probes)
             display.end(results.add(attempt, record))

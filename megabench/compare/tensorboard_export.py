@@ -20,7 +20,7 @@ def check_output(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--tensorboard {out} is a file. Give a directory.")
     if out.exists() and any(out.rglob("events.out.tfevents*")):
-        raise UserError(f"--tensorboard {out} holds event files already. Give a new directory.")
+        raise UserError(f"--tensorboard {out} already contains event files. Give a new directory.")
 
 
 def export_scalars(records: Sequence[RunRecord], out: Path) -> int:
@@ -31,7 +31,7 @@ def export_scalars(records: Sequence[RunRecord], out: Path) -> int:
     """
     with_losses = [record for record in records if record.losses]
     if not with_losses:
-        raise UserError("no record has trained a step, so there are no scalars to write. Omit --tensorboard.")
+        raise UserError("no record contains a step, so there are no scalars to write. Omit --tensorboard.")
     for record in with_losses:
         if not SAFE_NAME.fullmatch(record.trial):
             raise UserError(f"trial {record.trial!r} cannot name a directory. Rename it in results.jsonl.")
@@ -51,7 +51,7 @@ def export_scalars(records: Sequence[RunRecord], out: Path) -> int:
 
 
 def scalars_of(record: RunRecord) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """Yield each step's number, counted from 1, and its scalars by tag, None where the record lacks them.
+    """Yield each step's number, counted from 1, and its scalars by tag. A scalar that the record lacks is None.
 
     Step times are those of the slowest rank. During training, rank 0 writes its own step times. Records of version
     0.1.0 contain memory and utilization only for the whole run. These values are written for the last step.

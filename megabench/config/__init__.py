@@ -1,4 +1,4 @@
-"""All that one run is made of. Loads no torch."""
+"""The configuration of a run. Loads no torch."""
 
 from megabench.config.run_config import ResolvedConfig, RunConfig, choices_of
 from megabench.settings.reading import ConfigError, explain, literal_values, near_matches, read_yaml_mapping

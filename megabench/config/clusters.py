@@ -16,18 +16,28 @@ Model = TypeVar("Model", bound=BaseModel)
 class Hosts(BaseModel):
     """A number of equal hosts of a cluster: instances of a known type, or a description of the hosts."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    count: PositiveInt = Field(1, le=MOST_HOSTS, description="How many of these hosts there are.")
-    name: str | None = Field(None, description="Stem of their names [default: the instance type's, or host].")
-    instance: str | None = Field(None, description="Instance type of the catalogue; the rest then has its defaults.")
-    gpu: str | None = Field(None, description="CUDA's name of a GPU.")
-    num_gpus: PositiveInt | None = Field(None, le=1024, description="GPUs of a host [default: 8].")
-    nvlink_domain: PositiveInt | None = Field(None, description="GPUs of an NVLink domain [default: all of a host].")
-    nvlink_gb_per_s: PositiveFloat | None = Field(None, description="NVLink of one GPU in one direction.")
-    network: Network | None = Field(None, description="What joins the hosts [default: socket].")
-    network_gbits: PositiveFloat | None = Field(None, description="All NICs of a host together.")
-    ring_gbits: PositiveFloat | None = Field(None, description="What one ring of ranks gets of them [default: all].")
+    count: PositiveInt = Field(1, le=MOST_HOSTS)
+    """Number of these hosts."""
+    name: str | None = None
+    """Prefix of the host names [default: the instance type, or host]."""
+    instance: str | None = None
+    """Instance type, which sets the defaults of the other fields."""
+    gpu: str | None = None
+    """Name of the GPU as CUDA reports it."""
+    num_gpus: PositiveInt | None = Field(None, le=1024)
+    """Number of GPUs per host [default: 8]."""
+    nvlink_domain: PositiveInt | None = None
+    """Number of GPUs per NVLink domain [default: all GPUs of a host]."""
+    nvlink_gb_per_s: PositiveFloat | None = None
+    """NVLink bandwidth of one GPU in one direction, in GB/s."""
+    network: Network | None = None
+    """Network between the hosts [default: socket]."""
+    network_gbits: PositiveFloat | None = None
+    """Total bandwidth of a host's NICs, in Gbit/s."""
+    ring_gbits: PositiveFloat | None = None
+    """Bandwidth of a single NCCL ring per host, in Gbit/s [default: that of all NICs]."""
 
     def kind(self) -> tuple[Host, int, int]:
         """Return one of these hosts, its number of GPUs, and the number of GPUs per NVLink domain."""
@@ -50,14 +60,16 @@ class Hosts(BaseModel):
 class ClusterFile(BaseModel):
     """The content of a cluster file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    description: str = Field("", description="What this cluster is, in one sentence.")
-    hosts: list[dict[str, Any]] = Field(min_length=1, max_length=MOST_HOSTS, description="Hosts in order, as `Hosts`.")
+    description: str = ""
+    """Description of the cluster in one sentence."""
+    hosts: list[dict[str, Any]] = Field(min_length=1, max_length=MOST_HOSTS)
+    """List of hosts in rank order."""
 
 
 def read_cluster(text: str) -> Topology:
-    """Return the topology of "TYPE:COUNT" or of a YAML file. Raises ConfigError or TopologyError for other text."""
+    """Return the topology of "TYPE:COUNT" or of a YAML file. Raises ConfigError or TopologyError for any other text."""
     path = Path(text)
     if path.suffix not in (".yaml", ".yml"):
         return from_cluster(text)

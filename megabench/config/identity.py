@@ -7,8 +7,8 @@ from megabench.config.run_config import RunConfig
 from megabench.settings.setting import names
 from megabench.specs.all_settings import SETTINGS, is_default
 
-# The settings of version 0.1, which an identity always contains. A newer setting is part of an identity only if it
-# differs from its default, so that identities of older studies stay the same.
+# The settings of version 0.1. An identity always contains these settings. A newer setting is part of an identity only
+# if it differs from its default, so that identities of older studies stay the same.
 _COMMON_0_1 = frozenset({
     "model", "num_layers", "engine", "tp", "pp", "vp", "cp", "placement", "strict_placement", "emulate_hosts",
     "seq_length", "micro_batch", "global_batch", "steps", "warmup_steps", "optimizer", "lr", "lr_warmup", "min_lr",
@@ -24,7 +24,7 @@ _OF_ENGINES_0_1: dict[str, Any] = {
 
 
 def identity(run: RunConfig, **more: object) -> str:
-    """Return the hash of `more` and of all settings that affect the result, so without output paths and monitoring."""
+    """Return the hash of `more` and of all settings that affect the result, i.e. no output paths and no monitoring."""
     settings = run.flat()
     left_out = {*names(SETTINGS, role="output"), *names(SETTINGS, role="watch")}
     newer = settings.keys() - _COMMON_0_1 - _OF_ENGINES_0_1.keys()

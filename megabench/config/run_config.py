@@ -27,7 +27,7 @@ from megabench.specs.all_settings import FIELDS, SETTINGS, engines_with, hint, i
 from megabench.specs.engine_spec import EngineSpec
 from megabench.specs.registry import ENGINES
 
-# settings whose allowed values are the names in a table
+# settings that accept the names of a table, and that table
 _TABLES: dict[str, Mapping[str, object]] = {"engine": ENGINES, "precision": POLICIES}
 
 
@@ -59,7 +59,7 @@ class RunConfig(RunSettings):
         engine = str(fields.get("engine", RunSettings.model_fields["engine"].default))
         common = {name: value for name, value in fields.items() if name not in SETTINGS or not engines_with(name)}
         if engine not in ENGINES:
-            return common | {"own": EngineSettings()}  # the validator of `engine` refuses the unknown name
+            return common | {"own": EngineSettings()}  # the validator of `engine` rejects an unknown name later
         given = {name: fields[name] for name in fields.keys() - common.keys()}
         for name in [name for name in given if engine not in engines_with(name)]:
             if not is_default(name, given.pop(name)):
@@ -71,11 +71,11 @@ class RunConfig(RunSettings):
         return self.model_dump(**dump, exclude={"own"}) | self.own.model_dump(**dump)
 
     def every(self) -> dict[str, Any]:
-        """Return the settings of all engines by name, those of other engines at their defaults."""
+        """Return the settings of all engines by name. Settings of other engines have their defaults."""
         return {name: field.default for name, field in FIELDS.items()} | self.flat()
 
     def given(self) -> dict[str, Any]:
-        """Return the settings that were given, by name."""
+        """Return the settings that the user gave, by name."""
         return self.flat(exclude_unset=True)
 
     @property
@@ -266,7 +266,7 @@ class ResolvedConfig(RunConfig):
     def _check_saving(self) -> None:
         for name in ("save_every", "keep"):
             if (value := getattr(self, name)) is not None and self.save is None:
-                raise ConfigError(f"{name}={value} needs a directory to save to; add --save DIR, or leave it out")
+                raise ConfigError(f"{name}={value} needs a directory for checkpoints; add --save DIR, or omit {name}")
         if (self.save or self.load) and (reason := self.spec.why_not_saved(self)):
             raise ConfigError(reason)
 
@@ -286,7 +286,7 @@ def choices_of(name: str) -> tuple[Any, ...]:
 
 
 def _not_its_setting(name: str, engine: str, fields: Mapping[str, Any]) -> str:
-    """Return the error message for a setting that another engine has."""
+    """Return the error message for a setting that belongs to another engine."""
     engines = engines_with(name)
     sizes = " with tp=1 and pp=1" if ENGINES[engines[0]].is_data_parallel else ""
     return (

@@ -24,10 +24,10 @@ from megabench.models.model_directory import HuggingFaceWeights
 from megabench.models.weights import Weights
 from megabench.specs.megatron import chunk_layers
 
-# relative to the largest logit: rounding over 100 layers stays below the limit, a different model exceeds the limit
+# tolerance relative to the largest logit; rounding over 100 layers stays below it, and a different model exceeds it
 MAX_DIFFERENCE = 1e-4
 MAX_KL = 1e-5
-_ROWS = 8192  # rows of the output layer that are read at a time
+_ROWS = 8192  # number of rows of the output layer to read at a time
 
 Advance = Callable[[str], None]
 
@@ -179,7 +179,7 @@ def _parallel_logits(weights: Weights, run: ResolvedConfig, tokens: Tensor, adva
         dist.send(hidden.contiguous(), dist.get_global_rank(groups.pp, stage + 1))
     logits = blocks.head(hidden) if stage == num_stages - 1 else None
     advance("parallel blocks: output layer")
-    # the first rank of the last stage has the logits of the whole vocabulary
+    # the first rank of the last pipeline stage has the logits of the whole vocabulary
     last = dist.get_world_size() - groups.tp.size()
     if last == 0:
         return logits

@@ -9,13 +9,13 @@ from math import ceil
 from megabench.cost.job import Job
 from megabench.cost.profile import Profile
 
-# tiles of the output that a thread block makes (CUTLASS, efficient GEMM; the larger ones reach the peak)
+# sizes of the output tile of a thread block (CUTLASS, "Efficient GEMM"); large tiles reach the peak FLOP/s
 _TILES = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 64))
 _TILE_SHARE = (1.0, 1.0, 0.92, 0.8, 0.6)
-# number of kernels in a layer's forward pass; the backward pass has about twice as many
+# number of kernels in a layer's forward pass, which is about half the number in its backward pass
 _KERNELS_FORWARD = 22
 _KERNELS_UNFUSED = 20  # additional kernels without fused norms, rotary embedding and activation
-_LONG = 8192  # inner size of the calibration product, from which the efficiency counts as full
+_LONG = 8192  # inner size of the calibration product, which has the full efficiency
 _BACKWARD_ATTENTION = 2.5  # FLOPs of flash attention's backward pass ÷ forward pass (arXiv 2307.08691, section 3.1)
 
 
@@ -46,8 +46,8 @@ class LayerSeconds:
 def gemm_seconds(machine: Machine, m: float, n: float, k: float) -> float:
     """Return the seconds of a 16-bit product [m, k] · [k, n], limited by peak FLOP/s or by memory bandwidth.
 
-    Efficiency falls with tiles that stick out, with waves of thread blocks that do not fill the GPU (NVIDIA's Matrix
-    Multiplication Background guide), and with a short inner size k, over which a tile's prologue does not pay.
+    Partly filled tiles, partly filled waves of thread blocks (NVIDIA's Matrix Multiplication Background guide) and a
+    small inner size k reduce the efficiency.
     """
     profile = machine.profile
     fill = 0.0
@@ -84,9 +84,9 @@ def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
         forward = 2 * square * shape.head_dim / rate
         return forward / profile.attention_forward, _BACKWARD_ATTENTION * forward / profile.attention_backward
     products = 4 * square * shape.head_dim / (machine.peak * profile.gemm_efficiency)
-    # the inner size is a head's, so reading and writing the scores limits these products
+    # the inner size is head_dim, so reading and writing the scores limits these products
     products = max(products, memory_seconds(machine, 4 * square))
-    # softmax 2 + 2, dropout 2 + 2 + 1 for its mask; backward reads and writes them again
+    # bytes per score: softmax 2 + 2, dropout 2 + 2 and 1 for the mask; backward moves the same bytes again
     passes = 4 + (5 if job.stack.dropout else 0)
     softmax = memory_seconds(machine, passes * square)
     return products + softmax, 2 * products + 1.5 * softmax
@@ -95,9 +95,9 @@ def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
 def elementwise_bytes(job: Job, tp: int, cp: int, micro_batch: int) -> float:
     """Return the bytes that a layer's fused element-wise operations read and write in the forward pass.
 
-    Norm and residual 2 · (4 + 6)·H a token, cut by tp under sequence parallelism alone; rotary 4·(N + K)·D/T, and the
-    same for norms of queries and keys (Qwen3);
-    activation with its products (2 in, 1 out with a gate; 1 in, 1 out without) 2·F/T each; dropout 2 · 5·H.
+    Bytes per token in 16 bits, for M FFN matrices: norm and residual 2 · (4 + 6)·H, dropout 2 · 5·H, rotary embedding
+    4·(N + K)·D/T, the norms of queries and keys (Qwen3) the same again, and the activation 2·M·F/T. Sequence
+    parallelism divides the terms with H by T.
     """
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
     cut = tp if job.stack.sequence_parallel else 1
@@ -140,11 +140,11 @@ def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int
 
 
 def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
-    """Output layer and cross-entropy, forward and backward: 2·H·V FLOPs a token and product; logits [B·S, V/T].
+    """Return the seconds of the output layer and cross-entropy, forward and backward.
 
-    The fused loss computes its gradients in forward (megabench/engines/common/cross_entropy.py). It moves 16 bits per
-    logit 6 times, and 18 bytes per element of the weight gradient, which is zeroed, summed, scaled and cast in fp32.
-    Any other loss moves `loss_bytes` per logit.
+    The fused loss computes its gradients in forward (megabench/engines/common/cross_entropy.py). The fused loss reads
+    or writes each 16-bit logit 6 times, and moves 18 bytes per element of the weight gradient, which is zeroed, summed,
+    scaled and cast in fp32. Any other loss moves `loss_bytes` bytes per logit.
     """
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
     rows = shape.vocab_size / tp
@@ -160,7 +160,7 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
 
 
 def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
-    """Looking tokens up, and adding their gradients: rows of H read and written; the gradient buffer zeroed, added."""
+    """Return the seconds of the embedding: the lookup in forward, and the accumulation of gradients in backward."""
     tokens = micro_batch * job.seq_length / cp
     rows = tokens * job.shape.hidden_size * job.bytes_of_value
     added = accumulated_bytes(job) * job.embedding_parameters / tp
@@ -170,8 +170,8 @@ def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
 def flattening_seconds(machine: Machine, job: Job, parameters: float) -> float:
     """Return the extra seconds of a sharded optimizer whose gradients are whole and reduced as one flat tensor.
 
-    Gradients are read for the norm, read and written for clipping, and copied twice for the reduction, by the program
-    and by torch. Gathered weights are copied three times (nanotron's optim/zero.py, distributed.py).
+    Gradients are read for the norm, read and written for clipping, and copied twice for the reduction (once by the
+    program and once by torch). Gathered weights are copied three times (nanotron's optim/zero.py, distributed.py).
     """
     return memory_seconds(machine, (7 * job.bytes_of_gradient + 6 * job.bytes_of_value) * parameters)
 

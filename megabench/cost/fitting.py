@@ -8,8 +8,8 @@ from megabench.cost.profile import Profile
 from megabench.hardware.topology import Link
 
 _WORTH = 1e-3  # smallest relative decrease of the loss for which the search accepts a move
-_BACKWARD_SHARE = 0.8  # of its forward's rate that flash attention's backward reaches (arXiv 2307.08691, figures 5, 6)
-_STEPS = (2.0, 1.3, 1.1, 1.03)  # step sizes by which a constant is changed, coarse to fine
+_BACKWARD_SHARE = 0.8  # FLOP/s of flash attention's backward ÷ forward (arXiv 2307.08691, figures 5, 6)
+_STEPS = (2.0, 1.3, 1.1, 1.03)  # factors by which the search changes a constant, from coarse to fine
 _RANGES = {
     "gemm_half_k": (1.0, 500.0),
     "attention_forward": (0.2, 0.85),

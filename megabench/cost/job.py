@@ -21,11 +21,11 @@ class Stack:
     - `flash_attention`: no S×S scores are stored. Otherwise the full square is written and read in 16 bits.
     - `flash_version_2`: attention uses FlashAttention-2, which is slow on Hopper. `chunks_by_flash_2`: only the chunks
       of context parallelism do, because torch supports them only in FlashAttention-2. `exchanges_heads`: context
-      parallelism exchanges parts of the sequence for parts of the heads if it can, and then has no chunks.
+      parallelism exchanges sequence parts for head parts if cp divides the heads, instead of using chunks.
     - `fused`: element-wise kernels are fused, and read and write their tensors once.
     - `fused_loss`: the output layer and cross-entropy are computed in chunks. Any other loss reads and writes
-      `loss_bytes` per logit, forward and backward. Megatron-LM's fp32 loss (cross_entropy.py) needs, in forward: cast
-      2 + 4, maximum 4, sum 4, subtraction, exponential and division 4 + 4 each; in backward: scale 4 + 4, cast 4 + 2.
+      `loss_bytes` per logit, forward and backward. Megatron-LM's fp32 loss (cross_entropy.py) needs, in forward: cast 2
+      + 4, maximum 4, sum 4, subtraction, exponential and division 4 + 4 each; in backward: scale 4 + 4, cast 4 + 2.
     - `keeps_gathered`: inputs of tensor-parallel layers are not gathered again for backward.
     - `blocking_p2p`: pipeline stages wait for their sends, except with interleaving.
     - `overlaps_gradients`, and `overlaps_sharded_gradients` with a sharded optimizer: gradients are reduced during
@@ -35,7 +35,7 @@ class Stack:
     These properties occur only in published runs:
 
     - `accumulates_at_end`: a backward pass first stores the 16-bit gradients of all weights.
-    - `copies_kept`: activations include copies that leaner code avoids.
+    - `copies_kept`: activations include copies that other training programs avoid.
     - `holds_sent`: tensors that NCCL's stream uses stay allocated until the GPU has passed the collective.
     - `flattens_shards`: gradients and weights are copied into one flat tensor for a sharded optimizer's collectives.
     - `flat_parameters`: parameters are communicated without copies (FSDP1).
@@ -130,7 +130,7 @@ class Job:
 
     @property
     def bytes_of_moments(self) -> int:
-        """Bytes per parameter of AdamW's two moments. Adafactor's rows and columns are neglected."""
+        """Bytes per parameter of AdamW's two moments. Adafactor's sums per row and column are neglected."""
         return 8 if self.optimizer == "adamw" else 0
 
     @property
@@ -148,7 +148,7 @@ class Variant(Protocol):
     """Engine-specific settings of a candidate, as a frozen dataclass that the engine declares in specs/."""
 
     def prefix(self, engine: str) -> str:
-        """Start of a candidate's name, e.g. "zero3·"."""
+        """Return the first part of a candidate's name, e.g. "zero3·"."""
         ...
 
     @property

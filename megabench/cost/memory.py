@@ -32,12 +32,12 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
     """Return the activation bytes that one layer keeps for backward, per micro-batch and rank.
 
     Llama with flash attention and sequence parallelism needs (8·H + 4·N·D + 4·K·D + 2·M·F)/T bytes per token, for M FFN
-    matrices, and 4·N/T for the softmax statistics. Without sequence parallelism, every rank stores the 8·H (16-bit
-    inputs and outputs of two norms), and with kept gathered inputs half of them; GPT with dropout stores its masks,
-    2·H. Scores without flash attention need 5·N·S with dropout, or 2·N·S. Recomputed layers keep only their input, 2·H
-    (arXiv 2205.05198, sections 4 and 5). Eager code also keeps copies: contiguous keys and values (4·K·D), the
-    transposed attention output (2·N·D), and the SiLU of the gate (2·F). Context parallelism that exchanges heads keeps
-    the attention output before and after the exchange.
+    matrices, and 4·N/T for the softmax statistics. Without sequence parallelism, every rank stores all 8·H bytes
+    (16-bit inputs and outputs of two norms), and with kept gathered inputs half of them; Dropout (GPT) stores masks of
+    2·H bytes. Scores without flash attention need 5·N·S with dropout, or 2·N·S. Recomputed layers keep only their
+    input, 2·H (arXiv 2205.05198, sections 4 and 5). Eager code also keeps copies: contiguous keys and values (4·K·D),
+    the transposed attention output (2·N·D), and the SiLU of the gate (2·F). Context parallelism that exchanges heads
+    keeps the attention output before and after the exchange.
     """
     shape, layout, stack = job.shape, candidate.layout, job.stack
     tokens = candidate.micro_batch * job.seq_length / layout.cp
@@ -76,7 +76,8 @@ def logit_bytes(job: Job, candidate: Candidate) -> float:
     """Return the bytes of the logits [B·S, V/T] and of cross-entropy on the last stage.
 
     Without the fused loss, fp32 logits exist twice: as values, and as softmax, which becomes the gradient. The 16-bit
-    logits are freed before. The fused loss stores chunks of bf16 logits, and fp32 and 16-bit gradients of the weights.
+    logits are freed before the softmax. The fused loss stores chunks of bf16 logits, and fp32 and 16-bit gradients of
+    the weights.
     """
     tokens = candidate.micro_batch * job.seq_length / candidate.layout.cp
     rows = job.shape.vocab_size / candidate.layout.tp

@@ -33,7 +33,7 @@ def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
     """Return the worst span of the groups: the most hosts, the slowest links, the most shared NICs."""
     host_of, domain_of = topology.host_of, topology.domain_of
     size, most_hosts = 1, 1
-    # one pair of ranks for each pair of places, because other pairs use the same link
+    # one pair of ranks for each pair of places is enough, because other pairs use the same link
     inside: dict[tuple[int, int], tuple[int, int]] = {}
     across: dict[tuple[int, int], tuple[int, int]] = {}
     leaving = [0] * len(topology.hosts)
@@ -129,8 +129,8 @@ def gather_seconds(profile: Profile, where: Span, num_bytes: float, calls: int =
     """Return the seconds of ring all-gathers or reduce-scatters of `num_bytes` in total, in equal calls.
 
     The time of a call is base + (n − 1)·hop + (n − 1)/n·bytes / bandwidth. All ranks advance together, so the slowest
-    hop counts. Published all-gathers over 2 to 64 hosts agree within 20% with a hop of 40 µs. They do not agree with
-    NCCL's tuner, which counts only hosts − 1 slow hops.
+    hop counts. Published all-gathers over 2 to 64 hosts agree within 20% with a hop of 40 µs. Published all-gathers do
+    not agree with NCCL's tuner, which counts only hosts − 1 slow hops.
     """
     return _along_ring(profile, where, (where.size - 1) / where.size * num_bytes, calls)
 
@@ -166,8 +166,8 @@ def all_reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: i
 
     A tree consists of a chain on each host and log2(hosts) levels between hosts, and is used in both directions:
     2·((n/hosts − 1)·hop + log2(hosts)·hop). Every GPU sends all bytes along its chain, and a host sends 2·(hosts −
-    1)/hosts of them. Pipelining is poor in practice: published times of 256 MB over 2 to 64 hosts grow with
-    log2(hosts).
+    1)/hosts of them. Pipelining works poorly in practice, because published times of 256 MB over 2 to 64 hosts grow
+    with log2(hosts).
     """
     ring = 2 * gather_seconds(profile, where, num_bytes, calls)
     if where.across is None or num_bytes == 0:

@@ -19,11 +19,11 @@ GENERIC = "generic"
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class LinkCost(_Part):
-    """What a link achieves: T = base + steps · hop + bytes / bandwidth (NCCL's own tuner: cost-model of its rings).
+    """The cost of a link: T = base + steps · hop + bytes / bandwidth, as in NCCL's tuner for rings.
 
     `efficiency` is a share of the topology's bandwidth; `gb_per_s` is used if the topology states no bandwidth. A
     collective of two ranks reaches `pair_share` of the bandwidth.
@@ -37,7 +37,7 @@ class LinkCost(_Part):
 
 
 class Measurement(_Part):
-    """A measurement of calibrate on the slowest rank: a product [m, n, k], or the bytes and ranks of a collective."""
+    """A measurement on the slowest rank, such as a matrix product of size [m, n, k], or a collective with its bytes."""
 
     kind: str
     sizes: dict[str, float]
@@ -48,74 +48,85 @@ class Profile(_Part):
     """The constants of the cost model for one kind of GPU.
 
     `origin` is the source of each constant, with "*" for all other constants. `relative_error` is the error of the cost
-    model. Layouts whose predictions differ by less are equal.
+    model. Layouts whose predictions differ by less than `relative_error` count as equal.
     """
 
     name: str
-    devices: list[str] = Field(description="CUDA's names of the GPUs that it is for")
+    devices: list[str]
+    """Names of the GPUs with these constants, as CUDA reports them."""
     kind: Literal["measured", "fitted", "assumed"]
     origin: dict[str, str]
     relative_error: float = Field(gt=0)
-    peak_tflops: dict[str, float] = Field({}, description="by precision, where the catalogue has none")
-    memory_gib: float | None = Field(None, gt=0, description="of a GPU, where the catalogue has none")
+    peak_tflops: dict[str, float] = {}
+    """Peak TFLOP/s by precision, for a GPU that is not in the catalog."""
+    memory_gib: float | None = Field(None, gt=0)
+    """GPU memory, for a GPU that is not in the catalog."""
     num_sms: int = Field(gt=0)
-    gemm_efficiency: float = Field(gt=0, le=1, description="of the peak, in a product of 8192³")
-    gemm_half_k: float = Field(ge=0, description="inner size k at which k/(k + this) halves the rate")
-    attention_forward: float = Field(gt=0, le=1, description="flash attention's share of the peak")
+    gemm_efficiency: float = Field(gt=0, le=1)
+    """Fraction of the peak FLOP/s in a product of 8192³."""
+    gemm_half_k: float = Field(ge=0)
+    """Inner size of a matrix product that reaches half the FLOP/s of a long one."""
+    attention_forward: float = Field(gt=0, le=1)
+    """Fraction of the peak FLOP/s that flash attention reaches."""
     attention_backward: float = Field(gt=0, le=1)
-    flash_2_share: float = Field(gt=0, le=1, description="FlashAttention-2's rate, of cuDNN's")
-    memory_gb_per_s: float = Field(gt=0, description="achieved by a copy, bytes read and written")
-    launch_seconds: float = Field(ge=0, description="of the host, to start a kernel from Python")
-    collective_launch_seconds: float = Field(ge=0, description="of the host, to start a collective")
-    step_seconds: float = Field(ge=0, description="of the host, once a step: batches, norms, loss")
-    interference: float = Field(
-        ge=0, le=1, description="of hidden communication, but over sockets, that compute pays for"
-    )
-    unfused_traffic: float = Field(
-        ge=1, description="bytes of unfused element-wise kernels, as multiple of fused ones'"
-    )
-    allocator_share: float = Field(
-        ge=0, description="memory reserved beyond what is allocated, as a share of activations, logits and buffers"
-    )
-    gather_allocator_share: float | None = Field(
-        None, ge=0, description="the same where ZeRO-3 gathers weights or DDP casts them in between, if it differs"
-    )
-    headroom: float = Field(ge=0, lt=1, description="of a GPU's memory to leave free: fuller ones free and ask again")
-    context_gib: float = Field(ge=0, description="of a GPU's memory that torch's allocator never gets")
-    host_copy_gb_per_s: float = Field(gt=0, description="GPU to pinned host memory, a GPU")
-    dram_gb_per_s: float = Field(gt=0, description="host memory, all GPUs of a host together")
+    flash_2_share: float = Field(gt=0, le=1)
+    """FLOP/s of FlashAttention-2 divided by that of cuDNN's attention."""
+    memory_gb_per_s: float = Field(gt=0)
+    """Measured bandwidth of a copy, counting bytes read and written."""
+    launch_seconds: float = Field(ge=0)
+    """Host time to launch a kernel from Python."""
+    collective_launch_seconds: float = Field(ge=0)
+    """Host time to launch a collective."""
+    step_seconds: float = Field(ge=0)
+    """Host time per step for the batch, the gradient norm and the loss."""
+    interference: float = Field(ge=0, le=1)
+    """Slowdown of compute as a fraction of overlapped communication time, except over sockets."""
+    unfused_traffic: float = Field(ge=1)
+    """Bytes moved by unfused element-wise kernels divided by those of fused kernels."""
+    allocator_share: float = Field(ge=0)
+    """Unallocated reserved memory as a fraction of activations, logits and buffers."""
+    gather_allocator_share: float | None = Field(None, ge=0)
+    """Value of allocator_share for ZeRO-3 and for DDP with weight casts, if it differs."""
+    headroom: float = Field(ge=0, lt=1)
+    """Fraction of GPU memory to leave free, because the allocator is slow on a full GPU."""
+    context_gib: float = Field(ge=0)
+    """GPU memory that is not available to torch's allocator."""
+    host_copy_gb_per_s: float = Field(gt=0)
+    """Copy bandwidth between one GPU and pinned host memory."""
+    dram_gb_per_s: float = Field(gt=0)
+    """Bandwidth of host memory, shared by all GPUs of a host."""
     links: dict[Link, LinkCost]
     measurements: list[Measurement] = []
 
     def peak(self, device: str, precision: str) -> float:
-        """Return the dense FLOP/s of a GPU; ConfigError where nobody knows."""
+        """Return the peak dense FLOP/s of a GPU. Raises ConfigError if it is unknown."""
         gpu = find_gpu(device)
         tflops = (gpu.peak_tflops(precision) if gpu else None) or self.peak_tflops.get(precision)
         if tflops is None:
             near = [name for name in GPU_NAMES if device.lower() in name.lower()]
-            call = f"call it {' or '.join(near[:4])}, or " if near else ""
+            call = f"name the GPU {' or '.join(near[:4])}, or " if near else ""
             raise ConfigError(
-                f"the peak of {device!r} in {precision} is not known; {call}give --profile FILE with peak_tflops in it"
+                f"the peak of {device!r} in {precision} is unknown; {call}use a --profile FILE that sets peak_tflops"
             )
         return tflops * 1e12
 
     def usable_bytes(self, device: str) -> float:
-        """Return the memory of a GPU that a layout may use; ConfigError where nobody knows."""
+        """Return the GPU memory in bytes that a layout may use. Raises ConfigError if the GPU memory is unknown."""
         mib = gpu_memory_mib(device)
         if mib is None and self.memory_gib is None:
-            raise ConfigError(f"the memory of {device!r} is not known; give --profile FILE with memory_gib in it")
+            raise ConfigError(f"the memory of {device!r} is unknown; use a --profile FILE that sets memory_gib")
         gib = mib / 1024 if mib is not None else self.memory_gib or 0.0
         return (gib - self.context_gib) * (1 - self.headroom) * 2**30
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile file; Raises ConfigError if the file is not a profile."""
+    """Read a profile file. Raises ConfigError if the file is not a profile."""
     try:
         return Profile.model_validate(json.loads(read_text(path)))
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}; make one with megabench calibrate") from None
+        raise ConfigError(f"{path} is not valid JSON: {error}; create a profile with megabench calibrate") from None
     except ValidationError as error:
-        raise ConfigError(f"{path} is no profile: {explain(error, Profile.model_fields)}") from None
+        raise ConfigError(f"{path} is not a valid profile: {explain(error, Profile.model_fields)}") from None
 
 
 @cache

@@ -29,7 +29,7 @@ class Timeline:
         return max(self.ends)
 
 
-# one operation of a stage: forward or backward, of which chunk and micro-batch
+# one operation of a stage: whether it is a forward, its chunk and its micro-batch
 Operation = tuple[bool, int, int]
 
 
@@ -99,7 +99,7 @@ def simulate(
 
 def _simulate(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send: float, blocking: bool) -> Timeline:
     last, size = len(stages) - 1, chunks * num_micro_batches
-    # when an output is there for the next stage, by chunk and micro-batch; negative until then
+    # the time at which the next stage has received an output, by chunk and micro-batch; negative before
     forwards, backwards = ([[-1.0] * size for _ in stages] for _ in range(2))
     orders = [_places(stage, len(stages), chunks, num_micro_batches) for stage in range(len(stages))]
     clock, sending, position = [0.0] * len(stages), [0.0] * len(stages), [0] * len(stages)
@@ -137,22 +137,23 @@ def _simulate(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send
                 next_one += 1
             left -= next_one - position[stage]
             clock[stage], position[stage] = now, next_one
-        assert left < before, "the schedule waits for itself"
+        assert left < before, "the schedule has a deadlock"
     busy = tuple(size * (stage.forward + stage.backward) for stage in stages)
     return Timeline(tuple(clock), busy, tuple(sending))
 
 
 @cache
 def _places(stage: int, num_stages: int, chunks: int, num_micro_batches: int) -> list[tuple[bool, int]]:
-    """`order`, an operation by whether it is a forward, and by its place among those: the first chunk's come first."""
+    """Return `order` as pairs of `is_forward` and chunk · num_micro_batches + micro_batch."""
     operations = order(stage, num_stages, chunks, num_micro_batches)
     return [(is_forward, chunk * num_micro_batches + micro_batch) for is_forward, chunk, micro_batch in operations]
 
 
 def shortest(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send: float, blocking: bool) -> float:
-    """A step cannot be shorter: a stage waits for the first micro-batch, works through all, and the first one ends it.
+    """Return a lower bound of the step time in seconds.
 
-    (P − 1)·(forward + backward)/v + m·(forward + backward) for equal stages: arXiv 2104.04473, section 2.2.
+    For equal stages, the bound is (P − 1)·(forward + backward)/v + m·(forward + backward), as in arXiv 2104.04473,
+    section 2.2. Each stage waits for the first micro-batch, computes all micro-batches, and the first stage ends last.
     """
     num_stages = len(stages)
     held = send if blocking and num_stages > 1 else 0.0
@@ -169,10 +170,10 @@ def shortest(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send:
 
 
 def two_streams(compute: float, communicate: float, times: int, interference: float) -> float:
-    """Layers that compute while the next one's communication runs: the first is waited for, then the slower of both.
+    """Return the seconds of L layers when each layer's compute overlaps the next layer's communication.
 
-    g + (L − 1)·max(c, g) + c, and a share of what is hidden that compute pays for (communication takes processors
-    and memory bandwidth away).
+    The formula is g + (L − 1)·max(c, g) + c for c seconds of compute and g seconds of communication. `interference`
+    adds a fraction of the overlapped time, because communication uses SMs and memory bandwidth.
     """
     hidden = min(compute, communicate)
     return communicate + (times - 1) * (max(compute, communicate) + interference * hidden) + compute

@@ -18,7 +18,7 @@ from megabench.data.text import Piece, check_text_file, is_text_file, read_stdli
 from megabench.data.token_file import TokenFacts, open_token_file, read_facts, scan, token_file_prefix
 from megabench.data.tokenizer import open_tokenizer, token_dtype, tokenize
 
-MAX_TEXT_BYTES = 1 << 30  # limit of a text file, because every rank keeps all its tokens in memory
+MAX_TEXT_BYTES = 1 << 30  # size limit of a text file, because every rank keeps all tokens of the file in memory
 
 
 class TokenSource(Protocol):

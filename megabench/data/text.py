@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megabench.data import DataError
 
-PIECE_BYTES = 1 << 20  # approximate size of a piece of a .txt file, which limits memory use
-# some Python distributions omit the tests; the other directories are not part of the standard library
+PIECE_BYTES = 1 << 20  # approximate size of the pieces in which a .txt file is read, to limit memory use
+# directories to skip: some Python distributions omit the tests, and the others are not part of the standard library
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 

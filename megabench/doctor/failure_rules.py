@@ -61,7 +61,7 @@ def hung(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "untrustworthy",
                 (record.trial,),
-                f"the trial hung or exceeded the time limit; the other ranks may wait for {who}",
+                f"the trial hung or exceeded the time limit, perhaps because the other ranks waited for {who}",
                 error,
                 f"read {_log(rank)}; increase timeout_seconds if the trial was still making progress",
             )

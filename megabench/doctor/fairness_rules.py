@@ -9,7 +9,7 @@ from megabench.record import KernelTraits, RunRecord, WorkClass
 from megabench.study.parity import is_zero3
 from megabench.study.summary import speeds_of
 
-# A ZeRO-3 trial must exceed the reference speed by this fraction to count as faster: repeated runs differ by as much.
+# A ZeRO-3 trial counts as faster than the reference only above this fraction, because repeated runs differ by as much.
 AS_FAST = 0.02
 
 # Above this fraction of used GPU memory, a larger micro-batch may run out of memory.
@@ -160,7 +160,7 @@ def untuned_reference(case: Case) -> Iterator[Finding]:
         yield Finding(
             "untrustworthy",
             (),
-            f"the reference {case.reference} is fixed at micro-batch {reference.micro_batch} while other trials are "
+            f"the reference {case.reference} has a fixed micro-batch of {reference.micro_batch} while other trials are "
             "tuned, so all speedups are too high",
             f"{names(list(dict.fromkeys(better)))}: {how}",
             "set micro_batch: auto for all trials, under `base` in the study file",

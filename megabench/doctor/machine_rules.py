@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 from megabench.doctor.finding import Case, Finding
 
-# Tolerated fraction of throttled samples during the timed steps. A sample at the edge of a step may be wrong.
+# Tolerated fraction of throttled samples during the timed steps. A single sample at the start or end of a step may be
+# wrong.
 MOST_THROTTLED = 0.05
 # Tolerated memory of other processes on a GPU, in GiB. A display or a monitoring tool uses less, a job uses more.
 MOST_OF_OTHERS_GIB = 0.5
-# Smallest fraction of the default power limit that counts as the default. The driver rounds the limit.
+# A power limit of at least this fraction of the default counts as the default. The driver rounds the power limit.
 LEAST_POWER_LIMIT = 0.98
 # Size of /dev/shm in GiB that NCCL's manual recommends for containers. Docker's default is 64 MiB.
 LEAST_SHM_GIB = 1.0
@@ -36,7 +37,7 @@ def other_processes(case: Case) -> Iterator[Finding]:
                     (record.trial,),
                     "the trial shared its GPUs with other processes",
                     f"{machine.host}: {number} other processes" + (f", using {gib:.1f} GiB" if gib else ""),
-                    "find the processes with nvidia-smi, end them or set CUDA_VISIBLE_DEVICES, then repeat the trial",
+                    "end the processes that nvidia-smi lists, or set CUDA_VISIBLE_DEVICES; then repeat the trial",
                 )
 
 

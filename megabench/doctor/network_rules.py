@@ -108,7 +108,7 @@ def tensor_parallel_group(case: Case) -> Iterator[Finding]:
 def _leaves_nvlink(record: RunRecord, group: Group) -> bool:
     if group.link is None or group.link == "nvlink":
         return False
-    return is_on_gpu(record) or group.link != "shm"  # shared memory is the fastest link between ranks on CPUs
+    return is_on_gpu(record) or group.link != "shm"  # on CPUs, shared memory is the fastest link between ranks
 
 
 def nic_distance(case: Case) -> Iterator[Finding]:

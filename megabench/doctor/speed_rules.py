@@ -9,13 +9,14 @@ from megabench.record import RunRecord
 from megabench.specs.registry import ENGINES
 from megabench.study.summary import layout_name
 
-# Below this fraction of used GPU memory, twice the micro-batch fits for certain.
+# Below this fraction of used GPU memory, twice the micro-batch certainly fits.
 HALF = 0.5
 # Smallest number of rows of a matrix product. With fewer rows, current GPUs wait for launches and memory.
 FEWEST_TOKENS = 2048
 # Tolerated pipeline bubble, as a fraction of the step time.
 MOST_BUBBLE = 0.2
-# Smallest normal GPU utilization (NVML: fraction of time with a running kernel). Below, the GPU waits for CPU or data.
+# Smallest normal GPU utilization (NVML: fraction of time with a running kernel). At lower utilization, the GPU waits
+# for the CPU or for data.
 LEAST_UTILIZATION = 0.8
 # Largest fraction of GPU memory for the model states of a full replica. Activations need the rest.
 SMALL_REPLICA = 0.25

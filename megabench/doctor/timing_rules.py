@@ -139,7 +139,7 @@ def repeats(case: Case) -> Iterator[Finding]:
                 "the repeated runs of the trial disagree",
                 f"{min(speeds):,.0f} to {max(speeds):,.0f} tok/s per device over {len(speeds)} runs, "
                 f"a difference of {apart:.0%}",
-                "check for other users of the GPUs, hosts or network and for throttled clocks; then repeat the trial",
+                "check for throttled clocks and for other users of the GPUs, hosts or network; then repeat the trial",
             )
 
 

@@ -27,7 +27,7 @@ class DataParallelEngine:
 
 
 class EngineError(UserError):
-    """This machine lacks a component that the engine needs."""
+    """Raised if this machine lacks a component that the engine needs."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class _Facts(BaseModel):
 
 
 class GpuFacts(_Facts):
-    """One GPU. Bus ids are PCI addresses, which identify a GPU only within one server.
+    """One GPU. Bus ids are PCI addresses, which are unique only within one server.
 
     `nvlinks` contains the remote end of each active NVLink: a GPU's bus id, or None for a switch or an unknown end.
     `nvlinks` is None if NVML does not report NVLinks. `visible_bus_ids` are the bus ids of all GPUs that this process
@@ -135,7 +135,7 @@ def seen_by_cuda(gpus: Sequence[tuple[str, str]], visible: str) -> list[tuple[st
     for word in words:
         gpu = by_index.get(word) or next((gpu for gpu in gpus if word and gpu[0].startswith(word)), None)
         if gpu is None and word.startswith("MIG-") and gpus:
-            gpu = (word, gpus[0][1])  # the MIG instance belongs to a GPU of this host
+            gpu = (word, gpus[0][1])  # MIG instance of a GPU of this host
         if gpu is None:
             break  # CUDA ignores all entries after the first invalid entry
         chosen.append(gpu)

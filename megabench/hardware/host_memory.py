@@ -18,7 +18,7 @@ def available_host_bytes() -> int:
 def _read_number(name: str) -> int | None:
     try:
         return int((_CGROUP / name).read_text())
-    except (OSError, ValueError):  # no cgroup v2, or "max": no limit
+    except (OSError, ValueError):  # there is no limit without cgroup v2, or if the file contains "max"
         return None
 
 

@@ -23,7 +23,7 @@ LINKS: tuple[Link, ...] = ("nvlink", "pcie", "shm", "infiniband", "efa", "socket
 
 
 class TopologyError(UserError):
-    """An invalid cluster description, or a topology that cannot be discovered."""
+    """Raised for an invalid cluster description, or if the topology cannot be discovered."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def _hubs(fact: RankFacts, host: int, hosts_with: Mapping[tuple[str, str], set[i
     gpu = fact.gpu
     if gpu is None:
         return {"shared memory"}
-    if gpu.nvlinks is None:  # NVML does not report NVLinks: use the instance type instead
+    if gpu.nvlinks is None:  # if NVML does not report NVLinks, use the instance type
         instance = find_instance(fact.instance_type or "")
         return {"switch"} if instance and instance.nvlink_domain > 1 else set()
     hubs = set()
@@ -331,5 +331,5 @@ def _hubs(fact: RankFacts, host: int, hosts_with: Mapping[tuple[str, str], set[i
             hubs.add(" ".join(sorted([gpu.bus_id, str(remote)])))
         elif not owners and remote not in gpu.visible_bus_ids:
             hubs.add("switch")  # NCCL also treats a remote end that is not visible as a switch
-        # any other link leads to a GPU of another host, or to a GPU without a rank
+        # any other link connects to a GPU of another host, or to a GPU without a rank
     return hubs

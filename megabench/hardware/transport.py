@@ -40,7 +40,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Communicator:
-    """A communicator, as one of its ranks logged the communicator."""
+    """A communicator, as one of its ranks logged it."""
 
     rank: int
     num_ranks: int

@@ -7,7 +7,7 @@ from megabench.models.shape import ModelShape, RopeScaling
 
 
 class UnknownModelError(UserError):
-    """The model name is not in the catalogue."""
+    """Raised if a model name is not in the catalog."""
 
 
 _SHAPES = (

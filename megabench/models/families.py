@@ -6,12 +6,11 @@ To add a family whose blocks differ from the supported blocks only in their tens
 from dataclasses import dataclass
 from typing import Literal
 
-# How tensor parallelism splits a parallel parameter:
-#   "whole"       Every rank has the whole parameter.
-#   "rows"        Each rank has its share of the rows of each Hugging Face tensor, concatenated: [gate; up].
-#   "columns"     Each rank has its share of the columns of the Hugging Face tensor.
-#   "vocabulary"  Each rank has its share of the vocabulary's rows, which are padded to a multiple of tp.
-#   "groups"      Each rank has its share of the query groups, each stored as [query heads, key head, value head].
+# How tensor parallelism splits a parallel parameter: "whole"       Every rank has a copy of the whole parameter. "rows"
+# Each rank has its share of the rows of each Hugging Face tensor, concatenated: [gate; up]. "columns"     Each rank has
+# its share of the columns of the Hugging Face tensor. "vocabulary"  Each rank has its share of the vocabulary's rows,
+# which are padded to a multiple of tp. "groups"      Each rank has its share of the query groups, each stored as [query
+# heads, key head, value head].
 Cut = Literal["whole", "rows", "columns", "vocabulary", "groups"]
 
 # Symbols for the sizes in a tensor's shape. "h 3h" means [hidden, 3·hidden], and a number is a literal size.

@@ -16,7 +16,7 @@ ASSETS = "hugging_face"
 
 
 class LayersError(UserError):
-    """`num_layers` was set for a model directory, whose number of layers is fixed."""
+    """Raised if `num_layers` is set for a model directory, whose number of layers is fixed."""
 
 
 def find_model(name: str, num_layers: int | None = None) -> ModelShape:

@@ -43,7 +43,7 @@ _ROPE_TYPES = ("default", "llama3")
 
 
 class UnsupportedModelError(UserError):
-    """A Hugging Face model that megabench cannot train exactly as transformers does."""
+    """Raised for a Hugging Face model that megabench cannot train exactly as transformers does."""
 
 
 def transformers_config(shape: ModelShape) -> "PreTrainedConfig":
@@ -288,7 +288,7 @@ def _check(config: Any, path: Path) -> None:
         raise _refusal(path, "partial_rotary_factor", rope["partial_rotary_factor"], 1.0, "a partial rotary embedding")
     for field, default in declared.items():
         if field not in _TAKEN | _IGNORED | _REQUIRED.keys() and (value := getattr(config, field, default)) != default:
-            raise _refusal(path, field, value, default, "a feature that megabench does not know")
+            raise _refusal(path, field, value, default, "a feature that megabench does not support")
 
 
 def _refusal(path: Path, field: str, value: object, wanted: object, meaning: str) -> UnsupportedModelError:

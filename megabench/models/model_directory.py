@@ -28,7 +28,7 @@ _COMPARED_ROWS = 4096
 
 
 class ModelFilesError(UserError):
-    """Model files that are incomplete, or that do not match the config.json of their directory."""
+    """Raised if model files are incomplete, or do not match the config.json of their directory."""
 
 
 class HuggingFaceWeights:
@@ -137,7 +137,7 @@ class HuggingFaceWeights:
                 self._check_tied()
             else:
                 raise ModelFilesError(
-                    f"{self.folder} contains the tensor {name}, which {CONFIG_NAME} does not describe. "
+                    f"{self.folder} contains the tensor {name}, which a model with this {CONFIG_NAME} does not have. "
                     f"Use the {CONFIG_NAME} of the weights."
                 )
 

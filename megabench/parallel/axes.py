@@ -1,4 +1,7 @@
-"""Lists the parallel axes. Kinds of process groups, coordinates and labels derive from it. Loads no torch."""
+"""Lists the parallel axes.
+
+The kinds of process groups, the coordinates of ranks and the labels in tables derive from this list. Loads no torch.
+"""
 
 from dataclasses import dataclass
 
@@ -30,6 +33,6 @@ AXES: tuple[Axis, ...] = (
 )
 AXIS_BY_NAME = {axis.name: axis for axis in AXES}
 FACTORS = tuple(axis.name for axis in AXES if axis.regroups is None)
-# rank numbers vary fastest along the first axis
+# neighboring ranks differ along the first axis
 RANK_ORDER = ("tp", "cp", "dp", "pp")
 assert sorted(RANK_ORDER) == sorted(FACTORS)

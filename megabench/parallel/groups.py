@@ -1,4 +1,4 @@
-"""The process groups of a placement: who is in them, and over which link. Loads no torch."""
+"""The process groups of a placement: their ranks and their links. Loads no torch."""
 
 from collections.abc import Iterable, Sequence
 from itertools import combinations, pairwise
@@ -12,7 +12,7 @@ from megabench.record import Group
 def rank_groups(layout: Layout) -> dict[str, list[list[int]]]:
     """Return the groups of each axis, e.g. {"tp": [[0, 1], [2, 3]], …}.
 
-    The ranks of a group differ only in that coordinate.
+    The ranks of a group differ only in the coordinate of the axis.
 
     An axis that regroups another axis splits the groups of that axis into runs of neighbours.
     """

@@ -9,7 +9,7 @@ from megabench.parallel.axes import FACTORS, RANK_ORDER
 
 
 class LayoutError(UserError):
-    """Parallel sizes that are invalid together. The message names the sizes and valid alternatives."""
+    """Raised for parallel sizes that are invalid together. The message names the sizes and valid alternatives."""
 
 
 def divisors(number: int, limit: int | None = None) -> list[int]:
@@ -130,25 +130,24 @@ class Layout:
 
     @property
     def sequence_multiple(self) -> int:
-        """Sequence lengths must be a multiple of this."""
+        """The sequence length must be a multiple of this number."""
         return lcm(self.tp * self.cp if self.tp > 1 else 1, 2 * self.cp if self.cp > 1 else 1)
 
     def chunk_layers(self, num_layers: int, output_cost: float = 0.0) -> list[list[range]]:
         """Return the layer numbers of every model chunk, as [stage][chunk], for the shortest step.
 
-        The last chunk also holds the output layer, which takes as long as `output_cost` layers. Interleaved chunks go
-        round the stages: chunk c of stage p is the (c·pp + p)-th slice of the model, and the stages work on chunk c of
-        a micro-batch at about the same time, the slowest of them keeping the others waiting. Earlier chunks get the
-        remaining layers.
+        The last chunk also holds the output layer, which takes as long as `output_cost` layers. With interleaving,
+        chunk c of stage p is slice c·pp + p of the model. All stages compute chunk c of a micro-batch at about the same
+        time, so the slowest stage delays the others. Earlier chunks get the remaining layers.
         """
         num_chunks = self.pp * self.vp
-        sizes = [1] * num_chunks  # a chunk without layers would only forward its input
+        sizes = [1] * num_chunks  # a model chunk without layers would only pass on its input
         costs = [1.0] * (num_chunks - 1) + [1.0 + output_cost]
         slowest = [max(costs[chunk * self.pp : (chunk + 1) * self.pp]) for chunk in range(self.vp)]
         stages = [sum(costs[stage :: self.pp]) for stage in range(self.pp)]
 
         def burden(number: int) -> tuple[float, ...]:
-            """Of one more layer: nothing where others wait anyway, else what its round takes; then its stage's load."""
+            """Return the cost of one more layer: the delay of the chunk's round, and then the load of its stage."""
             longest = slowest[number // self.pp]
             return longest if costs[number] + 1 > longest else 0.0, stages[number % self.pp], costs[number]
 

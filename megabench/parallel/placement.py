@@ -17,7 +17,7 @@ Policy = Literal["topology", "launcher", "spread-tp"]
 
 
 class PlacementError(UserError):
-    """A layout for which strict placement is impossible."""
+    """Raised for a layout for which strict placement is impossible."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,6 @@
 The prediction combines operations, collectives, the pipeline timeline and the cost model of an engine. `search`
 predicts all candidates.
 
-Symbols: B micro-batch, S sequence, H hidden, F FFN, L layers, N heads, K KV heads, D head dim, V vocabulary;
-T, P, C = tp, pp, cp sizes.
+Symbols: Symbols: B micro-batch, S sequence length, H hidden size, F FFN size, L layers, N heads, K KV heads, D head
+dim, V vocabulary size; T, P, C = tp, pp, cp sizes.
 """

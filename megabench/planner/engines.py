@@ -15,9 +15,9 @@ from megabench.specs.registry import ENGINES
 class Estimate:
     """A prediction. `parts` are seconds and add up to the step; `exposed` contains the exposed communication by group.
 
-    `parts`: compute, recompute, launch (waiting for the host), tp, cp, pp, dp, bubble, optimizer (and what else comes
-    once a step), offload.
-    `missing_bytes` is the memory that a GPU lacks, including headroom. It is negative if memory is left.
+    The parts are compute, recompute, launch (waiting for the host), tp, cp, pp, dp, bubble, optimizer (with all other
+    work done once per step), and offload. `missing_bytes` is the memory that a GPU lacks, including headroom.
+    `missing_bytes` is negative if memory is left.
     """
 
     candidate: Candidate
@@ -51,7 +51,7 @@ class Costs:
         return ENGINES[candidate.engine].memory(self.job, candidate, self.profile)
 
     def missing_bytes(self, candidate: Candidate) -> float:
-        """Return the memory that the fullest GPU lacks, including headroom, or a negative number if memory is left."""
+        """Return the bytes that the fullest GPU lacks, including headroom, or a negative number if memory is left."""
         return self.memory(candidate).total - self.usable_bytes
 
     def shortest(self, candidate: Candidate) -> float:

@@ -31,20 +31,20 @@ def make_plan(
     from megabench.topo import find_topology
 
     if grad_dtype not in ("fp32", "bf16"):
-        raise ConfigError(f"grad_dtype={grad_dtype!r} is not known; use one of fp32, bf16")
+        raise ConfigError(f"grad_dtype={grad_dtype!r} is unknown; use fp32 or bf16")
     shape = find_model(model, num_layers)
     topology = find_topology(cluster, num_processes, Layout(), False, emulate_hosts)
     device = topology.hosts[0].device
     if device == "cpu" and not profile:
         raise ConfigError(
-            "this machine has no GPU to plan for; name a cluster, e.g. --cluster p5.48xlarge:4, or give the --profile "
-            "that megabench calibrate makes of it"
+            "this machine has no GPU to plan for; use --cluster, e.g. --cluster p5.48xlarge:4, or --profile with a "
+            "profile that megabench calibrate has measured"
         )
     length = seq_length or shape.seq_length
     if shape.num_positions and length > shape.num_positions:
         raise ConfigError(
-            f"seq_length={length} is more than the {shape.num_positions} positions that {model} has learned; use a "
-            f"seq_length up to that"
+            f"seq_length={length} is more than the {shape.num_positions} learned positions of {model}; use a "
+            f"smaller seq_length"
         )
     job = Job(
         shape=shape,

@@ -21,20 +21,20 @@ from megabench.planner.search import Plan, candidates
 from megabench.specs.registry import ENGINES
 
 _GIB = 2**30
-MOST_TOLD = 12  # maximum number of layouts that are called equal, for any --top
-_BAR = 48  # number of characters of the longest part
+MOST_TOLD = 12  # maximum number of layouts that are reported as equal, for any --top
+_BAR = 48  # number of characters of the longest bar
 _KINDS = {
     "measured": "measured on this kind of GPU",
     "fitted": "fitted to measurements",
-    "assumed": "assumed, not tried",
+    "assumed": "assumed, not measured",
 }
-# names of the parts of a step in sentences
+# the words for the parts of a step in sentences
 _WORDS = {
     "compute": "computing",
-    "recompute": "computing activations again",
-    "launch": "waiting for the host to start kernels",
+    "recompute": "recomputing activations",
+    "launch": "waiting for the host to launch kernels",
     **{axis.name: axis.traffic for axis in AXES},
-    "bubble": "the pipeline's bubble",
+    "bubble": "the pipeline bubble",
     "optimizer": "the optimizer",
     "offload": "host memory",
 }
@@ -49,9 +49,7 @@ def _origin(plan: Plan) -> str:
 
 
 def write(console: Console, plan: Plan, top: int) -> None:
-    """Prints the table of the `top` best and of each data-parallel kind, the sweet spot and its reason, how
-    sure it is, what to type, and what does not fit.
-    """
+    """Print the `top` fastest layouts, the recommendation and its command, and the layouts that do not fit."""
     job, topology = plan.job, plan.topology
     head = f"{job.shape.name} on {topology.world_size} × {topology.hosts[0].device}, {len(topology.hosts)} host"
     head += f"{'s' * (len(topology.hosts) > 1)} · sequence {job.seq_length}, global batch {job.global_batch}"
@@ -68,7 +66,7 @@ def write(console: Console, plan: Plan, top: int) -> None:
 
 
 def _table(plan: Plan, top: int) -> Table:
-    """The `top` best by rank; below them, without one, the best of each data-parallel kind that is not among them."""
+    """Return the table of the `top` fastest layouts, followed by the best layout of each missing data-parallel kind."""
     best = plan.ranked[:top]
     heads = ("", "trial", "step s", "tok/s per GPU", "MFU", "GiB", "state", "activations", "rest", "bubble", "exposed")
     table = Table(*heads, box=box.MARKDOWN)
@@ -169,36 +167,36 @@ def certainty(plan: Plan) -> str:
     if plan.equals > 1:
         more = ", and perhaps more," if plan.equals == len(plan.ranked) < plan.num_fitting else ""
         count = f"The first {plan.equals}{more} are equal"
-        return f"{count}: they lie within the model's own error of {error}. Measuring tells them apart."
-    return f"The first is ahead by more than the model's own error of {error}."
+        return f"{count} within the model's error of {error}. Measure them to find the fastest."
+    return f"The first layout is faster than all others by more than the model's error of {error}."
 
 
 def what_is_missing(plan: Plan) -> list[str]:
-    """Return a message about layouts that do not fit, with the missing memory."""
+    """Return sentences about the host memory that layouts need and the GPU memory that other layouts lack."""
     lines = []
     if not plan.ranked:
         nearest = plan.misfits[0]
         lines.append(
-            f"{plan.job.shape.name} fits on this cluster under no layout: the nearest, {nearest.candidate.name}, needs "
-            f"{nearest.memory.total / _GIB:.1f} GiB of a GPU's {plan.usable_bytes / _GIB:.1f} usable GiB, so "
-            f"{nearest.missing_bytes / _GIB:.1f} GiB are missing on each; use more GPUs, larger ones, or fewer layers."
+            f"no layout of {plan.job.shape.name} fits on this cluster: {nearest.candidate.name} comes closest, with "
+            f"{nearest.memory.total / _GIB:.1f} GiB per GPU, but a GPU has {plan.usable_bytes / _GIB:.1f} usable GiB "
+            f"({nearest.missing_bytes / _GIB:.1f} GiB are missing); use more or larger GPUs, or fewer layers."
         )
     else:
         lines += [
-            f"Host memory: {one.candidate.name} takes {one.host_bytes / _GIB:,.0f} GiB of each host."
+            f"{one.candidate.name} needs {one.host_bytes / _GIB:,.0f} GiB of memory on each host."
             for one in plan.ranked[:3]
             if one.host_bytes
         ]
     if plan.misfits:
-        short = ", ".join(f"{one.candidate.name} (by {one.missing_bytes / _GIB:.1f} GiB)" for one in plan.misfits)
-        lines.append(f"Nearest of what does not fit: {short}.")
+        short = ", ".join(f"{one.candidate.name} ({one.missing_bytes / _GIB:.1f} GiB)" for one in plan.misfits)
+        lines.append(f"These layouts almost fit; missing memory per GPU: {short}.")
     return lines
 
 
 def explain(console: Console, plan: Plan, trial: str) -> None:
-    """Print the time of each part of a trial's step as bars; raises ConfigError if it does not exist."""
+    """Print the time of each part of a trial's step as bars. Raises ConfigError if the trial is not a candidate."""
     estimate = estimate_of(plan, trial)
-    lacks = f", and lacks {estimate.missing_bytes / _GIB:.1f} GiB a GPU" if not estimate.fits else ""
+    lacks = f"; lacks {estimate.missing_bytes / _GIB:.1f} GiB per GPU" if not estimate.fits else ""
     title = f"{estimate.candidate.name}: {estimate.step_seconds:.3f} s a step{lacks}"
     console.print(Text(title, style="bold"), soft_wrap=True)
     _bars(console, estimate.parts, "s")
@@ -216,12 +214,15 @@ def _bars(console: Console, parts: dict[str, float], unit: str) -> None:
 
 
 def estimate_of(plan: Plan, trial: str) -> Estimate:
-    """Return the estimate of the trial with this name; raises ConfigError if it does not exist."""
+    """Return the estimate of the trial with this name. Raises ConfigError if the trial is not a candidate."""
     return Costs(plan.job, plan.topology, plan.profile).estimate(find_trial(plan, trial))
 
 
 def find_trial(plan: Plan, trial: str) -> Candidate:
-    """Return the candidate with this name, with any separators between its words; ConfigError with near matches."""
+    """Return the candidate with this name, where any separators may stand between its words.
+
+    Raises ConfigError otherwise.
+    """
     by_key = {_key(candidate.name): candidate for candidate in candidates(plan.job, plan.topology)}
     if _key(trial) in by_key:
         return by_key[_key(trial)]
@@ -236,7 +237,7 @@ def _key(name: str) -> str:
 
 
 def describe(plan: Plan, top: int) -> dict[str, Any]:
-    """Return the content of the table as JSON."""
+    """Return the content of the plan as JSON."""
     return {
         "model": plan.job.shape.name,
         "world_size": plan.topology.world_size,
@@ -279,6 +280,6 @@ def describe_estimate(estimate: Estimate) -> dict[str, Any]:
 
 
 def as_json(plan: Plan, top: int, trial: str | None = None) -> str:
-    """Return the `top` best estimates, or one trial; raises ConfigError if it does not exist."""
+    """Return the `top` best estimates as JSON, or one trial. Raises ConfigError if the trial is not a candidate."""
     found = describe(plan, top) if trial is None else describe_estimate(estimate_of(plan, trial))
     return json.dumps(found, indent=2)

@@ -52,13 +52,13 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
     """
     devices = sorted({host.device for host in topology.hosts})
     if len(devices) > 1:
-        raise ConfigError(f"the cluster has {' and '.join(devices)}; plan for one type of GPU at a time")
+        raise ConfigError(f"the cluster has {' and '.join(devices)}; use a cluster with one type of GPU")
     costs = Costs(job, topology, profile)
     everything = list(candidates(job, topology))
     if not everything:
         raise ConfigError(
-            f"no layout of {topology.world_size} GPUs divides {job.shape.name} at seq_length={job.seq_length} and "
-            f"global_batch={job.global_batch}; use a global batch that is a multiple of the GPUs, e.g. "
+            f"{topology.world_size} GPUs cannot divide {job.shape.name} with seq_length={job.seq_length} and "
+            f"global_batch={job.global_batch}; use a global batch that is a multiple of the number of GPUs, e.g. "
             f"{math.ceil(job.global_batch / topology.world_size) * topology.world_size}"
         )
     # memory does not depend on the placement
@@ -157,7 +157,7 @@ def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candid
 
 def _checked(layout: Layout, job: Job, world_size: int) -> Layout | None:
     """Return the layout with its dp, or None if it cannot divide the model."""
-    # unequal interleaved chunks would wait for each other
+    # unequal interleaved model chunks would wait for each other
     if layout.vp > 1 and job.shape.num_layers % (layout.pp * layout.vp):
         return None
     try:

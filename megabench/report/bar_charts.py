@@ -8,8 +8,9 @@ from markupsafe import Markup
 from megabench.report.svg import clip, nice_ticks, percent, picture, tag, text, tick_words
 from megabench.study.verdict import Spread
 
-_MARK_WIDTH = 0.66  # as a fraction of the picture width; the rest of the width shows the values as text
-_NAME, _TOP, _MARK, _GAP = 15, 21, 18, 15  # pixels: baseline of the name, top and height of the mark, space below
+_MARK_WIDTH = 0.66  # width of the bars as a fraction of the picture width; the rest shows the values as text
+# pixels of a row: baseline of the name, top and height of the bar, space below
+_NAME, _TOP, _MARK, _GAP = 15, 21, 18, 15
 _PITCH = _TOP + _MARK + _GAP
 _COLUMN = _MARK + 8
 _AXIS = 30

@@ -64,7 +64,7 @@ def why(best: RunRecord, other: RunRecord, device: str) -> list[str]:
     if best.profile and other.profile:
         mine, its = waiting_share(best), waiting_share(other)
         said.append(
-            f"{best.trial} spends {mine:.0%} of a step waiting for communication or idle, and {other.trial} {its:.0%}."
+            f"{best.trial} spends {mine:.0%} of a step idle or waiting for communication, and {other.trial} {its:.0%}."
         )
     if best.wire_bytes and other.wire_bytes:
         sent = [_size(sum(record.wire_bytes.values())) for record in (best, other) if record.wire_bytes]

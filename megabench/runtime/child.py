@@ -23,7 +23,7 @@ _LIBRARY_NOTE = re.compile(r"(\[rank\d+\]:)?\s*\[?[WI]\d{3,4} ")
 _TERMINAL_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 _PR_SET_PDEATHSIG = 1
-# loaded before any fork, because a child must not load libraries between fork and exec
+# load the library before any fork, because a child must not load libraries between fork and exec
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
@@ -45,7 +45,7 @@ class Child:
 
         def die_with_supervisor() -> None:
             die_with_parent()
-            if os.getppid() != supervisor:  # the supervisor ended before prctl was called
+            if os.getppid() != supervisor:  # the supervisor ended before this process called prctl
                 os._exit(1)
 
         with log.open("wb") as output:
@@ -99,7 +99,7 @@ def _doze() -> None:
 def end_all(children: Collection[Child], wait: Callable[[], None] = _doze) -> None:
     """End the running children and their process groups, first with SIGTERM, then with SIGKILL.
 
-    `wait` is called until they are gone, and waits a moment.
+    `wait` is called repeatedly until all processes have ended.
     """
     for number, patience in ((signal.SIGTERM, TERM_GRACE_SECONDS), (signal.SIGKILL, KILL_WAIT_SECONDS)):
         running = [child for child in children if child.exit_status() is None]
@@ -113,7 +113,7 @@ def end_all(children: Collection[Child], wait: Callable[[], None] = _doze) -> No
 def end_strays(variables: Mapping[str, str]) -> list[int]:
     """Kill all processes of this user whose environment has these variables. Return their process ids.
 
-    A daemon that a child started in a session of its own is in no process group of a `Child`, but inherits its
+    A daemon that a child started in its own session is in no process group of a `Child`, but inherits the child's
     environment.
     """
     killed = []

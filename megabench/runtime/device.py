@@ -24,11 +24,11 @@ DTYPES = {name: _DTYPES[policy.compute] for name, policy in POLICIES.items()}
 
 
 class DeviceError(UserError):
-    """The requested device does not exist."""
+    """Raised if the requested device does not exist."""
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_world_size: int) -> DeviceKind:
-    """Return the kind of device to run on. Raises DeviceError if it is `cuda` and there are too few GPUs."""
+    """Return the kind of device to run on. Raises DeviceError if the kind is `cuda` and there are too few GPUs."""
     num_gpus = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
         return "cpu"
@@ -48,8 +48,8 @@ def initialize(
 ) -> torch.device:
     """Bind this process to its device and its share of the CPU cores, and create the default process group.
 
-    This process gets the number `rank` in the group. The backend is NCCL on GPUs and gloo on CPU. OMP_NUM_THREADS
-    overrides the cores.
+    This process is rank `rank` of the group. The backend is NCCL on GPUs and gloo on CPU. OMP_NUM_THREADS overrides the
+    cores.
     """
     torch.set_float32_matmul_precision("highest")  # disable TF32, so that an fp32 run computes in fp32
     if rendezvous.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:

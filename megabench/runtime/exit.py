@@ -1,4 +1,4 @@
-"""Exit a process while other threads may still run."""
+"""Exit from a process whose other threads may still run."""
 
 import atexit
 import contextlib
@@ -16,6 +16,6 @@ def exit_process(status: int) -> NoReturn:
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the reader of the pipe may have exited
+        with contextlib.suppress(OSError):  # the process that reads the pipe may have exited
             stream.flush()
     os._exit(status)

@@ -63,7 +63,7 @@ def tell_launcher(error: str) -> None:
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"message": {"message": error, "extraInfo": {"timestamp": str(int(time.time()))}}}
-        with contextlib.suppress(OSError):  # the printed message contains the same text
+        with contextlib.suppress(OSError):  # the printed message already contains the note
             Path(path).write_text(json.dumps(told))
 
 
@@ -73,7 +73,10 @@ def read_failure(store: Store, rank: int) -> Failure | None:
 
 
 def disagreement(store: Store, rank: int, topic: str, value: str) -> str | None:
-    """Return rank 0's `value` of `topic` if this rank has another value, else None. Every rank must call it."""
+    """Return rank 0's `value` of `topic` if this rank has another value, else None.
+
+    Every rank must call this function.
+    """
     if rank == 0:
         store.set(f"agreed/{topic}", value)
         return None
@@ -95,9 +98,11 @@ def meet(store: Store, world_size: int, topic: str) -> None:
 
 
 def outlast(store: Store, rank: int, world_size: int, topic: str, seconds: float = 10.0) -> None:
-    """Block rank 0, whose process may host the store, until all ranks have called this. Other ranks return at once.
+    """Block rank 0, whose process may host the store, until all ranks have called this function.
 
-    Rank 0 returns after `seconds` in any case, because a lost rank never calls this.
+    Other ranks return at once.
+
+    Rank 0 returns after `seconds` in any case, because a lost rank never calls this function.
     """
     deadline = time.monotonic() + seconds
     num_here = store.add(f"outlasted/{topic}", 1)
@@ -107,7 +112,7 @@ def outlast(store: Store, rank: int, world_size: int, topic: str, seconds: float
 
 
 def print_once(store: Store, text: str) -> None:
-    """Print `text` to stderr on the first rank that calls this.
+    """Print `text` to stderr on the first rank that calls this function.
 
     Other ranks return after the text is printed, because launchers kill all ranks when the first one exits.
     """
@@ -121,7 +126,7 @@ def print_once(store: Store, text: str) -> None:
 def explain(store: Store | None, rank: int, kind: FailureKind, error: str, waited_for: int | None = None) -> None:
     """Report to the launcher and the supervisor why this rank ends, and print the reason once for all ranks.
 
-    Every rank prints the reason if the rendezvous store cannot be reached, so that it is never lost.
+    Every rank prints the reason if the rendezvous store cannot be reached, so that the reason is never lost.
     """
     tell_launcher(error)
     text = f"Error: {error}"

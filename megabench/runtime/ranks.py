@@ -19,23 +19,23 @@ _PATIENCE = timedelta(hours=12)  # the other ranks wait while rank 0 reads large
 
 
 class RanksError(UserError):
-    """The number of processes is wrong, or one of the processes ended early."""
+    """Raised if the number of processes is wrong, or if a process ended early."""
 
 
 @contextmanager
 def joined(world_size: int, device: DeviceKind = "cpu") -> Iterator[int]:
     """Create a process group of `world_size` processes and yield the rank of this one.
 
-    Without a launcher, this process is rank 0 and starts the same command again for each other rank. Those processes
-    end with rank 0; if one fails, the error shows its last line. Raises RanksError if a launcher started another number
-    of processes.
+    Without a launcher, this process is rank 0 and starts the same command again for each other rank. The started
+    processes end with rank 0. If one of them fails, the error shows the last line that it printed. Raises RanksError if
+    a launcher started another number of processes.
     """
     launched = rendezvous.world_size_from_environment()
     if "RANK" in os.environ:
         if launched != world_size:
             raise RanksError(
                 f"this command needs {world_size} processes, but {launched} were started; "
-                f"use torchrun --nproc-per-node {world_size}, or start it without a launcher"
+                f"use torchrun --nproc-per-node {world_size}, or start the command without a launcher"
             )
         place = rendezvous.join()
         initialize(place, place.rank, device, _PATIENCE)
@@ -54,7 +54,7 @@ def joined(world_size: int, device: DeviceKind = "cpu") -> Iterator[int]:
             yield 0
             dist.destroy_process_group()
         except UserError:
-            raise  # all ranks raise the same error
+            raise  # every rank raises rank 0's error
         except Exception as error:
             lost = next((child for child in children if child.exit_status()), None)
             if lost is None:

@@ -2,8 +2,8 @@
 
 A job that is submitted twice would write twice into the same directory. A lock is a small file that names its owner.
 While the owner is alive on the same host, a second process is refused. A process on another host cannot check whether
-the owner is alive, so it takes the directory over. The first owner notices that at its next check. Locks left behind by
-dead processes are ignored.
+the owner is alive, so it takes the directory over. The first owner notices the new owner at its next check. Locks left
+behind by dead processes are ignored.
 """
 
 import json
@@ -25,7 +25,7 @@ _SAME_SECONDS = 0.1  # rounding error of the start time of a process
 
 
 class RunLockedError(UserError):
-    """Another process writes into the directory, or the directory is not writable."""
+    """Raised if another process writes into the directory, or if the directory is not writable."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class RunLock:
 
     @property
     def loss(self) -> str | None:
-        """An error message if another process has taken the lock since, or None if this process still holds it."""
+        """An error message if another process has taken the lock, or None if this process still holds the lock."""
         try:
             owner = _Owner.of(self.folder)
         except FileNotFoundError:

@@ -16,18 +16,18 @@ from megabench import UserError
 
 
 class ConfigError(UserError):
-    """A setting that is wrong or contradicts another."""
+    """Raised for a setting that is invalid or contradicts another setting."""
 
 
 _LARGEST_FILE = 2**20  # bytes
-_MOST_VALUES = 100_000  # of a YAML file after its aliases are expanded
+_MOST_VALUES = 100_000  # maximum number of values in a YAML file after its aliases are expanded
 
 
 def read_text(path: Path) -> str:
     """Return the text of a settings file. Raises ConfigError if the file cannot be read or exceeds 1 MiB."""
     try:
         if stat.S_ISFIFO(path.stat().st_mode) and not str(path).startswith("/dev/"):
-            raise ConfigError(f"{path} is a named pipe; use a regular file")  # reading one may block forever
+            raise ConfigError(f"{path} is a named pipe; use a regular file")  # reading a named pipe may block forever
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)
     except OSError as error:
@@ -43,8 +43,8 @@ def read_text(path: Path) -> str:
 class _StrictLoader(yaml.SafeLoader):
     """A YAML loader that rejects what plain YAML silently misreads.
 
-    Plain YAML uses the last of duplicate keys, and reads 010 as the octal number 8. A few lines of nested aliases can
-    stand for billions of values.
+    Plain YAML uses the last of duplicate keys, and reads 010 as the octal number 8. A few lines of nested YAML aliases
+    can expand to billions of values.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -66,7 +66,7 @@ class _StrictLoader(yaml.SafeLoader):
         if node is None:
             return None
         if _num_values(node, {}) > _MOST_VALUES:
-            self._refuse(node, f"it has more than {_MOST_VALUES:,} values after its aliases are expanded")
+            self._refuse(node, f"the file has more than {_MOST_VALUES:,} values after its aliases are expanded")
         return self.construct_document(node)
 
     def _refuse(self, node: yaml.Node, problem: str) -> NoReturn:
@@ -90,7 +90,7 @@ def parse_yaml(text: str) -> Any:
     try:
         return _StrictLoader(text).load()
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the file is nested too deeply") from None
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class DdpSettings(EngineSettings):
 
 def _check(run: ResolvedRun) -> None:
     if run.grad_dtype == "bf16" and DdpSettings.of(run).powersgd_rank:
-        raise ConfigError("powersgd_rank sends fp32 factors; use grad_dtype=fp32, or leave powersgd_rank out")
+        raise ConfigError("powersgd_rank sends fp32 factors; use grad_dtype=fp32, or omit powersgd_rank")
 
 
 def _why_not_saved(run: ResolvedRun) -> str | None:

@@ -78,7 +78,7 @@ def _check(run: ResolvedRun) -> None:
     check_divides("hpz_size", own.hpz_size, run.world_size)
     for name in _OF_STAGE_3:
         if getattr(own, name) != DeepSpeedSettings.model_fields[name].default and stage != 3:
-            raise ConfigError(f"{name}={getattr(own, name)} works only with zero_stage=3, not {stage}; leave it out")
+            raise ConfigError(f"{name}={getattr(own, name)} works only with zero_stage=3, not {stage}; omit {name}")
     if own.offload != "none" and (stage == 0 or (own.offload == "all" and stage != 3)):
         raise ConfigError(
             f"offload={own.offload} needs {'zero_stage=3' if own.offload == 'all' else 'zero_stage 1 to 3'}, but "

@@ -33,7 +33,7 @@ def _check(run: ResolvedRun) -> None:
     own = FsdpSettings.of(run)
     check_divides("shard_size", own.shard_size, run.world_size)
     if own.offload == "optimizer":
-        raise ConfigError("fsdp offloads its shards and their optimizer together; use offload=all")
+        raise ConfigError("fsdp can offload weights only together with the optimizer state; use offload=all")
 
 
 def _variants(ranks_per_host: int | None) -> Iterator[Sharding]:

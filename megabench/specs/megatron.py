@@ -33,7 +33,8 @@ def chunk_layers(run: ResolvedRun) -> list[list[range]]:
 def _check(run: ResolvedRun) -> None:
     if MegatronSettings.of(run).keep_gathered and (run.layout.tp == 1 or run.kernels == "reference"):
         raise ConfigError(
-            "keep_gathered needs megabench's tensor-parallel layers; use tp=2 or more and kernels=auto, or leave it out"
+            "keep_gathered needs megabench's tensor-parallel layers; use tp=2 or more and kernels=auto, or omit "
+            "keep_gathered"
         )
 
 

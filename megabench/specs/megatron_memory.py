@@ -12,7 +12,7 @@ from megabench.cost.memory import Memory, layer_activation_bytes, logit_bytes, r
 from megabench.cost.profile import Profile
 from megabench.parallel.layout import Layout
 
-_QUEUED_KERNELS = 1024  # kernel launches that a CUDA stream queues before the host blocks
+_QUEUED_KERNELS = 1024  # number of kernel launches that a CUDA stream queues before the host blocks
 
 
 @dataclass(frozen=True)

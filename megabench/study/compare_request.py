@@ -45,7 +45,7 @@ class Request:
         default = file.largest_world_size if file.is_cpu_only or not num_gpus else num_gpus
         if not (size := num_processes or default):
             missing = "no NVIDIA GPU was found" if not num_gpus else "it runs on CPU alone"
-            raise StudyError(f"{self.source} names no world_size and {missing}; add --nproc N, or world_size to base")
+            raise StudyError(f"{self.source} has no world_size and {missing}; add --nproc N, or world_size to base")
         study = self._planned(file, size)
         for trial in study.select(self.only):
             _check_data(f"{self.source}: trial {trial.name}", trial.resolved.data)
@@ -88,4 +88,4 @@ def _setting(text: str) -> tuple[str, Any]:
     try:
         return field, parse_yaml(value)
     except (yaml.YAMLError, ValueError):
-        raise StudyError(f"--set {text}: {value!r} is not valid YAML; quote it as a study file would") from None
+        raise StudyError(f"--set {text}: {value!r} is not valid YAML; quote the value as in a study file") from None

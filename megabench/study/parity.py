@@ -10,18 +10,19 @@ from megabench.record import Parity, RunRecord
 from megabench.specs import registry
 
 # Largest relative difference of the loss at any step. The engines sum in different orders, so results differ by
-# rounding: 2^-24 a sum in fp32, 2^-8 in bf16 and 2^-11 in fp16, and training amplifies a difference step by step. A
+# rounding: 2^-24 per sum in fp32, 2^-8 in bf16 and 2^-11 in fp16. Training amplifies the difference step by step. A
 # missing reduction, a wrong token order or a different initial weight exceeds these tolerances within a few steps.
 TOLERANCES = {name: policy.loss_tolerance for name, policy in POLICIES.items()}
 
 # Relative difference of the gradient norm, as the median of the first steps. Later steps amplify rounding. While the
-# learning rate warms up, losses hardly depend on the gradients, so they do not reveal wrong gradients. Correct gradient
-# norms in benchmarks/ and in make quickstart differ by up to 2e-6 (fp32), 1.2e-3 (bf16) and 2.4e-5 (fp16).
+# learning rate warms up, losses hardly depend on the gradients, so they do not reveal wrong gradients. The gradient
+# norms of correct engines in benchmarks/ and in make quickstart differ from each other by up to 2e-6 (fp32), 1.2e-3
+# (bf16) and 2.4e-5 (fp16).
 GRAD_NORM_TOLERANCES = {name: policy.grad_norm_tolerance for name, policy in POLICIES.items()}
 NUM_NORMS = 10
 FAR_OFF = 1.0  # a difference as large as the norm itself cannot be rounding
 
-Values = Sequence[float | None]  # one value per step; None for a non-finite value, as in records
+Values = Sequence[float | None]  # one value per step; a non-finite value is None, as in records
 
 
 def compare_losses(losses: Values, expected: Values) -> float | None:
@@ -121,7 +122,7 @@ def _has_equal_losses(parity: Parity) -> bool:
 
 
 def _has_equal_norms(parity: Parity) -> bool:
-    """Also where there are none to compare."""
+    """Return whether the gradient norms agree, also if there are none to compare."""
     tolerance = parity.grad_norm_tolerance
     return parity.grad_norm_difference is None or tolerance is None or parity.grad_norm_difference <= tolerance
 

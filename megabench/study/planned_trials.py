@@ -78,7 +78,7 @@ def _compared(fields: dict[str, Any]) -> tuple[object, ...]:
 
 
 def regret_sentence(records: list[RunRecord]) -> str | None:
-    """Describe whether the best predicted trial was the fastest measured one. Return None if that is not known."""
+    """Describe whether the best predicted trial was the fastest measured one. Return None if it is not known."""
     timed = [record for record in records if record.prediction and record.step_seconds and record.status == "ok"]
     if not any(record.prediction and record.prediction.planned_rank for record in timed):
         return None

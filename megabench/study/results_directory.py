@@ -10,7 +10,7 @@ from megabench.study.study import StudyFile
 
 
 class FolderError(UserError):
-    """The directory contains no study. The message names the missing file."""
+    """Raised if the directory contains no study. The message names the missing file."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from megabench.study.expand import (
 # the study sets the output paths of its trials, and trials save no checkpoints
 _TRIAL_FIELDS = [name for name, about in SETTINGS.items() if about.role != "output"]
 _LONGEST_NAME = 200
-_LONGEST_VARIABLE = 2**17 - 1  # Linux: MAX_ARG_STRLEN, with the final NUL byte
+_LONGEST_VARIABLE = 2**17 - 1  # Linux: Linux's limit MAX_ARG_STRLEN, which includes the final NUL byte
 _MOST_TRIALS = 2000
 _EXTRAS = ["name", "env", "world_size", "timeout_seconds", "repeats"]
 TRIAL_SETTINGS = _TRIAL_FIELDS + _EXTRAS  # settings that a trial may have
@@ -47,30 +47,34 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "
 
 
 class StudyError(UserError):
-    """A study cannot be run. The message names the file and the trial."""
+    """Raised if a study cannot be run. The message names the file and the trial."""
 
 
 class StudyFile(BaseModel):
     """The content of a study file, before it is expanded into trials."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    name: str | None = Field(None, description="Name of the study [default: the file's].")
-    question: str = Field("", description="What the study answers, in one sentence.")
-    base: dict[str, Any] = Field(
-        {}, description="RunConfig fields for all trials, env, world_size, timeout_seconds, repeats."
-    )
-    trials: list[dict[str, Any]] = Field(
-        min_length=1, description="RunConfig fields of each, name, env, world_size, timeout_seconds, repeats."
-    )
-    reference: str | None = Field(None, description="Trial to compare with [default: the first ZeRO-3 trial].")
-    repeats: NumRepeats = Field(1, description="Number of runs of each trial, unless the trial sets it.")
-    timeout_seconds: Seconds = Field(1800.0, description="Time limit of a trial, unless the trial sets it.")
-    emulate_hosts: NumRanks | None = Field(None, description="Split the machine into this many hosts.")
+    name: str | None = None
+    """Name of the study [default: the name of the file]."""
+    question: str = ""
+    """The question that the study answers, in one sentence."""
+    base: dict[str, Any] = {}
+    """Settings of all trials: RunConfig fields, env, world_size, timeout_seconds and repeats."""
+    trials: list[dict[str, Any]] = Field(min_length=1)
+    """Settings of each trial: name, RunConfig fields, env, world_size, timeout_seconds and repeats."""
+    reference: str | None = None
+    """Trial to compare with [default: the first ZeRO-3 trial]."""
+    repeats: NumRepeats = 1
+    """Number of runs of each trial, unless the trial sets it."""
+    timeout_seconds: Seconds = 1800.0
+    """Time limit of a trial, unless the trial sets it."""
+    emulate_hosts: NumRanks | None = None
+    """Split the machine into this many hosts."""
 
     @classmethod
     def read(cls, path: Path) -> "StudyFile":
-        """The study in `path`; Read a study file. Raises StudyError if it is invalid."""
+        """Read a study file. Raises StudyError if the file is invalid."""
         try:
             content = read_yaml_mapping(path)
         except ConfigError as error:
@@ -256,7 +260,7 @@ class _Draft:
 
 
 def _label(values: dict[str, Any]) -> str:
-    """Return the label of a trial in error messages: its name, or else its own fields."""
+    """Return the label of a trial in error messages: its name if it has one, otherwise its own fields."""
     return str(values.get("name") or ", ".join(f"{field}={value}" for field, value in values.items()) or "base alone")
 
 
@@ -321,7 +325,7 @@ def _is(kind: Any, value: object) -> bool:
 
 
 def _given_name(entry: dict[str, Any], values: dict[str, Any], where: str) -> str | None:
-    """Return the trial's name from the file, followed by the fields that vary in its entry, or None without a name."""
+    """Return the name of the entry, followed by the fields that vary in the entry, or None if it has no name."""
     if "name" not in values:
         return None
     name = values["name"]

@@ -130,16 +130,16 @@ def particulars(decision: Decision, device: str) -> list[str]:
     zero3 = next((row for row in decision.good if _is_zero3(row)), None)
     if best and zero3 and reference and zero3 not in (best, reference) and not _is_zero3(best):
         times = _speed_of(best) / _speed_of(zero3)
-        said.append(f"Against the fastest ZeRO-3 trial, {zero3.trial}, {best.trial} is at {times:.2f} ×.")
+        said.append(f"{best.trial} reaches {times:.2f} × the speed of the fastest ZeRO-3 trial, {zero3.trial}.")
     if best and decision.bad:
         said.append(f"Not ranked: {ends(decision.bad)}.")
     if best and all(row.num_runs == 1 for row in decision.good):
         ran = "It ran once" if len(decision.good) == 1 else "Each trial ran once"
-        said.append(f"{ran}: the spread shown is that of its steps; how far one run lies from the next is not known.")
+        said.append(f"{ran}: the spread shown is the spread between steps, and the spread between runs is unknown.")
     if any(row.is_emulated for row in decision.good):
         said.append(
-            "The hosts are emulated: one machine was split up and its parts linked by sockets, so the figures between "
-            "hosts are those of that link, not of a real network."
+            "The hosts are emulated: one machine was divided into hosts that communicate over sockets, so bandwidths "
+            "between hosts are not those of a real network."
         )
     return said
 

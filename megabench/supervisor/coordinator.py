@@ -59,7 +59,7 @@ class Coordinator:
         time.sleep(POLL_SECONDS)
         if self._signals:
             name = signal.Signals(self._signals[0]).name
-            self.stop_all(f"the supervisor of {self._me()} was stopped by {name}", self.launch.supervisor)
+            self.stop_all(f"the supervisor of {self._me()} was ended by {name}", self.launch.supervisor)
             raise StudyStopped(f"stopped by {name}", self._signals[0])
         if time.monotonic() - self._beaten >= BEAT_SECONDS:
             self._beat()
@@ -126,7 +126,7 @@ class Coordinator:
         return result
 
     def _part(self) -> None:
-        """Leave the study. The lead leaves last, because its process may host the store."""
+        """Leave the study. The lead supervisor exits last, because its process may host the store."""
         if not self.launch.is_lead:
             self._store.add("parted", 1)
             return

@@ -27,8 +27,9 @@ _MOST_PLACES = 4
 class RankEnd:
     """How one rank of a trial ended.
 
-    `code` is its exit status, negative for a signal; `was_ended` says that its supervisor ended it. `order` numbers the
-    failed exits; `last_line` is from its log; `place` is the function in which the rank was hanging.
+    `code` is the exit status, which is negative for a signal. `was_ended` is true if the supervisor ended the rank.
+    `order` numbers the failed exits. `last_line` is the last line of the rank's log. `place` is the function in which
+    the rank was hanging.
     """
 
     rank: int
@@ -128,7 +129,7 @@ def _failure(end: RankEnd) -> RunFailure:
 
 
 def _behind(ends: Sequence[RankEnd]) -> int | None:
-    """Return the rank that has completed fewer steps than any other, or None if several are equally far behind."""
+    """Return the rank that has completed fewer steps than all other ranks, or None if there is no such rank."""
     fewest = min(end.step for end in ends)
     behind = [end.rank for end in ends if end.step == fewest]
     return behind[0] if len(behind) == 1 else None

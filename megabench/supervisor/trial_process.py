@@ -89,7 +89,8 @@ class TrialProcesses:
     def _environment(self, rank: int) -> dict[str, str]:
         task = self._task
         environment = {"PYTHONUNBUFFERED": "1"} | without_launcher(os.environ)
-        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # train/main.py sets the value for each layout
+        # do not inherit the value, because train/main.py sets it for each layout
+        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         if task.device == "cpu":
             environment = {"OMP_NUM_THREADS": "1"} | environment | {"CUDA_VISIBLE_DEVICES": ""}
         placement = self._coordinator.launch.placement_variables(rank, task.world_size)
@@ -127,7 +128,7 @@ class TrialProcesses:
         running = {rank: child for rank, child in self._children.items() if rank not in self._ended}
         places = ask_where(running) if stop == "timeout" else {}
         failures = {rank: read_failure(self._messages, rank) for rank in running}
-        # Supervisors end processes only after all of them have read the failures, because peers of an ended process
+        # Supervisors end processes only after every supervisor has read the failures, because peers of an ended process
         # report a lost connection.
         self._notes.add("looked", self._num_ranks)
         self._coordinator.wait_until(lambda: self._count("looked") == self._task.world_size)

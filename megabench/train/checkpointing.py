@@ -103,7 +103,7 @@ class Checkpoints:
             token = [new_token(run_id)]
             self._clean(run.save, run_id)
             self._set_aside(resume)
-        dist.broadcast_object_list(token)  # sent after the cleanup, because it lets ranks save
+        dist.broadcast_object_list(token)  # send this after the cleanup, because ranks then start to save
         self._run_id = run_id_of(token[0])
         assets = assets_of_run(run) if rank == 0 else {}
         self._saver = Saver(
@@ -134,11 +134,11 @@ class Checkpoints:
     def _clean(self, directory: Path, run_id: str) -> None:
         """Delete unfinished saves of earlier starts of this run, and report files that other runs left."""
         if others := remove_partial(directory, run_id):
-            self._note(f"unfinished saves of other runs are not deleted: {', '.join(map(str, others))}")
+            self._note(f"not deleting unfinished saves of other runs: {', '.join(map(str, others))}")
         others = [folder for step in steps_in(directory) if not is_own(folder := folder_of(directory, step), run_id)]
         if others and self._run.keep is not None:
             names = ", ".join(folder.name for folder in others)
-            self._note(f"--keep does not delete checkpoints of other runs: {names}")
+            self._note(f"not deleting checkpoints of other runs despite --keep: {names}")
 
     def _set_aside(self, resume: Resume) -> None:
         """Rename damaged checkpoints that are newer than the one the run resumes from, so that they are ignored."""
@@ -161,7 +161,7 @@ class Checkpoints:
             self._saver.last_finite_step = step
 
     def due_step(self, step: int, is_last: bool) -> int | None:
-        """Return the step whose state must be saved after `step`, or None. `is_last` says that no other step follows.
+        """Return the step whose state must be saved after `step`, or None. `is_last` is true if no other step follows.
 
         A save that is due at a non-finite step is postponed to the next finite step. If no step follows, the state is
         saved under the number of the newest finite step, because the later steps did not update it.

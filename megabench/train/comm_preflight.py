@@ -29,7 +29,7 @@ from megabench.parallel.placement import and_more, number_ranges
 from megabench.record import Group, LinkBandwidth
 from megabench.runtime.device import synchronize
 
-_PROBE_BYTES = 8 * 2**20  # large enough for NCCL's protocols and channels of large messages
+_PROBE_BYTES = 8 * 2**20  # large enough that NCCL uses its protocols and channels for large messages
 _BANDWIDTH_BYTES = {"cuda": 128 * 2**20, "cpu": 8 * 2**20}
 _REPEATS, _IN_A_ROW = 3, 4
 
@@ -189,7 +189,7 @@ def measure_bandwidth(topology: Topology, device: torch.device) -> LinkBandwidth
 
 def _all_rings(hosts: Sequence[Sequence[int]], whole: torch.Tensor, device: torch.device) -> float:
     """Return the GB/s that a host sends while the ranks with equal local rank all-gather, all local ranks at once."""
-    rings = list(zip(*hosts, strict=False))  # local ranks that some host does not have take no part
+    rings = list(zip(*hosts, strict=False))  # a local rank takes part only if every host has this local rank
     mine = create_mine(rings)
     part = whole[: whole.numel() // len(rings) // len(hosts)]
     gathered = whole[: part.numel() * len(hosts)].clone()

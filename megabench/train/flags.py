@@ -46,7 +46,7 @@ def _command() -> Any:
         given = {name: value for name, value in flags.items() if value is not None}
         return RunConfig.parse(from_file | given, where=f"{config_file}: " if config_file and not given else "")
 
-    config_option = typer.Option("--config", metavar="FILE", help="YAML file of the same settings; flags override it.")
+    config_option = typer.Option("--config", metavar="FILE", help="YAML file with settings. Flags override the file.")
     parameters = [_parameter("config_file", Path, config_option)]
     for name, field in FIELDS.items():
         flag = _flag(name)

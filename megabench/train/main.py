@@ -56,7 +56,7 @@ def main(find: Find | None = None) -> NoReturn:
 
 def _run(given: RunConfig, find: Find | None) -> None:
     if given.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise libraries would use the GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hide the GPUs, because libraries would use them
     from megabench.data.source import open_source
     from megabench.runtime import rendezvous as rendezvous_module
     from megabench.runtime.device import choose_device
@@ -77,7 +77,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
     watchdog = Watchdog(rendezvous, given.stall_seconds, given.steps)
     try:
         device_kind = choose_device(given.device, rendezvous.local_world_size)
-        # "auto" settings do not affect these checks
+        # these checks do not depend on "auto" settings
         run = (resolve_first if find else RunConfig.resolve)(given, rendezvous.world_size, device_kind)
         _make_folders(run)
         if rendezvous.rank == 0:
@@ -87,9 +87,8 @@ def _run(given: RunConfig, find: Find | None) -> None:
         watchdog.at("checking the checkpoint", 0)
         if not run.skip_memory_check:
             check_memory(run, rendezvous.local_rank, rendezvous.local_world_size)
-            meet(
-                rendezvous.store, rendezvous.world_size, "memory-check"
-            )  # all ranks check before any rank allocates memory
+            # all ranks finish the check before any rank allocates memory
+            meet(rendezvous.store, rendezvous.world_size, "memory-check")
         resume = find_resume(run, source, rendezvous)
         _check_out(run, resume)
     except MemoryCheckError as error:
@@ -141,7 +140,7 @@ def _check_launcher() -> None:
         count = os.environ.get(variable, "1")
         if count.isdecimal() and int(count) > 1 and needed not in os.environ:
             raise ConfigError(
-                f"{variable}={count} but no {needed}: these {count} processes would each train alone; start torchrun "
+                f"{variable}={count} but no {needed}: each process would train a separate model; start torchrun "
                 f"once on each host, e.g. srun --ntasks-per-node 1 torchrun --nnodes … --nproc-per-node …"
             )
 
@@ -196,7 +195,7 @@ def _check_out(run: ResolvedConfig, resume: "Resume") -> None:
 
 
 def _has_saved(record: Path) -> bool:
-    """Return whether the record says that the run saved checkpoints.
+    """Return whether the run of the record saved checkpoints.
 
     Without checkpoints, no other run can resume from that run.
     """
@@ -262,7 +261,7 @@ def _refuse(
 
 
 def _leave_done(run: ResolvedConfig, resume: "Resume", watchdog: "Watchdog", rendezvous: "Rendezvous") -> None:
-    """Exit with status 0 if no step is left, because the run was killed after its last save or was started twice."""
+    """Exit with status 0 if no step is left to train. The run was killed after its last save, or was started twice."""
     from megabench.runtime.messages import meet, outlast
 
     meet(rendezvous.store, rendezvous.world_size, "done")
@@ -284,7 +283,7 @@ def _stop(sentence: str, rendezvous: "Rendezvous") -> NoReturn:
 def _interrupted(rendezvous: "Rendezvous") -> NoReturn:
     """Exit with status 130, as after Ctrl-C."""
     if rendezvous.rank == 0:
-        print("Stopped by Ctrl-C. What was saved stays; SIGTERM saves at the next step border first.", file=sys.stderr)
+        print("Stopped by Ctrl-C without a save. SIGTERM saves after the current step and then stops.", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(128 + signal.SIGINT)

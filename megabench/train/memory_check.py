@@ -8,11 +8,11 @@ from megabench.cost.job import Candidate, Job
 from megabench.cost.profile import GENERIC, shipped_profiles
 from megabench.hardware.host_memory import available_host_bytes
 
-_MARGIN = 0.95  # of the estimate, which rounds up where pipeline stages differ
+_MARGIN = 0.95  # fraction of the estimate that must fit, because the estimate rounds up if pipeline stages differ
 
 
 class MemoryCheckError(UserError):
-    """The training state does not fit into the memory of a device or a host."""
+    """Raised if the training state does not fit into the memory of a device or a host."""
 
 
 def check_memory(run: ResolvedConfig, local_rank: int, local_world_size: int) -> None:

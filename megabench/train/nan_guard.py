@@ -9,7 +9,9 @@ from megabench.engines.protocol import StepResult
 
 
 class NanGuard:
-    """Counts consecutive non-finite steps. The run must end after more than `nan_tolerance` of them.
+    """Counts consecutive non-finite steps.
+
+    The run must end after more than `nan_tolerance` consecutive non-finite steps.
 
     A skipped step does not update the weights. The run ends at once if the weights were updated (DeepSpeed
     updates them in any case under ZeRO 0 to 2 in fp32), or if weights or moments are not finite: no later step can

@@ -13,7 +13,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StoppedError(Exception):
-    """The run cannot continue, or could not save its results. Every rank raises StoppedError at the same step.
+    """Raised if the run cannot continue, or could not save its results.
+
+    Every rank raises StoppedError at the same step.
 
     The command prints the error message without a traceback and exits with status 1.
     """

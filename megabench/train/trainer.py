@@ -337,7 +337,7 @@ class Trainer:
     def _write(self, record: RunRecord) -> tuple[Path | None, str | None]:
         """Write the record.
 
-        Return its path, and an error message if writing failed or another run took the directory over.
+        Return the record's path, and an error message if writing failed or another run took the directory over.
         """
         lock = self._locks.get(self.run.out) if self.run.out else None
         if not lock:

@@ -182,7 +182,7 @@ class Watchdog:
         seconds = time.monotonic() - self._moved
         before = self._heartbeats()
         deadline = time.monotonic() + 2.5 * self._interval
-        while time.monotonic() < deadline:  # otherwise another rank would report this rank's heartbeat as stopped
+        while time.monotonic() < deadline:  # without this, another rank would report that this rank's heartbeat stopped
             time.sleep(self._interval / 2)
             self._publish()
         now = self._heartbeats()

@@ -79,4 +79,4 @@ def test_steps_that_were_skipped_do_not_count():
 
 def test_a_probe_without_a_step_that_counts_has_failed():
     probe = heard([2.0, None, None], [0.5, 0.5])
-    assert (probe.status, probe.step_seconds) == ("failed", None) and "none of its 3 steps" in probe.error
+    assert (probe.status, probe.step_seconds) == ("failed", None) and "none of the 3 steps" in probe.error

@@ -56,7 +56,9 @@ trials:
     found = records(tmp_path / "out")
     assert status == 1 and found["good"].status == "ok", stdout + stderr
     assert (found["large"].status, found["broken"].status) == ("oom", "failed")
-    assert found["large"].error.startswith("no setting fits: micro-batch 1, recompute none: rank 0 ran out of memory")
+    assert found["large"].error.startswith(
+        "no setting fits into memory; tried micro-batch 1, recompute none: rank 0 ran out of memory"
+    )
     assert found["broken"].error.startswith("micro-batch 1, recompute none: rank 0 ended with exit status 3")
     for name, end in (("large", "oom"), ("broken", "failed")):
         (probe,) = found[name].probes

@@ -117,7 +117,7 @@ def test_a_lost_process_ends_the_search(tmp_path, dead):
     finish(ranks[dead])
     assert status == 1 and "Traceback" not in stderr
     reason = "the supervisor of rank 1 has been silent for" if dead else "the store at 127.0.0.1:"
-    assert stderr.count(f"Error: looking for micro_batch was given up: {reason}") == 1
+    assert stderr.count(f"Error: the search for micro_batch stopped: {reason}") == 1
     wait_until_gone(tmp_path)
 
 
@@ -127,7 +127,7 @@ def test_a_process_that_is_told_to_stop_stops_all(tmp_path):
     ranks[1].send_signal(signal.SIGTERM)
     ends = [finish(rank, 60) for rank in ranks]
     assert [status for status, _, _ in ends] == [1, 143]
-    assert "given up: the supervisor of rank 1 on " in ends[0][2] and "was stopped by SIGTERM" in ends[0][2]
+    assert "stopped: the supervisor of rank 1 on " in ends[0][2] and "was ended by SIGTERM" in ends[0][2]
     wait_until_gone(tmp_path)
 
 

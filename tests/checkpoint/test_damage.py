@@ -163,7 +163,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "the step is another": (
         forge(lambda body: body["training"].update(step=3)),
-        "manifest.json says step 3, unlike the name of the folder",
+        "manifest.json has step 3, unlike the directory's name",
     ),
     "the step is absurd": (
         forge(lambda body: body["training"].update(step=10**12)),
@@ -302,7 +302,7 @@ def test_a_name_that_another_run_uses_is_not_taken(tmp_path: Path) -> None:
     link = folder_of(tmp_path, 6)
     link.symlink_to(own, target_is_directory=True)
     for folder in (other, link):
-        with pytest.raises(CheckpointError, match=r"exists, and this run did not write it\. Move it away\."):
+        with pytest.raises(CheckpointError, match=r"already exists, and another run wrote it\. Move it away\."):
             make_way(folder, TOKEN)
         assert looks_good(folder)
     make_way(own, TOKEN)

@@ -142,7 +142,7 @@ def test_the_doctor_names_each(faults):
     findings = {finding.trials: finding for finding in findings_at(faults.out)}
     assert "ran out of memory" in findings["memory",].what and "CUDA out of memory" in findings["memory",].evidence
     assert findings["drifted",].change.startswith("do not use the speed of this trial")
-    assert "the other ranks may wait for rank 1" in findings["hung",].what
+    assert "perhaps because the other ranks waited for rank 1" in findings["hung",].what
     without_record = findings["exited", "unwritten"]
     assert (
         "exited: rank 0 ended with exit status 3" in without_record.evidence and "rank-0.log" in without_record.change

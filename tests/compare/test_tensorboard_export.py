@@ -65,9 +65,9 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"file is a file\. Give a directory"):
         check_output(tmp_path / "file")
     export_scalars([make_record([6.0])], tmp_path / "out")
-    with pytest.raises(UserError, match="holds event files already"):
+    with pytest.raises(UserError, match="already contains event files"):
         check_output(tmp_path / "out")
     with pytest.raises(UserError, match="elsewhere' cannot name a directory"):
         export_scalars([make_record([6.0], trial="../elsewhere")], tmp_path / "out")
-    with pytest.raises(UserError, match="no record has trained a step"):
+    with pytest.raises(UserError, match="no record contains a step"):
         export_scalars([make_record([])], tmp_path / "out")

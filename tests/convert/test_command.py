@@ -65,7 +65,7 @@ def text(tmp_path: Path) -> Path:
 def test_import_starts_its_processes(tmp_path: Path, folder: Path) -> None:
     status, out, err = convert("import", "--hf", folder, "--out", tmp_path / "checkpoint", "--tp", 2, "--pp", 2)
     assert status == 0, out + err
-    assert "GB/s), bit by bit as read" in out and "equal: over 256 tokens" in out and "peak memory" in out
+    assert "GB/s), bitwise equal to the source" in out and "equal: over 256 tokens" in out and "peak memory" in out
     status, out, err = convert("import", "--hf", folder, "--out", tmp_path / "checkpoint")
     refusal = f"Error: {tmp_path / 'checkpoint'} already exists. Give the path of a new directory.\n"
     assert status == 2 and err == refusal
@@ -75,7 +75,7 @@ def test_import_starts_its_processes(tmp_path: Path, folder: Path) -> None:
     other = tmp_path / "other"
     save_model(other, CATALOG["qwen2-tiny"].with_layers(2), seed=1)
     status, out, err = convert("verify", "--hf", other, "--ckpt", tmp_path / "checkpoint")
-    assert status == 1 and "NOT EQUAL: over" in out and "does not compute what transformers does" in err, out + err
+    assert status == 1 and "NOT EQUAL: over" in out and "computes other logits than transformers" in err, out + err
     save_model(tmp_path / "deeper", CATALOG["qwen2-tiny"].with_layers(3))
     status, out, err = convert("verify", "--hf", tmp_path / "deeper", "--ckpt", tmp_path / "checkpoint")
     assert status == 2 and "num_layers 2 there, 3 here" in err
@@ -95,7 +95,7 @@ def test_a_model_without_parallel_blocks(tmp_path: Path) -> None:
     assert status == 0 and "equal: over 256 tokens" in out, out + err
     save_model(tmp_path / "other", CATALOG["gpt2-tiny"].with_layers(2), seed=1)
     status, out, err = convert("verify", "--hf", tmp_path / "other", "--ckpt", tmp_path / "run")
-    assert status == 1 and "NOT EQUAL: over" in out and "does not compute what transformers does" in err, out + err
+    assert status == 1 and "NOT EQUAL: over" in out and "computes other logits than transformers" in err, out + err
     shutil.copytree(tuned, tmp_path / "configured")
     config = tmp_path / "configured" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"activation_function": "relu"}))

@@ -387,7 +387,7 @@ def test_other_work_than_the_reference():
 def test_a_baseline_that_was_not_tuned():
     probes = [Probe(micro_batch=1, recompute="none", global_batch=8, status="ok", step_seconds=1.0)]
     found = only(look(zero3(micro_batch=1), tp(probes=probes)))
-    assert found.kind == "untrustworthy" and "fixed at micro-batch 1" in found.what
+    assert found.kind == "untrustworthy" and "fixed micro-batch of 1" in found.what
     assert found.evidence == "tp4-pp2: tuned micro-batch"
     assert "larger micro-batch" in only(look(zero3(micro_batch=1), tp(micro_batch=2))).evidence
     assert look(zero3(micro_batch=1), tp()) == [], "all alike"
@@ -487,9 +487,9 @@ def test_shared_memory_and_the_killer_have_words_of_their_own():
 @pytest.mark.parametrize(
     ("status", "failure", "what", "change"),
     [
-        ("failed", RunFailure(kind="hang", rank=0), "may wait for rank 0", "rank-0.log"),
-        ("timeout", RunFailure(kind="hang", rank=3), "may wait for rank 3", "rank-3.log"),
-        ("timeout", RunFailure(kind="hang"), "may wait for an unidentified rank", "rank-*.log"),
+        ("failed", RunFailure(kind="hang", rank=0), "ranks waited for rank 0", "rank-0.log"),
+        ("timeout", RunFailure(kind="hang", rank=3), "ranks waited for rank 3", "rank-3.log"),
+        ("timeout", RunFailure(kind="hang"), "ranks waited for an unidentified rank", "rank-*.log"),
         ("failed", RunFailure(kind="shared-memory", rank=1), "failed and has no result", "--shm-size"),
         ("failed", RunFailure(kind="killed", rank=1), "failed and has no result", "dmesg"),
         ("failed", RunFailure(kind="error", rank=0), "failed and has no result", "rank-0.log"),
@@ -538,7 +538,7 @@ def test_a_lost_reference_comes_first():
 )
 def test_who_is_behind_in_a_hung_trial(places, rank):
     found = only(look(zero3(), tp(), lost("hung", "timeout", f"no result after 20 s (timeout_seconds): {places}")))
-    assert found.what.endswith(f"the other ranks may wait for {rank or 'an unidentified rank'}")
+    assert found.what.endswith(f"perhaps because the other ranks waited for {rank or 'an unidentified rank'}")
     assert (f"rank-{rank[5:]}.log" if rank else "rank-*.log") in found.change
 
 
@@ -591,7 +591,7 @@ PLANS = {
     "unequal": ("{ZERO3}, {tp: 8, grad_dtype: bf16}", "", "gradient dtype"),
     "few": ("{ZERO3, steps: 6}, {tp: 8}", "", "too few planned timed steps"),
     "reference": ("{ZERO3}, {name: tp, tp: 8}", "reference: tp", "not ZeRO-3"),
-    "baseline": ("{ZERO3, micro_batch: 1}, {tp: 8}", "", "fixed at micro-batch 1"),
+    "baseline": ("{ZERO3, micro_batch: 1}, {tp: 8}", "", "fixed micro-batch of 1"),
     "by parts": ("{name: zero3, engine: deepspeed, KEPT}, {tp: 8}", "", "no ZeRO-3 trial gathers whole layers"),
     "twice": (
         "{name: zero3, engine: deepspeed, zero_leaf_layers: true}, {tp: 8}",

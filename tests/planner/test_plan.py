@@ -36,7 +36,7 @@ def test_the_documented_command():
     arguments = ("--model", "llama3-70b", "--cluster", "p5.48xlarge:4", "--seq-length", "8192", "--global-batch", "256")
     shown = megabench("plan", *arguments)
     assert shown.returncode == 0 and not shown.stderr
-    assert "Sweet spot: " in shown.stdout and "Nearest of what does not fit" in shown.stdout
+    assert "Sweet spot: " in shown.stdout and "These layouts almost fit" in shown.stdout
     found = json.loads(megabench("plan", *arguments, "--json").stdout)
     assert found["sweet_spot"] in shown.stdout
     run = parse_flags(shlex.split(found["command"].partition("launch/pretrain.py ")[2]))
@@ -71,9 +71,9 @@ def test_what_a_profile_was_measured_on_is_said(cluster, words):
         (["--cluster", "p9.48xlarge:2"], "instance type 'p9.48xlarge' is not known"),
         (["--cluster", "p5.48xlarge:2", "--model", "llama4"], "unknown model 'llama4'"),
         (["--cluster", "p5.48xlarge:2", "--explain", "tp3"], "trial 'tp3' is not a predicted trial"),
-        (["--cluster", "p5.48xlarge:2", "--grad-dtype", "fp8"], "grad_dtype='fp8' is not known"),
+        (["--cluster", "p5.48xlarge:2", "--grad-dtype", "fp8"], "grad_dtype='fp8' is unknown"),
         (["--cluster", "p5.48xlarge:2", "--profile", "none.json"], "cannot read none.json"),
-        (["--cluster", "p5.48xlarge:2", "--model", "gpt2", "--seq-length", "2048"], "more than the 1024 positions"),
+        (["--cluster", "p5.48xlarge:2", "--model", "gpt2", "--seq-length", "2048"], "the 1024 learned positions"),
         (["--cluster", "p5.48xlarge:2", "--model", "gpt2", "--global-batch", "3"], "use a global batch"),
     ],
 )
@@ -107,7 +107,7 @@ def test_ten_thousand_candidates_take_less_than_two_seconds():
 def test_a_model_that_fits_nowhere_says_what_is_missing():
     ended = megabench("plan", "--model", "llama3-405b", "--cluster", "p4d.24xlarge:2", "--global-batch", "16")
     assert ended.returncode == 1
-    assert re.search(r"fits on this cluster under no layout: .* \d+\.\d GiB are missing on each", ended.stdout)
+    assert re.search(r"no layout of .* fits on this cluster: .* \(\d+\.\d GiB are missing\)", ended.stdout)
 
 
 def test_the_ranking_is_that_of_all_candidates():
@@ -179,7 +179,7 @@ def test_every_cluster_file_can_be_planned_for(path):
 
 
 def test_a_gpu_by_half_its_name_is_told_its_whole():
-    with pytest.raises(ConfigError, match=r"'H200' in bf16 is not known; call it NVIDIA H200.* or give --profile FILE"):
+    with pytest.raises(ConfigError, match=r"'H200' in bf16 is unknown; name the GPU NVIDIA H200.* use a --profile"):
         profile_for("H200").peak("H200", "bf16")
 
 

@@ -203,8 +203,8 @@ def test_processes_of_one_machine(tmp_path, monkeypatch, base, gpus, asked, size
 @pytest.mark.parametrize(
     ("base", "gpus", "words"),
     [
-        ("tp: 1", 0, "names no world_size and no NVIDIA GPU was found; add --nproc N"),
-        ("device: cpu", 2, "names no world_size and it runs on CPU alone"),
+        ("tp: 1", 0, "has no world_size and no NVIDIA GPU was found; add --nproc N"),
+        ("device: cpu", 2, "has no world_size and it runs on CPU alone"),
         ("world_size: 4", 2, "needs 4 processes but the launch has 2"),
     ],
 )

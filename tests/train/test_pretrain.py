@@ -146,7 +146,7 @@ def test_processes_that_would_each_train_alone_are_refused(
     monkeypatch.setenv(variable, "4")
     done = pretrain("--steps", "1")
     assert done.returncode == 2 and done.stdout.count("\n") == 1
-    assert f"{variable}=4 but no {missing}: these 4 processes would each train alone" in done.stdout
+    assert f"{variable}=4 but no {missing}: each process would train a separate model" in done.stdout
     assert "srun --ntasks-per-node 1 torchrun" in done.stdout
 
 
@@ -172,4 +172,4 @@ def test_ctrl_c_is_one_sentence() -> None:
         process.send_signal(signal.SIGINT)
         stderr = process.stderr.read()
     assert process.returncode == 128 + signal.SIGINT
-    assert "Stopped by Ctrl-C." in stderr and "Traceback" not in stderr
+    assert "Stopped by Ctrl-C without a save." in stderr and "Traceback" not in stderr

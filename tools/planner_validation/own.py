@@ -12,7 +12,7 @@ from megabench.record import RunRecord, read_records
 from megabench.specs.registry import ENGINES
 from tools.planner_validation.published import Row, Source
 
-# faults of studies, described in benchmarks/NOTES.md
+# studies with known faults, which benchmarks/NOTES.md describes
 _FAULTS = {"engines-4-gpus": " (torch.compile off by a fault)"}
 # Studies in which FSDP2, and DDP with several micro-batches, stored the gradients twice (see benchmarks/NOTES.md). The
 # validation ignores the peak memory of both engines in these studies, since the current engines store gradients once.

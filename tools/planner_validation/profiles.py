@@ -77,7 +77,7 @@ def _calibrated(shipped: Profile, measured: Measurements) -> Profile:
 
 def _with_origin(profile: Profile, what: str, names: Sequence[str]) -> Profile:
     """Return the profile with the origin of each fitted constant in `names`."""
-    fitted = dict.fromkeys(names, f"fitted to {what}, make validate-planner")
+    fitted = dict.fromkeys(names, f"fitted to {what} by make validate-planner")
     return profile.model_copy(update={"origin": profile.origin | fitted})
 
 

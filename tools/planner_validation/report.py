@@ -120,7 +120,7 @@ def _sweeps(rows: Sequence[Row], predicted: Sequence[float]) -> list[tuple[list[
 def _with_memory(line: Line, rows: Sequence[Row], profiles: Mapping[str, Profile]) -> Line:
     peaks = [row for row in rows if "memory_gib" in row.measured]
     errors = [abs(predicted_gib(row, _profile(row, profiles)) / row.measured["memory_gib"] - 1) for row in peaks]
-    # configurations that both ran and failed are ambiguous
+    # ignore configurations that ran in one row and failed in another
     ended = [row for row in rows if ("oom" in row.measured) != ("seconds" in row.measured)]
     happened = ["oom" in row.measured for row in ended]
     said = [row.is_refused or _misses(row, profiles) for row in ended]

@@ -1,7 +1,7 @@
 """BLOOM's attention and activation with torch's fused kernels.
 
-transformers computes both step by step: with all scores of a layer in memory, in fp32, and ten passes over the widest
-activations.
+transformers computes both without fusion: it stores all fp32 scores of a layer, and passes over the widest activations
+ten times.
 """
 
 import math
@@ -24,7 +24,7 @@ def alibi_attention(query: Tensor, key: Tensor, value: Tensor, alibi: Tensor) ->
     """
     head_size = query.shape[-1]
     context = F.scaled_dot_product_attention(
-        # √D, which the scores are divided by; the other channels are zero in the keys
+        # the keys are zero in the other channels; √D cancels the division of the scores by √D
         F.pad(query, (0, _EXTRA_CHANNELS), value=math.sqrt(head_size)),
         torch.cat([key, F.pad(alibi[..., None].to(key.dtype), (0, _EXTRA_CHANNELS - 1))], dim=-1),
         F.pad(value, (0, _EXTRA_CHANNELS)),

@@ -1,7 +1,8 @@
 """Fused output layer and cross-entropy for all engines. The logits of all tokens are never stored at once.
 
-The gradients are made in the forward pass, chunk by chunk of tokens, while a chunk's logits are there (as in Liger
-kernels, arXiv 2410.10989); the vocabulary may be cut over a tensor-parallel group (as in arXiv 1909.08053, section 3).
+The forward pass also computes the gradients of each chunk of tokens, while the chunk's logits are in memory (as in
+Liger, arXiv 2410.10989). The vocabulary may be divided over a tensor-parallel group (as in arXiv 1909.08053, section
+3).
 """
 
 from typing import Any
@@ -27,10 +28,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the mean cross-entropy of `labels` [N] under softmax(hidden [N, H] · weightᵀ), an fp32 scalar in nats.
 
-    `weight` [V, H] is this rank's part of the vocabulary, the ranks of `group` holding equal parts in order; the loss
-    is then the same on all of them, and the gradient of `hidden` this rank's share of a sum over the group. Rows from
-    `num_real_rows` on are padding and get no probability. Logits are rounded to the dtype of `hidden`. All later
-    operations use fp32.
+    `weight` [V, H] is this rank's part of the vocabulary. The ranks of `group` hold equal parts in rank order, and all
+    ranks get the same loss. The gradient of `hidden` must be summed over the group. Rows from `num_real_rows` on are
+    padding and get no probability. Logits are rounded to the dtype of `hidden`. All later operations use fp32.
     """
     rows = weight.shape[0]
     chunk = chunk_tokens or max(1, _CHUNK_LOGITS // rows)
@@ -74,7 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 log_sum, target = everyone[0::2].logsumexp(0), everyone[1::2].sum(0)
             losses[part] = log_sum - target
             if grad_hidden is not None and grad_weight is not None:
-                # gradient of the loss by the logits times the number of tokens: softmax, minus 1 at the label
+                # the gradient with respect to the logits, times the number of tokens, is softmax minus 1 at the label
                 grads = fused(_softmax, logits)(logits, log_sum)
                 grads[torch.arange(len(local), device=local.device), local] -= is_here.to(grads.dtype)
                 torch.mm(grads, weight, out=grad_hidden[part])
@@ -100,7 +100,7 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
 
 
 def _softmax(logits: Tensor, log_sum: Tensor) -> Tensor:
-    """[C, V] and the log of the whole sum [C] -> probabilities [C, V] in the dtype of the logits."""
+    """Return the probabilities [C, V] in the dtype of the logits, from logits [C, V] and their log-sum-exp [C]."""
     return torch.exp(logits.float() - log_sum[:, None]).to(logits.dtype)
 
 

@@ -1,9 +1,9 @@
 """Layout-independent initial weights.
 
-Each Hugging Face parameter is drawn in fp32 tiles, every tile from a generator of its own seeded by run seed, name and
-tile position. A rank draws only the tiles that its shards overlap. All layouts and engines therefore start from the
-same weights, and no process needs the whole model. Tiles are drawn on CPU, so that their values do not depend on the
-device.
+Each Hugging Face parameter is drawn in fp32 tiles. Each tile has its own random generator, whose seed depends on the
+run's seed, the parameter's name and the tile's position. A rank draws only the tiles that its shards overlap. All
+layouts and engines therefore start from the same weights, and no process needs the whole model. Tiles are drawn on CPU,
+so that their values do not depend on the device.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def initial_piece(
         values = tile.numpy()[
             first_row - row * TILE : last_row - row * TILE, first_column - column * TILE : last_column - column * TILE
         ]
-        # numpy copies in this thread, while torch would start further threads in each of these threads
+        # numpy copies in the calling thread; torch would start more threads
         if device.type == "cpu":
             target.numpy()[:] = values
         else:
@@ -80,7 +80,8 @@ def initial_piece(
         for row in range(top // TILE, -(-bottom // TILE))
         for column in range(left // TILE, -(-right // TILE))
     ]
-    # random numbers are drawn without the GIL; a thread without a device would create a CUDA context on GPU 0
+    # drawing random numbers releases the GIL; a thread that does not set its device would create a CUDA context on GPU
+    # 0
     with ThreadPoolExecutor(share_of_cores(), initializer=_bind, initargs=(device,)) as pool:
         list(pool.map(draw, tiles))
     return block

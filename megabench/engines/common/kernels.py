@@ -1,8 +1,8 @@
-"""Choose the kernels of a model. The choice is the same for every engine that supports it.
+"""Choose the kernels of a model. All engines that support a kernel make the same choice.
 
-"auto" uses fused kernels where they are available: the output layer and cross-entropy in one (cross_entropy.py,
-everywhere), BLOOM's attention and GELU (bloom.py, everywhere), and on GPUs Liger's RMSNorm, rotary embedding and SwiGLU
-for transformers models. "reference" uses the plain torch code of transformers, with the full logits in fp32.
+"auto" selects fused kernels: one for the output layer and cross-entropy (cross_entropy.py), BLOOM's attention and GELU
+(bloom.py), and, only on GPUs, Liger's RMSNorm, rotary embedding and SwiGLU for transformers models. "reference" selects
+the unfused torch code of transformers, which stores the full logits in fp32.
 """
 
 from importlib.util import find_spec
@@ -83,7 +83,7 @@ def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
     if run.shape.foreign:
         own = KernelTraits(fused_loss=False)
     else:
-        # otherwise torch's norm, which is a single kernel
+        # without Liger, use torch's norm, which is a single kernel
         has_plain_norm = "norm" not in _PLAIN_OF.get(run.shape.family, {})
         own = KernelTraits(
             flash_attention=run.shape.family != "bloom" or fuses_bloom(run),

@@ -9,7 +9,10 @@ from torch.optim._functional import adamw, sgd
 
 
 def is_decayed(num_dims: int) -> bool:
-    """Return whether a parameter decays. Matrices do, norm weights and vectors do not (GPT-3, Llama, Megatron-LM)."""
+    """Return whether weight decay applies to a parameter.
+
+    It applies to matrices, but not to vectors (GPT-3, Llama, Megatron-LM).
+    """
     return num_dims > 1
 
 
@@ -26,8 +29,8 @@ def apex_adam() -> type[torch.optim.Optimizer] | None:
 class GroupStepOptimizer(torch.optim.Optimizer):
     """Base class of optimizers that store `step` in their parameter groups, as apex's optimizers do.
 
-    megatron-core's distributed optimizer shards parameters and saves one step count for all of them. It cannot load the
-    step counts of torch's optimizers, which are stored per parameter.
+    megatron-core's distributed optimizer shards parameters and saves one step count for all of them. megatron-core
+    cannot load the step counts of torch's optimizers, which are stored per parameter.
     """
 
     @torch.no_grad()
@@ -54,8 +57,8 @@ class GroupStepAdamW(GroupStepOptimizer):
         for param in params:
             if not self.state[param]:
                 self.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-        # The kernel adds 1 to the given step. The tensors are filled on the device, because copies would make the host
-        # wait.
+        # The fused kernel adds 1 to the given step number. The tensors are filled on the device, because copies would
+        # make the host wait.
         steps = torch.full((len(params),), group["step"] - 1.0, device=params[0].device).unbind()
         adamw(
             params,

@@ -14,7 +14,10 @@ from megabench.models.mapping import hugging_face_shapes
 
 @dataclass(frozen=True)
 class Held:
-    """The elements of a parameter from `first` on that this rank's optimizer updates. Only the owner saves them."""
+    """The elements of a parameter from `first` on that this rank's optimizer updates.
+
+    Only the owner of the elements saves them.
+    """
 
     name: str
     values: nn.Parameter

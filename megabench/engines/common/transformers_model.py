@@ -45,7 +45,7 @@ def materialize(model: PreTrainedModel, device: torch.device) -> None:
     """Allocate memory for a model on the meta device, with undefined weights and initialized buffers."""
     model.to_empty(device=device)
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # makes transformers initialize only the buffers
+        parameter._is_hf_initialized = True  # with this flag, transformers initializes only the buffers
     model.initialize_weights()
 
 
@@ -67,8 +67,8 @@ def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
 
 
 def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:
-    """Prepare a model for training that was built in another dtype or on the meta device."""
-    # recomputed in fp32, because rounding changes the rotary frequencies
+    """Prepare a model that was built in another dtype or on the meta device for training."""
+    # recompute the buffers in fp32, because rounding changes the rotary frequencies
     if rotary := getattr(model.base_model, "rotary_emb", None):
         model.base_model.rotary_emb = type(rotary)(model.config).to(device)
     model.tie_weights()  # moving a model between devices separates tied weights

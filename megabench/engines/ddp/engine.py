@@ -36,7 +36,7 @@ class DdpEngine(DataParallelEngine):
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run = config
         self.device = device
-        # PowerSGD blocks gloo's two threads, so with a second bucket no thread is left to communicate
+        # PowerSGD's hooks block gloo's two threads, so a second bucket would cause a deadlock
         own = DdpSettings.of(config)
         one_bucket = 10**6 if own.powersgd_rank and device.type == "cpu" else None
         self.model = DistributedDataParallel(
@@ -151,7 +151,7 @@ def _power_sgd(rank: int, seed: int) -> PowerSGDState:
 
 
 class _Cast(nn.Module):
-    """Casts a parameter to another dtype."""
+    """Cast a parameter to another dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -162,5 +162,8 @@ class _Cast(nn.Module):
 
 
 def _in_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Call torch's bf16 hook. DDP refuses the hook by its name on gloo, although gloo can reduce bf16."""
+    """Call torch's bf16 hook.
+
+    Give the hook another name, because DDP refuses the name of the bf16 hook on gloo, although gloo can reduce bf16.
+    """
     return bf16_compress_hook(group, bucket)  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ class DeepSpeedEngine(DataParallelEngine):
                 model=model, optimizer=_build_optimizer(config, model), config=self.settings
             )
         if self.zero_stage == 3:
-            # hpZ copied the weights before the initial weights were loaded
+            # hpZ copied the weights before the initial weights were loaded, so copy them again
             self.engine.optimizer.invalidate_secondary_tensor()
         if self.zero_stage == 0 and config.policy.compute == "bf16":
             _undo_first_step(self.engine.optimizer)
@@ -74,7 +74,7 @@ class DeepSpeedEngine(DataParallelEngine):
 
         Under ZeRO-3, parameters are partitioned when they are created.
         """
-        config = shared.model_config(self.run)  # outside zero.Init, which would partition every model that is created
+        config = shared.model_config(self.run)  # zero.Init would partition the model that this call creates
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(DTYPES[self.run.precision])
         try:
@@ -98,7 +98,7 @@ class DeepSpeedEngine(DataParallelEngine):
         for number, batch in enumerate(batches):
             batch = batch.to(self.device)
             loss = shared.mean_loss(self.engine, self.engine.module, batch)
-            self.engine.backward(loss)  # divides by the number of micro-batches
+            self.engine.backward(loss)  # backward() divides the loss by the number of micro-batches
             self.loss += loss.detach() / len(batches)
             if number < len(batches) - 1:
                 self.engine.step()  # before the last micro-batch, step() only counts micro-batches
@@ -219,15 +219,15 @@ def _zero_settings(run: ResolvedConfig) -> dict[str, Any]:
         "stage3_param_persistence_threshold": own.zero_persistence,
     }
     if not own.reshard_after_forward:
-        # weights are kept that are used again within so many elements; between a layer's forward and backward lie all
-        # others, up to three times where they are recomputed
+        # ZeRO-3 keeps weights whose next use is less than this number of elements away. Up to three passes over all
+        # other weights lie between a layer's forward and backward.
         far = 4 * run.shape.num_parameters
         given |= {"stage3_max_reuse_distance": far, "stage3_max_live_parameters": far}
     return zero | {key: value for key, value in given.items() if value is not None}
 
 
 def _build_optimizer(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    # under ZeRO-3 a parameter is empty here, and its shape is in ds_shape
+    # under ZeRO-3, the parameter is empty, and ds_shape has its shape
     params = [(p, len(getattr(p, "ds_shape", p.shape))) for p in model.parameters()]
     return _cpu_adam(run, params) if _uses_cpu_adam(run) else shared.build_optimizer(run, params)
 

@@ -1,6 +1,6 @@
 """ZeRO's training state in terms of Hugging Face tensors: the fp32 master weights and Adam moments of a rank.
 
-Names and rectangles do not depend on the world size or the ZeRO stage, so a run with other sizes can load its part.
+Tensor names and blocks do not depend on the world size or the ZeRO stage, so a run with other sizes can load them.
 """
 
 from collections.abc import Iterator

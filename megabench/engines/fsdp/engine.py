@@ -41,7 +41,7 @@ class FsdpEngine(DataParallelEngine):
         self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in self._named_parameters()}
         dims = [parameter.ndim for _, parameter in self._named_parameters()]
         self.optimizer = shared.build_optimizer(config, zip(self.shards.values(), dims, strict=True))
-        # only the first replica saves
+        # only the first HSDP replica saves
         is_owner = dist.get_rank() < (self.own.shard_size or dist.get_world_size())
         held = [
             Held(name, self.shards[name], _first_element(parameter), is_owner)
@@ -63,7 +63,7 @@ class FsdpEngine(DataParallelEngine):
         shared.fuse(model, run)
         blocks, ends = shared.blocks(model, run), [model.get_input_embeddings(), model.get_output_embeddings()]
         if run.shape.tied_embeddings:
-            ends = []  # a tied weight stays in the unit of the whole model
+            ends = []  # a tied weight belongs to the FSDP unit of the whole model
         for unit in [*blocks, *ends, model]:
             # The embedding and the output layer are not resharded: backward starts at the output layer and does not
             # gather the embedding.
@@ -146,7 +146,7 @@ class FsdpEngine(DataParallelEngine):
         for name, parameter in self._named_parameters():
             tensor: Any = parameter if kind == "weights" else parameter.grad
             if tensor is not None:
-                # an offloaded shard is in host memory, where NCCL cannot gather
+                # NCCL cannot gather an offloaded shard, because the shard is in host memory
                 tensor = tensor.detach().to(self.device).full_tensor()
             yield name, shared.shown(name, tensor, kind, self.run, self.loss_scale)
 

@@ -1,7 +1,7 @@
 """Parallel Llama blocks for megatron-core's GPTModel: norm, attention, MLP, and their specs.
 
-Sizes: B micro-batch, S sequence of this rank (cut by context parallelism), N heads, K KV heads of this rank, D head
-dim, H hidden.
+Sizes: Symbols: B micro-batch, S sequence length of this rank (divided by context parallelism), N heads and K KV heads
+of this rank, D head dim, H hidden size.
 """
 
 from functools import cache
@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
 class RotaryAttention(SelfAttention):
     """megatron-core's attention, for training only.
 
-    Its fused rotary embedding reads and writes the heads once.
+    The fused rotary embedding reads and writes the heads once.
     """
 
     def forward(
@@ -61,7 +61,7 @@ class RotaryAttention(SelfAttention):
         """[S/tp, B, H], and angles [S, 1, 1, D] -> [S/tp, B, H]."""
         mixed, _ = self.linear_qkv(hidden_states)
         groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        heads = rearrange(mixed, "s b (k n d) -> s b k n d", k=groups, d=width)  # each KV head behind its queries
+        heads = rearrange(mixed, "s b (k n d) -> s b k n d", k=groups, d=width)  # each KV head follows its query heads
         if self.q_layernorm is not None:
             query, key, value = _split_heads(heads)
             heads = torch.cat([self.q_layernorm(query), self.k_layernorm(key), value], dim=3)
@@ -144,8 +144,10 @@ class CausalAttention(nn.Module):
         return rearrange(context, "b n s d -> s b n d")
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """A context-parallel rank's two chunks of all heads [S, B, N, D] -> whole sequences [S·cp, B, N/cp, D] of its
-        part of the heads; one message to each rank."""
+        """Exchange two chunks of all heads [S, B, N, D] for whole sequences of some heads [S·cp, B, N/cp, D].
+
+        Each pair of context-parallel ranks exchanges one message.
+        """
         size = self.cp_group.size()
         parts = [rearrange(tensor, "s b (r n) d -> r s b n d", r=size) for tensor in tensors]
         mine = all_to_all(self.cp_group, torch.cat(parts, dim=3)).flatten(0, 1)
@@ -207,7 +209,7 @@ def zigzag_slice(tokens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 def llama_blocks(num_layers: int, run: ResolvedConfig) -> TransformerBlockSubmodules:
     """Return the specs of `num_layers` parallel layers and of the final norm.
 
-    In families that have them, norms over D precede the rotary embedding of queries and keys.
+    In model families with query and key norms, the norms over D precede the rotary embedding.
     """
     if fuses_blocks(run):
         attention, activation, row = RotaryAttention, SwiGLU, RowLinear

@@ -82,7 +82,8 @@ class MegatronEngine:
                         overlap_param_gather=overlap,
                     ),
                     chunk,
-                    disable_bucketing=number > 0,  # the communication of later chunks already overlaps
+                    # later chunks overlap their communication with compute even without buckets
+                    disable_bucketing=number > 0,
                     pg_collection=self.groups,
                 )
             )
@@ -101,8 +102,8 @@ class MegatronEngine:
     def _finalize_gradients(self, chunks: list[DistributedDataParallel], num_tokens: Tensor, **settings: Any) -> None:
         """Sum gradients over the ranks that share parameters.
 
-        megatron-core would read all gradients again to divide them by `num_tokens`. Here the losses are divided
-        already, in fp16 by all factors except the number of replicas (see `_loss`).
+        megatron-core would read all gradients again to divide them by `num_tokens`. `_loss` has already divided the
+        losses, in fp16 by all factors except the number of replicas.
         """
         finalize_model_grads(chunks, None, **settings)
         if self.run.policy.scales_loss:
@@ -128,7 +129,7 @@ class MegatronEngine:
             micro_batch_size=self.run.micro_batch,
         )
         self.loss_and_count.zero_()
-        for report in reports:  # only the last stage has losses
+        for report in reports:  # only the last pipeline stage has losses
             self.loss_and_count += report
 
     def _forward_step(self, batches: Iterator[Batch], model: DistributedDataParallel) -> tuple[Tensor, Any]:
@@ -213,7 +214,7 @@ class MegatronEngine:
     def _weights(self) -> dict[str, Tensor]:
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
-                # otherwise the updated shards are gathered only before the next forward pass
+                # without this, megatron-core gathers the updated shards only before the next forward pass
                 chunk.disable_forward_pre_hook()
                 chunk.enable_forward_pre_hook()
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
@@ -223,7 +224,7 @@ class MegatronEngine:
         for chunk in self.chunks:
             for buffer in chunk.buffers:
                 for bucket in buffer.buckets:
-                    # after the reduce-scatter, each rank has only its own part
+                    # after the reduce-scatter, each rank has only its own part of the gradient
                     parts = list(bucket.grad_data.chunk(group.size()))
                     dist.all_gather(parts, parts[group.rank()].clone(), group=group)
         scale = self.optimizer.get_loss_scale()

@@ -18,8 +18,9 @@ def full_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor as fp32 on CPU, on every rank, in the order of the model.
 
-    `local` maps parallel names to this rank's shards, with layers numbered through the whole model. Collective: each
-    shard is sent from its pipeline stage to the other stages, and then gathered over the tensor-parallel group.
+    `local` maps parallel names to this rank's shards, with layers numbered through the whole model. All ranks must call
+    this function. Each pipeline stage broadcasts its shards to the other stages, and the tensor-parallel group gathers
+    them.
     """
     shape, layout = run.shape, run.layout
     shapes = hugging_face_shapes(shape)
@@ -31,7 +32,7 @@ def full_tensors(
         )
         for name in names:
             if name == OUTPUT and shape.tied_embeddings:
-                continue  # a copy of the embedding
+                continue  # a stage's copy of the tied embedding
             cuts = [shard(name, shape, layout.tp, rank) for rank in range(layout.tp)]
             mine = torch.empty(_shard_shape(cuts[groups.tp.rank()]), device=device)
             if stage == groups.pp.rank():

@@ -3,7 +3,8 @@
 The layers have megatron-core's weights and names. Unlike in megatron-core, the matrix product of a weight gradient also
 accumulates the gradient.
 
-Sizes: S sequence, B micro-batch, H and F sizes of input and output, T ranks of the group.
+Sizes: Symbols: S sequence length, B micro-batch, H and F sizes of input and output, T ranks of the tensor-parallel
+group.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from megabench.engines.common.weight_gradient import accumulate
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """[S/T, B, H] -> [S, B, F/T]: gathers the sequence, then multiplies with its columns of the weight.
+    """Column-parallel layer, [S/T, B, H] -> [S, B, F/T]: gather the sequence, then multiply with this rank's columns.
 
     The input is gathered again for the backward pass, unless the layer `keeps_gathered`.
     """
@@ -37,7 +38,7 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """[S, B, F/T] -> [S/T, B, H]: multiplies with its rows of the weight, then sums over the group and scatters."""
+    """Row-parallel layer, [S, B, F/T] -> [S/T, B, H]: multiply with this rank's rows, then reduce-scatter."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         assert self.bias is None
@@ -57,7 +58,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (saved,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
-        # overlaps with the product that does not need the gathered input
+        # the gather overlaps with the product that does not need the gathered input
         whole, gathering = _gather(saved, None if ctx.keeps_gathered else group)
         grad_whole = grad @ weight
         _wait(gathering)

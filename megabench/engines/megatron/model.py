@@ -46,7 +46,7 @@ class ParallelLossHead(ColumnParallelLinear):
 class ParallelLlama(GPTModel):
     """GPTModel with Llama blocks for one pipeline chunk, or for a part of a chunk.
 
-    `layers` are the model's layer numbers that it holds; `chunk` counts the chunks of its stage.
+    `layers` are the numbers of the chunk's layers in the whole model, and `chunk` is the chunk's number on its stage.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             use_te_activation_func=fuses_blocks(run),  # the kernel is in swiglu.py, not in Transformer Engine
             masked_softmax_fusion=False,
             apply_rope_fusion=False,
-            gradient_accumulation_fusion=False,  # this is apex's kernel; linear.py has its own
+            gradient_accumulation_fusion=False,  # this flag selects apex's kernel; linear.py has its own.
             # Initialization marks parameters as tensor-parallel, which the gradient norm needs. Their values are loaded
             # by load_initial_weights.
             perform_initialization=True,
@@ -147,7 +147,7 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             # With batched p2p and pp=2, the interleaved schedule silently computes wrong gradients.
             overlap_p2p_comm=layout.vp > 1,
             batch_p2p_comm=layout.vp == 1,
-            # avoids that the host waits for the device at every message, a workaround for a bug fixed in torch 1.13
+            # without this, the host waits for the device at every message, a workaround for a bug that torch 1.13 fixed
             batch_p2p_sync=False,
             # with overlapped p2p, the schedule would free an output that is still being sent
             deallocate_pipeline_outputs=layout.vp == 1,

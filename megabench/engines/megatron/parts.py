@@ -1,6 +1,6 @@
 """Run a parallel model one part at a time, to compare models that do not fit into memory.
 
-Sizes: B micro-batch, S sequence, H hidden, V vocabulary.
+Sizes: Symbols: B micro-batch, S sequence length, H hidden size, V vocabulary size.
 """
 
 import torch
@@ -52,7 +52,7 @@ class Parts:
         return self._through(self._layer, hidden)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """[S/tp, B, H] -> logits [B, S, V], on every tensor-parallel rank."""
+        """Return the logits [B, S, V] of hidden states [S/tp, B, H], on every tensor-parallel rank."""
         self._layer = None
         mine = self._through(self._part(range(0), has_output=True), hidden)
         parts = [torch.empty_like(mine) for _ in range(self.groups.tp.size())]

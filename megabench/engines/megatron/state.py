@@ -21,7 +21,7 @@ def shards(
     init_state(optimizer.optimizer)  # before the first step, the optimizer has no state
     for name, parameter in named:
         if parameter not in optimizer.model_param_gbuf_map:
-            continue  # only other data-parallel ranks have this parameter
+            continue  # this data-parallel rank has no part of the parameter
         cut = shard(name, run.shape, run.layout.tp, tp_rank)
         held = optimizer._get_model_param_range_map(parameter)["param"]
         blocks = blocks_of(cut, held.start, held.end)

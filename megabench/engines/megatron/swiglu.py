@@ -1,7 +1,7 @@
-"""SwiGLU (arXiv 2002.05202) of a product that holds gate and up side by side.
+"""SwiGLU (arXiv 2002.05202) of one tensor that contains the gate and the up projection.
 
-torch.compile makes the forward pass one kernel that reads once. Of the backward pass, which writes both halves of its
-result from the same inputs, it makes one that reads everything twice; that one is written out.
+torch.compile fuses the forward pass into one kernel that reads each input once. The backward pass is written in Triton,
+because torch.compile's kernel would read each input twice.
 """
 
 from typing import Any

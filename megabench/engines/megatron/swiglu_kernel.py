@@ -6,7 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def backward(both, grad, result, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """d loss / d both, in `result`, of a row of `both` [rows, 2·width], the gate first, and of `grad` [rows, width]."""
+    """Write the gradient of one row of `both` [rows, 2·width] to `result`, given `grad` [rows, width].
+
+    The gate comes first.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

@@ -24,8 +24,9 @@ from megabench.train.watchdog import Watchdog
 class Step:
     """One finished step, as this rank saw it.
 
-    `number` counts from 1, steps of earlier runs included. `seconds` runs from the end of the previous step to the end
-    of this one: it includes data loading, callbacks and logging, but not saving. `is_timed` is false for warm-up steps.
+    `number` counts from 1 and includes the steps of earlier runs. `seconds` runs from the end of the previous step to
+    the end of this one: it includes data loading, callbacks and logging, but not saving. `is_timed` is false for
+    warm-up steps.
     """
 
     number: int
@@ -134,7 +135,7 @@ class Callback:
         """Called after the last checkpoint is complete and the peak memory has been read."""
 
     def local(self) -> object:
-        """Return this rank's part of the section. It must be picklable."""
+        """Return this rank's part of the record section. It must be picklable."""
         return None
 
     def section(self, by_rank: Sequence[Any]) -> Mapping[str, Any]:

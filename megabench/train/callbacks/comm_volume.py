@@ -14,8 +14,8 @@ from megabench.parallel.groups import differing_axes
 from megabench.parallel.layout import Layout
 from megabench.train.callbacks.callback import Callback
 
-# Bytes that each of n ranks sends under ring algorithms, as a multiple of the size of one argument of the operation:
-# operation -> (position of the argument, multiple). Source: the bus bandwidth of NCCL tests,
+# For each collective: the position of an argument, and the bytes that each of n ranks sends with a ring algorithm as a
+# multiple of the argument's size. Source: the bus bandwidth factors of NCCL tests,
 # https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 _Share = Callable[[int], float]
 _ALL_REDUCE: _Share = lambda n: 2 * (n - 1) / n  # noqa: E731
@@ -67,7 +67,8 @@ class SentBytes(TorchDispatchMode):
 class CommVolume(Callback):
     """Counts the bytes that a rank sends in one step, by process group.
 
-    Counting takes time, so it happens in the last warm-up step, unless that is the first step of all.
+    Counting takes time, so the callback counts in the last warm-up step, or in no step if there is only one warm-up
+    step.
     """
 
     def __init__(self, layout: Layout, first_step: int, warmup_steps: int) -> None:
@@ -97,7 +98,7 @@ def _ranks_of(args: Iterable[Any]) -> list[int]:
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
-    raise AssertionError("a collective without a group")
+    raise AssertionError("a collective without a process group")
 
 
 def _num_bytes(argument: Any) -> int:

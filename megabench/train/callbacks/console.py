@@ -29,7 +29,7 @@ class Console(Callback):
         )
 
     def on_network(self, trainer: TrainerState, network: Network) -> None:
-        """Print the hosts of the ranks, the transport of the process groups, and warnings about both."""
+        """Print the hosts of the ranks, the transports of the process groups, and the warnings about them."""
         placement = trainer.placement
         topology = placement.topology
         emulated = " (emulated)" if topology.emulated else ""
@@ -43,8 +43,8 @@ class Console(Callback):
         if network.bandwidth:
             link = network.bandwidth
             print(
-                f"between hosts{emulated}: all-gather {link.all_gather_gb_per_s:.3g} GB/s, one rank to another "
-                f"{link.send_recv_gb_per_s:.3g} GB/s, each of a host in its own ring {link.all_rings_gb_per_s:.3g} GB/s"
+                f"bandwidth between hosts{emulated}: all-gather {link.all_gather_gb_per_s:.3g} GB/s, send/recv of one "
+                f"pair {link.send_recv_gb_per_s:.3g} GB/s, one ring per local rank {link.all_rings_gb_per_s:.3g} GB/s"
             )
         for warning in (*placement.warnings, *network.warnings):
             print(f"WARNING: {warning}")
@@ -55,7 +55,7 @@ class Console(Callback):
         load, training = trainer.load, trainer.resume.training
         if load and training:
             print(
-                f"resumed from {load.folder}, saved under {Layout(**training.layout)}: {training.step} steps are done "
+                f"resumed from {load.folder} after {training.step} steps · saved with {Layout(**training.layout)} "
                 f"· {load.num_bytes / 1e9:.3g} GB, checked in {load.check_seconds:.1f} s, loaded in "
                 f"{load.load_seconds:.1f} s ({load.gb_per_second:.3g} GB/s)",
                 flush=True,

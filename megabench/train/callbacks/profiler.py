@@ -25,9 +25,9 @@ from megabench.train.callbacks.step_timeline import STEP, UPDATE, Split, split
 
 
 class Profiler(Callback):
-    """Trains one more step under torch.profiler after the last, and records the time of each part.
+    """Trains one additional step under torch.profiler after the last step, and records the time of each part.
 
-    Traces are written to `folder` as rank-N.json.gz, for chrome://tracing or Perfetto. Without a folder they are
+    Traces are written to `folder` as rank-N.json.gz, for chrome://tracing or Perfetto. Without a folder, the traces are
     deleted.
     """
 

@@ -20,7 +20,7 @@ MATMUL, ATTENTION, OPTIMIZER, OTHER, COPIES = "matrix products", "attention", "o
 _COMPUTE = (ATTENTION, MATMUL, OPTIMIZER, OTHER, COPIES)
 IDLE = "idle"
 UNKNOWN_GROUP = "a group"  # gloo's events do not name the process group
-_GROUP = "Process Group Name"  # an argument of NCCL's kernels and calls
+_GROUP = "Process Group Name"  # the profiler's argument of NCCL kernels that names the process group
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,10 @@ def _parts(
 
 
 class _Calls:
-    """NCCL calls by thread. They name the process group of coalesced sends and receives, whose kernel does not."""
+    """NCCL calls by thread.
+
+    The calls name the process group of coalesced sends and receives, but their kernels do not.
+    """
 
     def __init__(self, events: Sequence[dict[str, Any]]) -> None:
         self._by_thread: defaultdict[Any, list[tuple[float, dict[str, Any]]]] = defaultdict(list)

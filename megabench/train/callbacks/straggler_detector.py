@@ -14,7 +14,7 @@ from megabench.runtime.rendezvous import gather_objects
 from megabench.train.callbacks.callback import Callback, Step, TrainerState
 
 MARGIN = 1.25  # a rank is slow if its product takes this multiple of the median of all ranks
-CONFIRMATIONS = 2  # consecutive slow checks, because a single one may be noise
+CONFIRMATIONS = 2  # number of consecutive slow checks, because a single slow check may be noise
 _SIZES = {"cuda": 4096, "cpu": 384}
 _REPEATS = 5
 
@@ -22,7 +22,8 @@ _REPEATS = 5
 class StragglerDetector(Callback):
     """Times a fixed matrix product on every rank after every `every` steps, outside the measured steps.
 
-    The time of a training step does not show which rank is slow, because collectives make all ranks wait for it.
+    The time of a training step does not show which rank is slow, because collectives make all ranks wait for the slow
+    rank.
     """
 
     def __init__(self, every: int) -> None:
@@ -33,7 +34,7 @@ class StragglerDetector(Callback):
     def on_ready(self, trainer: TrainerState) -> None:
         self._trainer = trainer
         self._gpus: list[int] = gather_objects(trainer.rendezvous.local_rank)
-        self.measure()  # the first product loads its kernel
+        self.measure()  # the first matrix product loads its kernel, so do not time it
 
     def between_steps(self, step: Step) -> None:
         if step.number % self._every:
@@ -48,7 +49,7 @@ class StragglerDetector(Callback):
         """Return the seconds of the fastest of a few products on this rank."""
         run, device = self._trainer.run, self._trainer.device
         size, seconds = _SIZES[device.type], []
-        # allocated for each check, so that the peak memory of the run does not include it
+        # allocate the matrices for each check, so that the peak memory of the run does not include them
         matrix = torch.ones(size, size, dtype=DTYPES[run.precision], device=device)
         for _ in range(_REPEATS):
             synchronize(device)

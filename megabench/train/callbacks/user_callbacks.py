@@ -8,7 +8,10 @@ from megabench.train.callbacks.callback import Callback
 
 
 def load_callbacks(names: str) -> list[Callback]:
-    """Create an instance of each class in `names` ("module:Class,module:Class"). Raises ConfigError if one fails."""
+    """Create an instance of each class in `names` ("module:Class,module:Class").
+
+    Raises ConfigError if a class cannot be imported or created.
+    """
     sys.path.insert(0, "")  # search the working directory first, as `python -m` does
     found: dict[str, Callback] = {}
     for name in names.split(","):
@@ -25,7 +28,7 @@ def load_callbacks(names: str) -> list[Callback]:
             ) from None
         if not (isinstance(kind, type) and issubclass(kind, Callback)):
             raise ConfigError(
-                f"callbacks={name} is not a subclass of megabench.train.callbacks.Callback; derive it from that"
+                f"callbacks={name} is not a subclass of megabench.train.callbacks.Callback; derive it from Callback"
             )
         if attribute in found:
             raise ConfigError(f"callbacks={names} contains two classes named {attribute}; rename one of them")
