@@ -107,9 +107,9 @@ class Parity(_Part):
 class RunFailure(_Part):
     """The reason why a run has no result.
 
-    `kind` is "hang" if no rank made progress or the run exceeded its time limit; "oom" if memory ran out;
-    "shared-memory" if /dev/shm was too small; "killed" after a SIGKILL from outside; "error" for anything else. `rank`
-    is the rank that failed, or that the others waited for. `rank` is None if no single rank is known.
+    `kind` is "hang" (no rank made progress, or the run exceeded its time limit), "oom" (out of memory), "shared-memory"
+    (/dev/shm was too small), "killed" (SIGKILL from outside) or "error" (anything else). `rank` is the rank that
+    failed, or that the others waited for. `rank` is None if no single rank is known.
     """
 
     kind: FailureKind

@@ -43,7 +43,7 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="Processes that tokenize.")] = os.cpu_count() or 1,
     append_eod: Annotated[bool, typer.Option(help="Append the end-of-document token to each document.")] = True,
 ) -> None:
-    """Tokenize text into a token file; `--data PREFIX` then trains on it."""
+    """Tokenize text into a token file, for training with `--data PREFIX`."""
     # exit normally, so that partial files are removed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.perf_counter()

@@ -21,7 +21,7 @@ _START, _END = re.compile(r"<!-- records: (\S+) -->\n"), "<!-- end of records --
 
 
 def main(
-    file: Annotated[Path, typer.Argument(help="Markdown file whose tables to update.")] = ROOT / "README.md",
+    file: Annotated[Path, typer.Argument(help="Markdown file with the tables to update.")] = ROOT / "README.md",
     check: Annotated[
         bool, typer.Option("--check", help="Do not write; exit with status 1 if a table is out of date.")
     ] = False,
@@ -48,7 +48,7 @@ def with_tables(text: str) -> str:
 
     Raise UserError if a start mark has no end mark.
     """
-    # `places` alternates between the folder of a start mark and the text after the start mark
+    # `places` contains, for each start mark, the folder in the mark and the text after the mark
     before, *places = _START.split(text)
     parts = [before]
     for folder, behind in zip(places[0::2], places[1::2], strict=True):

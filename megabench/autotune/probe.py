@@ -13,7 +13,7 @@ from megabench.record import Probe, RunRecord, Status
 _WARMUP, _TIMED = 1, 2  # steps
 _SEARCHED = 8  # extra steps in fp16 runs, because the loss scale may still change
 
-# a step of a replica needs this number of sequences per stage, and this number of tokens, to compare settings reliably
+# minimum number of sequences per stage, and of tokens, in a replica's step, so that settings can be compared
 _ENOUGH_SEQUENCES, _ENOUGH_TOKENS = 16, 65536
 _ROUNDS = 2  # micro-batches per stage and step, because peak memory includes the gradients of an earlier micro-batch
 _SMALL = 8  # micro-batches up to this size are measured with the same global batch

@@ -126,7 +126,7 @@ def _identity(trial: Trial) -> str:
 
 
 def _read(path: Path) -> Found | None:
-    """What `path` holds; Return None if the stored settings cannot be used."""
+    """Return the settings stored in `path`, or None if they cannot be used."""
     try:
         return Found.model_validate_json(path.read_text())
     except (OSError, ValueError):

@@ -70,7 +70,7 @@ class ModelEntry(_Part):
     def difference(self, run: "ModelEntry") -> str | None:
         """Return how the model `run` of a run differs from this model, or None if both models are equal.
 
-        Example: "num_layers 8 there, 4 here", where "there" is the checkpoint and "here" is the run.
+        In a result such as "num_layers 8 there, 4 here", "there" is the checkpoint and "here" is the run.
         """
         fields = sorted(self.shape.keys() | run.shape.keys())
         unequal = [field for field in fields if self.shape.get(field) != run.shape.get(field)]
@@ -78,7 +78,7 @@ class ModelEntry(_Part):
 
 
 class OptimizerEntry(_Part):
-    """Optimizer state besides tensors: `step` is the number of updates, and `loss_scale` is used with fp16 only."""
+    """The optimizer state besides tensors. `step` is the number of updates, and `loss_scale` is used with fp16 only."""
 
     name: str
     step: int
@@ -86,7 +86,7 @@ class OptimizerEntry(_Part):
 
 
 class DataEntry(_Part):
-    """The position in the training data: `next_sequence` is the index of the first sequence not yet trained on."""
+    """The position in the training data. `next_sequence` is the index of the first sequence not yet trained on."""
 
     name: str
     sha256: str
@@ -94,7 +94,7 @@ class DataEntry(_Part):
 
 
 class TrainingEntry(_Part):
-    """The state that a resumed run needs: `step` is the number of completed steps.
+    """The state that a resumed run needs. `step` is the number of completed steps.
 
     `config` is the resolved configuration of the run that wrote the checkpoint. `run_id` identifies the run across
     restarts, and is None in checkpoints of schema version 1.

@@ -36,7 +36,7 @@ Describe = Callable[[dict[str, int], list[FileEntry]], Manifest]
 
 @dataclass(frozen=True)
 class Save:
-    """The outcome of a save: `seconds` is the duration of the whole save, and `error` is None if the save succeeded.
+    """The outcome of a save. `seconds` is the duration of the whole save, and `error` is None if the save succeeded.
 
     `stall_seconds` is the time for which training on this rank waited for the save. `check_seconds` is the part of
     `stall_seconds` spent on the search for non-finite values. `ends_run` is True if no later save can succeed, because

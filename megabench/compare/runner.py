@@ -86,7 +86,7 @@ def _lead_launched(coordinator: Coordinator, request: Request, study: Study | No
         results = Results.open(request.out, study)
         attempts = results.choose(request.resume, request.only)
     except UserError as error:
-        # Print before the announcement, because torchrun ends all processes when the first one exits.
+        # Print the error before other supervisors exit, because torchrun ends all processes when the first one exits.
         print(f"Error: {error}", file=sys.stderr, flush=True)
         coordinator.announce("plan", {"problem": str(error)})
         return 2

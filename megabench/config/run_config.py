@@ -67,7 +67,7 @@ class RunConfig(RunSettings):
         return common | {"own": ENGINES[engine].settings.model_validate(given)}
 
     def flat(self, **dump: Any) -> dict[str, Any]:
-        """Return all settings by name, including those in `own`; `dump` is passed to pydantic's `model_dump`."""
+        """Return all settings by name, including those in `own`. `dump` is passed to pydantic's `model_dump`."""
         return self.model_dump(**dump, exclude={"own"}) | self.own.model_dump(**dump)
 
     def every(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class RunConfig(RunSettings):
 
     @property
     def layout(self) -> Layout:
-        """The layout without dp; `resolve` computes dp and checks the sizes."""
+        """The layout without dp, because `resolve` computes dp and checks the sizes."""
         return Layout(tp=self.tp, cp=self.cp, pp=self.pp, vp=self.vp)
 
     @property
@@ -203,7 +203,7 @@ class RunConfig(RunSettings):
 
     @property
     def _mode(self) -> str:
-        """The name of the engine, with its mode if it has several: "ZeRO-3 of the deepspeed engine"."""
+        """The name of the engine, with its mode if it has several, e.g. "ZeRO-3 of the deepspeed engine"."""
         mode = self.spec.mode(self.options)
         return f"{mode} of the {self.engine} engine" if mode else f"the {self.engine} engine"
 

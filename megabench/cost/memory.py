@@ -33,7 +33,7 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
 
     Llama with flash attention and sequence parallelism needs (8·H + 4·N·D + 4·K·D + 2·M·F)/T bytes per token, for M FFN
     matrices, and 4·N/T for the softmax statistics. Without sequence parallelism, every rank stores all 8·H bytes
-    (16-bit inputs and outputs of two norms), and with kept gathered inputs half of them; Dropout (GPT) stores masks of
+    (16-bit inputs and outputs of two norms), and with kept gathered inputs half of them. Dropout (GPT) stores masks of
     2·H bytes. Scores without flash attention need 5·N·S with dropout, or 2·N·S. Recomputed layers keep only their
     input, 2·H (arXiv 2205.05198, sections 4 and 5). Eager code also keeps copies: contiguous keys and values (4·K·D),
     the transposed attention output (2·N·D), and the SiLU of the gate (2·F). Context parallelism that exchanges heads

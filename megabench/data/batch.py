@@ -11,7 +11,7 @@ from megabench.data.source import TokenSource
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one data-parallel rank: B packed sequences without padding.
+    """One micro-batch of one data-parallel rank, with B packed sequences without padding.
 
     `tokens` is int64 [B, S+1], and the loss is computed over all S labels of each sequence.
     """

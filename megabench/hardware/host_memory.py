@@ -18,7 +18,7 @@ def available_host_bytes() -> int:
 def _read_number(name: str) -> int | None:
     try:
         return int((_CGROUP / name).read_text())
-    except (OSError, ValueError):  # there is no limit without cgroup v2, or if the file contains "max"
+    except (OSError, ValueError):  # no memory limit: the system has no cgroup v2, or the file contains "max"
         return None
 
 

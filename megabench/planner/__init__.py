@@ -4,5 +4,5 @@ The prediction combines operations, collectives, the pipeline timeline and the c
 predicts all candidates.
 
 Symbols: Symbols: B micro-batch, S sequence length, H hidden size, F FFN size, L layers, N heads, K KV heads, D head
-dim, V vocabulary size; T, P, C = tp, pp, cp sizes.
+dim, V vocabulary size, T tp, P pp, C cp.
 """

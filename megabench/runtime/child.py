@@ -64,7 +64,7 @@ class Child:
         return self._process.pid
 
     def exit_status(self) -> int | None:
-        """The exit status of the process, negative if a signal ended it; None while the process runs."""
+        """The exit status of the process, negative if a signal ended the process, or None while the process runs."""
         if self._process.returncode is None:
             # WNOWAIT leaves a zombie, so the kernel cannot reuse the process id before the group is killed
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -84,7 +84,7 @@ class Child:
             os.killpg(self.pid, number)
 
     def last_line(self) -> str:
-        """The last line that the process printed, ignoring empty lines and notes of libraries; "" if there is none."""
+        """The last line that the process printed, or "". Empty lines and notes of libraries are ignored."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - 16384))
             text = _TERMINAL_CODE.sub("", log.read().decode(errors="replace"))

@@ -4,7 +4,7 @@ megatron-core asks for CUDA by name in many places. `install()` redirects those 
 inside megatron.core, so that a wrong device in megabench still fails. `install()` does nothing if there is a GPU, and
 must run before megatron.core is first imported. The mode is thread-local: call it in the thread that trains.
 
-These features do not work on CPU: Transformer Engine, FP8, CUDA graphs, stream timing, asynchronous checkpoint saves.
+Transformer Engine, FP8, CUDA graphs, stream timing and asynchronous checkpoint saves do not work on CPU.
 """
 
 import logging

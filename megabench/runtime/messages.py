@@ -19,7 +19,10 @@ FailureKind = Literal["invalid", "oom", "hang", "failed"]
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a rank: `step` of `num_steps` steps are finished, and `activity` describes its current work."""
+    """The progress of a rank.
+
+    The rank has finished `step` of `num_steps` steps, and `activity` describes its current work.
+    """
 
     activity: str
     step: int

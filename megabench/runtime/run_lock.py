@@ -44,7 +44,10 @@ class _Owner:
 
     @classmethod
     def of(cls, folder: Path) -> "_Owner | None":
-        """Return the owner of the directory; None if the file cannot be read. FileNotFoundError without an owner."""
+        """Return the owner of the directory, or None if the lock file cannot be read.
+
+        FileNotFoundError without an owner.
+        """
         try:
             return cls(**json.loads((folder / _NAME).read_text(encoding="utf-8")))
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Cost model of a step with data parallelism only: ZeRO 0 to 3 with and without offload, FSDP2, DDP. Loads no torch."""
+"""Cost model of a step of ZeRO 0 to 3 (with and without offload), FSDP2 and DDP. Loads no torch."""
 
 from megabench.cost import compute, network, schedule
 from megabench.cost.geometry import Geometry
@@ -11,7 +11,8 @@ _DDP_BUCKET = 25e6 / 4  # parameters per DDP bucket: 25 MB of fp32 gradients
 # DeepSpeed. DeepSpeed's hooks and queues run in Python. The values of these host times are from benchmarks/gpt2-zero,
 # where the host limits the step time.
 _FSDP_HOOKS, _ZERO3_HOOKS, _ZERO_HOOKS = (40, 80), (17, 34), (0, 16)
-# Bytes per parameter that the host reads and writes: fp32 AdamW; DeepSpeed's clipping and its cast of the new weight.
+# Bytes per parameter that the host reads and writes for fp32 AdamW, and for DeepSpeed's clipping and cast of the new
+# weight.
 _ADAM_HOST_BYTES, _DEEPSPEED_HOST_BYTES = 28, 8 + 6
 
 

@@ -19,7 +19,7 @@ ENGINES: dict[str, EngineSpec] = {
 
 
 def is_zero3(engine: str, options: Mapping[str, Any]) -> bool:
-    """Return whether these options select ZeRO-3; False for an engine that this version does not know."""
+    """Return whether these options select ZeRO-3. The result is False for an unknown engine."""
     return engine in ENGINES and ENGINES[engine].is_zero3(options)
 
 

@@ -38,7 +38,8 @@ class Request:
     def plan_here(self, num_processes: int | None) -> tuple[Study, int]:
         """Return the checked study for this machine, and its number of processes. None detects the number of processes.
 
-        The default is one process per GPU. Without GPUs, or for a CPU study, it is the largest world size in the study.
+        The default is one process per GPU. Without GPUs, or for a CPU study, the default is the largest world size in
+        the study.
         """
         file = self.read_study()
         num_gpus = len(gpu_names())

@@ -39,7 +39,7 @@ from megabench.study.expand import (
 # the study sets the output paths of its trials, and trials save no checkpoints
 _TRIAL_FIELDS = [name for name, about in SETTINGS.items() if about.role != "output"]
 _LONGEST_NAME = 200
-_LONGEST_VARIABLE = 2**17 - 1  # Linux: Linux's limit MAX_ARG_STRLEN, which includes the final NUL byte
+_LONGEST_VARIABLE = 2**17 - 1  # Linux's limit MAX_ARG_STRLEN, which includes the final NUL byte
 _MOST_TRIALS = 2000
 _EXTRAS = ["name", "env", "world_size", "timeout_seconds", "repeats"]
 TRIAL_SETTINGS = _TRIAL_FIELDS + _EXTRAS  # settings that a trial may have
@@ -280,7 +280,7 @@ def _draft(
     world_size = both.get("world_size", num_processes)
     if not _is(NumRanks, world_size):
         raise StudyError(f"{where}: world_size={world_size!r} must be a whole number of processes, e.g. 8")
-    if not only:  # with `only`, the trial may be excluded, which is decided after trials have names
+    if not only:  # `only` may exclude this trial, but `only` is applied after all trials have names
         _check_size(where, world_size, num_processes)
     timeout = both["timeout_seconds"]
     if not _is(Seconds, timeout):

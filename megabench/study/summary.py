@@ -114,7 +114,10 @@ def engine_name(record: RunRecord) -> str:
 
 
 def _references(records: Sequence[RunRecord], reference: str) -> dict[str | None, str]:
-    """Return each work class's reference: `reference`, or its fastest ZeRO-3 trial in place of a ZeRO-3 trial."""
+    """Return the reference of each work class.
+
+    If `reference` is a ZeRO-3 trial, a class without it uses its own fastest ZeRO-3 trial.
+    """
     has_zero3 = any(is_zero3(record) for record in records if record.trial == reference)
     good = [record for record in records if record.work_class and record.status == "ok"]
     found: dict[str | None, str] = {}

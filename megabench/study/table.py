@@ -87,7 +87,7 @@ def _say(console: Console, text: str) -> None:
 
 
 def reference_name(records: Sequence[RunRecord], reference: str) -> str:
-    """Return the name of the reference in the header of a table: "ZeRO-3", or the trial's name."""
+    """Return the name of the reference in the header of a table, which is "ZeRO-3" or the name of the trial."""
     return "ZeRO-3" if any(record.trial == reference and is_zero3(record) for record in records) else reference
 
 

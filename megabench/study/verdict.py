@@ -20,7 +20,7 @@ STATUS_WORDS = {
 
 
 def device_word(records: Sequence[RunRecord]) -> str:
-    """Return the unit of throughput figures: "GPU", or "process" for CPU runs."""
+    """Return the unit of throughput figures, which is "GPU", or "process" for CPU runs."""
     return "process" if any(record.device == "cpu" for record in records) else "GPU"
 
 
@@ -171,7 +171,7 @@ def _fastest(rows: Sequence[Row], decision: Decision, place: str) -> str:
     if len(best) > 1:
         return f"{_listed([row.trial for row in best])} are equal within their spread"
     zero3 = next((row for row in rows if _is_zero3(row)), None)
-    said = f"{rows[0].trial} {'is fastest' if len(rows) > 1 else 'is the only one'}"
+    said = f"{rows[0].trial} {'is fastest' if len(rows) > 1 else 'is the only trial'}"
     if zero3 is None or zero3 is rows[0]:
         return said
     return f"{said}, {_speed_of(rows[0]) / _speed_of(zero3):.2f} × ZeRO-3 {place} ({zero3.trial})"

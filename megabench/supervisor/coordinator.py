@@ -134,7 +134,7 @@ class Coordinator:
         self.wait_until(lambda: self._store.add("parted", 0) == others)
 
     def stop_all(self, reason: str, rank: int) -> None:
-        """Stop every supervisor for `reason`; `rank` names the supervisor at fault. The first reason counts."""
+        """Stop every supervisor for `reason`. `rank` is the supervisor at fault. The first reason counts."""
         self._store.compare_set("stopped", "", json.dumps({"reason": reason, "rank": rank}))
 
     def _me(self) -> str:

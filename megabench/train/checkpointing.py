@@ -247,7 +247,7 @@ class Checkpoints:
         return f"the newest healthy checkpoint of this run is that of step {healthy[-1]}" if healthy else self._kept()
 
     def _good_saves(self) -> list[int]:
-        """The steps of this run's checkpoints, oldest first. The first is the one from which the run resumed."""
+        """The steps of this run's checkpoints, oldest first. The first one is the step from which the run resumed."""
         resumed = [self._resumed] if self._resumed is not None else []
         return resumed + [times.step for times in self.times if not times.error]
 

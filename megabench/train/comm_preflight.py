@@ -225,7 +225,7 @@ def _time(operation: Callable[[], object], device: torch.device) -> float:
 
 
 def describe(groups: Sequence[Group]) -> list[str]:
-    """Return one line for each kind of group: "tp 2 × 4 ranks over nvlink (P2P/CUMEM)"."""
+    """Return one line for each kind of group, e.g. "tp 2 × 4 ranks over nvlink (P2P/CUMEM)"."""
     by_kind: dict[tuple[str, str, str], list[Group]] = {}
     for group in groups:
         by_kind.setdefault((group.kind, group.link or "?", group.transport or ""), []).append(group)

@@ -24,7 +24,7 @@ def alibi_attention(query: Tensor, key: Tensor, value: Tensor, alibi: Tensor) ->
     """
     head_size = query.shape[-1]
     context = F.scaled_dot_product_attention(
-        # the keys are zero in the other channels; √D cancels the division of the scores by √D
+        # √D cancels the division of the scores by √D; the keys are zero in all other extra channels
         F.pad(query, (0, _EXTRA_CHANNELS), value=math.sqrt(head_size)),
         torch.cat([key, F.pad(alibi[..., None].to(key.dtype), (0, _EXTRA_CHANNELS - 1))], dim=-1),
         F.pad(value, (0, _EXTRA_CHANNELS)),

@@ -92,7 +92,7 @@ def mean_loss(wrapped: nn.Module, model: PreTrainedModel, batch: Batch) -> Tenso
 
 
 def home(offload: str, device: torch.device) -> torch.device:
-    """Return the device of the weights between steps: `device`, or the CPU if all state is offloaded."""
+    """Return the device of the weights between steps, which is `device`, or the CPU if all state is offloaded."""
     return torch.device("cpu") if offload == "all" else device
 
 

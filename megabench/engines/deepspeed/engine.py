@@ -1,4 +1,4 @@
-"""The DeepSpeed engine: ZeRO 0 to 3 on the transformers model, with megabench's weights, tokens and schedule."""
+"""The DeepSpeed engine, which trains the transformers model under ZeRO 0 to 3."""
 
 import contextlib
 import io

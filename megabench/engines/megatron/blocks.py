@@ -41,8 +41,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
-        # Each rank has the gradient of a part of the sequence. megatron-core sums gradients over tp only with this
-        # mark.
+        # Each rank has the gradient of a part of the sequence. megatron-core sums the gradients over tp only if the
+        # parameter has this attribute.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_states: Tensor) -> Tensor:

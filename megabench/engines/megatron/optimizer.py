@@ -71,7 +71,7 @@ def _inner_optimizer(run: ResolvedConfig, param_groups: list[dict[str, Any]]) ->
 
 
 def init_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
-    """Create the Adam state of every shard, which loading a checkpoint then fills; SGD has none."""
+    """Create the Adam state of every shard, so that a checkpoint can be loaded into it; SGD has none."""
     if isinstance(optimizer, GroupStepSGD):
         return
     for group in optimizer.param_groups:

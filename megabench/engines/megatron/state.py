@@ -45,7 +45,7 @@ def set_optimizer_step(optimizer: DistributedOptimizer, step: int) -> None:
 
 
 def loss_scale_of(optimizer: DistributedOptimizer) -> dict[str, float] | None:
-    """fp16's loss scale and what moves it; None in other precisions."""
+    """The loss scale of fp16 training, and the counters that change the loss scale; None in other precisions."""
     if optimizer.grad_scaler is None:
         return None
     return {name: float(value) for name, value in optimizer.grad_scaler.state_dict().items()}

@@ -101,7 +101,7 @@ class Callback:
     """
 
     def on_start(self, trainer: TrainerState) -> None:
-        """The devices are initialized; `trainer.engine` does not exist yet."""
+        """Called when the devices are initialized and `trainer.engine` does not exist yet."""
 
     def on_network(self, trainer: TrainerState, network: Network) -> None:
         """Called after every process group has communicated once."""

@@ -1,4 +1,4 @@
-"""Count the bytes that a training step sends, at torch.distributed's operations, for any engine."""
+"""Count the bytes that a training step of any engine sends, by intercepting torch.distributed's operations."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

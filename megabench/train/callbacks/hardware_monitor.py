@@ -1,4 +1,4 @@
-"""Monitor the machine during a run: GPU utilization, power, throttling, network interfaces, other processes."""
+"""Monitor the GPU utilization, power, throttling, network interfaces and other processes of a machine during a run."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from megabench.train.callbacks.callback import Callback, Step, TrainerState
 
 @dataclass(frozen=True)
 class _Local:
-    """The measurements of one rank during the timed steps; `gpu` is None on CPU and without NVML."""
+    """The measurements of one rank during the timed steps. `gpu` is None on CPU and without NVML."""
 
     host: str
     gpu: Sample | None
