@@ -22,5 +22,5 @@ def assets_of_run(run: ResolvedConfig) -> dict[str, bytes]:
 
 
 def assets_folder(model: Path) -> Path:
-    """Return the directory that contains config.json: `model`, or the assets subdirectory if `model` is a checkpoint."""
+    """Return the directory that contains config.json: `model`, or the assets subdirectory of a checkpoint."""
     return model if (model / CONFIG_NAME).exists() else model / ASSETS
