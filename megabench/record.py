@@ -202,6 +202,28 @@ class PlacementUsed(_Part):
     nccl_num_nodes: int | None = None
 
 
+class Rollback(_Part):
+    """The return of a run to the healthy checkpoint of step `restored_step` after a problem at step `step`.
+
+    `next_batch` is the index of the global batch that step `restored_step` + 1 uses afterwards, counted from 0. Batches
+    from the restored step to the problem are skipped.
+    """
+
+    step: int
+    restored_step: int
+    next_batch: int
+    problem: str
+
+    @property
+    def sentence(self) -> str:
+        """The rollback as a sentence."""
+        skipped = self.step - self.restored_step
+        return (
+            f"rolled back from step {self.step} to the checkpoint of step {self.restored_step}, and skipped the "
+            f"{skipped} batches in between: {self.problem}"
+        )
+
+
 class SaveTimes(_Part):
     """Times of a saved checkpoint: seconds until the checkpoint was valid, and seconds that training waited.
 
@@ -382,6 +404,8 @@ class RunRecord(_Part):
     saves: list[SaveTimes] = []
     load: LoadTimes | None = None
     warnings: list[str] = []
+    rollbacks: list[Rollback] = []
+    """All rollbacks of the run, including those before a restart."""
     stragglers: list[Straggler] = []
     """Ranks that were slow at a fixed local matrix product."""
     profile: StepProfile | None = None

@@ -5,6 +5,7 @@ step-00000006/                              a complete checkpoint: tensor files 
 .step-00000012.9a31c2-1f0c.partial/         an incomplete checkpoint of run 9a31c2: a save in progress or interrupted
 .step-00000003.9a31c2-77e0.partial.old/     a checkpoint that run 9a31c2 is deleting
 step-00000012.damaged/                      a damaged checkpoint, renamed by a run that resumed from an older one
+step-00000012.unhealthy/                    a checkpoint newer than the one that a run has rolled back to
 
 A run deletes only checkpoints that it created. The run id is part of the checkpoint's manifest and of the name of an
 incomplete checkpoint. Deletion never follows symbolic links.
@@ -16,6 +17,7 @@ import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from megabench.atomic_write import write_atomically
 from megabench.checkpoint import CheckpointError
@@ -157,13 +159,13 @@ def make_way(final: Path, token: str) -> None:
         discard(final, token)
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint so that no run loads the checkpoint again, and return the new path."""
-    target = folder.with_name(f"{folder.name}.damaged")
+def set_aside(folder: Path, state: Literal["damaged", "unhealthy"]) -> Path:
+    """Rename a checkpoint so that no run loads it again, and return the new path."""
+    target = folder.with_name(f"{folder.name}.{state}")
     number = 1
     while target.exists():
         number += 1
-        target = folder.with_name(f"{folder.name}.damaged-{number}")
+        target = folder.with_name(f"{folder.name}.{state}-{number}")
     folder.rename(target)
     return target
 

@@ -30,8 +30,12 @@ class Found:
     seconds: float
 
 
-def find_newest_good(directory: Path, store: Store, rank: int, world_size: int, topic: str) -> Found | None:
+def find_newest_good(
+    directory: Path, store: Store, rank: int, world_size: int, topic: str, below: int | None = None
+) -> Found | None:
     """Return the newest valid checkpoint of a directory, or None if the directory contains no checkpoint.
+
+    `below` restricts the search to checkpoints of smaller steps.
 
     A checkpoint is valid if its files match the checksums in the manifest and contain only finite values. If
     `directory` is itself a checkpoint, the function checks only that checkpoint. All ranks must call the function. Each
@@ -46,7 +50,8 @@ def find_newest_good(directory: Path, store: Store, rank: int, world_size: int, 
     if is_checkpoint(directory):
         folders = [directory]
     else:
-        folders = [folder_of(directory, step) for step in _agreed_steps(directory, store, rank, topic)]
+        steps = _agreed_steps(directory, store, rank, topic)
+        folders = [folder_of(directory, step) for step in steps if below is None or step < below]
     for number, folder in enumerate(folders):
         problem, refused = None, None
         try:

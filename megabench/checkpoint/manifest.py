@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megabench.checkpoint import CheckpointError
 from megabench.models.find import ASSETS
 from megabench.models.shape import ModelShape
+from megabench.record import Rollback
 
 SCHEMA_VERSION = 2
 _READABLE_VERSIONS = (1, 2)  # schema version 1 has no run_id
@@ -97,7 +98,8 @@ class TrainingEntry(_Part):
     """The state that a resumed run needs. `step` is the number of completed steps.
 
     `config` is the resolved configuration of the run that wrote the checkpoint. `run_id` identifies the run across
-    restarts, and is None in checkpoints of schema version 1.
+    restarts, and is None in checkpoints of schema version 1. `rollbacks` are the rollbacks before the save, and
+    `recent_losses` the last losses, from which loss spikes are detected.
     """
 
     run_id: str | None = None
@@ -108,6 +110,8 @@ class TrainingEntry(_Part):
     optimizer: OptimizerEntry
     data: DataEntry
     config: dict[str, Any]
+    rollbacks: tuple[Rollback, ...] = ()
+    recent_losses: tuple[float, ...] = ()
 
 
 class Manifest(_Part):

@@ -267,6 +267,8 @@ class ResolvedConfig(RunConfig):
         for name in ("save_every", "keep"):
             if (value := getattr(self, name)) is not None and self.save is None:
                 raise ConfigError(f"{name}={value} needs a directory for checkpoints; add --save DIR, or omit {name}")
+        if self.on_nan == "rollback" and self.save_every is None:
+            raise ConfigError("on_nan=rollback needs checkpoints to return to; add --save DIR --save-every N")
         if (self.save or self.load) and (reason := self.spec.why_not_saved(self)):
             raise ConfigError(reason)
 

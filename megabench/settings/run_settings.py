@@ -15,6 +15,7 @@ from megabench.settings.bounds import (
     FinalLearningRate,
     GradientNorm,
     LearningRate,
+    Multiple,
     NumLayers,
     NumRanks,
     NumSequences,
@@ -224,6 +225,15 @@ class RunSettings(Settings):
 
     nan_tolerance: NumStepsOrZero = setting(3, "Run", "machine", "free")
     """Number of consecutive steps with a non-finite loss or gradients that may be skipped."""
+
+    on_nan: Literal["stop", "rollback"] = setting("stop", "Run", "machine", "free")
+    """After nan_tolerance: stop, or restore the newest healthy checkpoint and skip the batches since then."""
+
+    spike_multiple: Multiple = setting(3.0, "Run", "machine", "free")
+    """With on_nan=rollback, also roll back if the loss exceeds this multiple of the median of the last 50 losses."""
+
+    max_rollbacks: NumStepsOrZero = setting(3, "Run", "machine", "free")
+    """Number of rollbacks after which the run stops at the next problem, counted across restarts."""
 
     stall_seconds: Seconds = setting(300.0, "Run", "watch", "free")
     """Abort the run if a step makes no progress for this long (four times as long for the first step)."""

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.assets import assets_of_run
 from megabench.checkpoint.directory import (
     claim_run_id,
@@ -20,7 +21,7 @@ from megabench.checkpoint.directory import (
     set_aside,
     steps_in,
 )
-from megabench.checkpoint.loading import Found, read_shards
+from megabench.checkpoint.loading import Found, find_newest_good, read_shards
 from megabench.checkpoint.manifest import (
     DataEntry,
     FileEntry,
@@ -36,11 +37,13 @@ from megabench.config import ResolvedConfig
 from megabench.data.source import TokenSource
 from megabench.engines.protocol import Engine, StepResult
 from megabench.models.mapping import hugging_face_shapes
-from megabench.record import LayoutSizes, LoadTimes, SaveTimes
+from megabench.record import LayoutSizes, LoadTimes, Rollback, SaveTimes
 from megabench.runtime import environment
 from megabench.runtime.rendezvous import Rendezvous, launch_identity
 from megabench.runtime.run_lock import RunLock
+from megabench.train.nan_guard import NanGuard
 from megabench.train.resume import Resume
+from megabench.train.rollback import batch_of_step, write_rollbacks
 from megabench.train.stopping import StoppedError
 
 
@@ -67,7 +70,8 @@ class Checkpoints:
     """Saves checkpoints of a run: every `save_every` steps, after the last step, and when a signal stops the run.
 
     `note` prints a message. `on_save` is called with each complete checkpoint. `touch` is called while training waits
-    for a save whose files still grow. `lock` is the lock that rank 0 holds on the directory.
+    for a save whose files still grow. `lock` is the lock that rank 0 holds on the directory. `rollbacks` are all
+    rollbacks of the run so far.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Checkpoints:
         rendezvous: Rendezvous,
         resume: Resume,
         device: torch.device,
+        nan_guard: NanGuard,
         note: Callable[[str], None] = lambda text: None,
         on_save: Callable[[SaveTimes], None] = lambda save: None,
         touch: Callable[[], None] = lambda: None,
@@ -88,8 +93,10 @@ class Checkpoints:
         self._run, self._source, self._engine = run, source, engine
         self._device = device
         self._newest = resume.num_done
+        self._rendezvous, self._nan_guard, self.rollbacks = rendezvous, nan_guard, list(resume.rollbacks)
         is_own = resume.found and resume.found.folder.parent.resolve() == run.save.resolve()
         self._resumed = resume.num_done if is_own else None
+        self._loaded = resume.found
         self._good_step = resume.num_done  # the newest step after which the state may be saved
         self._is_postponed = False
         self._end: str | None = None  # the reason why no later save can succeed
@@ -109,6 +116,7 @@ class Checkpoints:
         self._saver = Saver(
             run.save, rendezvous.store, rank, dist.get_world_size(), token[0], lock, staging, run.keep, assets
         )
+        self._saver.last_finite_step = resume.num_done
 
     def _stage(self, local_world_size: int, device: torch.device) -> Staging | None:
         """Allocate host memory for asynchronous saves if they are enabled and every host has enough memory."""
@@ -144,7 +152,7 @@ class Checkpoints:
         """Rename damaged checkpoints that are newer than the one the run resumes from, so that they are ignored."""
         for folder in resume.found.passed_over if resume.found else ():
             if self._run.save and folder.parent.resolve() == self._run.save.resolve():
-                self._note(f"{folder} is now {set_aside(folder).name}")
+                self._note(f"{folder} is now {set_aside(folder, 'damaged').name}")
 
     def _note(self, text: str) -> None:
         self._say(f"checkpoints: {text}")
@@ -152,12 +160,13 @@ class Checkpoints:
     def observe(self, step: int, result: StepResult, is_wrong: bool) -> None:
         """Record the result of `step`.
 
-        Call this before `due_step`. A step that `is_wrong` did not update the weights.
+        Call this before `due_step`. A step that `is_wrong` did not update the weights, or the run does not continue
+        from it.
         """
         if not is_wrong:
             self._good_step = step
         # a step that fp16's loss scaling skipped is not wrong, but it does not prove that the weights are healthy
-        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+        if not is_wrong and math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             self._saver.last_finite_step = step
 
     def due_step(self, step: int, is_last: bool) -> int | None:
@@ -191,8 +200,8 @@ class Checkpoints:
         self._finish()
         self._check_end()
         state = self._engine.training_state()
-        self._newest = step
-        self._saver.start(step, state, lambda elements, files: self._manifest(step, state, elements, files))
+        self._newest, losses = step, self._nan_guard.recent_losses
+        self._saver.start(step, state, lambda elements, files: self._manifest(step, state, losses, elements, files))
         if self._mode == "sync" or not self._is_finite_everywhere():
             self._finish()
             self._check_end()
@@ -263,7 +272,53 @@ class Checkpoints:
             error=save.error,
         )
 
-    def _manifest(self, step: int, state: TrainingState, elements: dict[str, int], files: list[FileEntry]) -> Manifest:
+    def find_healthy(self) -> Found | None:
+        """Return the newest healthy checkpoint, or None. Collective.
+
+        A checkpoint is healthy if a later step was finite. If this run has saved none, the checkpoint from which it
+        resumed may be healthy.
+        """
+        assert self._run.save is not None
+        self._finish()
+        last, store, topic = self._saver.last_finite_step, self._rendezvous.store, f"rollback/{len(self.rollbacks)}"
+        try:
+            found = find_newest_good(self._run.save, store, dist.get_rank(), dist.get_world_size(), topic, below=last)
+        except CheckpointError:
+            found = None
+        loaded = self._loaded
+        if found or not loaded or not loaded.manifest.training or loaded.manifest.training.step >= last:
+            return found
+        return loaded
+
+    def roll_back(self, found: Found, rollback: Rollback) -> None:
+        """Restore a healthy checkpoint, and set newer checkpoints of this run aside. Collective.
+
+        An interrupted rollback is repeated after a restart, because the rollback is recorded last.
+        """
+        assert self._run.save is not None and found.manifest.training is not None
+        self.rollbacks.append(rollback)
+        step = self._newest = self._good_step = self._saver.last_finite_step = rollback.restored_step
+        self._is_postponed = False
+        self.times = [times for times in self.times if times.step <= step]
+        self._resumed = self._resumed and min(self._resumed, step)
+        if dist.get_rank() == 0:
+            for newer in steps_in(self._run.save):
+                if newer > step:
+                    folder = folder_of(self._run.save, newer)
+                    is_damaged = folder in found.passed_over
+                    self._note(f"{folder} is now {set_aside(folder, 'damaged' if is_damaged else 'unhealthy').name}")
+            write_rollbacks(self._run.save, self._run_id, self.rollbacks)
+        restore(self._engine, found, self._device)
+        self._nan_guard.restart(found.manifest.training.recent_losses)
+
+    def _manifest(
+        self,
+        step: int,
+        state: TrainingState,
+        recent_losses: tuple[float, ...],
+        elements: dict[str, int],
+        files: list[FileEntry],
+    ) -> Manifest:
         """Return the manifest for the state after `step` steps. Every parameter must be in the files exactly once."""
         run = self._run
         shapes = hugging_face_shapes(run.shape).values()
@@ -280,9 +335,13 @@ class Checkpoints:
                 world_size=run.world_size,
                 optimizer=OptimizerEntry(name=run.optimizer, step=state.optimizer_step, loss_scale=state.loss_scale),
                 data=DataEntry(
-                    name=self._source.name, sha256=self._source.sha256, next_sequence=step * run.global_batch
+                    name=self._source.name,
+                    sha256=self._source.sha256,
+                    next_sequence=batch_of_step(self.rollbacks, step) * run.global_batch,
                 ),
                 config=run.flat(mode="json"),
+                rollbacks=tuple(self.rollbacks),
+                recent_losses=recent_losses,
             ),
             num_elements=elements,
             versions=environment.collect().versions,

@@ -1,15 +1,20 @@
-"""Check that losses and gradients stay finite."""
+"""Check that losses and gradients stay finite, and that the loss does not jump."""
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 from megabench.checkpoint.health import describe_non_finite
 from megabench.config import ResolvedConfig
 from megabench.engines.protocol import StepResult
 
+_WINDOW = 50  # number of losses in the running median
+_LEAST_LOSSES = 10  # a median of fewer losses is not meaningful
+
 
 class NanGuard:
-    """Counts consecutive non-finite steps.
+    """Counts consecutive non-finite steps, and finds loss spikes. `recent_losses` are those before the first step.
 
     The run must end after more than `nan_tolerance` consecutive non-finite steps.
 
@@ -18,9 +23,33 @@ class NanGuard:
     recover. fp16 skips steps to find its loss scale, which is no fault while the loss is finite.
     """
 
-    def __init__(self, run: ResolvedConfig) -> None:
+    def __init__(self, run: ResolvedConfig, recent_losses: Sequence[float] = ()) -> None:
         self._run = run
+        self.restart(recent_losses)
+
+    def restart(self, recent_losses: Sequence[float]) -> None:
+        """Continue from a checkpoint with these recent losses."""
         self.num_in_a_row = 0
+        self._losses = deque(recent_losses, _WINDOW)
+
+    @property
+    def recent_losses(self) -> tuple[float, ...]:
+        return tuple(self._losses)
+
+    def spike(self, result: StepResult) -> str | None:
+        """Record the loss of the next step. Return an error message if the run must be rolled back because of it.
+
+        The running median excludes spikes.
+        """
+        usual = statistics.median(self._losses) if len(self._losses) >= _LEAST_LOSSES else math.inf
+        if self._run.on_nan == "rollback" and result.loss > self._run.spike_multiple * usual:
+            return (
+                f"the loss is {result.loss:.4g}, more than spike_multiple={self._run.spike_multiple:g} times the "
+                f"median {usual:.4g} of the last {len(self._losses)} losses"
+            )
+        if math.isfinite(result.loss):
+            self._losses.append(result.loss)
+        return None
 
     def is_wrong(self, result: StepResult) -> bool:
         """Record the result of the next step. Return whether its loss or gradients are not finite."""

@@ -1,5 +1,6 @@
 """Find the checkpoint that a run resumes from, and check that it belongs to the same training."""
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -9,21 +10,25 @@ from megabench.checkpoint.loading import Found, find_newest_good
 from megabench.checkpoint.manifest import Manifest, ModelEntry, TrainingEntry
 from megabench.config import SETTINGS, ResolvedConfig
 from megabench.data.source import TokenSource
+from megabench.record import Rollback
 from megabench.runtime.messages import wait_for
 from megabench.runtime.rendezvous import Rendezvous, launch_identity, restart_count
 from megabench.settings.setting import names
+from megabench.train.rollback import read_rollbacks
 
 
 @dataclass(frozen=True)
 class Resume:
     """The starting point of a run: the checkpoint `found`, or step 0. `notes` are messages for the user.
 
-    `continues` is true if an earlier start of this run saved to the `--save` directory.
+    `continues` is true if an earlier start of this run saved to the `--save` directory. `rollbacks` are the rollbacks
+    of earlier starts.
     """
 
     found: Found | None = None
     notes: list[str] = field(default_factory=list)
     continues: bool = False
+    rollbacks: tuple[Rollback, ...] = ()
 
     @property
     def training(self) -> TrainingEntry | None:
@@ -63,7 +68,7 @@ def find_resume(run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous
     if run.save and is_own_restart:
         found = _find(run.save, rendezvous, "resume/own")
         if found:
-            return replace(_checked(found, run, source), continues=True)
+            return replace(_checked(found, run, source, rendezvous), continues=True)
     continues = _loads_own_save(run) or is_own_restart
     if run.save and not continues and rendezvous.rank == 0 and (steps := steps_in(run.save)):
         raise CheckpointError(
@@ -74,7 +79,7 @@ def find_resume(run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous
         return Resume(continues=continues)
     found = _find(run.load, rendezvous, "resume/load")
     if found:
-        return replace(_checked(found, run, source), continues=continues)
+        return replace(_checked(found, run, source, rendezvous), continues=continues)
     if _loads_own_save(run):
         return Resume(notes=[f"{run.load} contains no checkpoint yet: training starts at step 0"], continues=True)
     what = "contains no checkpoint" if run.load.is_dir() else "is not a directory"
@@ -85,7 +90,7 @@ def _find(directory: Path, rendezvous: Rendezvous, topic: str) -> Found | None:
     return find_newest_good(directory, rendezvous.store, rendezvous.rank, rendezvous.world_size, topic)
 
 
-def _checked(found: Found, run: ResolvedConfig, source: TokenSource) -> Resume:
+def _checked(found: Found, run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous) -> Resume:
     training = check_belongs(found.folder, found.manifest, run, source)
     notes = [f"skipped the checkpoint {folder}: {problem}" for folder, problem in found.passed_over.items()]
     theirs = training.config
@@ -97,7 +102,17 @@ def _checked(found: Found, run: ResolvedConfig, source: TokenSource) -> Resume:
     ]
     if changed:
         notes.append(f"settings changed since {found.folder.name}: {', '.join(changed)}")
-    return Resume(found, notes)
+    return Resume(found, notes, rollbacks=_shared_rollbacks(found.folder.parent, training, rendezvous))
+
+
+def _shared_rollbacks(directory: Path, training: TrainingEntry, rendezvous: Rendezvous) -> tuple[Rollback, ...]:
+    """Return the rollbacks that rank 0 reads, because other hosts may see a file of a shared file system late."""
+    topic, store = "resume/rollbacks", rendezvous.store
+    if rendezvous.rank == 0:
+        rollbacks = read_rollbacks(directory, training)
+        store.set(topic, json.dumps([rollback.model_dump() for rollback in rollbacks]))
+    wait_for(store, [topic])
+    return tuple(Rollback(**entry) for entry in json.loads(store.get(topic)))
 
 
 def _plain(value: object) -> object:

@@ -20,7 +20,7 @@ from megabench.engines.build import build_engine, process_groups
 from megabench.engines.protocol import Engine
 from megabench.hardware.gpus import find_gpu
 from megabench.parallel.placement import Placement
-from megabench.record import LoadTimes, Probe, RunRecord, SaveTimes
+from megabench.record import LoadTimes, Probe, Rollback, RunRecord, SaveTimes
 from megabench.runtime import device as devices
 from megabench.runtime.messages import outlast
 from megabench.runtime.rendezvous import Rendezvous, gather_objects, is_supervised
@@ -37,6 +37,7 @@ from megabench.train.checkpointing import Checkpoints, restore
 from megabench.train.comm_preflight import Network, nccl_log_path, try_out
 from megabench.train.nan_guard import NanGuard
 from megabench.train.resume import Resume
+from megabench.train.rollback import batch_of_step
 from megabench.train.run_record import build_record
 from megabench.train.stopping import StoppedError, StopSignal
 from megabench.train.watchdog import BEFORE_FIRST_STEP, Watchdog
@@ -75,9 +76,9 @@ class Trainer:
     `given` is the configuration as the user gave it, `probes` are the short runs that completed it, and `callbacks`
     are the user's. Every rank must create a Trainer and call `train`.
 
-    Each step trains, synchronizes the device, reads the clock, calls the callbacks, checks that the loss is finite,
-    polls the save in progress, agrees with the other ranks on stopping, saves (outside the step's time), and reports to
-    the watchdog.
+    Each step trains, synchronizes the device, reads the clock, calls the callbacks, checks that the loss is finite (and
+    rolls back if it must), polls the save in progress, agrees with the other ranks on stopping, saves (outside the
+    step's time), and reports to the watchdog.
     """
 
     engine: Engine
@@ -101,9 +102,9 @@ class Trainer:
         self.hosts = placement.hosts_of_ranks
         self.load: LoadTimes | None = None
         self.stopped_by: str | None = None
-        self.steps: list[Step] = []
+        self.num_before, self.steps = resume.num_done, list[Step]()
         self._checkpoints: Checkpoints | None = None
-        self._nan_guard = NanGuard(run)
+        self._nan_guard = NanGuard(run, resume.training.recent_losses if resume.training else ())
         self._stop_signal = StopSignal()
         self._built_in = self._built_in_callbacks()
         self._users = list(callbacks)
@@ -136,11 +137,17 @@ class Trainer:
     @property
     def num_finished(self) -> int:
         """The number of finished steps, including those of earlier runs."""
-        return self.resume.num_done + len(self.steps)
+        return self.num_before + len(self.steps)
+
+    @property
+    def rollbacks(self) -> Sequence[Rollback]:
+        """All rollbacks of the run, including those of earlier starts."""
+        return self._checkpoints.rollbacks if self._checkpoints else self.resume.rollbacks
 
     def batches(self, step: int) -> Sequence[Batch]:
         """The micro-batches of this rank in step `step`, counted from 0."""
-        return micro_batches(self.source, self.run, self.run.layout.coordinates(self.rank).dp, step)
+        number = batch_of_step(self.rollbacks, step)
+        return micro_batches(self.source, self.run, self.run.layout.coordinates(self.rank).dp, number)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""
@@ -203,6 +210,7 @@ class Trainer:
                 self.rendezvous,
                 self.resume,
                 self.device,
+                self._nan_guard,
                 note=self.note,
                 on_save=self._saved,
                 touch=self.watchdog.touch,
@@ -218,26 +226,24 @@ class Trainer:
                 callback.on_save(save)
 
     def _train_steps(self) -> None:
-        run, first = self.run, self.resume.num_done
+        run = self.run
         dist.barrier()
-        self.watchdog.at("first step", first)
+        self.watchdog.at("first step", self.num_finished)
         clock = StepClock()
-        for index in range(first, run.steps):
-            if index == first + run.warmup_steps:
+        while self.num_finished < run.steps and not self.stopped_by:
+            if len(self.steps) == run.warmup_steps:
                 for callback in self.callbacks:
                     callback.on_timing_start()
-            step = self._train_step(index, clock)
+            step = self._train_step(self.num_finished, clock)
             for callback in self.callbacks:
                 callback.on_step_end(step)
             with clock.paused():
                 for callback in self.callbacks:
                     callback.between_steps(step)
-            is_wrong = self._nan_guard.is_wrong(step.result)
-            if self._checkpoints:
-                self._checkpoints.observe(step.number, step.result, is_wrong)
-            if is_wrong:
-                self._handle_non_finite(step)
-            if self._checkpoints:
+            if problem := self._problem_of(step):
+                with clock.paused():
+                    self._roll_back(step, problem)
+            elif self._checkpoints:
                 self._checkpoints.poll()
                 self.stopped_by = self._stop_signal.agreed(self.device)
                 is_last = self.stopped_by is not None or step.number == run.steps
@@ -245,9 +251,7 @@ class Trainer:
                     self.watchdog.at("saving", step.number)
                     with clock.paused():
                         self._checkpoints.save(due_step)
-            self.watchdog.at("training", step.number)
-            if self.stopped_by:
-                break
+            self.watchdog.at("training", self.num_finished)
 
     def _train_step(self, index: int, clock: StepClock) -> Step:
         """Train step `index`, counted from 0."""
@@ -268,20 +272,46 @@ class Trainer:
         self.steps.append(step)
         return step
 
-    def _handle_non_finite(self, step: Step) -> None:
-        """Warn about a non-finite loss or gradients, or raise StoppedError on every rank. Collective."""
+    def _problem_of(self, step: Step) -> str | None:
+        """Return why training cannot continue from `step`, or None. Warn about a tolerated step. Collective."""
+        is_wrong, spike = self._nan_guard.is_wrong(step.result), self._nan_guard.spike(step.result)
+        if self._checkpoints:
+            self._checkpoints.observe(step.number, step.result, is_wrong or spike is not None)
+        if not is_wrong:
+            return spike
         non_finite = None
         if self.run.can_be_saved:
             non_finite = sum(gather_objects(count_non_finite(self.engine.training_state().shards)), Counter())
         rank_losses = gather_objects(self.engine.rank_loss)
         problem = self._nan_guard.describe(step.number, step.result, rank_losses, self.hosts, non_finite)
-        if not self._nan_guard.must_stop(step.result, non_finite):
-            self.note(f"WARNING: {problem}")
-            return
-        if self._checkpoints:
-            self._checkpoints.close()
-            problem += f"; {self._checkpoints.newest_healthy}"
-        raise StoppedError(problem)
+        if self._nan_guard.must_stop(step.result, non_finite):
+            return problem
+        self.note(f"WARNING: {problem}")
+        return None
+
+    def _roll_back(self, step: Step, problem: str) -> None:
+        """Return to the newest healthy checkpoint, or raise StoppedError on every rank if that is not possible."""
+        run, checkpoints = self.run, self._checkpoints
+        if not checkpoints:
+            raise StoppedError(problem)
+        self.watchdog.at("rolling back", step.number)
+        checkpoints.close()
+        if run.on_nan == "stop":
+            raise StoppedError(f"{problem}; {checkpoints.newest_healthy}")
+        if len(self.rollbacks) >= run.max_rollbacks:
+            raise StoppedError(f"{problem}; max_rollbacks={run.max_rollbacks} is reached; {checkpoints.newest_healthy}")
+        found = checkpoints.find_healthy()
+        if not found or not found.manifest.training:
+            raise StoppedError(f"{problem}; there is no healthy checkpoint to roll back to")
+        restored = found.manifest.training.step
+        next_batch = batch_of_step(self.rollbacks, step.number - 1) + 1
+        rollback = Rollback(step=step.number, restored_step=restored, next_batch=next_batch, problem=problem)
+        checkpoints.roll_back(found, rollback)
+        del self.steps[max(0, restored - self.num_before) :]
+        self.num_before = min(self.num_before, restored)
+        for callback in self.callbacks:
+            callback.on_rollback(self, rollback)
+        self.note(f"ROLLBACK {len(self.rollbacks)} of at most {run.max_rollbacks}: {rollback.sentence}")
 
     def _finish(self) -> RunRecord | None:
         """Complete the last save, gather the measurements of all ranks, and write the record. Ranks return together."""

@@ -268,7 +268,7 @@ def test_pruning_counts_good_ones_alone(tmp_path: Path) -> None:
     truncate(folder_of(tmp_path, 12))
     prune(tmp_path, 2, TOKEN, healthy_before=0)
     assert steps_in(tmp_path) == [12, 9, 6]
-    assert set_aside(folder_of(tmp_path, 12)).name == "step-00000012.damaged"
+    assert set_aside(folder_of(tmp_path, 12), "damaged").name == "step-00000012.damaged"
     prune(tmp_path, 1, TOKEN, healthy_before=0)
     assert steps_in(tmp_path) == [9]
 

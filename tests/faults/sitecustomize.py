@@ -1,8 +1,9 @@
 """Breaks the trainer from outside: on PYTHONPATH, Python imports this before anything else.
 
 FAULT=slow makes each matrix product of rank FAULT_RANK take three times as long.
-FAULT=raise, kill, hang, nan, huge or overflow befalls rank FAULT_RANK in step FAULT_STEP of its process, by default
-the third, inside the engine, as a real fault would.
+FAULT=skip lets step FAULT_STEP and all later steps of the run use the batches of FAULT_SKIP steps later.
+FAULT=raise, kill, hang, nan, huge, overflow or spike befalls rank FAULT_RANK in step FAULT_STEP of its process, by
+default the third, inside the engine, as a real fault would.
 """
 
 import importlib.abc
@@ -15,11 +16,13 @@ import time
 STEP = int(os.environ.get("FAULT_STEP", "3"))
 
 
-class EngineFault(importlib.abc.MetaPathFinder):
-    """Wraps build_engine once megabench.engines.build is imported."""
+class Fault(importlib.abc.MetaPathFinder):
+    """Wraps build_engine once megabench.engines.build is imported, or micro_batches once its module is."""
+
+    module = "megabench.data.batch" if os.environ.get("FAULT") == "skip" else "megabench.engines.build"
 
     def find_spec(self, name, path=None, target=None):
-        if name != "megabench.engines.build":
+        if name != self.module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -27,6 +30,8 @@ class EngineFault(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             load(module)
+            if os.environ["FAULT"] == "skip":
+                return skip_batches(module)
             if os.environ["FAULT"] == "slow":
                 return slow_down()
             build_engine = module.build_engine
@@ -56,6 +61,8 @@ def befall(engine):
     if os.environ["FAULT"] == "nan":  # in a weight, from here on
         next(iter(engine.training_state().shards)).values.fill_(float("nan"))
         return engine.restored(1, None)
+    if os.environ["FAULT"] == "spike":  # finite weights with a finite and much larger loss
+        return scale_weights(engine, 5.0)
     if os.environ["FAULT"] == "huge":  # finite weights whose gradients are not
         return scale_weights(engine, 1e32)
     if os.environ["FAULT"] == "raise":
@@ -72,6 +79,13 @@ def scale_weights(engine, factor):
     engine.restored(1, None)
 
 
+def skip_batches(module):
+    micro_batches, skip = module.micro_batches, int(os.environ["FAULT_SKIP"])
+    module.micro_batches = lambda source, config, dp_rank, step: micro_batches(
+        source, config, dp_rank, step + skip if step + 1 >= STEP else step
+    )
+
+
 def slow_down():
     import torch
 
@@ -84,4 +98,4 @@ def lost_in_thought():
 
 
 if "FAULT" in os.environ and os.environ.get("RANK") in os.environ["FAULT_RANK"].split(","):
-    sys.meta_path.insert(0, EngineFault())
+    sys.meta_path.insert(0, Fault())

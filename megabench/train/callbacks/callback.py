@@ -13,7 +13,7 @@ from megabench.data.batch import Batch
 from megabench.data.source import TokenSource
 from megabench.engines.protocol import Engine, StepResult
 from megabench.parallel.placement import Placement
-from megabench.record import LoadTimes, Probe, RunRecord, SaveTimes
+from megabench.record import LoadTimes, Probe, Rollback, RunRecord, SaveTimes
 from megabench.runtime.rendezvous import Rendezvous
 from megabench.train.comm_preflight import Network
 from megabench.train.resume import Resume
@@ -43,7 +43,8 @@ class TrainerState(Protocol):
     `network` is available from `on_network` on, `engine` and `load` from `on_ready` on.
 
     `given` is the configuration as the user gave it, `hosts` the host of each rank, and `peak_tflops` the dense peak of
-    the device in the run's precision if it is known.
+    the device in the run's precision if it is known. `steps` are the steps of this start, after the `num_before` steps
+    of earlier starts.
     """
 
     run: ResolvedConfig
@@ -62,6 +63,7 @@ class TrainerState(Protocol):
     network: Network
     engine: Engine
     load: LoadTimes | None
+    num_before: int
     steps: list[Step]
     started: float
     stopped_by: str | None
@@ -74,6 +76,11 @@ class TrainerState(Protocol):
     @property
     def num_finished(self) -> int:
         """The number of finished steps, including those of earlier runs."""
+        ...
+
+    @property
+    def rollbacks(self) -> Sequence[Rollback]:
+        """All rollbacks of the run, including those of earlier starts."""
         ...
 
     def batches(self, step: int) -> Sequence[Batch]:
@@ -94,10 +101,11 @@ class Callback:
 
     Hooks are called in this order: `on_start`, `on_network`, `on_ready`, then `around_step`, `on_step_end` and
     `between_steps` for each step (`on_timing_start` before the first timed step, `on_save` when a checkpoint is
-    complete), `on_training_end`, `after_training`, `local`, `section`, `on_end`.
+    complete, `on_rollback` after a rollback), `on_training_end`, `after_training`, `local`, `section`, `on_end`.
 
-    Collective operations are allowed in `on_start`, `on_network`, `on_ready`, `between_steps` and `after_training`, if
-    every rank calls them. Collective operations are forbidden in the other hooks, which may run on some ranks only.
+    Collective operations are allowed in `on_start`, `on_network`, `on_ready`, `between_steps`, `on_rollback` and
+    `after_training`, if every rank calls them. Collective operations are forbidden in the other hooks, which may run on
+    some ranks only.
     """
 
     def on_start(self, trainer: TrainerState) -> None:
@@ -121,6 +129,9 @@ class Callback:
 
     def between_steps(self, step: Step) -> None:
         """Called on all ranks after each step, outside its measured time."""
+
+    def on_rollback(self, trainer: TrainerState, rollback: Rollback) -> None:
+        """Called on all ranks when the run has returned to an earlier step. `trainer.steps` ends with that step."""
 
     def on_save(self, save: SaveTimes) -> None:
         """A checkpoint is complete. Called on rank 0 only."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from megabench.hardware.checkup import Checkup, worst_of_hosts
 from megabench.hardware.sampler import Sample, Sampler
-from megabench.record import Machine, NicTraffic
+from megabench.record import Machine, NicTraffic, Rollback
 from megabench.runtime import device as devices
 from megabench.runtime.rendezvous import gather_objects
 from megabench.train.callbacks.callback import Callback, Step, TrainerState
@@ -40,6 +40,9 @@ class HardwareMonitor(Callback):
 
     def on_step_end(self, step: Step) -> None:
         self._utilization.append(self.sampler.latest)
+
+    def on_rollback(self, trainer: TrainerState, rollback: Rollback) -> None:
+        del self._utilization[len(trainer.steps) :]
 
     def on_training_end(self) -> None:
         self.sampler.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from megabench.metrics import throughput
-from megabench.record import RunRecord
+from megabench.record import Rollback, RunRecord
 from megabench.train.callbacks.callback import Callback, Step, TrainerState
 from megabench.train.callbacks.hardware_monitor import HardwareMonitor
 
@@ -15,8 +15,8 @@ from megabench.train.callbacks.hardware_monitor import HardwareMonitor
 class TensorBoard(Callback):
     """Writes the scalars of each step on rank 0. Throughput and step time are written for timed steps only.
 
-    A resumed run hides the scalars that the earlier run wrote for later steps. If the scalars cannot be written, for
-    instance because the disk is full, the log reports that once and the run continues.
+    A resumed run hides the scalars that the earlier run wrote for later steps, and so does a rollback. If the scalars
+    cannot be written, for instance because the disk is full, the log reports that once and the run continues.
     """
 
     def __init__(self, directory: Path, monitor: HardwareMonitor) -> None:
@@ -25,9 +25,17 @@ class TensorBoard(Callback):
 
     def on_start(self, trainer: TrainerState) -> None:
         self._trainer = trainer
-        num_done = trainer.resume.num_done
+        self._open(trainer.num_before)
+
+    def _open(self, num_done: int) -> None:
         with self._until_it_fails():
             self._writer = SummaryWriter(str(self._directory), purge_step=num_done + 1 if num_done else None)
+
+    def on_rollback(self, trainer: TrainerState, rollback: Rollback) -> None:
+        if self._writer:
+            with self._until_it_fails():
+                self._writer.close()
+            self._open(rollback.restored_step)
 
     @contextmanager
     def _until_it_fails(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ def test_a_full_disk_ends_them_and_not_the_run(tmp_path, monkeypatch, failing):
     monitor = HardwareMonitor()
     monitor.sampler = SimpleNamespace(latest=None)
     scalars = TensorBoard(tmp_path, monitor)
-    scalars.on_start(SimpleNamespace(run=run, resume=SimpleNamespace(num_done=0), peak_tflops=None, note=said.append))
+    scalars.on_start(SimpleNamespace(run=run, num_before=0, peak_tflops=None, note=said.append))
     result = StepResult(loss=1.0, grad_norm=1.0, num_tokens=1, skipped=False)
     for number in (1, 2):
         scalars.on_step_end(Step(number, result, 1e-3, 1.0, 1.0, is_timed=True))
