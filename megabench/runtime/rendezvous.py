@@ -6,6 +6,7 @@ supervisor's store (MEGABENCH_STORE_PREFIX), so that it cannot read the keys of 
 
 import os
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -17,6 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
+_CONNECT_SECONDS = 30.0  # time limit to reach a store that exists already
 PREFIX_VARIABLE = "MEGABENCH_STORE_PREFIX"
 
 
@@ -105,6 +107,22 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
+def _check_reachable(address: str, port: int) -> None:
+    """Raise OSError if nothing listens at the address of a store that exists already, because its host was killed.
+
+    TCPStore itself would try to connect for many minutes.
+    """
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
+
+
 def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:
     """Open the store that the launcher named. A process without a launcher hosts its own store, with world size 1."""
     environment = os.environ
@@ -118,6 +136,8 @@ def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:
     if is_host and local_world_size_from_environment() == world_size and _is_loopback(address):
         store: Store = open_store(port, timeout)
     else:
+        if hosted:
+            _check_reachable(address, port)
         store = TCPStore(address, port, world_size=None, is_master=is_host, timeout=timeout)
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Rendezvous(

@@ -99,7 +99,7 @@ class RunLock:
         except FileNotFoundError:
             if not self.folder.exists():
                 return f"{self.folder} no longer exists, because it was deleted or unmounted during the run"
-            return f"the lock of {self.folder} is gone, so another run has ended there; was this job started twice?"
+            return f"the lock of {self.folder} is gone: another run has ended there, or the files were deleted"
         if owner is None or owner.token == _TOKEN:
             return None
         return f"{owner} has taken over {self.folder}: was this job started twice?"

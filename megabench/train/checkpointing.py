@@ -247,7 +247,7 @@ class Checkpoints:
 
     def _kept(self) -> str:
         good = self._good_saves()
-        return f"the newest good one of this run is that of step {good[-1]}" if good else "this run has saved none yet"
+        return f"the newest good one of this run is that of step {good[-1]}" if good else "this run has no checkpoint"
 
     @property
     def newest_healthy(self) -> str:
@@ -256,9 +256,11 @@ class Checkpoints:
         return f"the newest healthy checkpoint of this run is that of step {healthy[-1]}" if healthy else self._kept()
 
     def _good_saves(self) -> list[int]:
-        """The steps of this run's checkpoints, oldest first. The first one is the step from which the run resumed."""
+        """The steps of this run's checkpoints that still exist, oldest first, with the one it resumed from."""
+        assert self._run.save is not None
         resumed = [self._resumed] if self._resumed is not None else []
-        return resumed + [times.step for times in self.times if not times.error]
+        saved = resumed + [times.step for times in self.times if not times.error]
+        return [step for step in saved if folder_of(self._run.save, step).is_dir()]
 
     def _times(self, save: Save) -> SaveTimes:
         return SaveTimes(

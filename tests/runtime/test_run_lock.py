@@ -40,7 +40,7 @@ def test_a_claim_is_mine_until_another_host_takes_it(tmp_path):
     claim = RunLock(tmp_path)
     assert claim.loss is None
     (tmp_path / ".claim.json").unlink()  # taken over by one that has ended since
-    assert claim.loss and claim.loss.startswith(f"the lock of {tmp_path} is gone, so another run has ended there")
+    assert claim.loss and claim.loss.startswith(f"the lock of {tmp_path} is gone: another run has ended there")
     claim = RunLock(tmp_path)
     claim.release()
     assert list(tmp_path.iterdir()) == []

@@ -96,7 +96,7 @@ def test_a_save_that_fails_is_an_error_that_is_seen(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert run.output.count("ERROR: no checkpoint of step ") == 3
-    assert "File too large; this run has saved none yet" in run.output and "step 10/10 100%" in run.output
+    assert "File too large; this run has no checkpoint" in run.output and "step 10/10 100%" in run.output
     assert run.output.count("Error: the run's last checkpoint, of step 10, could not be saved") == 1
     record = RunRecord.read(tmp_path / "out" / "record.json")
     assert len(record.losses) == 10 and len(record.warnings) == 3
