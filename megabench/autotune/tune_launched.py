@@ -94,7 +94,7 @@ def _join(coordinator: Coordinator, given: RunConfig, rendezvous: Rendezvous, de
         return verdict
     finally:
         if not given.out:
-            # every host prints this, because each host has the logs of its own processes
+            # every host deletes the logs of its own processes
             shutil.rmtree(logs, ignore_errors=True)
 
 

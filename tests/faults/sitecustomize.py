@@ -1,6 +1,7 @@
 """Breaks the trainer from outside: on PYTHONPATH, Python imports this before anything else.
 
 FAULT=slow makes each matrix product of rank FAULT_RANK take three times as long.
+FAULT=batch makes every step that reads global batch FAULT_STEP, counted from 1, poison the weights.
 FAULT=skip lets step FAULT_STEP and all later steps of the run use the batches of FAULT_SKIP steps later.
 FAULT=raise, kill, hang, nan, huge, overflow or spike befalls rank FAULT_RANK in step FAULT_STEP of its process, by
 default the third, inside the engine, as a real fault would.
@@ -19,7 +20,7 @@ STEP = int(os.environ.get("FAULT_STEP", "3"))
 class Fault(importlib.abc.MetaPathFinder):
     """Wraps build_engine once megabench.engines.build is imported, or micro_batches once its module is."""
 
-    module = "megabench.data.batch" if os.environ.get("FAULT") == "skip" else "megabench.engines.build"
+    module = "megabench.data.batch" if os.environ.get("FAULT") in ("skip", "batch") else "megabench.engines.build"
 
     def find_spec(self, name, path=None, target=None):
         if name != self.module:
@@ -32,6 +33,8 @@ class Fault(importlib.abc.MetaPathFinder):
             load(module)
             if os.environ["FAULT"] == "skip":
                 return skip_batches(module)
+            if os.environ["FAULT"] == "batch":
+                return poison_batch(module)
             if os.environ["FAULT"] == "slow":
                 return slow_down()
             build_engine = module.build_engine
@@ -58,9 +61,8 @@ def with_fault(engine):
 
 
 def befall(engine):
-    if os.environ["FAULT"] == "nan":  # in a weight, from here on
-        next(iter(engine.training_state().shards)).values.fill_(float("nan"))
-        return engine.restored(1, None)
+    if os.environ["FAULT"] == "nan":
+        return poison(engine)
     if os.environ["FAULT"] == "spike":  # finite weights with a finite and much larger loss
         return scale_weights(engine, 5.0)
     if os.environ["FAULT"] == "huge":  # finite weights whose gradients are not
@@ -70,6 +72,12 @@ def befall(engine):
     if os.environ["FAULT"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     lost_in_thought()
+
+
+def poison(engine):
+    """NaN in a weight, from here on."""
+    next(iter(engine.training_state().shards)).values.fill_(float("nan"))
+    engine.restored(1, None)
 
 
 def scale_weights(engine, factor):
@@ -84,6 +92,31 @@ def skip_batches(module):
     module.micro_batches = lambda source, config, dp_rank, step: micro_batches(
         source, config, dp_rank, step + skip if step + 1 >= STEP else step
     )
+
+
+def poison_batch(module):
+    """The batch marks itself, and the engine poisons its weights when it trains on the marked batch."""
+    import megabench.engines.build as engines
+
+    micro_batches, build_engine, marked = module.micro_batches, engines.build_engine, []
+
+    def marking(source, config, dp_rank, step):
+        marked[:] = [step] if step + 1 == STEP else []
+        return micro_batches(source, config, dp_rank, step)
+
+    def with_poison(*arguments):
+        engine = build_engine(*arguments)
+        train_step = engine.train_step
+
+        def poisoned_step(*arguments):
+            if marked:
+                poison(engine)
+            return train_step(*arguments)
+
+        engine.train_step = poisoned_step
+        return engine
+
+    module.micro_batches, engines.build_engine = marking, with_poison
 
 
 def slow_down():

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +24,17 @@ class Run:
     process: subprocess.Popen[str]
     mark: str
     lines: list[str] = field(default_factory=list)
+    reader: threading.Thread | None = None
 
     @classmethod
-    def start(cls, processes: int, *flags: object, torchrun: tuple[str, ...] = (), **variables: str) -> "Run":
+    def start(
+        cls, processes: int, *flags: object, torchrun: tuple[str, ...] = (), srun: bool = False, **variables: str
+    ) -> "Run":
+        """`srun` starts the ranks without torchrun; rank 0 then hosts the store."""
         mark = f"{os.getpid()}-{time.monotonic_ns()}"
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *torchrun]
+        if srun:
+            launcher = ["-m", "tests.chaos.srun", str(processes)]
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         process = subprocess.Popen(
             [sys.executable, *launcher, "launch/pretrain.py", *TINY, *map(str, flags)],
@@ -52,9 +59,19 @@ class Run:
                 return
         raise AssertionError(f"no line matched {pattern!r}:\n{self.output}")
 
+    def read_in_background(self) -> None:
+        """Let a thread read the output, so that `output` grows while the run goes on."""
+        assert self.process.stdout
+        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout or ()), daemon=True)
+        self.reader.start()
+
     def finish(self, seconds: float = 90.0) -> int:
         """Its exit status; AssertionError when it does not end in time, and then it is ended."""
         try:
+            if self.reader:
+                self.process.wait(seconds)
+                self.reader.join(10.0)
+                return self.process.returncode
             rest, _ = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             for process in [*self.alive(), psutil.Process(self.process.pid)]:
