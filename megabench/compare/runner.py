@@ -43,7 +43,7 @@ def run_launched(request: Request, trainer: Sequence[str] = TRAINER) -> int:
 
     Return the same exit status on all processes: that of `run_here`, or 2 if the study cannot be run.
     """
-    coordinator = Coordinator(join_launcher(), note_signals())
+    coordinator = Coordinator(join_launcher(request.out), note_signals())
     try:
         return _to_the_end(coordinator, lambda: _join_study(coordinator, request, trainer))
     finally:

@@ -65,7 +65,7 @@ def initialize(
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        store=rendezvous.store,
+        store=rendezvous.base or rendezvous.store,
         rank=rank,
         world_size=rendezvous.world_size,
         timeout=timeout,

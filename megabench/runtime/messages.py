@@ -93,9 +93,11 @@ def wait_for(store: Store, keys: list[str]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def meet(store: Store, world_size: int, topic: str) -> None:
+def meet(store: Store, rank: int, world_size: int, topic: str) -> None:
     """Wait for all ranks: a barrier that needs no process group."""
-    if store.add(f"met/{topic}/count", 1) == world_size:
+    store.set(f"met/{topic}/{rank}", "here")
+    if rank == 0:
+        wait_for(store, [f"met/{topic}/{other}" for other in range(world_size)])
         store.set(f"met/{topic}/all", "yes")
     wait_for(store, [f"met/{topic}/all"])
 

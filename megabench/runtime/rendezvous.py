@@ -15,6 +15,8 @@ import psutil
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from megabench.runtime.signed_store import SignedStore, agree_on_key, secret_from_environment
+
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
@@ -24,13 +26,17 @@ PREFIX_VARIABLE = "MEGABENCH_STORE_PREFIX"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The rendezvous store, and the rank and host of this process in the launch."""
+    """The rendezvous store, and the rank and host of this process in the launch.
+
+    `base` is the store for torch's process groups if `store` is signed.
+    """
 
     store: Store
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
+    base: Store | None = None
 
 
 def is_supervised() -> bool:
@@ -123,8 +129,12 @@ def _check_reachable(address: str, port: int) -> None:
             time.sleep(1.0)
 
 
-def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:
-    """Open the store that the launcher named. A process without a launcher hosts its own store, with world size 1."""
+def join(timeout: timedelta = timedelta(minutes=10), secret: str | None = None) -> Rendezvous:
+    """Open the store that the launcher named. A process without a launcher hosts its own store, with world size 1.
+
+    With a secret, from the argument or the environment, the messages of several processes are signed.
+    """
+    secret = secret or secret_from_environment()
     environment = os.environ
     rank, world_size = rank_from_environment(), world_size_from_environment()
     if "MASTER_ADDR" not in environment:
@@ -140,12 +150,20 @@ def join(timeout: timedelta = timedelta(minutes=10)) -> Rendezvous:
             _check_reachable(address, port)
         store = TCPStore(address, port, world_size=None, is_master=is_host, timeout=timeout)
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = environment.get(PREFIX_VARIABLE, f"megabench/{attempt}")
+    messages: Store
+    base = messages = PrefixStore(prefix, store)
+    if secret and is_supervised():  # the supervisor passed a key of its own for this trial
+        messages = SignedStore(store, secret.encode(), prefix)
+    elif secret and world_size > 1:
+        messages = SignedStore(store, agree_on_key(base, secret, rank, world_size, timeout), prefix)
     return Rendezvous(
-        store=PrefixStore(environment.get(PREFIX_VARIABLE, f"megabench/{attempt}"), store),
+        store=messages,
         rank=rank,
         world_size=world_size,
         local_rank=int(environment.get("LOCAL_RANK", rank)),
         local_world_size=local_world_size_from_environment(),
+        base=base,
     )
 
 

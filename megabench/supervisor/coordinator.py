@@ -8,14 +8,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from torch.distributed import DistError, PrefixStore
+from torch.distributed import DistError
 
+from megabench.runtime.signed_store import with_prefix
 from megabench.supervisor.launch import Launch
 
 POLL_SECONDS = 0.2
 BEAT_SECONDS = 2.0
 LOST_AFTER_SECONDS = 30.0
 JOIN_SECONDS = 600.0
+ANSWER_SECONDS = 300.0
 
 Result = TypeVar("Result")
 
@@ -45,10 +47,10 @@ class Coordinator:
     def __init__(self, launch: Launch, signals: list[int]) -> None:
         self.launch = launch
         self._signals = signals
-        self._store = PrefixStore(f"{launch.root}/coordinator", launch.store)
+        self._store = with_prefix(launch.store, f"{launch.root}/coordinator")
         self._num_beats = 0
         self._beaten = float("-inf")
-        self._watched: dict[int, tuple[bytes, float]] = {}
+        self._watched: dict[int, tuple[int, float]] = {}
         self._beat()
 
     def poll(self) -> None:
@@ -68,8 +70,16 @@ class Coordinator:
                 raise StudyStopped(told["reason"], rank=told["rank"])
             self._watch()
 
-    def wait_until(self, ready: Callable[[], bool]) -> None:
+    def wait_until(self, ready: Callable[[], bool], problem: str | None = None) -> None:
+        """Poll until `ready`. With `problem`, raise StudyStopped with this reason after ANSWER_SECONDS.
+
+        The time limit ends a study whose messages another client of the store has deleted.
+        """
+        started = time.monotonic()
         while not ready():
+            if problem and time.monotonic() - started > ANSWER_SECONDS:
+                self.stop_all(problem, self.launch.supervisor)
+                raise StudyStopped(problem)
             self.poll()
 
     def report(self, report: dict[str, Any]) -> None:
@@ -89,7 +99,7 @@ class Coordinator:
                 self.poll()
         reports = [json.loads(self._store.get(f"report/{number}")) for number in self.launch.supervisors]
         others = [number for number in self.launch.supervisors if number != self.launch.supervisor]
-        self._watched = {number: (b"", time.monotonic()) for number in others}
+        self._watched = {number: (0, time.monotonic()) for number in others}
         return reports
 
     def announce(self, key: str, content: Any) -> None:
@@ -100,7 +110,7 @@ class Coordinator:
         """Wait for the announcement of the lead under `key`, and return it."""
         self.wait_until(lambda: self._store.check([f"announced/{key}"]))
         if not self.launch.is_lead:
-            self._watched.setdefault(0, (b"", time.monotonic()))
+            self._watched.setdefault(0, (0, time.monotonic()))
         return json.loads(self._store.get(f"announced/{key}"))
 
     def to_the_end(self, run: Callable[[], Result]) -> Result:
@@ -128,10 +138,11 @@ class Coordinator:
     def _part(self) -> None:
         """Leave the study. The lead supervisor exits last, because its process may host the store."""
         if not self.launch.is_lead:
-            self._store.add("parted", 1)
+            self._store.set(f"parted/{self.launch.supervisor}", "yes")
             return
-        others = len(self.launch.supervisors) - 1
-        self.wait_until(lambda: self._store.add("parted", 0) == others)
+        others = [f"parted/{number}" for number in self.launch.supervisors[1:]]
+        problem = f"not all supervisors have left the study within {ANSWER_SECONDS:.0f} s"
+        self.wait_until(lambda: not others or self._store.check(others), problem)
 
     def stop_all(self, reason: str, rank: int) -> None:
         """Stop every supervisor for `reason`. `rank` is the supervisor at fault. The first reason counts."""
@@ -152,10 +163,11 @@ class Coordinator:
 
         Clocks of hosts are not compared.
         """
-        beats = self._store.multi_get([f"beat/{number}" for number in self._watched]) if self._watched else []
         now = time.monotonic()
-        for (number, (before, seen)), beat in zip(list(self._watched.items()), beats, strict=True):
-            if beat != before:
+        for number, (before, seen) in list(self._watched.items()):
+            key = f"beat/{number}"
+            beat = int(self._store.get(key)) if self._store.check([key]) else before
+            if beat > before:  # a smaller number is an old heartbeat that another client has replayed
                 self._watched[number] = (beat, now)
             elif now - seen > LOST_AFTER_SECONDS:
                 silent = f"silent for {now - seen:.0f} s; its process or host is gone"

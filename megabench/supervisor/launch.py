@@ -1,11 +1,15 @@
 """The launch of a study: the ranks of this supervisor, and the store that all supervisors share."""
 
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
+from megabench import UserError
 from megabench.runtime import rendezvous
+from megabench.runtime.signed_store import SignedStore, secret_from_environment, shared_secret
 
 
 @dataclass(frozen=True)
@@ -14,10 +18,11 @@ class Launch:
 
     The supervisor manages `ranks`, and the first rank of this host is `first_on_host`.
 
-    `store` (at `address`:`port`) exists for the whole study. All keys of this launch have the prefix `root`.
+    `store` (at `address`:`port`) exists for the whole study. All keys of this launch have the prefix `root`. The
+    messages of a launch on several hosts are signed.
     """
 
-    store: Store
+    store: TCPStore | SignedStore
     address: str
     port: int
     root: str
@@ -55,17 +60,31 @@ def open_here(num_processes: int) -> Launch:
     return Launch(store, rendezvous.LOOPBACK, store.port, "study/0", ranks, 0, num_processes, (0,))
 
 
-def join_launcher() -> Launch:
-    """Join a launch by torchrun, in which each process supervises one rank."""
-    return launch_of(rendezvous.join())
+def join_launcher(out: Path) -> Launch:
+    """Join a launch by torchrun, in which each process supervises one rank.
+
+    The messages between hosts are signed, with a secret from the environment or from a file in the shared `out`.
+    """
+    has_other_hosts = rendezvous.local_world_size_from_environment() < rendezvous.world_size_from_environment()
+    secret = secret_from_environment()
+    if has_other_hosts and not secret:
+        rank = rendezvous.rank_from_environment()
+        try:
+            secret = shared_secret(out, is_lead=rank == 0)
+        except UserError as error:
+            if rank > 0:  # usually only rank 0 prints errors, but this one may concern a single host
+                print(f"Error: {error}", file=sys.stderr, flush=True)
+            raise
+    return launch_of(rendezvous.join(secret=secret))
 
 
 def launch_of(place: rendezvous.Rendezvous) -> Launch:
     """Return the launch of `place`, with this process as the supervisor of its own rank."""
-    store = place.store.underlying_store if isinstance(place.store, PrefixStore) else place.store
+    base = place.base or place.store
+    store = base.underlying_store if isinstance(base, PrefixStore) else base
     assert isinstance(store, TCPStore)
     return Launch(
-        store=store,
+        store=place.store.with_prefix("") if isinstance(place.store, SignedStore) else store,
         address=store.host,
         port=store.port,
         root=f"study/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",

@@ -14,7 +14,8 @@ from torch.distributed import PrefixStore
 from megabench.runtime.child import Child, end_all, end_strays, without_launcher
 from megabench.runtime.messages import Failure, Progress, read_failure, read_progress
 from megabench.runtime.rendezvous import PREFIX_VARIABLE
-from megabench.supervisor.coordinator import Coordinator
+from megabench.runtime.signed_store import SECRET_VARIABLE, SignedStore, with_prefix
+from megabench.supervisor.coordinator import ANSWER_SECONDS, Coordinator
 from megabench.supervisor.root_cause import RankEnd
 from megabench.supervisor.stacks import ask_where
 
@@ -46,8 +47,9 @@ class TrialProcesses:
         self._coordinator, self._task, self._prefix = coordinator, task, prefix
         self._command = [*trainer, *task.flags]
         self._port = str(coordinator.launch.port)
-        self._messages = PrefixStore(prefix, coordinator.launch.store)
-        self._notes = PrefixStore(f"{prefix}/supervisors", coordinator.launch.store)
+        store = coordinator.launch.store
+        self._messages = store.with_secret_of(prefix) if isinstance(store, SignedStore) else PrefixStore(prefix, store)
+        self._notes = with_prefix(store, f"{prefix}/supervisors")
         self._children: dict[int, Child] = {}
         self._ended: set[int] = set()
         self._started = time.monotonic()
@@ -73,7 +75,7 @@ class TrialProcesses:
 
         Called by the lead.
         """
-        self._coordinator.wait_until(lambda: self._count("ended") == self._task.world_size)
+        self._coordinator.wait_until(self._have_all_ended, self._silence("ended the processes of"))
         return [RankEnd.from_json(self._notes.get(f"end/{rank}")) for rank in range(self._task.world_size)]
 
     def _start(self) -> None:
@@ -91,10 +93,13 @@ class TrialProcesses:
         environment = {"PYTHONUNBUFFERED": "1"} | without_launcher(os.environ)
         # do not inherit the value, because train/main.py sets it for each layout
         environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+        environment.pop(SECRET_VARIABLE, None)
         if task.device == "cpu":
             environment = {"OMP_NUM_THREADS": "1"} | environment | {"CUDA_VISIBLE_DEVICES": ""}
         placement = self._coordinator.launch.placement_variables(rank, task.world_size)
-        return environment | dict(task.env) | placement | {PREFIX_VARIABLE: self._prefix}
+        store = self._coordinator.launch.store
+        secret = {SECRET_VARIABLE: store.secret_of(self._prefix)} if isinstance(store, SignedStore) else {}
+        return environment | dict(task.env) | placement | {PREFIX_VARIABLE: self._prefix} | secret
 
     def _watch(self, on_progress: Callable[[Progress], None]) -> Stop:
         """Publish which ranks of this supervisor have ended, until the lead decides that the trial is over."""
@@ -112,12 +117,13 @@ class TrialProcesses:
     def _decide(self) -> Stop | None:
         """Decide whether the trial is over.
 
-        Called by the lead. Only counters are read, so the cost does not depend on the number of ranks.
+        Called by the lead. Only counters are read until they change, so the cost of a poll does not depend on the
+        number of ranks. Counters are not signed, so the messages themselves decide.
         """
         now = time.monotonic()
-        if self._count("ended") == self._task.world_size:
+        if self._have_all_ended():
             return "ended"
-        if self._failed_at is None and (self._count("failed") or self._messages.add("failures", 0)):
+        if self._failed_at is None and self._has_failed():
             self._failed_at = now
         if self._failed_at is not None and now - self._failed_at > SETTLE_SECONDS:
             return "failed"
@@ -130,8 +136,10 @@ class TrialProcesses:
         failures = {rank: read_failure(self._messages, rank) for rank in running}
         # Supervisors end processes only after every supervisor has read the failures, because peers of an ended process
         # report a lost connection.
-        self._notes.add("looked", self._num_ranks)
-        self._coordinator.wait_until(lambda: self._count("looked") == self._task.world_size)
+        launch = self._coordinator.launch
+        self._notes.set(f"looked/{launch.supervisor}", "yes")
+        looked = [f"looked/{number}" for number in launch.supervisors if number < self._task.world_size]
+        self._coordinator.wait_until(lambda: self._notes.check(looked), self._silence("read the failures of"))
         end_all(running.values(), self._coordinator.poll)  # keep the heartbeat alive while processes end
         for rank in running:
             self._publish(rank, failures[rank], was_ended=True, place=places.get(rank))
@@ -170,3 +178,19 @@ class TrialProcesses:
 
     def _count(self, counter: str) -> int:
         return int(self._notes.add(counter, 0))
+
+    def _have_all_ended(self) -> bool:
+        size = self._task.world_size
+        return self._count("ended") >= size and self._notes.check([f"end/{rank}" for rank in range(size)])
+
+    def _has_failed(self) -> bool:
+        if not self._count("failed") and not self._messages.add("failures", 0):
+            return False
+        ranks = range(self._task.world_size)
+        ends = [key for rank in ranks if self._notes.check([key := f"end/{rank}"])]
+        return any(RankEnd.from_json(self._notes.get(key)).order for key in ends) or any(
+            read_failure(self._messages, rank) for rank in ranks
+        )
+
+    def _silence(self, what: str) -> str:
+        return f"not all supervisors have {what} the trial within {ANSWER_SECONDS:.0f} s"

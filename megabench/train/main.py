@@ -88,7 +88,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
         if not run.skip_memory_check:
             check_memory(run, rendezvous.local_rank, rendezvous.local_world_size)
             # all ranks finish the check before any rank allocates memory
-            meet(rendezvous.store, rendezvous.world_size, "memory-check")
+            meet(rendezvous.store, rendezvous.rank, rendezvous.world_size, "memory-check")
         resume = find_resume(run, source, rendezvous)
         _check_out(run, resume)
     except MemoryCheckError as error:
@@ -264,7 +264,7 @@ def _leave_done(run: ResolvedConfig, resume: "Resume", watchdog: "Watchdog", ren
     """Exit with status 0 if no step is left to train. The run was killed after its last save, or was started twice."""
     from megabench.runtime.messages import meet, outlast
 
-    meet(rendezvous.store, rendezvous.world_size, "done")
+    meet(rendezvous.store, rendezvous.rank, rendezvous.world_size, "done")
     watchdog.close()
     outlast(rendezvous.store, rendezvous.rank, rendezvous.world_size, "done")
     if rendezvous.rank == 0 and resume.found:

@@ -123,6 +123,7 @@ class Watchdog:
 
     def __init__(self, rendezvous: Rendezvous, stall_seconds: float, num_steps: int) -> None:
         self._rank, self._world_size = rendezvous.rank, rendezvous.world_size
+        self._me = f"rank {self._rank} ({socket.gethostname()})"
         self._store = reconnect(rendezvous.store)
         self._stall_seconds, self._num_steps = stall_seconds, num_steps
         self._interval = min(5.0, stall_seconds / 10)
@@ -132,6 +133,8 @@ class Watchdog:
         self._beat = 0
         self._closed = threading.Event()
         self._publish()
+        self._answered = time.monotonic()
+        threading.Thread(target=self._watch_store, name="store-watchdog", daemon=True).start()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -165,11 +168,31 @@ class Watchdog:
                 if self._store.check(["watch/verdict"]):
                     verdict = json.loads(self._store.get("watch/verdict"))
                     self._end("hang", verdict["error"], verdict["waited_for"])
-                if time.monotonic() - self._moved > self.patience and self._store.add("watch/judges", 1) == 1:
+                self._answered = time.monotonic()
+                silent_seconds = time.monotonic() - self._moved
+                # one rank judges; the others only if that rank has not, because the counter is not signed
+                if silent_seconds > self.patience and (
+                    self._store.add("watch/judges", 1) == 1 or silent_seconds > 1.5 * self.patience + 30
+                ):
                     self._store.set("watch/verdict", json.dumps(self._verdict()))
         except Exception as error:
             if not self._closed.is_set():
-                self._end("failed", f"rank {self._rank} ({socket.gethostname()}) lost the rendezvous store: {error}")
+                self._end("failed", f"{self._me} lost the rendezvous store: {error}")
+
+    def _watch_store(self) -> None:
+        """End this process if the store does not answer, for instance because its process is frozen.
+
+        A call of a frozen store blocks the watchdog's own thread.
+        """
+        while not self._closed.wait(self._interval):
+            now = time.monotonic()
+            if min(now - self._answered, now - self._moved) > self.patience + 2 * self._interval:
+                seconds = now - self._answered
+                self._end(
+                    "hang",
+                    f"{self._me} made no progress, and the rendezvous store has not answered for {seconds:.0f} s",
+                    has_store=False,
+                )
 
     def _publish(self) -> None:
         self._beat += 1
@@ -202,10 +225,10 @@ class Watchdog:
             rank: Heartbeat.from_json(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
         }
 
-    def _end(self, kind: FailureKind, sentence: str, waited_for: int | None = None) -> None:
+    def _end(self, kind: FailureKind, sentence: str, waited_for: int | None = None, *, has_store: bool = True) -> None:
         """End this process at once, because its main thread may never return."""
         try:
-            explain(self._store, self._rank, kind, sentence, waited_for)
+            explain(self._store if has_store else None, self._rank, kind, sentence, waited_for)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[Layout, ...]] = {
     "ddp": ((1, ""), (2, "")),
 }
 
-SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
+SIGNALS = (*[signal.SIGKILL] * 5, *[signal.SIGTERM] * 2, signal.SIGSTOP)
 PHASES = ("start", "step", "save", "load", "rollback")
 _PATTERNS = {"step": r"^step +\d+/", "load": r"^resumed from", "rollback": r"^ROLLBACK|^checkpoints: .*unhealthy$"}
 
@@ -153,10 +153,10 @@ class Chain:
         self._check(run, expected, known, before)
 
     def _wait_for(self, run: Run, phase: str) -> bool:
-        """Wait for a moment in the phase, or up to 20 s if the run has none. False if the run has ended."""
+        """Wait for a moment in the phase, or up to 12 s if the run has none. False if the run has ended."""
         dice, began = self.dice, time.monotonic()
         partial = set(self.save.glob(".step-*.partial"))
-        seconds, times = dice.uniform(0.0, 5.0) if phase == "start" else 20.0, dice.randrange(1, 5)
+        seconds, times = dice.uniform(0.0, 5.0) if phase == "start" else 12.0, dice.randrange(1, 5)
         run.read_in_background()
         while run.process.poll() is None and time.monotonic() - began < seconds:
             seen = len(re.findall(_PATTERNS[phase], run.output, re.MULTILINE)) if phase in _PATTERNS else 0
