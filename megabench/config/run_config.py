@@ -20,6 +20,7 @@ from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout, divisors
 from megabench.precision import POLICIES, PrecisionPolicy
+from megabench.runtime.environment import is_secret
 from megabench.settings.reading import ConfigError, explain, literal_values
 from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import EngineSettings, names
@@ -233,8 +234,14 @@ class RunConfig(RunSettings):
         return words
 
     def command(self, world_size: int, env: Mapping[str, str] | None = None) -> str:
-        """Return the shell command that runs this configuration on one machine, with these environment variables."""
-        variables = [f"{name}={shlex.quote(value)}" for name, value in (env or {}).items()]
+        """Return the shell command that runs this configuration on one machine, with these environment variables.
+
+        The command refers to secrets instead of containing them, as in API_KEY="$API_KEY".
+        """
+        variables = [
+            f'{name}="${name}"' if is_secret(name) else f"{name}={shlex.quote(value)}"
+            for name, value in (env or {}).items()
+        ]
         words = ["torchrun", "--nproc-per-node", str(world_size), "launch/pretrain.py", *self.flags()]
         return " ".join([*variables, shlex.join(words)])
 

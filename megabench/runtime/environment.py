@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import socket
 from importlib.metadata import PackageNotFoundError, version
 
@@ -22,6 +23,12 @@ _PACKAGES = (
 )
 _VARIABLES = ("NCCL_", "FI_", "CUDA_", "TORCH_", "OMP_", "NVSHMEM_", "PYTORCH_")
 _LOG_FILES = ("NCCL_DEBUG_FILE",)  # the output path does not affect the run
+_SECRET = re.compile(r"SECRET|TOKEN|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL|AUTH", re.IGNORECASE)
+
+
+def is_secret(name: str) -> bool:
+    """Return whether the name of an environment variable suggests a secret, which records must not contain."""
+    return bool(_SECRET.search(name))
 
 
 def collect() -> Environment:
@@ -35,6 +42,6 @@ def collect() -> Environment:
     variables = {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(_VARIABLES) and name not in _LOG_FILES
+        if name.startswith(_VARIABLES) and name not in _LOG_FILES and not is_secret(name)
     }
     return Environment(versions=versions, variables=variables, host=socket.gethostname())

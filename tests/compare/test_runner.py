@@ -377,3 +377,13 @@ def test_results_of_a_changed_trial_are_put_aside(tmp_path):
     assert status == 0 and f"put aside in {aside}: b" in stdout
     assert [record.trial_id for record in read_records(aside)] == [before["b"].trial_id]
     assert records(out)["a"] == before["a"] and records(out)["b"].trial_id != before["b"].trial_id
+
+
+def test_records_and_reports_contain_no_secrets(tmp_path):
+    study = write(tmp_path, BASE + "trials: [{world_size: 1, env: {WANDB_API_KEY: hunter2, FOO: shown}}]\n")
+    out = tmp_path / "out"
+    assert compare(study, "--out", out)[0] == 0
+    for name in ("results.jsonl", "report.html", "summary.csv", "environment.json"):
+        assert "hunter2" not in (out / name).read_text(), name
+    (record,) = records(out).values()
+    assert record.command.startswith('WANDB_API_KEY="$WANDB_API_KEY" FOO=shown torchrun')

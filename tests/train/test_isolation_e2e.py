@@ -75,6 +75,15 @@ def test_no_rank_outlives_a_killed_torchrun() -> None:
         time.sleep(0.5)
 
 
+def test_a_frozen_store_is_noticed() -> None:
+    """Without torchrun, rank 0 hosts the store: while its process is frozen, no call of the store returns."""
+    run = Run.start(2, "--tp", 2, "--steps", 400, "--stall-seconds", 5, srun=True)
+    run.wait_for(r"^step +4/")
+    run.rank(0).suspend()
+    assert run.finish() != 0 and not run.alive()
+    assert "made no progress, and the rendezvous store has not answered for" in run.output
+
+
 def test_a_deleted_save_directory_is_one_error_message(tmp_path: Path) -> None:
     run = Run.start(2, "--steps", 60, "--save", tmp_path / "save", "--save-every", 2, "--out", tmp_path / "out")
     run.wait_for(r"^step +6/")

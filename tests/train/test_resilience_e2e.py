@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from megabench.checkpoint.directory import RUN_ID_NAME, folder_of, steps_in
 from megabench.checkpoint.manifest import FileEntry, Manifest
 from megabench.record import RunRecord
-from tests.train.kills import kill_many
 from tests.train.resilience import REPOSITORY, Run, losses
 
 pytestmark = pytest.mark.e2e
@@ -79,11 +78,6 @@ def test_without_save_a_signal_ends_a_run_as_ever() -> None:
     run.rank(0).terminate()
     assert run.finish() == 1
     assert "exitcode  : -15" in run.output and not run.alive()
-
-
-def test_random_kills(tmp_path: Path) -> None:
-    told = kill_many(3, tmp_path, ["--tp", "2"], seed=3, num_steps=12)
-    assert len(told) == 3
 
 
 def test_a_save_that_fails_is_an_error_that_is_seen(tmp_path: Path) -> None:
