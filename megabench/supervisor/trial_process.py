@@ -80,7 +80,6 @@ class TrialProcesses:
 
     def _start(self) -> None:
         ranks = [rank for rank in self._coordinator.launch.ranks if rank < self._task.world_size]
-        self._num_ranks = len(ranks)
         for rank in ranks:
             log = self._task.logs / f"rank-{rank}.log"
             try:
