@@ -343,7 +343,7 @@ class Trainer:
         return record
 
     def _why_useless(self) -> str | None:
-        """Return why the run is no success although it reached its end, or None."""
+        """Return the reason why a run that reached its end is not successful, or None."""
         if wrong := self._nan_guard.num_in_a_row:
             return f"the last {wrong} steps had a non-finite loss or gradients, so the run did not train to its end"
         timed = [step for step in self.steps if step.is_timed]
