@@ -150,6 +150,21 @@ def test_a_restarted_run_skips_the_same_batches(tmp_path, layout):
 
 
 @pytest.mark.distributed
+def test_torchrun_restarts_a_run_after_a_rollback(tmp_path):
+    """Batch 7 poisons the weights whenever it is read, and a rank is killed between the rollback and the next save."""
+    flags = ["--tp", 2, *ROLLBACK, "--save-every", 4, "--steps", 12, "--save", tmp_path / "save"]
+    poisoned = {"PYTHONPATH": FAULTS, "FAULT": "batch", "FAULT_RANK": "0,1", "FAULT_STEP": "7"}
+    run = Run.start(2, *flags, "--out", tmp_path / "out", torchrun=("--max-restarts", "1"), **poisoned)
+    run.wait_for("ROLLBACK 1 of at most 3: rolled back from step 7 to the checkpoint of step 4")
+    run.wait_for(r"^step +5/12")
+    run.rank(1).kill()
+    assert run.finish() == 0, run.output
+    record = RunRecord.read(tmp_path / "out" / "record.json")
+    assert [(one.step, one.restored_step, one.next_batch) for one in record.rollbacks] == [(7, 4, 7)]
+    assert run.output.count("ROLLBACK") == 1 and record.first_step == 5 and len(record.losses) == 8
+
+
+@pytest.mark.distributed
 def test_at_most_so_many_rollbacks_across_restarts(tmp_path):
     """The weights are poisoned again after the restart, when the only rollback has been used."""
     flags = ["--tp", 2, *ROLLBACK, "--max-rollbacks", 1, "--save", tmp_path]
