@@ -75,7 +75,7 @@ class TrialProcesses:
 
         Called by the lead.
         """
-        self._coordinator.wait_until(self._have_all_ended, self._silence("ended the processes of"))
+        self._coordinator.wait_until(self._have_all_ended, _silence())
         return [RankEnd.from_json(self._notes.get(f"end/{rank}")) for rank in range(self._task.world_size)]
 
     def _start(self) -> None:
@@ -138,7 +138,7 @@ class TrialProcesses:
         launch = self._coordinator.launch
         self._notes.set(f"looked/{launch.supervisor}", "yes")
         looked = [f"looked/{number}" for number in launch.supervisors if number < self._task.world_size]
-        self._coordinator.wait_until(lambda: self._notes.check(looked), self._silence("read the failures of"))
+        self._coordinator.wait_until(lambda: self._notes.check(looked), _silence())
         end_all(running.values(), self._coordinator.poll)  # keep the heartbeat alive while processes end
         for rank in running:
             self._publish(rank, failures[rank], was_ended=True, place=places.get(rank))
@@ -191,5 +191,6 @@ class TrialProcesses:
             read_failure(self._messages, rank) for rank in ranks
         )
 
-    def _silence(self, what: str) -> str:
-        return f"not all supervisors have {what} the trial within {ANSWER_SECONDS:.0f} s"
+
+def _silence() -> str:
+    return f"not all supervisors have answered within {ANSWER_SECONDS:.0f} s at the end of a trial"
