@@ -250,7 +250,8 @@ class Chain:
     @contextmanager
     def _disk_trouble(self) -> Iterator[str]:
         """Fill the disk, make it read-only or take the directory away for two seconds, now and then."""
-        if self.dice.random() > 0.2 or not self.save.is_dir():
+        # which step a rollback returns to depends on the steps that could be saved
+        if self.is_poisoned or self.dice.random() > 0.2 or not self.save.is_dir():
             yield ""
             return
         kind = self.dice.choice(["full", "read-only", "gone"] if self.has_disk else ["gone"])
