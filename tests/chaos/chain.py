@@ -123,6 +123,8 @@ class Chain:
         victim = "parent" if not srun and dice.random() < 0.3 else f"rank {dice.randrange(layout[0])}"
         if layout[0] == 1 and victim != "parent" and number == signal.SIGSTOP:  # no other rank could notice
             number = signal.SIGKILL
+        if srun and victim == "rank 0" and phase == "start" and number == signal.SIGSTOP:
+            number = signal.SIGKILL  # until rank 0 has opened the store, the others wait for it for ten minutes
         run = self.start(layout, srun=srun)
         if not self._wait_for(run, phase):
             self._finish(run, expected, known, before)
