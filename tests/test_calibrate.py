@@ -37,7 +37,7 @@ def test_a_machine_becomes_a_profile(tmp_path: Path):
 @pytest.mark.e2e
 def test_a_profile_that_cannot_be_written_is_not_measured(tmp_path: Path):
     (tmp_path / "file").touch()
-    for path, said in ((tmp_path, f"{tmp_path} is a folder"), (tmp_path / "file" / "x.json", "cannot be written")):
+    for path, said in ((tmp_path, f"{tmp_path} is a directory"), (tmp_path / "file" / "x.json", "cannot be written")):
         ended = megabench("calibrate", "--out", str(path), "--nproc", "2")
         assert ended.returncode == 2 and said in ended.stderr and ended.stderr.count("\n") == 1
 

@@ -82,7 +82,7 @@ class Checkpoints:
         rendezvous: Rendezvous,
         resume: Resume,
         device: torch.device,
-        nan_guard: NanGuard,
+        nan_guard: NanGuard | None = None,
         note: Callable[[str], None] = lambda text: None,
         on_save: Callable[[SaveTimes], None] = lambda save: None,
         touch: Callable[[], None] = lambda: None,
@@ -93,7 +93,11 @@ class Checkpoints:
         self._run, self._source, self._engine = run, source, engine
         self._device = device
         self._newest = resume.num_done
-        self._rendezvous, self._nan_guard, self.rollbacks = rendezvous, nan_guard, list(resume.rollbacks)
+        self._rendezvous, self._nan_guard, self.rollbacks = (
+            rendezvous,
+            nan_guard or NanGuard(run),
+            list(resume.rollbacks),
+        )
         is_own = resume.found and resume.found.folder.parent.resolve() == run.save.resolve()
         self._resumed = resume.num_done if is_own else None
         self._loaded = resume.found
