@@ -1,6 +1,6 @@
 """Comparison of transformers with megabench's parallel blocks on the same tokens in fp32, one layer at a time.
 
-The comparison reads one layer, computes its output, and frees the layer. No process ever holds a whole model.
+The comparison reads one layer at a time, computes its output, and frees the layer. No process ever holds a whole model.
 The comparison therefore works for models that are too large to train on the machine.
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from megabench.data import DataError
 
 PIECE_BYTES = 1 << 20  # approximate size of the pieces in which a .txt file is read, to limit memory use
-# directories to skip: some Python distributions omit the tests, and the others are not part of the standard library
+# directories to skip: test directories, which some Python distributions omit, and directories of other packages
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 

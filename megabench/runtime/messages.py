@@ -107,7 +107,7 @@ def outlast(store: Store, rank: int, world_size: int, topic: str, seconds: float
 
     Other ranks return at once.
 
-    Rank 0 returns after `seconds` in any case, because a lost rank never calls this function.
+    Rank 0 returns after at most `seconds`, because a lost rank never calls this function.
     """
     deadline = time.monotonic() + seconds
     num_here = store.add(f"outlasted/{topic}", 1)

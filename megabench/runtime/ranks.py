@@ -27,8 +27,8 @@ def joined(world_size: int, device: DeviceKind = "cpu") -> Iterator[int]:
     """Create a process group of `world_size` processes and yield the rank of this one.
 
     Without a launcher, this process is rank 0 and starts the same command again for each other rank. The started
-    processes end with rank 0. If one of them fails, the error shows the last line that it printed. Raises RanksError if
-    a launcher started another number of processes.
+    processes end when rank 0 ends. If one of them fails, the error shows the last line that it printed. Raises
+    RanksError if a launcher started another number of processes.
     """
     launched = rendezvous.world_size_from_environment()
     if "RANK" in os.environ:

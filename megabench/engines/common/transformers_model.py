@@ -141,7 +141,7 @@ def finish_step(
 ) -> StepResult:
     """Clip the gradients of this rank by the global norm and step the optimizer, unless the norm is not finite.
 
-    Gradients and norm are multiplied by `loss_scale`.
+    The gradients and their norm contain the factor `loss_scale` on entry.
     """
     is_finite = math.isfinite(grad_norm)
     factor = 1.0
