@@ -204,7 +204,7 @@ def needless_sharding(case: Case) -> Iterator[Finding]:
             "slow",
             (),
             f"{record.model} is small enough for plain {whole.title}, but every trial shards the model",
-            f"the model states use {state:.1f} of {record.device_memory_gib:.0f} GiB per GPU; the trials use "
+            f"the model states use {state:.1f} of {record.device_memory_gib:.0f} GiB per GPU; the trials are "
             f"{', '.join(dict.fromkeys(_cut(other) for other in trained))}",
             f"add a trial {{engine: {whole.name}}}",
         )
