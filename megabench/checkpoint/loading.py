@@ -14,7 +14,7 @@ from megabench.checkpoint.directory import check_sizes, check_step, folder_of, i
 from megabench.checkpoint.files import TensorFiles, check_files, check_tensors, num_threads
 from megabench.checkpoint.manifest import DamagedError, Manifest
 from megabench.checkpoint.shards import StateShard, view
-from megabench.runtime.messages import wait_for
+from megabench.runtime.messages import shared, wait_for
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def find_newest_good(
     if is_checkpoint(directory):
         folders = [directory]
     else:
-        steps = _agreed_steps(directory, store, rank, topic)
+        steps = shared(store, rank, f"{topic}/steps", lambda: steps_in(directory))
         folders = [folder_of(directory, step) for step in steps if below is None or step < below]
     for number, folder in enumerate(folders):
         problem, refused = None, None
@@ -80,15 +80,6 @@ def find_newest_good(
         f"{directory} {state}: in {newest.name}, {passed_over[newest]}{more}. "
         f"Load another directory, or start a new run without --load and with another --save directory."
     )
-
-
-def _agreed_steps(directory: Path, store: Store, rank: int, topic: str) -> list[int]:
-    """Return the steps that rank 0 finds, because other hosts may see new files of a shared file system late."""
-    if rank == 0:
-        store.set(f"{topic}/steps", json.dumps(steps_in(directory)))
-    wait_for(store, [f"{topic}/steps"])
-    steps: list[int] = json.loads(store.get(f"{topic}/steps"))
-    return steps
 
 
 def _first_of_all(

@@ -5,10 +5,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch.distributed import Store
 
@@ -85,6 +86,17 @@ def disagreement(store: Store, rank: int, topic: str, value: str) -> str | None:
         return None
     theirs = store.get(f"agreed/{topic}").decode()
     return None if theirs == value else theirs
+
+
+def shared(store: Store, rank: int, topic: str, find: Callable[[], Any]) -> Any:
+    """Return on every rank what `find` returns on rank 0, converted to JSON and back.
+
+    Rank 0 decides what is in a directory, because other hosts may see new files of a shared file system late.
+    """
+    if rank == 0:
+        store.set(topic, json.dumps(find()))
+    wait_for(store, [topic])
+    return json.loads(store.get(topic))
 
 
 def wait_for(store: Store, keys: list[str]) -> None:

@@ -93,11 +93,9 @@ class Checkpoints:
         self._run, self._source, self._engine = run, source, engine
         self._device = device
         self._newest = resume.num_done
-        self._rendezvous, self._nan_guard, self.rollbacks = (
-            rendezvous,
-            nan_guard or NanGuard(run),
-            list(resume.rollbacks),
-        )
+        self._rendezvous = rendezvous
+        self._nan_guard = nan_guard or NanGuard(run)
+        self.rollbacks = list(resume.rollbacks)
         is_own = resume.found and resume.found.folder.parent.resolve() == run.save.resolve()
         self._resumed = resume.num_done if is_own else None
         self._loaded = resume.found
@@ -156,7 +154,10 @@ class Checkpoints:
         """Rename damaged checkpoints that are newer than the one the run resumes from, so that they are ignored."""
         for folder in resume.found.passed_over if resume.found else ():
             if self._run.save and folder.parent.resolve() == self._run.save.resolve():
-                self._note(f"{folder} is now {set_aside(folder, 'damaged').name}")
+                self._rename(folder, "damaged")
+
+    def _rename(self, folder: Path, state: Literal["damaged", "unhealthy"]) -> None:
+        self._note(f"{folder} is now {set_aside(folder, state).name}")
 
     def _note(self, text: str) -> None:
         self._say(f"checkpoints: {text}")
@@ -167,10 +168,11 @@ class Checkpoints:
         Call this before `due_step`. A step that `is_wrong` did not update the weights, or the run does not continue
         from it.
         """
-        if not is_wrong:
-            self._good_step = step
+        if is_wrong:
+            return
+        self._good_step = step
         # a step that fp16's loss scaling skipped is not wrong, but it does not prove that the weights are healthy
-        if not is_wrong and math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             self._saver.last_finite_step = step
 
     def due_step(self, step: int, is_last: bool) -> int | None:
@@ -311,8 +313,7 @@ class Checkpoints:
             for newer in steps_in(self._run.save):
                 if newer > step:
                     folder = folder_of(self._run.save, newer)
-                    is_damaged = folder in found.passed_over
-                    self._note(f"{folder} is now {set_aside(folder, 'damaged' if is_damaged else 'unhealthy').name}")
+                    self._rename(folder, "damaged" if folder in found.passed_over else "unhealthy")
             write_rollbacks(self._run.save, self._run_id, self.rollbacks)
         restore(self._engine, found, self._device)
         self._nan_guard.restart(found.manifest.training.recent_losses)

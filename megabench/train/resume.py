@@ -1,7 +1,7 @@
 """Find the checkpoint that a run resumes from, and check that it belongs to the same training."""
 
-import json
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from megabench.checkpoint import CheckpointError
@@ -11,7 +11,7 @@ from megabench.checkpoint.manifest import Manifest, ModelEntry, TrainingEntry
 from megabench.config import SETTINGS, ResolvedConfig
 from megabench.data.source import TokenSource
 from megabench.record import Rollback
-from megabench.runtime.messages import wait_for
+from megabench.runtime.messages import shared
 from megabench.runtime.rendezvous import Rendezvous, launch_identity, restart_count
 from megabench.settings.setting import names
 from megabench.train.rollback import read_rollbacks
@@ -51,11 +51,8 @@ def _is_own_restart(run: ResolvedConfig, rendezvous: Rendezvous) -> bool:
     """
     if not run.save or restart_count() == 0:
         return False
-    topic = "resume/is-own-restart"
-    if rendezvous.rank == 0:
-        rendezvous.store.set(topic, "yes" if is_launched_by(run.save, launch_identity()) else "no")
-    wait_for(rendezvous.store, [topic])
-    return bool(rendezvous.store.get(topic) == b"yes")
+    is_own = partial(is_launched_by, run.save, launch_identity())
+    return bool(shared(rendezvous.store, rendezvous.rank, "resume/is-own-restart", is_own))
 
 
 def find_resume(run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous) -> Resume:
@@ -102,17 +99,13 @@ def _checked(found: Found, run: ResolvedConfig, source: TokenSource, rendezvous:
     ]
     if changed:
         notes.append(f"settings changed since {found.folder.name}: {', '.join(changed)}")
-    return Resume(found, notes, rollbacks=_shared_rollbacks(found.folder.parent, training, rendezvous))
-
-
-def _shared_rollbacks(directory: Path, training: TrainingEntry, rendezvous: Rendezvous) -> tuple[Rollback, ...]:
-    """Return the rollbacks that rank 0 reads, because other hosts may see a file of a shared file system late."""
-    topic, store = "resume/rollbacks", rendezvous.store
-    if rendezvous.rank == 0:
-        rollbacks = read_rollbacks(directory, training)
-        store.set(topic, json.dumps([rollback.model_dump() for rollback in rollbacks]))
-    wait_for(store, [topic])
-    return tuple(Rollback(**entry) for entry in json.loads(store.get(topic)))
+    rollbacks = shared(
+        rendezvous.store,
+        rendezvous.rank,
+        "resume/rollbacks",
+        lambda: [rollback.model_dump() for rollback in read_rollbacks(found.folder.parent, training)],
+    )
+    return Resume(found, notes, rollbacks=tuple(Rollback(**entry) for entry in rollbacks))
 
 
 def _plain(value: object) -> object:

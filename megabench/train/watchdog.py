@@ -123,7 +123,7 @@ class Watchdog:
 
     def __init__(self, rendezvous: Rendezvous, stall_seconds: float, num_steps: int) -> None:
         self._rank, self._world_size = rendezvous.rank, rendezvous.world_size
-        self._me = f"rank {self._rank} ({socket.gethostname()})"
+        self._host = socket.gethostname()
         self._store = reconnect(rendezvous.store)
         self._stall_seconds, self._num_steps = stall_seconds, num_steps
         self._interval = min(5.0, stall_seconds / 10)
@@ -169,7 +169,7 @@ class Watchdog:
                     verdict = json.loads(self._store.get("watch/verdict"))
                     self._end("hang", verdict["error"], verdict["waited_for"])
                 self._answered = time.monotonic()
-                silent_seconds = time.monotonic() - self._moved
+                silent_seconds = self._answered - self._moved
                 # one rank judges; the others only if that rank has not, because the counter is not signed
                 if silent_seconds > self.patience and (
                     self._store.add("watch/judges", 1) == 1 or silent_seconds > 1.5 * self.patience + 30
@@ -177,7 +177,7 @@ class Watchdog:
                     self._store.set("watch/verdict", json.dumps(self._verdict()))
         except Exception as error:
             if not self._closed.is_set():
-                self._end("failed", f"{self._me} lost the rendezvous store: {error}")
+                self._end("failed", f"rank {self._rank} ({self._host}) lost the rendezvous store: {error}")
 
     def _watch_store(self) -> None:
         """End this process if the store does not answer, for instance because its process is frozen.
@@ -187,17 +187,16 @@ class Watchdog:
         while not self._closed.wait(self._interval):
             now = time.monotonic()
             if min(now - self._answered, now - self._moved) > self.patience + 2 * self._interval:
-                seconds = now - self._answered
-                self._end(
-                    "hang",
-                    f"{self._me} made no progress, and the rendezvous store has not answered for {seconds:.0f} s",
-                    has_store=False,
+                error = (
+                    f"rank {self._rank} ({self._host}) made no progress, and the rendezvous store has not answered "
+                    f"for {now - self._answered:.0f} s"
                 )
+                self._end("hang", error, has_store=False)
 
     def _publish(self) -> None:
         self._beat += 1
         place, waits = place_of(self._main_thread)
-        heartbeat = Heartbeat(self._rank, socket.gethostname(), self._beat, self._step, self._activity, place, waits)
+        heartbeat = Heartbeat(self._rank, self._host, self._beat, self._step, self._activity, place, waits)
         self._store.set(f"watch/{self._rank}", heartbeat.to_json())
 
     def _verdict(self) -> dict[str, Any]:
@@ -211,10 +210,8 @@ class Watchdog:
         now = self._heartbeats()
         silent = {rank for rank in now if rank in before and now[rank].beat == before[rank].beat}
         heartbeats = [now[rank] for rank in sorted(now)]
-        description, stragglers = (
-            describe_stragglers(heartbeats, silent, self._num_steps),
-            find_stragglers(heartbeats, silent),
-        )
+        description = describe_stragglers(heartbeats, silent, self._num_steps)
+        stragglers = find_stragglers(heartbeats, silent)
         error = f"no progress for {seconds:.0f} s: {description} (stall_seconds={self._stall_seconds:g})"
         return {"error": error, "waited_for": min(stragglers) if len(stragglers) == 1 else None}
 
