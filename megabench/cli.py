@@ -248,7 +248,7 @@ def calibrate(
     nproc: Annotated[
         int | None,
         typer.Option(
-            min=1, max=_MOST_LOCAL_RANKS, help="Number of ranks on this machine [default: one per GPU, or 2]."
+            min=1, max=_MOST_LOCAL_RANKS, help="Number of ranks on this machine [default: one per GPU; 2 without GPUs]."
         ),
     ] = None,
     emulate_hosts: Annotated[

@@ -92,7 +92,7 @@ class PeakMemory(_Part):
 
 
 class Parity(_Part):
-    """Comparison of losses and gradient norms with the reference trial of the same work class."""
+    """Comparison of losses and gradient norms with those of a reference trial on the same model and data."""
 
     reference: str
     max_relative_difference: float | None

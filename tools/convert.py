@@ -109,9 +109,9 @@ def verify_command(
     tp: Tp = 1,
     pp: Pp = 1,
 ) -> None:
-    """Compare the logits of transformers on DIR with those of a layout's parallel blocks on CKPT or DIR.
+    """Compare the logits of transformers on DIR with those of a layout's tensor-parallel blocks on CKPT or DIR.
 
-    A model without parallel blocks is compared with transformers on CKPT.
+    A model without tensor-parallel blocks is compared with transformers on CKPT.
     """
     from megabench.checkpoint.weights_only import open_weights
     from megabench.convert import ConvertError

@@ -181,8 +181,8 @@ class RunConfig(RunSettings):
         if self.spec.needs_blocks and not shape.table.has_parallel_blocks:
             others = [name for name, spec in ENGINES.items() if not spec.needs_blocks]
             raise ConfigError(
-                f"{shape.why_no_blocks}; the {self.engine} engine has no parallel blocks for it, and {_listed(others)} "
-                f"train it: add --engine {others[0]}, or use a Llama, Mistral or Qwen model"
+                f"{shape.why_no_blocks}; the {self.engine} engine has no tensor-parallel blocks for it, and "
+                f"{_listed(others)} train it: add --engine {others[0]}, or use a Llama, Mistral or Qwen model"
             )
         length = self.seq_length or shape.seq_length
         if shape.table.positions == "learned" and shape.num_positions and length > shape.num_positions:

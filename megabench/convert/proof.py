@@ -1,4 +1,4 @@
-"""Selection of the comparison for a model: parallel blocks layer by layer, or the whole transformers model."""
+"""Selection of the comparison for a model: tensor-parallel blocks layer by layer, or the whole transformers model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,12 +30,14 @@ def proof_of(model: Path, shape: ModelShape, tokenizer: Path, tp: int = 1, pp: i
 
     Raises:
         LayoutError: `tp` or `pp` does not fit the model.
-        ConvertError: tp·pp is greater than 1, but the model has no parallel blocks.
+        ConvertError: tp·pp is greater than 1, but the model has no tensor-parallel blocks.
     """
     tokens = sample_tokens(tokenizer, shape)
     if shape.table.has_parallel_blocks:
         run = comparison_run(str(model), tp, pp)
         return Proof(partial(compare, run=run, tokens=tokens), num_parts(run))
     if tp * pp > 1:
-        raise ConvertError(f"tp={tp}, pp={pp}: {shape.why_no_blocks} and has no parallel blocks. Omit tp and pp.")
+        raise ConvertError(
+            f"tp={tp}, pp={pp}: {shape.why_no_blocks} and has no tensor-parallel blocks. Omit tp and pp."
+        )
     return Proof(partial(compare_whole, shape=shape, tokens=tokens), NUM_PARTS)

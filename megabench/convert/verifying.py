@@ -1,4 +1,4 @@
-"""Comparison of transformers with megabench's parallel blocks on the same tokens in fp32, one layer at a time.
+"""Comparison of transformers with megabench's tensor-parallel blocks on the same tokens in fp32, one layer at a time.
 
 The comparison reads one layer at a time, computes its output, and frees the layer. No process ever holds a whole model.
 The comparison therefore works for models that are too large to train on the machine.
@@ -54,7 +54,7 @@ class Comparison:
 
 
 def comparison_run(model: str, tp: int, pp: int) -> ResolvedConfig:
-    """Return the configuration for comparing parallel blocks.
+    """Return the configuration for comparing tensor-parallel blocks.
 
     Raises:
         LayoutError: `tp` or `pp` does not fit the model.
@@ -74,7 +74,7 @@ def num_parts(run: ResolvedConfig) -> int:
 def compare(
     reference: HuggingFaceWeights, weights: Weights, advance: Advance, *, run: ResolvedConfig, tokens: Tensor
 ) -> Comparison:
-    """Compare the logits of transformers on `reference` with those of the parallel blocks on `weights`.
+    """Compare the logits of transformers on `reference` with those of the tensor-parallel blocks on `weights`.
 
     `tokens` has shape [B, S]. All tp·pp ranks of the layout of `run` must call the function, and all ranks get the same
     result. Each part of the comparison calls `advance` with a description of the part.
@@ -158,7 +158,7 @@ def _fill(module: nn.Module, weights: HuggingFaceWeights, prefix: str) -> None:
 
 
 def _parallel_logits(weights: Weights, run: ResolvedConfig, tokens: Tensor, advance: Advance) -> Tensor | None:
-    """Compute logits [B, S, V] with the parallel blocks. Return the logits on rank 0 and None on all other ranks.
+    """Compute logits [B, S, V] with the tensor-parallel blocks. Return them on rank 0, and None on all other ranks.
 
     Each pipeline stage runs its layers and sends the hidden states to the next stage.
     """
@@ -168,17 +168,17 @@ def _parallel_logits(weights: Weights, run: ResolvedConfig, tokens: Tensor, adva
     layers = chunk_layers(run)[stage][0]
     if stage == 0:
         hidden = blocks.embed(tokens)
-        advance("parallel blocks: embedding")
+        advance("tensor-parallel blocks: embedding")
     else:
         hidden = blocks.empty(tokens)
         dist.recv(hidden, dist.get_global_rank(groups.pp, stage - 1))
     for number in layers:
         hidden = blocks.layer(number, hidden)
-        advance(f"parallel blocks: layer {number + 1} of {shape.num_layers}")
+        advance(f"tensor-parallel blocks: layer {number + 1} of {shape.num_layers}")
     if stage < num_stages - 1:
         dist.send(hidden.contiguous(), dist.get_global_rank(groups.pp, stage + 1))
     logits = blocks.head(hidden) if stage == num_stages - 1 else None
-    advance("parallel blocks: output layer")
+    advance("tensor-parallel blocks: output layer")
     # the first rank of the last pipeline stage has the logits of the whole vocabulary
     last = dist.get_world_size() - groups.tp.size()
     if last == 0:

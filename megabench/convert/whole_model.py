@@ -1,4 +1,4 @@
-"""Comparison of logits for models without parallel blocks, computed with transformers.
+"""Comparison of logits for models without tensor-parallel blocks, computed with transformers.
 
 One transformers model loads the Hugging Face files, the other loads the weights of the checkpoint. Both
 models use fp32. The comparison holds one whole model in memory at a time.

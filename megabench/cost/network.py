@@ -165,9 +165,9 @@ def all_reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: i
     """Return the seconds of an all-reduce by a ring or by trees, whichever is faster, as in NCCL.
 
     A tree consists of a chain on each host and log2(hosts) levels between hosts, and is used in both directions:
-    2·((n/hosts − 1)·hop + log2(hosts)·hop). Every GPU sends all bytes along its chain, and a host sends 2·(hosts −
-    1)/hosts of them. Pipelining works poorly in practice, because published times of 256 MB over 2 to 64 hosts grow
-    with log2(hosts).
+    2·((n/hosts − 1)·hop + log2(hosts)·hop). Every GPU sends `num_bytes` along the chain of its host, and every host
+    sends 2·(hosts − 1)/hosts·`num_bytes` to other hosts. Pipelining works poorly in practice, because published times
+    of 256 MB over 2 to 64 hosts grow with log2(hosts).
     """
     ring = 2 * gather_seconds(profile, where, num_bytes, calls)
     if where.across is None or num_bytes == 0:

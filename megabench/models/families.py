@@ -21,7 +21,10 @@ Dims = str
 
 @dataclass(frozen=True)
 class Rule:
-    """A parallel parameter and its Hugging Face tensors. `parameter` is None if the family has no parallel blocks."""
+    """A parallel parameter and its Hugging Face tensors.
+
+    `parameter` is None if the family has no tensor-parallel blocks.
+    """
 
     parameter: str | None
     tensors: dict[str, Dims]

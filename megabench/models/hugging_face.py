@@ -1,6 +1,7 @@
 """Conversion between model shapes and transformers: configurations, models, and shapes read from config.json.
 
-The parallel blocks of megabench reject every configuration that they would compute differently from transformers.
+The tensor-parallel blocks of megabench reject every configuration that they would compute differently from
+transformers.
 """
 
 import json
@@ -149,8 +150,8 @@ def own_code(folder: Path) -> str | None:
 def read_shape(folder: Path) -> ModelShape:
     """Return the shape of the model whose config.json is in `folder`. The shape's name is the path of `folder`.
 
-    If megabench's parallel blocks cannot compute the model as transformers does, `foreign.reason` of the shape names
-    the unsupported field. Raise UnsupportedModelError for a configuration without a causal language model in
+    If megabench's tensor-parallel blocks cannot compute the model as transformers does, `foreign.reason` of the shape
+    names the unsupported field. Raise UnsupportedModelError for a configuration without a causal language model in
     transformers, and for a model that cannot be trained, such as a quantized model.
     """
     path, content = folder / CONFIG_NAME, read_config(folder)
@@ -265,7 +266,7 @@ def _foreign_config(folder: Path) -> "PreTrainedConfig":
 
 
 def _check(config: Any, path: Path) -> None:
-    """Raise UnsupportedModelError if megabench's parallel blocks compute a configuration unlike transformers."""
+    """Raise UnsupportedModelError if megabench's tensor-parallel blocks compute a configuration unlike transformers."""
     if (family := config.model_type) not in FAMILIES or not FAMILIES[family].has_parallel_blocks:
         raise UnsupportedModelError(f"{path}: model_type={family!r} is not Llama, Mistral or Qwen")
     if config.num_attention_heads % (config.num_key_value_heads or config.num_attention_heads):
@@ -293,6 +294,6 @@ def _check(config: Any, path: Path) -> None:
 
 def _refusal(path: Path, field: str, value: object, wanted: object, meaning: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{path}: {field}={value!r} means {meaning}, which megabench's parallel blocks do not support ({field} must be "
-        f"{wanted!r})"
+        f"{path}: {field}={value!r} means {meaning}, which megabench's tensor-parallel blocks do not support "
+        f"({field} must be {wanted!r})"
     )

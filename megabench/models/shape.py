@@ -20,10 +20,12 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A Hugging Face model without parallel blocks. Only engines that train transformers models support such a model.
+    """A Hugging Face model without tensor-parallel blocks.
+
+    Only engines that train transformers models support such a model.
 
     `table` lists the model's tensors, `config_folder` contains the config.json, and `reason` explains why megabench has
-    no parallel blocks for the model.
+    no tensor-parallel blocks for the model.
     """
 
     table: Family
@@ -118,7 +120,7 @@ class ModelShape:
 
     @property
     def why_no_blocks(self) -> str:
-        """The reason why the model has no parallel blocks, for error messages."""
+        """The reason why the model has no tensor-parallel blocks, for error messages."""
         return self.foreign.reason if self.foreign else f"{self.name} is a {self.family} model"
 
     def with_layers(self, num_layers: int) -> "ModelShape":

@@ -71,8 +71,8 @@ class EngineSpec:
     `title` and `summary` are for users. `implementation` is "module:class" and is imported when the engine is built.
     `settings` declares the settings that not all engines have. `axes` are the parallel axes that the engine supports,
     and `recompute` its levels of recomputation. `sharding_stage` is the equivalent ZeRO stage, unless the run sets one.
-    An engine with `needs_blocks` trains only models that have parallel blocks. An engine with `wants_queues` is slower
-    with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+    An engine with `needs_blocks` trains only models that have tensor-parallel blocks. An engine with `wants_queues` is
+    slower with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
     These functions read the settings of a run before and after it is resolved:
 

@@ -34,16 +34,16 @@ class MegatronVariant:
 
 
 def megatron_variant(candidate: Candidate) -> MegatronVariant:
-    """Return the variant of a candidate of the megatron engine."""
+    """Return `candidate.variant`. The candidate must be one of the megatron engine."""
     return cast(MegatronVariant, candidate.variant)
 
 
 def in_flight(stage: int, num_stages: int, chunks: int, num_micro_batches: int) -> float:
-    """Return the number of micro-batches (of a whole stage) whose activations a stage holds at once.
+    """Return the number of micro-batches whose activations a stage holds at once.
 
-    1F1B: min(P − stage, m). Interleaved: the warm-up holds 2·(P − stage − 1) + (v − 1)·P + 1 chunks, and a micro-batch
-    has v chunks (arXiv 2104.04473, section 2.2). With the interleaved schedule, the first stage holds 1 + (P − 1)/(P·v)
-    times as many activations as with 1F1B.
+    With P stages and m micro-batches, 1F1B holds min(P − stage, m). The interleaved schedule with v chunks per stage
+    holds 2·(P − stage − 1) + (v − 1)·P + 1 micro-batches of a chunk (arXiv 2104.04473, section 2.2), which are divided
+    by v here. Its first stage holds 1 + (P − 1)/(P·v) times as many activations as with 1F1B.
     """
     if chunks == 1:
         return min(num_stages - stage, num_micro_batches)

@@ -32,14 +32,14 @@ class Request:
         return file.model_copy(update={"base": file.base | given | dict(map(_setting, self.settings))})
 
     def plan_launched(self, num_processes: int) -> Study:
-        """Return the checked study for a launch of `num_processes` on one or several hosts. Raises StudyError."""
+        """Validate the study and return it for a launch of `num_processes`. Raises StudyError."""
         return self._planned(self.read_study(), num_processes)
 
     def plan_here(self, num_processes: int | None) -> tuple[Study, int]:
-        """Return the checked study for this machine, and its number of processes. None detects the number of processes.
+        """Validate the study, and return it with the number of processes to start on this machine.
 
-        The default is one process per GPU. Without GPUs, or for a CPU study, the default is the largest world size in
-        the study.
+        If `num_processes` is None, one process is started per GPU. Without GPUs, and for a CPU study, the number is the
+        largest world size in the study.
         """
         file = self.read_study()
         num_gpus = len(gpu_names())
@@ -58,7 +58,7 @@ class Request:
         return study, size
 
     def _planned(self, file: StudyFile, num_processes: int) -> Study:
-        """Return the checked study, with the best predicted layouts if --plan is given."""
+        """Validate the study and return it, with the best predicted layouts if --plan is given."""
         device: Literal["cpu", "cuda"] = "cuda" if gpu_names() else "cpu"
         predictor = None
         if self.planning:

@@ -203,7 +203,7 @@ class Study:
 def plan_study(
     file: StudyFile, source: Path, num_processes: int, device: Literal["cpu", "cuda"], only: Sequence[str] = ()
 ) -> Study:
-    """Return the checked study of `file`, read from `source`, for a launch of `num_processes`.
+    """Validate `file`, which was read from `source`, and return its study for a launch of `num_processes`.
 
     `device` is the default device.
 

@@ -95,5 +95,5 @@ def test_models_that_no_table_describes(tmp_path: Path, config: PreTrainedConfig
 def check_model_that_no_table_describes(tmp_path: Path, config: PreTrainedConfig, engine: str) -> None:
     save_config(tmp_path / "model", config)
     assert_equal_to_reference(2, model=str(tmp_path / "model"), num_layers=None, engine=engine, **OPTIMIZERS["adamw"])
-    with pytest.raises(ConfigError, match="the megatron engine has no parallel blocks for it"):
+    with pytest.raises(ConfigError, match="the megatron engine has no tensor-parallel blocks for it"):
         resolve(1, model=str(tmp_path / "model"), num_layers=None)

@@ -24,7 +24,7 @@ CATALOG["llama32-tiny"] = replace(
 CATALOG["mistral-tiny"] = replace(CATALOG["llama-tiny"], name="mistral-tiny", family="mistral")
 CATALOG["qwen2-tiny"] = replace(CATALOG["llama-tiny"], name="qwen2-tiny", family="qwen2", tied_embeddings=True)
 
-# those that have parallel blocks
+# those that have tensor-parallel blocks
 FAMILIES = ("llama-tiny", "llama31-tiny", "llama32-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny")
 
 

@@ -9,7 +9,7 @@ from megabench.cost.profile import Profile
 from megabench.hardware.topology import Host, Topology, build
 from tools.planner_validation.published import read_table
 
-# message size in bytes of rows that state none; the title of the published figure says "size=256MB"
+# message size in bytes for rows without a size; the title of the published plot says "size=256MB"
 _PLOTTED_BYTES = 256e6
 _BUS = {
     "all_reduce": 2.0,

@@ -24,11 +24,10 @@ _START = {
     "allocator_share": 0.2,
     "gather_allocator_share": 0.2,
 }
-# This project's studies to whose step times the constants are fitted. The fitted studies train models of four layers,
-# fewer than most held-out studies. The fitted studies cover the fused kernels of the current engines and unfused
-# kernels.
+# The constants are fitted to the step times of these studies. Their models have four layers, and most models of the
+# held-out studies have more. These studies cover the fused kernels of the current engines and unfused kernels.
 OWN_FITTED = ("options-4-gpus", "nccl-parity-bf16")
-# This project's studies to whose peak memory the constants are fitted. Larger models are included, because allocator
+# The memory constants are fitted to the peak memory of these studies. Larger models are included, because allocator
 # fragmentation is large relative to the activations of four layers.
 OWN_FITTED_MEMORY = (*OWN_FITTED, "llama3-8b-nvlink-synthetic", "llama3-8b-two-gpus-synthetic", "llama3-8b-scaling")
 # step-time constants that `megabench calibrate` does not measure

@@ -31,7 +31,7 @@ class Source:
     """A publication and the settings of its training software. `part` is a substring of the publication's name.
 
     `fits` permits fits to the publication's single-node rows. `gradient` is the number of bytes per gradient element.
-    `unstated_recompute` is the recomputation mode of rows that state none, and None drops these rows.
+    `unstated_recompute` is the recomputation mode for rows without this field; None omits these rows.
     `first_rank_memory` says whether the published peak memory is that of rank 0 or that of the fullest rank.
     """
 

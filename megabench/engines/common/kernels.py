@@ -95,7 +95,7 @@ def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
 
 
 def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
-    """Return the kernel of each operation of the parallel blocks, for the record."""
+    """Return the kernel of each operation of the tensor-parallel blocks, for the record."""
     elementwise, weight_gradient = "megatron-core unfused", "megatron-core, then added"
     if fuses_blocks(run):
         elementwise = "megabench fused" if run.device == "cuda" else "megabench unfused"
@@ -135,5 +135,8 @@ def _exchanges_heads(run: ResolvedConfig) -> bool:
 
 
 def fuses_blocks(run: ResolvedConfig) -> bool:
-    """Return whether the parallel blocks use megabench's linear layers, attention and SwiGLU, not megatron-core's."""
+    """Return whether the tensor-parallel blocks use megabench's linear layers, attention and SwiGLU.
+
+    Otherwise, they use those of megatron-core.
+    """
     return run.kernels == "auto"
