@@ -4,12 +4,12 @@ megatron-core asks for CUDA by name in many places. `install()` redirects those 
 inside megatron.core, so that a wrong device in megabench still fails. `install()` does nothing if there is a GPU, and
 must run before megatron.core is first imported. The mode is thread-local: call it in the thread that trains.
 
-Transformer Engine, FP8, CUDA graphs, stream timing and asynchronous checkpoint saves do not work on CPU.
+Transformer Engine, FP8, CUDA graphs and the timing of streams do not work on CPU.
 """
 
+import contextlib
 import logging
 import os
-import queue
 import sys
 import warnings
 from collections.abc import Callable
@@ -29,6 +29,11 @@ def _called_by_megatron() -> bool:
 
 def _is_cuda(device: Any) -> bool:
     return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
+
+
+class _Stream:
+    def wait_stream(self, stream: Any) -> None:
+        pass
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -61,7 +66,6 @@ def install() -> None:
     _answer_cuda_calls()
     _import_megatron()
     _answer_random_state()
-    _keep_saver_in_process()
     _mode = _CudaMeansCpu()
     _mode.__enter__()
 
@@ -73,6 +77,9 @@ def _answer_cuda_calls() -> None:
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     cuda.manual_seed = cuda.random.manual_seed = torch.default_generator.manual_seed
+    # operations on CPU run in order, so one stream that never waits is enough
+    cuda.Stream = cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
 
 
 def _import_megatron() -> None:
@@ -97,11 +104,3 @@ def _answer_random_state() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     is_expected = "CPU RNG state changed"
     logging.getLogger(random.__name__).addFilter(lambda record: is_expected not in record.getMessage())
-
-
-def _keep_saver_in_process() -> None:
-    """Otherwise megatron-core's checkpoint saver starts a manager process per rank, only to hold this queue."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    results: queue.Queue[Any] = queue.Queue()
-    filesystem_async._get_write_results_queue = lambda: results

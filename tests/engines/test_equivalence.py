@@ -1,6 +1,5 @@
 """Every layout and engine does what one process does: gradients, gradient norms, losses and updated weights."""
 
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -61,8 +60,7 @@ def train_in_many_buckets(run: ResolvedConfig) -> Trace:
     """With gradients and weights that travel in many parts, as those of a large model do."""
     from megabench.engines.megatron import engine
 
-    small = partial(engine.DistributedDataParallelConfig, bucket_size=20_000)
-    with patch.object(engine, "DistributedDataParallelConfig", small):
+    with patch.multiple(engine, BUCKET_SIZE=20_000, BUCKET_SIZE_PER_RANK=0):
         return train(run)
 
 

@@ -3,6 +3,7 @@
 These are the negative controls of test_equivalence.py, which holds the same layouts to the reference.
 """
 
+import queue
 import re
 import traceback
 from collections.abc import Callable
@@ -127,9 +128,18 @@ def _same_data_everywhere() -> Any:
     return patch.object(equivalence, "micro_batches", lambda source, run, dp_rank, step: original(source, run, 0, step))
 
 
-def _uninitialized() -> Any:
-    """Weights that megatron-core never initialized, and so never marked as split over tp."""
-    return _config(perform_initialization=False)()
+def _unmarked_parts() -> Any:
+    """Weights that are not marked as split over tp, so that the norm counts only those of the first tp rank."""
+    from megabench.engines.megatron.model import ParallelLlama
+
+    original = ParallelLlama.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for parameter in self.parameters():
+            parameter.tensor_model_parallel = False
+
+    return patch.object(ParallelLlama, "__init__", init)
 
 
 def _torch_adam() -> Any:
@@ -163,7 +173,7 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "megatron-core's own stages": _config(pipeline_model_parallel_layout=None),
     "unmasked padding": _unmasked_padding,
     "same data everywhere": _same_data_everywhere,
-    "no tp marks": _uninitialized,
+    "no tp marks": _unmarked_parts,
     "torch's Adam": _torch_adam,
 }
 
@@ -317,6 +327,7 @@ def test_every_layer_is_built_once(world_size: int, fields: dict[str, Any]) -> N
 def reload_optimizer(run: ResolvedConfig, folder: str, what: str | None) -> list[int]:
     """Saves a sharded checkpoint after a step, loads it into a fresh optimizer, and returns its step counts."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from megabench.data.batch import micro_batches
     from megabench.data.source import open_source
@@ -327,7 +338,13 @@ def reload_optimizer(run: ResolvedConfig, folder: str, what: str | None) -> list
         metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
         return {"optimizer": engine.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)}
 
-    with BREAKS[what]() if what else nullcontext():
+    # the saver would start a process to hold the queue of its results
+    is_old = hasattr(filesystem_async, "_get_write_results_queue")
+    get_queue = "_get_write_results_queue" if is_old else "get_write_results_queue"
+    with (
+        patch.object(filesystem_async, get_queue, return_value=queue.Queue()),
+        BREAKS[what]() if what else nullcontext(),
+    ):
         engine = MegatronEngine(run, torch.device("cpu"))
         engine.train_step(micro_batches(open_source(run), run, 0, 0), run.lr)
         dist_checkpointing.save(state(engine, is_loading=False), folder)

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,6 +29,7 @@ from megabench.engines.common.fused import fused
 from megabench.engines.common.kernels import fuses_blocks
 from megabench.engines.megatron.linear import ColumnLinear, RowLinear
 from megabench.engines.megatron.swiglu import SwiGLU
+from megabench.runtime.megatron_core import mlp_spec
 from megabench.specs.megatron import MegatronSettings
 
 
@@ -235,10 +236,7 @@ def llama_blocks(num_layers: int, run: ResolvedConfig) -> TransformerBlockSubmod
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(linear_fc1=column, activation_func=activation, linear_fc2=row),
-            ),
+            mlp=mlp_spec(MLPSubmodules(linear_fc1=column, activation_func=activation, linear_fc2=row)),
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -35,7 +35,12 @@ from megabench.engines.megatron.state import loss_scale_of, optimizer_step, set_
 from megabench.engines.protocol import StepResult, TensorKind
 from megabench.parallel.axes import FACTORS
 from megabench.record import KernelTraits
+from megabench.runtime.megatron_core import buffer_layout, gradients_for_norm
 from megabench.specs.megatron import chunk_layers
+
+# parameters per bucket of gradients, as megatron-core's DistributedDataParallel chooses them
+BUCKET_SIZE = 40_000_000
+BUCKET_SIZE_PER_RANK = 1_000_000
 
 
 class MegatronEngine:
@@ -61,8 +66,6 @@ class MegatronEngine:
         """Build the model chunks of this pipeline stage, with initial weights and gradient buffers."""
         run, layout = self.run, self.run.layout
         self.transformer_config = transformer_config(run)
-        # overlap communication with compute if there are several replicas
-        overlap = layout.data_parallel * layout.cp > 1
         weights, stage = initial_weights(run, self.device), self.groups.pp.rank()
         chunks = []
         for number in range(layout.vp):
@@ -72,22 +75,32 @@ class MegatronEngine:
             chunk = ParallelLlama(self.transformer_config, run, self.groups, layers, is_first, is_last, number)
             load_weights(chunk, weights, run, self.groups.tp.rank())
             chunk.to(self.device)
-            chunks.append(
-                DistributedDataParallel(
-                    self.transformer_config,
-                    DistributedDataParallelConfig(
-                        grad_reduce_in_fp32=run.grad_dtype == "fp32",
-                        use_distributed_optimizer=True,
-                        overlap_grad_reduce=overlap,
-                        overlap_param_gather=overlap,
-                    ),
-                    chunk,
-                    # later chunks overlap their communication with compute even without buckets
-                    disable_bucketing=number > 0,
-                    pg_collection=self.groups,
-                )
-            )
+            chunks.append(self._replicated(chunk, number))
         return chunks
+
+    def _replicated(self, chunk: ParallelLlama, number: int) -> DistributedDataParallel:
+        """Return a chunk with gradient buffers that are reduced over its replicas."""
+        # overlap communication with compute if there are several replicas
+        overlap = self.groups.dp_cp.size() > 1
+        # later stages and chunks overlap their communication with compute even without buckets
+        has_buckets = overlap and number == 0 and self.groups.pp.rank() == 0
+        bucket_size = max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * self.groups.dp.size()) if has_buckets else None
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=self.run.grad_dtype == "fp32",
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap,
+            bucket_size=bucket_size,
+        )
+        layout = buffer_layout(list(chunk.parameters()), bucket_size, self.groups.intra_dp_cp.size(), config)
+        return DistributedDataParallel(
+            self.transformer_config,
+            config,
+            chunk,
+            disable_bucketing=not has_buckets,
+            pg_collection=self.groups,
+            **layout,
+        )
 
     def _connect_schedule(self) -> None:
         """Set the schedule's callbacks: loss scaling, gradient reduction, and no reduction between micro-batches."""
@@ -155,7 +168,7 @@ class MegatronEngine:
     @torch.no_grad()
     def update(self, learning_rate: float) -> StepResult:
         skipped = self.optimizer.prepare_grads()
-        for_norm = self.optimizer.get_main_grads_for_grad_norm()
+        for_norm = gradients_for_norm(self.optimizer)
         squared_norm = torch.nn.utils.get_total_norm(for_norm).double().square().to(self.device)
         # the ranks of a tensor-parallel group report the same losses, which cancels in the mean;
         # the gradient shards of all ranks together are the gradient, each once

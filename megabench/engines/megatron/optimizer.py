@@ -4,14 +4,13 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, _get_param_groups_and_buffers, distrib_optimizer
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megabench.config import ResolvedConfig
 from megabench.engines.common import loss_scale
-from megabench.engines.common.optim import GroupStepAdamW, GroupStepOptimizer, GroupStepSGD, apex_adam
+from megabench.engines.common.optim import GroupStepAdamW, GroupStepOptimizer, GroupStepSGD, apex_adam, is_decayed
 
 
 def build_optimizer(
@@ -30,20 +29,13 @@ def build_optimizer(
         use_distributed_optimizer=True,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
     )
-    param_groups, buffers = _get_param_groups_and_buffers(
-        chunks, 0, config, None, lambda group: not group["is_expert_parallel"], "buffers"
-    )
-    for group in param_groups:
-        assert all(key in group for key in param_group_identifier_keys)
-        # megatron-core's scheduler computes this product
-        group["weight_decay"] = run.weight_decay * group["wd_mult"]
     optimizer = distrib_optimizer.DistributedOptimizer(
-        _inner_optimizer(run, param_groups),
+        _inner_optimizer(run, _param_groups(run, chunks)),
         config,
         _grad_scaler() if run.policy.scales_loss else None,
         init_state,
         model_chunks=chunks,
-        per_model_buffers=buffers,
+        per_model_buffers={number: chunk.buffers for number, chunk in enumerate(chunks)},
         data_parallel_group=groups.intra_dp_cp,
         data_parallel_group_gloo=None,
         data_parallel_group_idx=groups.mp.rank(),
@@ -52,6 +44,22 @@ def build_optimizer(
     optimizer.grad_stats_parallel_group = groups.intra_dist_opt
     optimizer.tp_group = groups.tp
     return optimizer
+
+
+def _param_groups(run: ResolvedConfig, chunks: list[DistributedDataParallel]) -> list[dict[str, Any]]:
+    """Return the parameters with weight decay and those without, each with the keys that megatron-core expects."""
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    return [
+        {
+            "params": [parameter for parameter in parameters if is_decayed(parameter.ndim) == has_decay],
+            "weight_decay": run.weight_decay * has_decay,
+            "wd_mult": float(has_decay),
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+        }
+        for has_decay in (True, False)
+    ]
 
 
 def _accept_group_step() -> None:
