@@ -37,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     network_rules.nic_distance,
     speed_rules.fp32,
     speed_rules.unfused,
+    speed_rules.slow_attention,
     speed_rules.environment,
     speed_rules.small_micro_batch,
     speed_rules.unused_memory,

@@ -1,5 +1,6 @@
 """Diagnosis rules for GPU runs that are slower than necessary."""
 
+import re
 from collections.abc import Iterator
 
 from megabench.doctor.finding import Case, Finding, is_tried_larger, sequences_of_a_replica, was_tuned
@@ -22,6 +23,8 @@ LEAST_UTILIZATION = 0.8
 SMALL_REPLICA = 0.25
 # Usable fraction of GPU memory. The CUDA context and NCCL's buffers need the rest.
 _MEMORY_SHARE = 0.9
+
+_HOPPER = re.compile(r"\b(G?H100|H20|G?H200|H800)\b")
 
 # Environment variables that slow down every engine: the harmful value, and its effect.
 _SLOWING = {
@@ -70,6 +73,24 @@ def unfused(case: Case) -> Iterator[Finding]:
                 f"norm: {(record.kernels or {}).get('norm')}, package liger-kernel is not installed",
                 "pip install liger-kernel",
             )
+
+
+def slow_attention(case: Case) -> Iterator[Finding]:
+    """Report attention with FlashAttention-2 on Hopper GPUs, where cuDNN's kernel is about twice as fast."""
+    for record in case.on_gpus:
+        kernel = (record.kernels or {}).get("attention", "")
+        if "FlashAttention-2" not in kernel or not _HOPPER.search(record.device or ""):
+            continue
+        yield Finding(
+            "slow",
+            (record.trial,),
+            f"attention uses FlashAttention-2, which is about half as fast as cuDNN's attention on {record.device}",
+            f"attention: {kernel}",
+            "use a cp that divides the KV heads of a tensor-parallel rank; cuDNN's attention does not support chunks"
+            if "chunk" in kernel
+            else "use cuDNN 9.15.1 or newer: update the nvidia-cudnn package of torch's CUDA version, and remove older "
+            "CUDA libraries from LD_LIBRARY_PATH, which take precedence over this package",
+        )
 
 
 def environment(case: Case) -> Iterator[Finding]:

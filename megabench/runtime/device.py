@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megabench import UserError
 from megabench.precision import POLICIES, Dtype
+from megabench.runtime.attention import pin_kernel
 from megabench.runtime.rendezvous import Rendezvous, share_of_cores
 
 # torch 2.13 renames these collectives; older supported versions have only the old names
@@ -57,6 +58,7 @@ def initialize(
     if device == "cuda":
         where = torch.device("cuda", rendezvous.local_rank)
         torch.cuda.set_device(where)
+        pin_kernel(where)
     else:
         where = torch.device("cpu")
     if rendezvous.local_world_size == rendezvous.world_size:

@@ -20,6 +20,8 @@ _PACKAGES = (
     "numpy",
     "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
 )
 _VARIABLES = ("NCCL_", "FI_", "CUDA_", "TORCH_", "OMP_", "NVSHMEM_", "PYTORCH_")
 _LOG_FILES = ("NCCL_DEBUG_FILE",)  # the output path does not affect the run

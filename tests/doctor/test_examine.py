@@ -192,6 +192,14 @@ FAULTS = {
             "throttled",
         ),
     ),
+    "old cuDNN": (
+        {"kernels": KERNELS | {"attention": "torch scaled_dot_product_attention: FlashAttention-2"}},
+        ("slow", "half as fast as cuDNN's attention on NVIDIA H200", "FlashAttention-2", "cuDNN 9.15.1 or newer"),
+    ),
+    "chunks of context parallelism": (
+        {"kernels": KERNELS | {"attention": "…: FlashAttention-2, of a chunk's queries and all keys before"}},
+        ("slow", "half as fast as cuDNN's attention", "a chunk's queries", "a cp that divides the KV heads"),
+    ),
     "plain kernels": (
         {"kernels": PLAIN},
         ("untrustworthy", "plain (unfused) kernels", "cross_entropy: torch, fp32 logits", "kernels: auto"),

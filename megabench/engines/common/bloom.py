@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomGelu
 
-_EXTRA_CHANNELS = 8  # flash attention needs head sizes that are multiples of 8
+from megabench.engines.common.kernels import BLOOM_CHANNELS
 
 
 def alibi_attention(query: Tensor, key: Tensor, value: Tensor, alibi: Tensor) -> Tensor:
@@ -25,9 +25,9 @@ def alibi_attention(query: Tensor, key: Tensor, value: Tensor, alibi: Tensor) ->
     head_size = query.shape[-1]
     context = F.scaled_dot_product_attention(
         # √D cancels the division of the scores by √D; the keys are zero in all other extra channels
-        F.pad(query, (0, _EXTRA_CHANNELS), value=math.sqrt(head_size)),
-        torch.cat([key, F.pad(alibi[..., None].to(key.dtype), (0, _EXTRA_CHANNELS - 1))], dim=-1),
-        F.pad(value, (0, _EXTRA_CHANNELS)),
+        F.pad(query, (0, BLOOM_CHANNELS), value=math.sqrt(head_size)),
+        torch.cat([key, F.pad(alibi[..., None].to(key.dtype), (0, BLOOM_CHANNELS - 1))], dim=-1),
+        F.pad(value, (0, BLOOM_CHANNELS)),
         is_causal=True,
         scale=head_size**-0.5,
     )

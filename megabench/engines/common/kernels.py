@@ -7,11 +7,16 @@ the unfused torch code of transformers, which stores the full logits in fp32.
 
 from importlib.util import find_spec
 
+import torch
+
 from megabench.config import ResolvedConfig
 from megabench.record import KernelTraits
+from megabench.runtime.attention import FLASH_2, kernel_name
+from megabench.runtime.device import DTYPES
 
+BLOOM_CHANNELS = 8  # extra channels for ALiBi, because flash attention needs head sizes that are multiples of 8
+_SDPA = "torch scaled_dot_product_attention"
 PLAIN = {
-    "attention": "torch scaled_dot_product_attention",
     "norm": "transformers RMSNorm",
     "rope": "transformers unfused",
     "activation": "transformers unfused SwiGLU",
@@ -66,13 +71,14 @@ def patch_transformers(run: ResolvedConfig) -> None:
 
 def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
     """Return the kernel of each operation of a transformers model, for the record."""
-    names = PLAIN | _PLAIN_OF.get(run.shape.family, {})
+    names = {"attention": _attention(run)} | PLAIN | _PLAIN_OF.get(run.shape.family, {})
     if run.shape.foreign:
-        names = dict.fromkeys(PLAIN, "transformers") | {"cross_entropy": PLAIN["cross_entropy"]}
+        names = dict.fromkeys(names, "transformers") | {"cross_entropy": PLAIN["cross_entropy"]}
     if fuses_cross_entropy(run):
         names["cross_entropy"] = FUSED_CROSS_ENTROPY
     if fuses_bloom(run):
-        names |= {"attention": f"{PLAIN['attention']}, ALiBi in extra channels", "activation": "torch GELU"}
+        attention = _attention(run, run.shape.head_dim + BLOOM_CHANNELS)
+        names |= {"attention": f"{attention}, ALiBi in extra channels", "activation": "torch GELU"}
     if uses_liger(run):
         names |= {"norm": "Liger RMSNorm", "rope": "Liger rotary embedding", "activation": "Liger SwiGLU"}
     return names
@@ -100,11 +106,13 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
     if fuses_blocks(run):
         elementwise = "megabench fused" if run.device == "cuda" else "megabench unfused"
         weight_gradient = "summed up by its product"
-    attention = PLAIN["attention"]
+    attention = _attention(run)
     if _exchanges_heads(run):
         attention += ", of a part of the heads"
     elif run.layout.cp > 1:
-        attention += ", of a chunk's queries and all keys before"  # torch has a flash-attention kernel for this case
+        # on GPUs, only torch's own kernel supports queries that are shorter than their keys
+        is_flash = run.device == "cuda" and run.precision != "fp32"
+        attention = _SDPA + f": {FLASH_2}" * is_flash + ", of a chunk's queries and all keys before"
     return PLAIN | {
         "attention": attention,
         "norm": "torch rms_norm",
@@ -115,6 +123,13 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
         else "megatron-core vocab-parallel, fp32 logits",
         "weight_gradient": weight_gradient,
     }
+
+
+def _attention(run: ResolvedConfig, head_size: int | None = None) -> str:
+    kernel = kernel_name(
+        torch.device(run.device), DTYPES[run.precision], run.seq_length, head_size or run.shape.head_dim
+    )
+    return f"{_SDPA}: {kernel}"
 
 
 def traits_for_megatron(run: ResolvedConfig) -> KernelTraits:
