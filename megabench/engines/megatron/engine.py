@@ -84,15 +84,17 @@ class MegatronEngine:
         overlap = self.groups.dp_cp.size() > 1
         # later stages and chunks overlap their communication with compute even without buckets
         has_buckets = overlap and number == 0 and self.groups.pp.rank() == 0
-        bucket_size = max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * self.groups.dp.size()) if has_buckets else None
+        bucket_size = max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * self.groups.dp.size())
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.run.grad_dtype == "fp32",
             use_distributed_optimizer=True,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap,
-            bucket_size=bucket_size,
+            bucket_size=bucket_size if overlap else None,  # megatron-core requires equal values for all chunks
         )
-        layout = buffer_layout(list(chunk.parameters()), bucket_size, self.groups.intra_dp_cp.size(), config)
+        layout = buffer_layout(
+            list(chunk.parameters()), bucket_size if has_buckets else None, self.groups.intra_dp_cp.size(), config
+        )
         return DistributedDataParallel(
             self.transformer_config,
             config,
