@@ -39,10 +39,23 @@ class Geometry:
     @cached_property
     def replicas(self) -> Span:
         """The groups of ranks with the same weights (dp and cp), over which gradients are summed."""
+        return span(self.topology, self._replica_groups())
+
+    def parted_replicas(self, size: int) -> tuple[Span, Span]:
+        """Divide each group of replicas into parts of `size` neighbouring ranks.
+
+        Return the span of these parts, and the span of groups with one rank from each part.
+        """
+        groups = self._replica_groups()
+        inside = [group[at : at + size] for group in groups for at in range(0, len(group), size)]
+        across = [group[at::size] for group in groups for at in range(size)]
+        return span(self.topology, inside), span(self.topology, across)
+
+    def _replica_groups(self) -> list[range]:
         layout = self.layout
         block = layout.world_size // layout.pp
         starts = (at + tp for at in range(0, layout.world_size, block) for tp in range(layout.tp))
-        return span(self.topology, (range(start, start + block, layout.tp) for start in starts))
+        return [range(start, start + block, layout.tp) for start in starts]
 
     @cached_property
     def pp(self) -> Span:

@@ -139,7 +139,6 @@ def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candid
         return divisors(number, limit) if axis in spec.axes else [1]
 
     world, shape = topology.world_size, job.shape
-    variants = list(_variants(spec, topology))
     policies: tuple[Policy, ...] = ("topology", "spread-tp")
     several = len(topology.ranks_by_domain) > 1
     for tp in sizes("tp", world):
@@ -149,6 +148,7 @@ def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candid
                     layout = _checked(Layout(tp=tp, cp=cp, pp=pp, vp=vp), job, world)
                     if layout is None:
                         continue
+                    variants = list(_variants(spec, topology, layout))
                     for micro_batch in _micro_batches(job, layout):
                         for recompute, variant in variants:
                             for policy in policies if tp > 1 and several else policies[:1]:
@@ -178,17 +178,17 @@ def _micro_batches(job: Job, layout: Layout) -> Iterator[int]:
 
 def _data_parallel(specs: list[EngineSpec], job: Job, topology: Topology) -> Iterator[Candidate]:
     layout = Layout(dp=topology.world_size)
-    variants = [(spec.name, *pair) for spec in specs for pair in _variants(spec, topology)]
+    variants = [(spec.name, *pair) for spec in specs for pair in _variants(spec, topology, layout)]
     for micro_batch in _micro_batches(job, layout):
         for engine, recompute, variant in variants:
             yield Candidate(engine, layout, micro_batch, variant, recompute)
 
 
-def _variants(spec: EngineSpec, topology: Topology) -> Iterator[tuple[Recompute, Variant]]:
+def _variants(spec: EngineSpec, topology: Topology, layout: Layout) -> Iterator[tuple[Recompute, Variant]]:
     """Yield all combinations of an engine's recomputation levels and variants."""
     world, per_host = topology.world_size, max(len(ranks) for ranks in topology.ranks_by_host)
     inside = per_host if per_host < world and world % per_host == 0 and per_host > 1 else None
     for recompute in _RECOMPUTES:
         if recompute in spec.recompute:
-            for variant in spec.variants(inside):
+            for variant in spec.variants(inside, layout):
                 yield recompute, variant

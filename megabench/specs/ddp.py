@@ -54,6 +54,6 @@ SPEC = EngineSpec(
     compression=_compression,
     plain_steps=lambda options: POWERSGD_PLAIN_STEPS if options.get("powersgd_rank") else 0,
     less_memory=lambda options: "engine: fsdp, or deepspeed with zero_stage: 3, which shard what ddp copies",
-    variants=lambda ranks_per_host: [Sharding(0)],
+    variants=lambda ranks_per_host, layout: [Sharding(0)],
     variant_of=lambda options: Sharding(0),
 )

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from megabench.parallel.layout import Layout
 from megabench.settings.bounds import NumElements, NumRanks
 from megabench.settings.reading import ConfigError
 from megabench.settings.run_settings import RunSettings
@@ -108,7 +109,7 @@ def _why_not_saved(run: ResolvedRun) -> str | None:
     return None
 
 
-def _variants(ranks_per_host: int | None) -> Iterator[Sharding]:
+def _variants(ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
     for offload in ("none", "optimizer"):
         for stage in (1, 2, 3):
             yield Sharding(stage, offload)

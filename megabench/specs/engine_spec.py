@@ -98,9 +98,9 @@ class EngineSpec:
     - `recorded` returns options to record in place of the given ones, such as a file's content.
     - `less_memory` returns the setting to change after a run with these options ran out of memory.
 
-    `variants` returns the variants that the planner predicts. Its argument is the number of ranks per host, or None if
-    the run uses one host. `variant_of` returns the variant of a recorded run with these options. `variant_settings`
-    returns the settings of a run that trains a variant.
+    `variants` returns the variants that the planner predicts for a layout. Its first argument is the number of ranks
+    per host, or None if the run uses one host. `variant_of` returns the variant of a recorded run with these options.
+    `variant_settings` returns the settings of a run that trains a variant.
     """
 
     name: str
@@ -110,7 +110,7 @@ class EngineSpec:
     cost: Callable[[Base], CostModel]
     memory: Callable[[Job, Candidate, Profile], Memory]
     sharding_stage: int
-    variants: Callable[[int | None], Iterable[Variant]]
+    variants: Callable[[int | None, Layout], Iterable[Variant]]
     variant_of: Callable[[Options], Variant]
     settings: type[EngineSettings] = EngineSettings
     axes: frozenset[str] = frozenset({"dp"})

@@ -3,28 +3,20 @@
 from collections.abc import Iterator
 from typing import Literal
 
+from megabench.parallel.layout import Layout
 from megabench.settings.bounds import NumRanks
 from megabench.settings.reading import ConfigError
-from megabench.settings.setting import EngineSettings, setting
+from megabench.settings.setting import EngineSettings
 from megabench.specs.data_parallel_cost import DataParallel
 from megabench.specs.data_parallel_memory import data_parallel_memory, host_bytes
 from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun, check_divides, more_offload
 from megabench.specs.sharding import Sharding
-from megabench.specs.shared_settings import COMPILE, OFFLOAD, RESHARD_AFTER_FORWARD
+from megabench.specs.shared_settings import COMPILE, OFFLOAD, RESHARD_AFTER_FORWARD, SHARD_SIZE
 
 
 class FsdpSettings(EngineSettings):
     offload: Literal["none", "optimizer", "all"] = OFFLOAD
-    shard_size: NumRanks | None = setting(
-        None,
-        "Engine and layout",
-        "option",
-        "free",
-        synonyms="data_parallel_shard_degree hsdp_shard_size",
-        label="shards of {}",
-    )
-    """Neighbouring ranks that fsdp shards over; beyond them it replicates (HSDP) [default: all ranks]."""
-
+    shard_size: NumRanks | None = SHARD_SIZE
     reshard_after_forward: bool = RESHARD_AFTER_FORWARD
     compile: bool = COMPILE
 
@@ -36,7 +28,7 @@ def _check(run: ResolvedRun) -> None:
         raise ConfigError("fsdp can offload weights only together with the optimizer state; use offload=all")
 
 
-def _variants(ranks_per_host: int | None) -> Iterator[Sharding]:
+def _variants(ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
     yield Sharding(3)
     yield Sharding(3, keeps_weights=True)
     yield Sharding(3, "all")

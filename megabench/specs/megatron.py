@@ -1,15 +1,18 @@
 """The engine for TP × PP × CP × DP with megatron-core."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from megabench.metrics import output_layer_cost
+from megabench.parallel.layout import Layout, divisors
+from megabench.settings.bounds import NumRanks
 from megabench.settings.reading import ConfigError
 from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.engine_spec import EngineSpec, ResolvedRun
 from megabench.specs.megatron_cost import Pipeline
 from megabench.specs.megatron_memory import MegatronVariant, megatron_memory
+from megabench.specs.shared_settings import SHARD_SIZE
 
 
 class MegatronSettings(EngineSettings):
@@ -20,6 +23,14 @@ class MegatronSettings(EngineSettings):
 
     keep_gathered: bool = setting(False, "Engine and layout", "option", "free", label="gathered kept")
     """Keep the inputs that TP gathered for the backward pass: a fifth less TP communication, more memory."""
+
+    shard_size: NumRanks | None = SHARD_SIZE
+
+
+def optimizer_copies(run: ResolvedRun) -> int:
+    """Return the number of copies of the optimizer state. Each copy is sharded over neighbouring replicas."""
+    shard_size = MegatronSettings.of(run).shard_size
+    return run.world_size // run.layout.pp // shard_size if shard_size else 1
 
 
 def chunk_layers(run: ResolvedRun) -> list[list[range]]:
@@ -36,6 +47,18 @@ def _check(run: ResolvedRun) -> None:
             "keep_gathered needs megabench's tensor-parallel layers; use tp=2 or more and kernels=auto, or omit "
             "keep_gathered"
         )
+    _check_shard_size(run)
+
+
+def _check_shard_size(run: ResolvedRun) -> None:
+    layout, shard_size = run.layout, MegatronSettings.of(run).shard_size
+    per_stage = run.world_size // layout.pp
+    if shard_size and (per_stage % shard_size or shard_size % layout.tp):
+        sizes = [size for size in divisors(per_stage) if size % layout.tp == 0]
+        what = f"the {per_stage} ranks" + " of a pipeline stage" * (layout.pp > 1)
+        raise ConfigError(
+            f"shard_size={shard_size} must divide {what} and be a multiple of tp={layout.tp}; use one of {sizes}"
+        )
 
 
 def _environment(run: RunSettings) -> Mapping[str, str]:
@@ -44,6 +67,15 @@ def _environment(run: RunSettings) -> Mapping[str, str]:
     Runs without TP and CP need several hardware queues.
     """
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if run.tp > 1 or run.cp > 1 else {}
+
+
+def _variants(ranks_per_host: int | None, layout: Layout) -> Iterator[MegatronVariant]:
+    yield MegatronVariant()
+    per_stage = layout.world_size // layout.pp
+    if not ranks_per_host or per_stage == ranks_per_host:
+        return
+    if per_stage % ranks_per_host == 0 and ranks_per_host % layout.tp == 0:
+        yield MegatronVariant(shard_size=ranks_per_host)
 
 
 SPEC = EngineSpec(
@@ -61,6 +93,7 @@ SPEC = EngineSpec(
     check=_check,
     environment=_environment,
     less_memory=lambda options: "a larger tp inside a host, or pp across hosts",
-    variants=lambda ranks_per_host: [MegatronVariant()],
-    variant_of=lambda options: MegatronVariant(),
+    variants=_variants,
+    variant_of=lambda options: MegatronVariant(shard_size=options.get("shard_size")),
+    variant_settings=lambda variant: {"shard_size": variant.shard_size} if variant.shard_size else {},
 )

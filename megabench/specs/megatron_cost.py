@@ -6,6 +6,7 @@ from functools import cache
 from megabench.cost import compute, network, schedule
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate
+from megabench.cost.network import Span
 from megabench.cost.shared_costs import Base, Sizes
 from megabench.specs.megatron_memory import (
     all_stage_layers,
@@ -149,16 +150,17 @@ class Pipeline:
         timeline = schedule.simulate([chunk.stage for chunk in chunks], layout.vp, micro_batches, send, blocking)
         reduces, gathers, updates = [], [], []
         fill, replicas = 0.0, geometry.replicas
+        shards = megatron_variant(candidate).num_shards(layout)
+        spans = geometry.parted_replicas(shards) if 1 < shards < replicas.size else (replicas, None)
         for stage, chunk in enumerate(chunks):
             parameters = stage_parameters(job, candidate, stage)
             pieces = self._num_buckets(candidate, stage, parameters)
-            reduce, gather = self._replica_seconds(candidate, geometry, parameters, pieces)
+            reduce, gather = self._replica_seconds(candidate, spans, parameters, pieces)
             backward, forward = chunk.stage.backward * layout.vp, chunk.stage.forward * layout.vp
             reduces.append(self.base.tail(backward, reduce, pieces, replicas, self._overlaps_gradients(candidate)))
             waits = self.base.tail(forward, gather, pieces, replicas, job.stack.overlaps_parameters)
             gathers.append(max(0.0, waits - fill))
             fill += chunk.stage.forward + send
-            shards = replicas.size if megatron_variant(candidate).shards_optimizer else 1
             update = compute.optimizer_seconds(self.machine, job, parameters, parameters / shards)
             if job.stack.flattens_shards and shards > 1:
                 update += compute.flattening_seconds(self.machine, job, parameters)
@@ -203,14 +205,19 @@ class Pipeline:
         return max(1, round(parameters / size))
 
     def _replica_seconds(
-        self, candidate: Candidate, geometry: Geometry, parameters: float, calls: int
+        self, candidate: Candidate, spans: tuple[Span, Span | None], parameters: float, calls: int
     ) -> tuple[float, float]:
         """Return the seconds to reduce a rank's gradients over its replicas, and to gather the updated weights.
 
-        A sharded optimizer uses a reduce-scatter and an all-gather of the weights; an unsharded one uses an all-reduce.
+        A sharded optimizer uses a reduce-scatter and an all-gather of the weights over the first of the `spans`; an
+        unsharded one uses an all-reduce. If the optimizer state has several copies, the reduce-scatter is followed by
+        an all-reduce of each shard over the second span (megatron-core: start_grad_sync).
         """
+        (inside, across), shards = spans, megatron_variant(candidate).num_shards(candidate.layout)
         gradients, weights = self.job.bytes_of_gradient * parameters, self.job.bytes_of_value * parameters
-        if not megatron_variant(candidate).shards_optimizer:
-            return network.all_reduce_seconds(self.profile, geometry.replicas, gradients, calls), 0.0
-        reduce = network.gather_seconds(self.profile, geometry.replicas, gradients, calls)
-        return reduce, network.gather_seconds(self.profile, geometry.replicas, weights, calls)
+        if shards == 1:
+            return network.all_reduce_seconds(self.profile, inside, gradients, calls), 0.0
+        reduce = network.gather_seconds(self.profile, inside, gradients, calls)
+        if across:
+            reduce += network.all_reduce_seconds(self.profile, across, gradients / shards, calls)
+        return reduce, network.gather_seconds(self.profile, inside, weights, calls)

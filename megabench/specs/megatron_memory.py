@@ -17,16 +17,27 @@ _QUEUED_KERNELS = 1024  # number of kernel launches that a CUDA stream queues be
 
 @dataclass(frozen=True)
 class MegatronVariant:
-    """Whether the optimizer is sharded over the dp·cp replicas of a rank's weights."""
+    """The sharding of the optimizer over the dp·cp replicas of a rank's weights.
+
+    With a `shard_size`, only replicas among `shard_size` neighbouring ranks share the state.
+    """
 
     shards_optimizer: bool = True
+    shard_size: int | None = None
+
+    def num_shards(self, layout: Layout) -> int:
+        """Return the number of ranks that share the optimizer state of a rank's weights."""
+        replicas = layout.data_parallel * layout.cp
+        if not self.shards_optimizer:
+            return 1
+        return min(replicas, max(1, self.shard_size // layout.tp)) if self.shard_size else replicas
 
     def prefix(self, engine: str) -> str:
         return ""
 
     @property
     def words(self) -> list[str]:
-        return []
+        return [f"shard{self.shard_size}"] if self.shard_size else []
 
     @property
     def kind(self) -> bool:
@@ -122,7 +133,7 @@ def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -
     """Return the memory of a rank on one stage."""
     layout = candidate.layout
     parameters = stage_parameters(job, candidate, stage)
-    shards = layout.data_parallel * layout.cp if megatron_variant(candidate).shards_optimizer else 1
+    shards = megatron_variant(candidate).num_shards(layout)
     layers = stage_layers(job, candidate, stage)
     kept = layer_activation_bytes(job, candidate)
     micro_batches = in_flight(stage, layout.pp, layout.vp, candidate.num_micro_batches(job))

@@ -12,6 +12,16 @@ RESHARD_AFTER_FORWARD: Any = setting(
     description="Release a layer's gathered weights after forward and gather them again for backward (fsdp, ZeRO-3).",
     label="weights kept",
 )
+SHARD_SIZE: Any = setting(
+    None,
+    "Engine and layout",
+    "option",
+    "free",
+    description="Neighbouring ranks that fsdp shards over, or megatron's optimizer state. Groups of them hold replicas "
+    "(HSDP) [default: all ranks].",
+    synonyms="data_parallel_shard_degree hsdp_shard_size num_distributed_optimizer_instances",
+    label="shards of {}",
+)
 OFFLOAD: Any = setting(
     "none",
     "Engine and layout",

@@ -40,6 +40,11 @@ COMBINATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-cp2": (4, {"pp": 2, "cp": 2}),
     "cp2-dp2": (4, {"cp": 2}),
     "pp2-vp2-cp2": (4, {"pp": 2, "vp": 2, "cp": 2}),
+    "dp4-shards-of-2": (4, {"shard_size": 2}),
+    "dp4-unsharded": (4, {"shard_size": 1}),
+    "tp2-dp4-shards-of-4": (8, {"tp": 2, "shard_size": 4, "global_batch": 8}),
+    "pp2-vp2-dp4-shards-of-2": (8, {"pp": 2, "vp": 2, "shard_size": 2, "global_batch": 8}),
+    "cp2-dp2-shards-of-2": (4, {"cp": 2, "shard_size": 2}),
 }
 
 

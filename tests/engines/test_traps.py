@@ -142,6 +142,15 @@ def _unmarked_parts() -> Any:
     return patch.object(ParallelLlama, "__init__", init)
 
 
+def _separate_copies() -> Any:
+    """Copies of the optimizer state that never sum their gradients."""
+    from megabench.engines.megatron import engine
+
+    original = engine.DistributedDataParallelConfig
+    alone = {"num_distributed_optimizer_instances": 1}
+    return patch.object(engine, "DistributedDataParallelConfig", lambda **fields: original(**fields | alone))
+
+
 def _torch_adam() -> Any:
     """torch's own AdamW, as megatron-core takes it by itself (trap 7)."""
     from megatron.core.optimizer import distrib_optimizer
@@ -174,6 +183,7 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "unmasked padding": _unmasked_padding,
     "same data everywhere": _same_data_everywhere,
     "no tp marks": _unmarked_parts,
+    "separate copies": _separate_copies,
     "torch's Adam": _torch_adam,
 }
 
@@ -209,6 +219,7 @@ def compare_broken(world_size: int, what: str, **fields: Any) -> dict[str, float
         ("unmarked norms", 2, {"tp": 2}),
         ("unmasked padding", 2, {"tp": 2, "model": "llama-odd"}),
         ("no tp marks", 2, {"tp": 2}),
+        ("separate copies", 4, {"shard_size": 2}),
         ("same data everywhere", 2, {}),
         ("same data everywhere", 2, {"engine": "deepspeed", "zero_stage": 3}),
     ],

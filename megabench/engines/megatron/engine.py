@@ -36,7 +36,7 @@ from megabench.engines.protocol import StepResult, TensorKind
 from megabench.parallel.axes import FACTORS
 from megabench.record import KernelTraits
 from megabench.runtime.megatron_core import buffer_layout, gradients_for_norm
-from megabench.specs.megatron import chunk_layers
+from megabench.specs.megatron import chunk_layers, optimizer_copies
 
 # parameters per bucket of gradients, as megatron-core's DistributedDataParallel chooses them
 BUCKET_SIZE = 40_000_000
@@ -49,7 +49,8 @@ class MegatronEngine:
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run = config
         self.device = device
-        self.groups = process_groups.create(config.layout)
+        self.copies = optimizer_copies(config)
+        self.groups = process_groups.create(config.layout, self.copies)
         # the sequence-parallel forward pass needs megatron-core's random state tracker
         model_parallel_cuda_manual_seed(config.seed)
         self.chunks = self._build_chunks()
@@ -59,7 +60,7 @@ class MegatronEngine:
 
     @staticmethod
     def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
-        created = process_groups.create(config.layout)
+        created = process_groups.create(config.layout, optimizer_copies(config))
         return {axis: getattr(created, axis) for axis in FACTORS}
 
     def _build_chunks(self) -> list[DistributedDataParallel]:
@@ -88,6 +89,7 @@ class MegatronEngine:
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.run.grad_dtype == "fp32",
             use_distributed_optimizer=True,
+            num_distributed_optimizer_instances=self.copies,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap,
             bucket_size=bucket_size if overlap else None,  # megatron-core requires equal values for all chunks
@@ -173,8 +175,8 @@ class MegatronEngine:
         for_norm = gradients_for_norm(self.optimizer)
         squared_norm = torch.nn.utils.get_total_norm(for_norm).double().square().to(self.device)
         # the ranks of a tensor-parallel group report the same losses, which cancels in the mean;
-        # the gradient shards of all ranks together are the gradient, each once
-        totals = torch.cat([self.loss_and_count, squared_norm.reshape(1)])
+        # the gradient shards of all ranks together are the gradient, once for each copy of the optimizer state
+        totals = torch.cat([self.loss_and_count, squared_norm.reshape(1) / self.copies])
         dist.all_reduce(totals)
         loss_sum, loss_count, squared_norm_sum = totals.tolist()
         grad_norm = squared_norm_sum**0.5
@@ -199,7 +201,7 @@ class MegatronEngine:
 
     def training_state(self) -> TrainingState:
         return TrainingState(
-            shards=list(shards(self._named_parameters(), self.optimizer, self.run, self.groups.tp.rank())),
+            shards=list(shards(self._named_parameters(), self.optimizer, self.run, self.groups)),
             optimizer_step=optimizer_step(self.optimizer),
             loss_scale=loss_scale_of(self.optimizer),
         )

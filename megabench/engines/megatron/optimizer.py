@@ -39,11 +39,17 @@ def build_optimizer(
         data_parallel_group=groups.intra_dp_cp,
         data_parallel_group_gloo=None,
         data_parallel_group_idx=groups.mp.rank(),
-        distributed_optimizer_instance_id=0,
+        distributed_optimizer_instance_id=copy_number(groups),
     )
     optimizer.grad_stats_parallel_group = groups.intra_dist_opt
     optimizer.tp_group = groups.tp
     return optimizer
+
+
+def copy_number(groups: ProcessGroupCollection) -> int:
+    """Return the number of this rank's copy of the optimizer state, from 0."""
+    number: int = groups.dp_cp.rank() // groups.intra_dp_cp.size()
+    return number
 
 
 def _param_groups(run: ResolvedConfig, chunks: list[DistributedDataParallel]) -> list[dict[str, Any]]:

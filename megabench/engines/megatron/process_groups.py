@@ -6,8 +6,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megabench.parallel.layout import Layout
 
 
-def create(layout: Layout) -> ProcessGroupCollection:
+def create(layout: Layout, optimizer_copies: int = 1) -> ProcessGroupCollection:
     """Create megatron-core's process groups of a layout. The ranks of the default process group must be placed already.
+
+    The optimizer state has `optimizer_copies`, each sharded over neighbouring replicas.
 
     The groups are part of megatron-core's global state. A second call returns the same groups.
     """
@@ -17,6 +19,7 @@ def create(layout: Layout) -> ProcessGroupCollection:
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
             context_parallel_size=layout.cp,
+            num_distributed_optimizer_instances=optimizer_copies,
             create_gloo_process_groups=False,
         )
     groups = ProcessGroupCollection.use_mpu_process_groups()

@@ -4,20 +4,25 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.nn import Parameter
 
 from megabench.checkpoint.shards import StateKind, StateShard, blocks_of
 from megabench.config import ResolvedConfig
-from megabench.engines.megatron.optimizer import init_state
+from megabench.engines.megatron.optimizer import copy_number, init_state
 from megabench.models.mapping import shard
 
 _KINDS: dict[str, StateKind] = {"param": "weight", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 def shards(
-    named: Iterable[tuple[str, Parameter]], optimizer: DistributedOptimizer, run: ResolvedConfig, tp_rank: int
+    named: Iterable[tuple[str, Parameter]],
+    optimizer: DistributedOptimizer,
+    run: ResolvedConfig,
+    groups: ProcessGroupCollection,
 ) -> Iterator[StateShard]:
     """Return this rank's optimizer state of each parameter, with names of the whole model."""
+    tp_rank, is_first_copy = groups.tp.rank(), copy_number(groups) == 0
     init_state(optimizer.optimizer)  # before the first step, the optimizer has no state
     for name, parameter in named:
         if parameter not in optimizer.model_param_gbuf_map:
@@ -27,7 +32,7 @@ def shards(
         blocks = blocks_of(cut, held.start, held.end)
         # the first tensor-parallel rank saves replicated parameters, and the first stage saves a tied output layer
         is_first = tp_rank == 0 or cut != shard(name, run.shape, run.layout.tp, 0)
-        is_owner = is_first and not getattr(parameter, "shared", False)
+        is_owner = is_first and is_first_copy and not getattr(parameter, "shared", False)
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         for key, kind in _KINDS.items():
             if key in tensors:

@@ -25,6 +25,7 @@ ON_GPUS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-dp2": (4, {"tp": 2}),
     "pp2-vp2-dp2": (4, {"pp": 2, "vp": 2}),
     "dp4": (4, {}),
+    "dp4-shards-of-2": (4, {"shard_size": 2}),
     "tp8": (8, {"tp": 8}),
     "tp4-pp2": (8, {"tp": 4, "pp": 2}),
     "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2}),
@@ -36,8 +37,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "adafactor"}, "needs whole matrices on every rank, but the megatron engine shards them"),
     ({"keep_gathered": True}, "use tp=2 or more and kernels=auto"),
     ({"tp": 2, "keep_gathered": True, "kernels": "reference"}, "use tp=2 or more and kernels=auto"),
+    ({"shard_size": 3}, r"must divide the 4 ranks and be a multiple of tp=1; use one of \[1, 2, 4\]"),
+    ({"tp": 2, "shard_size": 1}, r"be a multiple of tp=2; use one of \[2, 4\]"),
+    ({"pp": 2, "shard_size": 4}, r"must divide the 2 ranks of a pipeline stage"),
     ({"compile": True}, f"compile is a setting of the {_COMPILING}, and the engine is megatron"),
 ]
+RESUMED: list[dict[str, Any]] = [{"shard_size": 2}]
 OF_EARLIER_VERSIONS: dict[str, dict[str, Any]] = {"megatron": {"tp": 2}}
 KERNELS: dict[str, dict[str, Any]] = {
     "llama": {"model": "llama3-8b"},
