@@ -32,6 +32,11 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Stream:
+    """A CUDA stream for the CPU, where operations run in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
     def wait_stream(self, stream: Any) -> None:
         pass
 
@@ -77,8 +82,7 @@ def _answer_cuda_calls() -> None:
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     cuda.manual_seed = cuda.random.manual_seed = torch.default_generator.manual_seed
-    # operations on CPU run in order, so one stream that never waits is enough
-    cuda.Stream = cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
+    cuda.Stream = cuda.current_stream = cuda.default_stream = _Stream
     cuda.stream = lambda stream: contextlib.nullcontext()
 
 
