@@ -1,19 +1,19 @@
 # `make quickstart` and `make test` need Python 3.11 to 3.13, a C compiler and nothing else.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test test-fast lint readme-tables settings-page validate-planner venv clean
+.PHONY: quickstart test test-fast lint readme-tables settings-page validate-planner versions venv clean
 
-quickstart: $(INSTALLED)
+quickstart: versions
 	rm -rf runs/quickstart
 	$(VENV)/bin/megabench compare configs/studies/quickstart.yaml --out runs/quickstart
 
-test: $(INSTALLED)
+test: versions
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # the tests that start no processes and open no pages
-test-fast: $(INSTALLED)
+test-fast: versions
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not distributed and not e2e"
 
 lint: $(INSTALLED)
@@ -33,6 +33,9 @@ settings-page: $(INSTALLED)
 # DATA: a table of published runs, which is no part of the repository; WRITE=--write ships what was fitted
 validate-planner: $(INSTALLED)
 	$(VENV)/bin/python -m tools.planner_validation $(DATA) $(WRITE)
+
+versions: $(INSTALLED)
+	@$(VENV)/bin/python -c 'from importlib.metadata import version as of; from platform import python_version; print("Python", python_version(), *(f"· {name} {of(name)}" for name in ("torch", "megatron-core")))'
 
 venv: $(INSTALLED)
 
