@@ -25,6 +25,7 @@ def prepare() -> None:
     for message in (
         "Transformer Engine and Apex are not installed",
         "Apex is not installed",
+        "invalid escape sequence",
         "The .grad attribute of a Tensor that is not a leaf",  # the schedules read .grad of stage outputs
     ):
         warnings.filterwarnings("ignore", message=message)
