@@ -12,6 +12,7 @@ from megabench.record import Environment
 _PACKAGES = (
     "torch",
     "megatron-core",
+    "megatron-fsdp",
     "deepspeed",
     "transformers",
     "transformer-engine",

@@ -1,8 +1,8 @@
-"""Make megatron-core run on a machine without a GPU.
+"""Make megatron-core and megatron-fsdp run on a machine without a GPU.
 
-megatron-core asks for CUDA by name in many places. `install()` redirects those calls to the CPU, only for callers
-inside megatron.core, so that a wrong device in megabench still fails. `install()` does nothing if there is a GPU, and
-must run before megatron.core is first imported. The mode is thread-local: call it in the thread that trains.
+Both ask for CUDA by name in many places. `install()` redirects those calls to the CPU, only for callers in these
+libraries, so that a wrong device in megabench still fails. `install()` does nothing if there is a GPU, and must run
+before these libraries are first imported. The mode is thread-local: call it in the thread that trains.
 
 Transformer Engine, FP8, CUDA graphs and the timing of streams do not work on CPU.
 """
@@ -23,8 +23,8 @@ _mode: TorchFunctionMode | None = None
 
 
 def _called_by_megatron() -> bool:
-    """Return whether megatron.core called the torch function, which is two stack frames above this one."""
-    return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core")
+    """Return whether megatron-core or megatron-fsdp called the torch function, two stack frames above this one."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(("megatron.core", "megatron_fsdp"))
 
 
 def _is_cuda(device: Any) -> bool:
@@ -40,6 +40,17 @@ class _Stream:
     def wait_stream(self, stream: Any) -> None:
         pass
 
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self) -> "_Event":
+        return _Event()
+
+
+class _Event:
+    def wait(self, stream: Any = None) -> None:
+        pass
+
 
 class _CudaMeansCpu(TorchFunctionMode):
     """Rewrite the CUDA requests of megatron.core: tensor devices, pinned memory, `.cuda()`, and type names."""
@@ -48,6 +59,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.device and args and str(args[0]).startswith("cuda") and _called_by_megatron():
+            return _CPU
         if _is_cuda(kwargs.get("device")) and _called_by_megatron():
             kwargs = {**kwargs, "device": _CPU}
         if kwargs.get("pin_memory") and _called_by_megatron():

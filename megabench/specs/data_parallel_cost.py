@@ -1,4 +1,4 @@
-"""Cost model of a step of ZeRO 0 to 3 (with and without offload), FSDP2 and DDP. Loads no torch."""
+"""Cost model of a step of ZeRO 0 to 3 (with and without offload), FSDP2, Megatron-FSDP and DDP. Loads no torch."""
 
 from megabench.cost import compute, network, schedule
 from megabench.cost.geometry import Geometry
@@ -61,7 +61,7 @@ class DataParallel:
     def _hook_seconds(self, candidate: Candidate) -> tuple[float, float]:
         """Return the host time of one layer's hooks, forward and backward."""
         stage = sharding_of(candidate).zero_stage
-        if candidate.engine == "fsdp":
+        if candidate.engine in ("fsdp", "megatron_fsdp"):
             times, hooks = 1, _FSDP_HOOKS
         elif stage:
             times, hooks = self.job.layer_tensors, _ZERO3_HOOKS if stage == 3 else _ZERO_HOOKS
@@ -79,6 +79,8 @@ class DataParallel:
           into a bucket, divide them, reorder them by rank, and accumulate the rank's own shard.
         - FSDP2 (_fsdp_collectives.py) casts its fp32 shards, copies them into the gather buffer, copies the gathered
           weights out, and copies gradients into the reduction buffer.
+        - Megatron-FSDP (param_and_grad_buffer.py) casts gradients into the reduction buffer. Weights are gathered in
+          place.
         - DDP casts fp32 weights, and casts gradients back.
         """
         if self.job.stack.flat_parameters:
@@ -90,6 +92,8 @@ class DataParallel:
             moved: float = _cast(4, v) * (2 if candidate.recompute == "full" else 1) + _cast(v, 4) + 3 * 4
         elif candidate.engine == "fsdp":
             moved = 2 * gathers * v + (v + g) + (gathers * (_cast(4, v) + 2 * v) + 3 * g) / ranks
+        elif candidate.engine == "megatron_fsdp":
+            moved = _cast(v, g) + 3 * g / ranks
         elif stage == 3:
             moved = gathers * v + _cast(v, g) + 4 * g + 3 * g / ranks
         elif stage == 2:
@@ -137,7 +141,7 @@ class DataParallel:
         sharding, is_ddp = sharding_of(candidate), candidate.engine == "ddp"
         ranks, once, copied = candidate.layout.world_size, 0.0, 0.0
         gradients, weights = job.bytes_of_gradient * parameters, job.bytes_of_value * parameters
-        sharded = parameters / (sharding.shard_size or ranks)
+        sharded = parameters / (ranks if sharding.shards_across else sharding.shard_size or ranks)
         if sharding.zero_stage == 0:
             pieces = max(1, round(parameters / (_DDP_BUCKET if is_ddp else REDUCE_BUCKET)))
             reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
@@ -145,7 +149,11 @@ class DataParallel:
             sharded = parameters
         elif sharding.shard_size:  # HSDP replicas all-reduce gradients once per step, after the last micro-batch
             across = geometry.apart(sharding.shard_size)
-            reduce = network.all_reduce_seconds(self.profile, across, gradients / sharding.shard_size)
+            if sharding.shards_across:
+                reduce = network.gather_seconds(self.profile, across, gradients / sharding.shard_size)
+                reduce += network.gather_seconds(self.profile, across, weights / sharding.shard_size)
+            else:
+                reduce = network.all_reduce_seconds(self.profile, across, gradients / sharding.shard_size)
             once = self.base.tail(backward, reduce, job.shape.num_layers, across, overlaps=True)
         elif sharding.zero_stage < 3:
             once = network.gather_seconds(self.profile, geometry.world, weights)

@@ -10,7 +10,7 @@ _GATHERED_LAYERS = 3
 
 
 def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
-    """Return the memory of one rank of DeepSpeed, FSDP2 or DDP.
+    """Return the memory of one rank of DeepSpeed, FSDP2, Megatron-FSDP or DDP.
 
     Bytes per parameter with AdamW, for n ranks and gradients of g bytes (megabench's engines):
 
@@ -21,6 +21,7 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
     - FSDP2, with fp32 shards: (4 + g + 8)/n. The embedding and the output layer stay gathered from forward to backward
       and are reduced one at a time. FSDP2 frees gathered weights at once and in order, which causes little
       fragmentation.
+    - Megatron-FSDP, with shards in both dtypes: (2 + 4 + g + 8)/n. With groups of s ranks, 2/s + g/s + (4 + 8)/n.
     - DDP, with fp32 replicas and buckets: 4 + 4 + 8, and 2 for the cast of every matrix that backward needs, unless
       full recomputation repeats the cast.
 
@@ -56,6 +57,12 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
         weights, gradients = 4 * parameters / shards, g * parameters / shards
         optimizer = moments * parameters / shards
         whole = value * (parameters if sharding.keeps_weights else _GATHERED_LAYERS * layer + ends)
+        buffers = g * layer + (g + value) * job.embedding_parameters
+    elif candidate.engine == "megatron_fsdp":
+        shards = sharding.shard_size or ranks
+        weights, gradients = (value / shards + 4 / ranks) * parameters, g * parameters / shards
+        optimizer = moments * parameters / ranks
+        whole = value * (_GATHERED_LAYERS * layer + ends)
         buffers = g * layer + (g + value) * job.embedding_parameters
     else:
         cast = value if value < 4 and candidate.recompute != "full" else 0.0

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from megabench.specs import ddp, deepspeed, fsdp, megatron
+from megabench.specs import ddp, deepspeed, fsdp, megatron, megatron_fsdp
 from megabench.specs.engine_spec import EngineSpec
 
 ENGINES: dict[str, EngineSpec] = {
@@ -13,6 +13,7 @@ ENGINES: dict[str, EngineSpec] = {
         megatron.SPEC,
         deepspeed.SPEC,
         fsdp.SPEC,
+        megatron_fsdp.SPEC,
         ddp.SPEC,
     )
 }

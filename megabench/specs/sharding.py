@@ -19,8 +19,8 @@ class Sharding:
     """The sharding and offload options of a data-parallel run. `zero_stage` is 3 for FSDP2 and 0 for DDP.
 
     With `keeps_weights`, ZeRO-3 and FSDP2 keep the weights gathered from forward to backward. FSDP2 shards over groups
-    of `shard_size` neighbouring ranks (HSDP). ZeRO-3 gathers over groups of `hpz_size` neighbouring ranks in backward
-    (hpZ).
+    of `shard_size` neighbouring ranks (HSDP). With `shards_across`, as in Megatron-FSDP, the optimizer state is also
+    sharded across these groups. ZeRO-3 gathers over groups of `hpz_size` neighbouring ranks in backward (hpZ).
     """
 
     zero_stage: int
@@ -28,6 +28,7 @@ class Sharding:
     shard_size: int | None = None
     hpz_size: int | None = None
     keeps_weights: bool = False
+    shards_across: bool = False
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Sharding":

@@ -59,13 +59,16 @@ def place_of(thread: int) -> tuple[str, bool]:
     innermost = sys._current_frames().get(thread)
     if innermost is None:
         return "nowhere", False
-    ours: FrameType | None = innermost
-    while ours is not None and "/megabench/" not in ours.f_code.co_filename:
-        ours = ours.f_back
-    code = innermost.f_code
-    waits = any(part in code.co_filename for part in _WAITING_FILES) or code.co_name in _WAITING_CALLS
-    place = _call(innermost)
-    return (place if ours in (None, innermost) else f"{place} in {_call(ours)}"), waits
+    try:
+        ours: FrameType | None = innermost
+        while ours is not None and "/megabench/" not in ours.f_code.co_filename:
+            ours = ours.f_back
+        code = innermost.f_code
+        waits = any(part in code.co_filename for part in _WAITING_FILES) or code.co_name in _WAITING_CALLS
+        place = _call(innermost)
+        return (place if ours in (None, innermost) else f"{place} in {_call(ours)}"), waits
+    except AttributeError:  # the frames of a running thread can change while they are read
+        return "an unknown function", False
 
 
 def _call(frame: FrameType | None) -> str:
@@ -195,7 +198,9 @@ class Watchdog:
 
     def _publish(self) -> None:
         self._beat += 1
-        place, waits = place_of(self._main_thread)
+        # Only the place of a rank without progress is of interest. Reading the frames of a running thread is not safe.
+        is_stuck = time.monotonic() - self._moved > 2 * self._interval
+        place, waits = place_of(self._main_thread) if is_stuck else (f"the middle of {self._activity}", False)
         heartbeat = Heartbeat(self._rank, self._host, self._beat, self._step, self._activity, place, waits)
         self._store.set(f"watch/{self._rank}", heartbeat.to_json())
 

@@ -76,6 +76,28 @@ def test_where_a_thread_stands() -> None:
     assert place.startswith("test_where_a_thread_stands (test_watchdog.py:") and not waits
 
 
+def test_frames_that_change_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Frame:
+        f_back, f_code = "no frame", threading.Thread.run.__code__
+
+    monkeypatch.setattr("megabench.train.watchdog.sys._current_frames", lambda: {1: Frame()})
+    assert place_of(1) == ("an unknown function", False)
+
+
+def test_frames_of_a_rank_with_progress_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr("megabench.train.watchdog.place_of", lambda thread: (str(read.append(thread)), False))
+    store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+    watchdog = Watchdog(Rendezvous(store, 0, 1, 0, 1), stall_seconds=2.0, num_steps=9)
+    for step in range(1, 11):
+        watchdog.at("training", step)
+        time.sleep(0.1)
+    assert not read
+    time.sleep(0.8)
+    assert read
+    watchdog.close()
+
+
 def failure_of(steps: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Failure:
     """What is reported of a run whose two ranks stand still, with so many steps done."""
     monkeypatch.setattr("megabench.train.watchdog.os._exit", lambda status: None)

@@ -49,6 +49,16 @@ def materialize(model: PreTrainedModel, device: torch.device) -> None:
     model.initialize_weights()
 
 
+def materialize_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Allocate and initialize the buffers of a model on the meta device. Its parameters stay there."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # with this flag, transformers initializes only the buffers
+    model.initialize_weights()
+
+
 def blocks(model: PreTrainedModel, run: ResolvedConfig) -> list[nn.Module]:
     """Its layers, in order."""
     return list(model.get_submodule(run.shape.table.layer_prefix.rstrip(".")).children())

@@ -1,0 +1,180 @@
+"""The Megatron-FSDP engine: NVIDIA's fully sharded data parallelism, with one unit per block.
+
+Every rank holds fp32 shards of the weights and shards of the weights in the training dtype. If `shard_size` is smaller
+than the world size, weights and gradients are sharded inside groups of `shard_size` neighbouring ranks, and only the
+optimizer state is also sharded across the groups.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
+
+from megabench.checkpoint.shards import TrainingState
+from megabench.config import ResolvedConfig
+from megabench.data.batch import Batch
+from megabench.engines.common import kernels
+from megabench.engines.common import transformers_model as shared
+from megabench.engines.common.replica_state import Held, ReplicaState
+from megabench.engines.protocol import DataParallelEngine, StepResult, TensorKind
+from megabench.models.hugging_face import build_model
+from megabench.record import KernelTraits
+from megabench.runtime.device import DTYPES
+from megabench.runtime.megatron_fsdp import prepare
+from megabench.specs.megatron_fsdp import MegatronFsdpSettings
+
+prepare()
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model  # noqa: E402
+from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata  # noqa: E402
+
+
+class MegatronFsdpEngine(DataParallelEngine):
+    """Pure data parallelism under Megatron-FSDP; see `megabench.engines.protocol.Engine`."""
+
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
+        self.run, self.own = config, MegatronFsdpSettings.of(config)
+        self.device = device
+        self.model = self._build_model()
+        self.wrapped = self._shard(self.model)
+        # DTensors of the fp32 weights, which the optimizer updates through plain tensors of the local shards
+        self.weights = dict(self.wrapped.param_and_grad_buffer.optimizer_named_parameters)
+        self.shards = {name: nn.Parameter(weight.detach().to_local()) for name, weight in self.weights.items()}
+        dims = [weight.ndim for weight in self.weights.values()]
+        self.optimizer = shared.build_optimizer(config, zip(self.shards.values(), dims, strict=True))
+        self.first = {
+            name: gather_and_compute_chunk_metadata(weight).offsets[0] * math.prod(weight.shape[1:])
+            for name, weight in self.weights.items()
+        }
+        held = [Held(name, shard, self.first[name], is_owner=True) for name, shard in self.shards.items()]
+        self.loss_scale = shared.loss_scale_of(config)
+        self.state = ReplicaState(config, self.optimizer, held, self.loss_scale)
+        self.loss = torch.zeros((), device=device)
+
+    def _build_model(self) -> PreTrainedModel:
+        """Build the model on the meta device. Megatron-FSDP then allocates, fills and shards one module at a time.
+
+        A model with tied weights is allocated and filled here, because Megatron-FSDP would separate these weights.
+        """
+        run = self.run
+        config = shared.model_config(run)
+        with torch.device("meta"):
+            model = build_model(config).to(DTYPES[run.precision])
+        shared.fuse(model, run)
+        if run.shape.tied_embeddings:
+            shared.materialize(model, self.device)
+        else:
+            shared.materialize_buffers(model, self.device)
+        shared.prepare(model, run, self.device)
+        values = shared.InitialValues(run, self.device)
+        if run.shape.tied_embeddings:
+            _fill(model, "", values)
+            return model
+        for prefix, module in model.named_modules():
+            if module._parameters:
+                module.reset_parameters = partial(_fill, module, prefix, values, recurse=False)
+        return model
+
+    def _shard(self, model: PreTrainedModel) -> Any:
+        mesh = self._mesh()
+        across = {}
+        if mesh["outer"].size() > 1:
+            group = mesh["outer", "shard"]._flatten("world").get_group()
+            across = {"dp_outer_dim": "outer", "hybrid_fsdp_group": group, "outer_dp_sharding_strategy": "optim"}
+        grad_dtype = DTYPES[self.run.grad_dtype]
+        return fully_shard_model(
+            model,
+            device_mesh=mesh,
+            dp_shard_dim="shard",
+            tp_dim="tp",
+            fsdp_unit_modules=[type(shared.blocks(model, self.run)[0])],
+            zero_dp_strategy="optim_grads_params",
+            device=self.device,
+            init_model_with_meta_device=not self.run.shape.tied_embeddings,
+            mixed_precision_policy=MixedPrecisionPolicy(
+                main_params_dtype=torch.float32, main_grads_dtype=grad_dtype, grad_comm_dtype=grad_dtype
+            ),
+            sync_model_each_microbatch=False,
+            calculate_per_token_loss=True,  # gradients are summed; `accumulate` divides them
+            **across,
+        )
+
+    def _mesh(self) -> DeviceMesh:
+        size = dist.get_world_size()
+        inside = self.own.shard_size or size
+        return init_device_mesh(self.device.type, (size // inside, inside, 1), mesh_dim_names=("outer", "shard", "tp"))
+
+    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        self.accumulate(batches)
+        return self.update(learning_rate)
+
+    def accumulate(self, batches: Sequence[Batch]) -> None:
+        self.wrapped.zero_grad_buffer()
+        self.loss.zero_()
+        for number, batch in enumerate(batches):
+            # gradients are reduced across the groups of `shard_size` once per step
+            self.wrapped.is_last_microbatch = number == len(batches) - 1
+            loss = shared.mean_loss(self.wrapped, self.model, batch.to(self.device)) / len(batches)
+            (loss * self.loss_scale.value if self.loss_scale else loss).backward()
+            self.loss += loss.detach()
+        self.wrapped.finish_grad_sync()
+        for name, weight in self.weights.items():
+            self.shards[name].grad = weight.grad.detach().to_local() if weight.grad is not None else None
+        torch._foreach_mul_(self._gradients(), 1 / dist.get_world_size())
+
+    def _gradients(self) -> list[Tensor]:
+        return [shard.grad for shard in self.shards.values() if shard.grad is not None]
+
+    @torch.no_grad()
+    def update(self, learning_rate: float) -> StepResult:
+        grads = self._gradients()
+        totals = torch.stack([self.loss, torch.nn.utils.get_total_norm(grads).square().to(self.device)])
+        dist.all_reduce(totals)
+        loss, squared_norm = totals.tolist()
+        loss /= dist.get_world_size()
+        result = shared.finish_step(
+            self.run, self.optimizer, grads, loss, squared_norm**0.5, learning_rate, self.loss_scale
+        )
+        self.wrapped.install_optimized_model_weights()
+        return result
+
+    def training_state(self) -> TrainingState:
+        return self.state.read()
+
+    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
+        self.state.restored(optimizer_step, loss_scale)
+        self.wrapped.install_optimized_model_weights()
+
+    @property
+    def rank_loss(self) -> float:
+        return self.loss.item()
+
+    def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
+        for name, shard in self.shards.items():
+            whole = torch.zeros(self.weights[name].shape, device=self.device)
+            local = shard.detach() if kind == "weights" else shard.grad
+            if local is not None:
+                whole.view(-1)[self.first[name] : self.first[name] + local.numel()] = local.view(-1)
+            dist.all_reduce(whole)
+            yield name, shared.shown(name, whole, kind, self.run, self.loss_scale)
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
+
+    @property
+    def kernel_traits(self) -> KernelTraits:
+        return kernels.traits_for_transformers(self.run)
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, prefix: str, values: shared.InitialValues, recurse: bool = True) -> None:
+    """Fill the parameters of a module, and of its submodules if `recurse`, with their initial values."""
+    for name, parameter in module.named_parameters(prefix, recurse):
+        parameter.copy_(values.read(name, 0, parameter.numel()).view(parameter.shape))
