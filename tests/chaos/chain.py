@@ -231,6 +231,8 @@ class Chain:
         if len(good) < 2 or self.dice.random() > 0.25:
             return "", None
         newest = folder_of(self.save, good[0])
+        if newest.is_symlink():  # an earlier damage
+            return "", None
         kind = self.dice.choice(["truncated", "bit-flipped", "deleted", "linked"])
         if kind == "deleted":
             shutil.rmtree(newest)

@@ -5,6 +5,7 @@
 the unfused torch code of transformers, which stores the full logits in fp32.
 """
 
+import logging
 from importlib.util import find_spec
 
 import torch
@@ -63,6 +64,9 @@ def patch_transformers(run: ResolvedConfig) -> None:
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     if uses_liger(run):
         import liger_kernel.transformers as liger
+
+        # it warns that its kernels for other hardware cannot be imported
+        logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
 
         getattr(liger, f"apply_liger_kernel_to_{run.shape.family}")(
             rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
