@@ -146,9 +146,15 @@ def _separate_copies() -> Any:
     """Copies of the optimizer state that never sum their gradients."""
     from megabench.engines.megatron import engine
 
-    original = engine.DistributedDataParallelConfig
-    alone = {"num_distributed_optimizer_instances": 1}
-    return patch.object(engine, "DistributedDataParallelConfig", lambda **fields: original(**fields | alone))
+    original = engine.DistributedDataParallel
+
+    def alone(*args: Any, pg_collection: Any, **fields: Any) -> Any:
+        wrapped = original(*args, pg_collection=pg_collection, **fields)
+        for group in wrapped.bucket_groups:
+            group.inter_distributed_optimizer_instance_group = pg_collection.tp  # one rank
+        return wrapped
+
+    return patch.object(engine, "DistributedDataParallel", alone)
 
 
 def _torch_adam() -> Any:
