@@ -93,7 +93,7 @@ class MegatronFsdpEngine(DataParallelEngine):
             device_mesh=mesh,
             dp_shard_dim="shard",
             tp_dim="tp",
-            fsdp_unit_modules=[type(shared.blocks(model, self.run)[0])],
+            fsdp_unit_modules=list({type(block) for block in shared.blocks(model, self.run)}),
             zero_dp_strategy="optim_grads_params",
             device=self.device,
             init_model_with_meta_device=not self.run.shape.tied_embeddings,
