@@ -11,9 +11,8 @@ from megabench.models.shape import ModelShape
 def rotary_frequencies(shape: ModelShape) -> Tensor:
     """Return θ^(−2i/D) for i in 0 … D/2 − 1 (arXiv 2104.09864), with scaling if any: fp32 on CPU, [D/2].
 
-    Llama 3.1's scaling depends on the number of periods of a frequency in the original context. Frequencies with many
-    periods are unchanged, and frequencies with few periods are divided by `factor`. Frequencies in between are
-    interpolated (modeling_rope_utils.py of transformers).
+    Llama 3.1's scaling keeps high frequencies, which have many periods within the original context, and divides low
+    frequencies by `factor`. It interpolates between these two ranges (modeling_rope_utils.py of transformers).
     """
     assert shape.rope_theta is not None
     exponents = torch.arange(0, shape.head_dim, 2).float() / shape.head_dim

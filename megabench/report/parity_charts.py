@@ -8,7 +8,7 @@ from megabench.report.chart import Chart, Figures, letter_legend
 from megabench.report.trials import Shown, WorkClassOfTrials
 from megabench.study.parity import NUM_NORMS, from_same_step, relative_differences
 
-_LEAST_DIFFERENCE = 1e-9  # smallest drawn value, because the logarithm of a zero difference is undefined
+_LEAST_DIFFERENCE = 1e-9  # the lower end of the logarithmic axis, on which zero differences are shown
 
 
 def losses_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:

@@ -8,7 +8,9 @@ from megabench.cost.job import Candidate, Job
 from megabench.cost.profile import GENERIC, shipped_profiles
 from megabench.hardware.host_memory import available_host_bytes
 
-_MARGIN = 0.95  # fraction of the estimate that must fit, because the estimate rounds up if pipeline stages differ
+# A run is refused only if 95% of its estimated memory exceeds the available memory. For stages with unequal numbers of
+# layers, the estimate is too high.
+_MARGIN = 0.95
 
 
 class MemoryCheckError(UserError):

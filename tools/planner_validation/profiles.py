@@ -27,8 +27,8 @@ _START = {
 # The constants are fitted to the step times of these studies. Their models have four layers, and most models of the
 # held-out studies have more. These studies cover the fused kernels of the current engines and unfused kernels.
 OWN_FITTED = ("options-4-gpus", "nccl-parity-bf16")
-# The memory constants are fitted to the peak memory of these studies. Larger models are included, because allocator
-# fragmentation is large relative to the activations of four layers.
+# The memory constants are fitted to the peak memory of these studies. Models with more
+# than four layers are included, because allocator fragmentation distorts the memory of small models.
 OWN_FITTED_MEMORY = (*OWN_FITTED, "llama3-8b-nvlink-synthetic", "llama3-8b-two-gpus-synthetic", "llama3-8b-scaling")
 # step-time constants that `megabench calibrate` does not measure
 _FEW = ("unfused_traffic", "step_seconds")

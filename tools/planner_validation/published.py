@@ -83,9 +83,9 @@ _NEMO = Stack(
     stages="even",
 )
 # `loss_bytes` is the number of bytes per logit that the loss reads and writes in forward and in backward.
-# In llm-foundry, flash-attn's 16-bit loss reads 2 bytes in forward, and reads 2 bytes and writes 2 bytes in backward.
-# In forward, torch's loss casts (2 + 4 bytes) and computes maximum, sum and logarithm (4 + 4 + 4 + 4 bytes).
-# In backward, torch's loss zeroes, sums, writes and casts (4 + 4 + 4 + 4 + 4 + 2 bytes).
+# In llm-foundry, flash-attn's 16-bit loss reads 2 bytes per logit in forward. In backward it reads and writes 2 each.
+# In forward, torch's loss casts each logit (2 + 4 bytes) and computes maximum, sum and logarithm (4 + 4 + 4 + 4 bytes).
+# In backward, torch's loss clears the gradient (4 bytes per logit), computes it (16 bytes) and casts it (2 bytes).
 _FOUNDRY = Stack(flash_version_2=True, fused=False, fused_loss=False, loss_bytes=(2, 4), flat_parameters=True)
 _FSDP = replace(_FOUNDRY, loss_bytes=(22, 22))
 _TITAN = replace(_FSDP, flat_parameters=False)
