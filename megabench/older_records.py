@@ -64,7 +64,7 @@ def _kernel_traits(kernels: Any) -> dict[str, bool | None] | None:
     if not isinstance(kernels, dict):
         return None
     return {
-        "flash_attention": _is_fused(kernels, "attention", "eager"),
+        "flash_attention": _is_fused(kernels, "attention", "eager", "unfused"),
         "fused_norm": _is_fused(kernels, "norm", "transformers RMSNorm", "transformers LlamaRMSNorm"),
         "fused_activation": _is_fused(kernels, "activation", "unfused"),
         "fused_loss": _is_fused(kernels, "cross_entropy", "fp32 logits"),

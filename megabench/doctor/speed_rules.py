@@ -81,11 +81,13 @@ def slow_attention(case: Case) -> Iterator[Finding]:
         kernel = (record.kernels or {}).get("attention", "")
         if "FlashAttention-2" not in kernel or not _HOPPER.search(record.device or ""):
             continue
+        versions = record.environment.versions if record.environment else {}
+        installed = next((version for name, version in versions.items() if name.startswith("nvidia-cudnn")), "unknown")
         yield Finding(
             "slow",
             (record.trial,),
             f"attention uses FlashAttention-2, which is about half as fast as cuDNN's attention on {record.device}",
-            f"attention: {kernel}",
+            f"attention: {kernel}; installed cuDNN: {installed}",
             "use a cp that divides the KV heads of a tensor-parallel rank; cuDNN's attention does not support chunks"
             if "chunk" in kernel
             else "use cuDNN 9.15.1 or newer: update the nvidia-cudnn package of torch's CUDA version, and remove older "

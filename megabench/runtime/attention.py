@@ -35,10 +35,17 @@ def kernel_order(capability: tuple[int, int], cudnn_version: int) -> list[SDPBac
     return order
 
 
-def kernel_name(device: torch.device, dtype: torch.dtype, length: int, head_size: int) -> str:
-    """Return the kernel that torch runs for causal attention over `length` tokens with this head size."""
-    heads = torch.empty(1, 1, length, head_size, dtype=dtype, device=device, requires_grad=True)
-    backend = SDPBackend(torch._fused_sdp_choice(heads, heads, heads, is_causal=True))
+def kernel_name(device: torch.device, dtype: torch.dtype, length: int, head_size: int, group_size: int = 1) -> str:
+    """Return the kernel that torch runs for causal attention over `length` tokens.
+
+    `group_size` is the number of query heads per KV head.
+    """
+    query, key = (
+        torch.empty(1, heads, length, head_size, dtype=dtype, device=device, requires_grad=True)
+        for heads in (group_size, 1)
+    )
+    choice = torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=group_size > 1)
+    backend = SDPBackend(choice)
     if backend == SDPBackend.MATH:
         return "unfused"
     if device.type == "cpu":

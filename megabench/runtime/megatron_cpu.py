@@ -1,7 +1,8 @@
 """Make megatron-core and megatron-fsdp run on a machine without a GPU.
 
-Both ask for CUDA by name in many places. `install()` redirects those calls to the CPU, only for callers in these
-libraries, so that a wrong device in megabench still fails. `install()` does nothing if there is a GPU, and must run
+Both ask for CUDA by name in many places. `install()` redirects tensors and devices to the CPU, only for callers in
+these libraries, so that a wrong device in megabench still fails. Streams and the random state are replaced for all
+callers. `install()` does nothing if there is a GPU, and must run
 before these libraries are first imported. The mode is thread-local: call it in the thread that trains.
 
 Transformer Engine, FP8, CUDA graphs and the timing of streams do not work on CPU.
@@ -53,7 +54,7 @@ class _Event:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrite the CUDA requests of megatron.core: tensor devices, pinned memory, `.cuda()`, and type names."""
+    """Rewrite the CUDA requests of these libraries: tensor devices, pinned memory, `.cuda()`, and type names."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -151,10 +151,13 @@ class DataParallel:
             across = geometry.apart(sharding.shard_size)
             if sharding.shards_across:
                 reduce = network.gather_seconds(self.profile, across, gradients / sharding.shard_size)
-                reduce += network.gather_seconds(self.profile, across, weights / sharding.shard_size)
+                gather = network.gather_seconds(self.profile, across, weights / sharding.shard_size)
+                # overlapped with the first forward pass, which takes about half as long as backward
+                waits = self.base.tail(backward / 2, gather, job.shape.num_layers, across, overlaps=True)
             else:
                 reduce = network.all_reduce_seconds(self.profile, across, gradients / sharding.shard_size)
-            once = self.base.tail(backward, reduce, job.shape.num_layers, across, overlaps=True)
+                waits = 0.0
+            once = waits + self.base.tail(backward, reduce, job.shape.num_layers, across, overlaps=True)
         elif sharding.zero_stage < 3:
             once = network.gather_seconds(self.profile, geometry.world, weights)
             if sharding.zero_stage == 1:

@@ -7,6 +7,9 @@ from megabench.specs.sharding import REDUCE_BUCKET, reduce_bucket, sharding_of
 
 # number of layers that ZeRO-3 and FSDP2 hold unsharded: one in use, one prefetched, one being reduced
 _GATHERED_LAYERS = 3
+# Numbers of parameters that Megatron-FSDP gathers ahead, and whose gradients it queues before it reduces them
+# (megatron_fsdp.py: suggested_AG_prefetch_size, suggested_RS_queue_capacity)
+_MEGATRON_PREFETCH, _MEGATRON_QUEUE = 500_000_000, 1_000_000_000
 
 
 def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
@@ -22,6 +25,7 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
       and are reduced one at a time. FSDP2 frees gathered weights at once and in order, which causes little
       fragmentation.
     - Megatron-FSDP, with shards in both dtypes: (2 + 4 + g + 8)/n. With groups of s ranks, 2/s + g/s + (4 + 8)/n.
+      Megatron-FSDP gathers more weights ahead than FSDP2, and queues gradients.
     - DDP, with fp32 replicas and buckets: 4 + 4 + 8, and 2 for the cast of every matrix that backward needs, unless
       full recomputation repeats the cast.
 
@@ -62,8 +66,8 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
         shards = sharding.shard_size or ranks
         weights, gradients = (value / shards + 4 / ranks) * parameters, g * parameters / shards
         optimizer = moments * parameters / ranks
-        whole = value * (_GATHERED_LAYERS * layer + ends)
-        buffers = g * layer + (g + value) * job.embedding_parameters
+        whole = value * (layer + max(2 * layer, _MEGATRON_PREFETCH) + ends)
+        buffers = g * min(max(2 * layer, _MEGATRON_QUEUE), parameters) + value * job.embedding_parameters
     else:
         cast = value if value < 4 and candidate.recompute != "full" else 0.0
         weights, gradients, optimizer = (4 + cast) * parameters, 4 * parameters, moments * parameters

@@ -17,8 +17,8 @@ SHARD_SIZE: Any = setting(
     "Engine and layout",
     "option",
     "free",
-    description="Neighbouring ranks that fsdp and megatron_fsdp shard over, or megatron's optimizer state. "
-    "Groups of these ranks hold replicas [default: all ranks].",
+    description="Number of neighbouring ranks that share one copy of the weights (fsdp, megatron_fsdp) or of the "
+    "optimizer state (megatron) [default: all ranks].",
     synonyms="data_parallel_shard_degree hsdp_shard_size num_distributed_optimizer_instances",
     label="shards of {}",
 )

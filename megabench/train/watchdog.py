@@ -199,7 +199,7 @@ class Watchdog:
     def _publish(self) -> None:
         self._beat += 1
         # Only the place of a rank without progress is of interest. Reading the frames of a running thread is not safe.
-        is_stuck = time.monotonic() - self._moved > 2 * self._interval
+        is_stuck = time.monotonic() - self._moved > self._stall_seconds / 2
         place, waits = place_of(self._main_thread) if is_stuck else (f"the middle of {self._activity}", False)
         heartbeat = Heartbeat(self._rank, self._host, self._beat, self._step, self._activity, place, waits)
         self._store.set(f"watch/{self._rank}", heartbeat.to_json())

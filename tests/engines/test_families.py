@@ -85,6 +85,12 @@ def test_bloom_otherwise(fields: dict[str, Any]) -> None:
         (OPTConfig(num_hidden_layers=2, ffn_dim=128, word_embed_proj_dim=64, **SMALL), "fsdp"),
         (Gemma2Config(num_hidden_layers=2, num_key_value_heads=2, head_dim=16, **SMALL), "deepspeed"),
         (Gemma3TextConfig(num_hidden_layers=2, num_key_value_heads=2, head_dim=16, **SMALL), "fsdp"),
+        (
+            Gemma3TextConfig(
+                num_hidden_layers=2, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False, **SMALL
+            ),
+            "megatron_fsdp",  # the embedding has a buffer, which the library allocates again
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else value.model_type,
 )

@@ -43,7 +43,7 @@ def test_adafactor(fields: dict[str, Any]) -> None:
 
 
 def gradients_kept(run: ResolvedConfig) -> int:
-    """How many of a step's gradients FSDP2 still holds when the next one computes."""
+    """How many of a step's gradients an engine still holds when the next one computes."""
     engine, source = build_engine(run, torch.device("cpu")), open_source(run)
     engine.train_step(micro_batches(source, run, dist.get_rank(), 0), run.lr)
     kept = []
@@ -59,8 +59,11 @@ def gradients_kept(run: ResolvedConfig) -> int:
 
 
 @pytest.mark.distributed
-def test_fsdp_holds_gradients_once() -> None:
-    assert distributed.run(gradients_kept, 2, resolve(2, engine="fsdp", num_layers=1)) == [0, 0]
+@pytest.mark.parametrize(
+    "fields", [{"engine": "fsdp"}, {"engine": "megatron_fsdp", "precision": "bf16", "grad_dtype": "bf16"}], ids=str
+)
+def test_fsdp_holds_gradients_once(fields: dict[str, Any]) -> None:
+    assert distributed.run(gradients_kept, 2, resolve(2, num_layers=1, **fields)) == [0, 0]
 
 
 def test_the_loss_scale_moves() -> None:

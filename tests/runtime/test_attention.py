@@ -37,11 +37,13 @@ def test_the_named_kernel_runs() -> None:
     device = torch.device("cuda")
     pin_kernel(device)
     signs = {"cuDNN": "cudnn", "FlashAttention-2": "flash", "memory-efficient": "fmha", "unfused": "softmax"}
-    for dtype in (torch.bfloat16, torch.float32):
-        heads = torch.randn(1, 2, 256, 128, dtype=dtype, device=device, requires_grad=True)
+    for dtype, groups in ((torch.bfloat16, 4), (torch.bfloat16, 1), (torch.float32, 4), (torch.float32, 1)):
+        query, key = (
+            torch.randn(1, heads, 256, 128, dtype=dtype, device=device, requires_grad=True) for heads in (2 * groups, 2)
+        )
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
             torch.cuda.synchronize()
         ran = " ".join(event.key.lower() for event in profile.key_averages())
-        name = kernel_name(device, dtype, 256, 128)
+        name = kernel_name(device, dtype, 256, 128, groups)
         assert signs[name.split()[0]] in ran, (name, ran)

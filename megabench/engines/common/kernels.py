@@ -96,7 +96,7 @@ def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
         # without Liger, use torch's norm, which is a single kernel
         has_plain_norm = "norm" not in _PLAIN_OF.get(run.shape.family, {})
         own = KernelTraits(
-            flash_attention=run.shape.family != "bloom" or fuses_bloom(run),
+            flash_attention=(run.shape.family != "bloom" or fuses_bloom(run)) and "unfused" not in _attention(run),
             fused_norm=not has_plain_norm,
             fused_activation=fuses_bloom(run),
             fused_loss=fuses_cross_entropy(run),
@@ -130,8 +130,13 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
 
 
 def _attention(run: ResolvedConfig, head_size: int | None = None) -> str:
+    shape = run.shape
     kernel = kernel_name(
-        torch.device(run.device), DTYPES[run.precision], run.seq_length, head_size or run.shape.head_dim
+        torch.device(run.device),
+        DTYPES[run.precision],
+        run.seq_length,
+        head_size or shape.head_dim,
+        shape.num_heads // shape.num_kv_heads,
     )
     return f"{_SDPA}: {kernel}"
 
@@ -139,7 +144,7 @@ def _attention(run: ResolvedConfig, head_size: int | None = None) -> str:
 def traits_for_megatron(run: ResolvedConfig) -> KernelTraits:
     """Return the traits of the kernels in `names_for_megatron`."""
     return KernelTraits(
-        flash_attention=True,
+        flash_attention="unfused" not in _attention(run),
         fused_norm=True,
         fused_activation=fuses_blocks(run) and run.device == "cuda",
         fused_loss=fuses_cross_entropy(run),

@@ -44,9 +44,7 @@ def model_config(run: ResolvedConfig) -> PreTrainedConfig:
 def materialize(model: PreTrainedModel, device: torch.device) -> None:
     """Allocate memory for a model on the meta device, with undefined weights and initialized buffers."""
     model.to_empty(device=device)
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # with this flag, transformers initializes only the buffers
-    model.initialize_weights()
+    _initialize_buffers(model)
 
 
 def materialize_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -54,6 +52,10 @@ def materialize_buffers(model: PreTrainedModel, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+    _initialize_buffers(model)
+
+
+def _initialize_buffers(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # with this flag, transformers initializes only the buffers
     model.initialize_weights()

@@ -9,7 +9,7 @@ from megabench.parallel.layout import Layout
 def create(layout: Layout, optimizer_copies: int = 1) -> ProcessGroupCollection:
     """Create megatron-core's process groups of a layout. The ranks of the default process group must be placed already.
 
-    The optimizer state has `optimizer_copies`, each sharded over neighbouring replicas.
+    `optimizer_copies` is the number of copies of the optimizer state. Each copy is sharded over neighbouring replicas.
 
     The groups are part of megatron-core's global state. A second call returns the same groups.
     """

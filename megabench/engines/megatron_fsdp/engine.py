@@ -76,19 +76,24 @@ class MegatronFsdpEngine(DataParallelEngine):
         if run.shape.tied_embeddings:
             _fill(model, "", values)
             return model
+        # The library puts all weights outside of the blocks into one bucket. Without a bucket of its own, the output
+        # layer's gradient would be kept until the end of the backward pass.
+        model.get_output_embeddings().weight.shared_embedding = True
         for prefix, module in model.named_modules():
             if module._parameters:
                 module.reset_parameters = partial(_fill, module, prefix, values, recurse=False)
         return model
 
     def _shard(self, model: PreTrainedModel) -> Any:
+        # the library allocates the buffers of modules with weights again, without their values
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         mesh = self._mesh()
         across = {}
         if mesh["outer"].size() > 1:
             group = mesh["outer", "shard"]._flatten("world").get_group()
             across = {"dp_outer_dim": "outer", "hybrid_fsdp_group": group, "outer_dp_sharding_strategy": "optim"}
         grad_dtype = DTYPES[self.run.grad_dtype]
-        return fully_shard_model(
+        sharded = fully_shard_model(
             model,
             device_mesh=mesh,
             dp_shard_dim="shard",
@@ -104,6 +109,9 @@ class MegatronFsdpEngine(DataParallelEngine):
             calculate_per_token_loss=True,  # gradients are summed; `accumulate` divides them
             **across,
         )
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        return sharded
 
     def _mesh(self) -> DeviceMesh:
         size = dist.get_world_size()
@@ -115,12 +123,14 @@ class MegatronFsdpEngine(DataParallelEngine):
         return self.update(learning_rate)
 
     def accumulate(self, batches: Sequence[Batch]) -> None:
+        self.optimizer.zero_grad()  # frees the shards' gradients if they are fp32 copies of bf16 ones
         self.wrapped.zero_grad_buffer()
         self.loss.zero_()
         for number, batch in enumerate(batches):
             # gradients are reduced across the groups of `shard_size` once per step
             self.wrapped.is_last_microbatch = number == len(batches) - 1
             loss = shared.mean_loss(self.wrapped, self.model, batch.to(self.device)) / len(batches)
+            self.wrapped.microbatch_count = 1  # gather the weights across the groups only in the first forward pass
             (loss * self.loss_scale.value if self.loss_scale else loss).backward()
             self.loss += loss.detach()
         self.wrapped.finish_grad_sync()

@@ -4,6 +4,9 @@ from typing import Any
 
 OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "megatron-fsdp-across": (4, {"engine": "megatron_fsdp", "shard_size": 2}),
+    "megatron-fsdp-two-of-four": (8, {"engine": "megatron_fsdp", "shard_size": 4, "global_batch": 8}),
+    "megatron-fsdp-four-of-two": (8, {"engine": "megatron_fsdp", "shard_size": 2, "global_batch": 8}),
+    "megatron-fsdp-ones": (2, {"engine": "megatron_fsdp", "shard_size": 1}),
     "megatron-fsdp-recompute": (2, {"engine": "megatron_fsdp", "recompute": "full"}),
 }
 IN_BF16: list[dict[str, Any]] = [{"engine": "megatron_fsdp"}]
