@@ -88,14 +88,16 @@ def test_frames_of_a_rank_with_progress_are_not_read(monkeypatch: pytest.MonkeyP
     read: list[int] = []
     monkeypatch.setattr("megabench.train.watchdog.place_of", lambda thread: (str(read.append(thread)), False))
     store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
-    watchdog = Watchdog(Rendezvous(store, 0, 1, 0, 1), stall_seconds=2.0, num_steps=9)
-    for step in range(1, 11):
-        watchdog.at("training", step)
-        time.sleep(0.1)
-    assert not read
-    time.sleep(0.8)
-    assert read
-    watchdog.close()
+    watchdog = Watchdog(Rendezvous(store, 0, 1, 0, 1), stall_seconds=3.0, num_steps=9)
+    try:
+        for step in range(1, 21):
+            watchdog.at("training", step)
+            time.sleep(0.1)
+        assert not read
+        time.sleep(2.2)
+        assert read
+    finally:
+        watchdog.close()
 
 
 def failure_of(steps: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Failure:
