@@ -15,7 +15,7 @@ _COMMON_0_1 = frozenset({
     "betas", "eps", "weight_decay", "clip_grad", "precision", "grad_dtype", "kernels", "recompute", "data", "tokenizer",
     "seed", "device", "load", "nan_tolerance", "world_size",
 })  # fmt: skip
-# Engine-specific settings of version 0.1, which had them in the identities of all engines, with their defaults.
+# Engine-specific settings and their defaults, which version 0.1 included in the identities of trials of all engines.
 _OF_ENGINES_0_1: dict[str, Any] = {
     "stages": "balanced", "keep_gathered": False, "zero_stage": None, "shard_size": None, "reshard_after_forward": True,
     "offload": "none", "hpz_size": None, "zero_prefetch": None, "zero_persistence": None, "zero_leaf_layers": False,

@@ -28,7 +28,7 @@ from megabench.specs.all_settings import FIELDS, SETTINGS, engines_with, hint, i
 from megabench.specs.engine_spec import EngineSpec
 from megabench.specs.registry import ENGINES
 
-# settings that accept the names of a table, and that table
+# for settings whose values are the names in a table: this table
 _TABLES: dict[str, Mapping[str, object]] = {"engine": ENGINES, "precision": POLICIES}
 
 
@@ -108,7 +108,7 @@ class RunConfig(RunSettings):
 
     @property
     def auto_settings(self) -> tuple[str, ...]:
-        """The names of the settings that are "auto". Tuning finds their values before `resolve`."""
+        """The names of the settings that are "auto". Short runs determine the values of these settings before `resolve`."""
         settings = self.flat()
         return tuple(name for name in names(SETTINGS, searchable=True) if settings.get(name) == "auto")
 

@@ -84,7 +84,7 @@ class Child:
             os.killpg(self.pid, number)
 
     def last_line(self) -> str:
-        """The last line that the process printed, or "". Empty lines and notes of libraries are ignored."""
+        """The last line that the process printed, or "". Empty lines and messages of libraries are ignored."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - 16384))
             text = _TERMINAL_CODE.sub("", log.read().decode(errors="replace"))

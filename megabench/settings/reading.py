@@ -77,7 +77,10 @@ _StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_y
 
 
 def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of values of `node` after its aliases are expanded. `known` holds the numbers so far."""
+    """Return the number of values of `node` after its aliases are expanded.
+
+    `known` maps the ids of nodes to the numbers that were already computed.
+    """
     if id(node) not in known:
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
         children = [child for part in parts for child in (part if isinstance(part, tuple) else (part,))]

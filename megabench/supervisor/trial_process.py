@@ -117,7 +117,7 @@ class TrialProcesses:
         """Decide whether the trial is over.
 
         Called by the lead. Only counters are read until they change, so the cost of a poll does not depend on the
-        number of ranks. Counters are not signed, so the messages themselves decide.
+        number of ranks. Counters are not signed, so only signed messages end a trial.
         """
         now = time.monotonic()
         if self._have_all_ended():

@@ -20,7 +20,7 @@ MATMUL, ATTENTION, OPTIMIZER, OTHER, COPIES = "matrix products", "attention", "o
 _COMPUTE = (ATTENTION, MATMUL, OPTIMIZER, OTHER, COPIES)
 IDLE = "idle"
 UNKNOWN_GROUP = "a group"  # gloo's events do not name the process group
-_GROUP = "Process Group Name"  # the profiler's argument of NCCL kernels that names the process group
+_GROUP = "Process Group Name"  # the name of the profiler's field for the process group of an NCCL kernel
 
 
 @dataclass(frozen=True)
