@@ -108,7 +108,7 @@ class RunConfig(RunSettings):
 
     @property
     def auto_settings(self) -> tuple[str, ...]:
-        """The names of the settings that are "auto". Short runs determine the values of these settings before `resolve`."""
+        """The names of the settings that are "auto", whose values short runs determine before `resolve`."""
         settings = self.flat()
         return tuple(name for name in names(SETTINGS, searchable=True) if settings.get(name) == "auto")
 
