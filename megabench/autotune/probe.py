@@ -34,7 +34,7 @@ def probe_config(config: RunConfig, setting: Setting, world_size: int, device: L
 
 
 def _sequences(run: ResolvedConfig) -> int:
-    """Return the sequences per replica and step of a short run.
+    """Return how many sequences a replica processes in each step of a short run.
 
     All small micro-batches use the same number, so that their steps are comparable.
     """

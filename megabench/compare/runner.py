@@ -62,7 +62,7 @@ def _to_the_end(coordinator: Coordinator, run: Callable[[], int]) -> int:
 
 
 def _join_study(coordinator: Coordinator, request: Request, trainer: Sequence[str]) -> int:
-    """Read the study on every supervisor. The lead supervisor starts runs after all have read the same study."""
+    """Read the study on every supervisor. Runs start after all supervisors have read the same study."""
     study: Study | None = None
     try:
         study = request.plan_launched(len(coordinator.launch.supervisors))

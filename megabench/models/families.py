@@ -59,7 +59,7 @@ class Family:
         return bool(self.layer) and all(rule.parameter for rule in self.layer)
 
 
-OUTPUT = "output_layer.weight"  # the parallel parameter of the output layer, which may be tied to the embedding
+OUTPUT = "output_layer.weight"  # megatron-core's name of the output layer's weight, which may be tied to the embedding
 
 _LLAMA_FIRST = (Rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "v h"}, "vocabulary"),)
 _LLAMA_LAYER = (

@@ -14,8 +14,8 @@ from tools.planner_validation.published import Row, Source
 
 # studies with known faults, which benchmarks/NOTES.md describes
 _FAULTS = {"engines-4-gpus": " (torch.compile off by a fault)"}
-# Studies in which FSDP2, and DDP with several micro-batches, stored the gradients twice (see benchmarks/NOTES.md). The
-# validation ignores the peak memory of both engines in these studies, since the current engines store gradients once.
+# Studies in which FSDP2, and DDP with several micro-batches, stored the gradients twice (see benchmarks/NOTES.md). This
+# fault has been fixed, so the validation ignores the peak memory of both engines in these studies.
 _GRADIENTS_HELD_TWICE = (
     "bloom-7b1-scale",
     "engines-4-gpus",
