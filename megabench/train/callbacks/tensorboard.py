@@ -44,7 +44,9 @@ class TensorBoard(Callback):
             yield
         except OSError as error:
             self._writer = None
-            self._trainer.note(f"ERROR: TensorBoard scalars are no longer written, because writing failed: {error.strerror or error}")
+            self._trainer.note(
+                f"ERROR: TensorBoard scalars are no longer written, because writing failed: {error.strerror or error}"
+            )
 
     def on_step_end(self, step: Step) -> None:
         run = self._trainer.run

@@ -30,4 +30,4 @@ def test_a_full_disk_ends_them_and_not_the_run(tmp_path, monkeypatch, failing):
     for number in (1, 2):
         scalars.on_step_end(Step(number, result, 1e-3, 1.0, 1.0, is_timed=True))
     scalars.on_end(None, None)
-    assert said == ["ERROR: writing TensorBoard scalars failed and stops here: No space left on device"]
+    assert said == ["ERROR: TensorBoard scalars are no longer written, because writing failed: No space left on device"]
