@@ -82,6 +82,8 @@ def install() -> None:
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before megatron_cpu.install()")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core requires this variable even without a GPU
+    # torch's builds for CUDA warn that they find no GPU when megatron-core imports this module
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _answer_cuda_calls()
     _import_megatron()
     _answer_random_state()
