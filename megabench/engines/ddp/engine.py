@@ -20,17 +20,16 @@ from transformers import PreTrainedModel
 from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.common import kernels
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.replica_state import Held, ReplicaState
-from megabench.engines.protocol import DataParallelEngine, StepResult, TensorKind
+from megabench.engines.common.transformers_engine import TransformersEngine
+from megabench.engines.protocol import StepResult, TensorKind
 from megabench.models.hugging_face import build_model
-from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
 from megabench.specs.ddp import POWERSGD_PLAIN_STEPS, DdpSettings
 
 
-class DdpEngine(DataParallelEngine):
+class DdpEngine(TransformersEngine):
     """Pure data parallelism with whole replicas; see `megabench.engines.protocol.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
@@ -123,24 +122,12 @@ class DdpEngine(DataParallelEngine):
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
         self.state.restored(optimizer_step, loss_scale)
 
-    @property
-    def rank_loss(self) -> float:
-        return self.loss.item()
-
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._named_parameters():
             yield (
                 name,
                 shared.shown(name, parameter if kind == "weights" else parameter.grad, kind, self.run, self.loss_scale),
             )
-
-    @property
-    def kernels(self) -> dict[str, str]:
-        return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
-
-    @property
-    def kernel_traits(self) -> KernelTraits:
-        return kernels.traits_for_transformers(self.run)
 
 
 def _power_sgd(rank: int, seed: int) -> PowerSGDState:

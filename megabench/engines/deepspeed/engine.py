@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 from megabench.checkpoint.shards import TrainingState
 from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.common import kernels, loss_scale
+from megabench.engines.common import loss_scale
 from megabench.engines.common import transformers_model as shared
+from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.deepspeed.state import ZeroState
-from megabench.engines.protocol import DataParallelEngine, EngineError, StepResult, TensorKind
+from megabench.engines.protocol import EngineError, StepResult, TensorKind
 from megabench.models.hugging_face import build_model
-from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
 from megabench.specs.deepspeed import DeepSpeedSettings
 from megabench.specs.deepspeed_json import merge, read_deepspeed_json
@@ -38,7 +38,7 @@ from deepspeed.utils import safe_get_full_grad
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
-class DeepSpeedEngine(DataParallelEngine):
+class DeepSpeedEngine(TransformersEngine):
     """Pure data parallelism under ZeRO; see `megabench.engines.protocol.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
@@ -133,10 +133,6 @@ class DeepSpeedEngine(DataParallelEngine):
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
         self.state.restored(optimizer_step, loss_scale)
 
-    @property
-    def rank_loss(self) -> float:
-        return self.loss.item()
-
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.engine.module.named_parameters():
             if kind == "gradients":
@@ -149,12 +145,8 @@ class DeepSpeedEngine(DataParallelEngine):
 
     @property
     def kernels(self) -> dict[str, str]:
-        optimizer = "DeepSpeed CPUAdam" if _uses_cpu_adam(self.run) else shared.optimizer_name(self.run)
-        return kernels.names_for_transformers(self.run) | {"optimizer": optimizer}
-
-    @property
-    def kernel_traits(self) -> KernelTraits:
-        return kernels.traits_for_transformers(self.run)
+        own = {"optimizer": "DeepSpeed CPUAdam"} if _uses_cpu_adam(self.run) else {}
+        return super().kernels | own
 
 
 def deepspeed_settings(run: ResolvedConfig) -> dict[str, Any]:

@@ -20,17 +20,16 @@ from transformers import PreTrainedModel
 from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.common import kernels
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.replica_state import Held, ReplicaState
-from megabench.engines.protocol import DataParallelEngine, StepResult, TensorKind
+from megabench.engines.common.transformers_engine import TransformersEngine
+from megabench.engines.protocol import StepResult, TensorKind
 from megabench.models.hugging_face import build_model
-from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
 from megabench.specs.fsdp import FsdpSettings
 
 
-class FsdpEngine(DataParallelEngine):
+class FsdpEngine(TransformersEngine):
     """Pure data parallelism under FSDP2; see `megabench.engines.protocol.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
@@ -138,10 +137,6 @@ class FsdpEngine(DataParallelEngine):
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
         self.state.restored(optimizer_step, loss_scale)
 
-    @property
-    def rank_loss(self) -> float:
-        return self.loss.item()
-
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._named_parameters():
             tensor: Any = parameter if kind == "weights" else parameter.grad
@@ -149,14 +144,6 @@ class FsdpEngine(DataParallelEngine):
                 # NCCL cannot gather an offloaded shard, because the shard is in host memory
                 tensor = tensor.detach().to(self.device).full_tensor()
             yield name, shared.shown(name, tensor, kind, self.run, self.loss_scale)
-
-    @property
-    def kernels(self) -> dict[str, str]:
-        return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
-
-    @property
-    def kernel_traits(self) -> KernelTraits:
-        return kernels.traits_for_transformers(self.run)
 
 
 def _first_element(tensor: Any) -> int:

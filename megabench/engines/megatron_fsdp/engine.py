@@ -19,12 +19,11 @@ from transformers import PreTrainedModel
 from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.common import kernels
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.replica_state import Held, ReplicaState
-from megabench.engines.protocol import DataParallelEngine, StepResult, TensorKind
+from megabench.engines.common.transformers_engine import TransformersEngine
+from megabench.engines.protocol import StepResult, TensorKind
 from megabench.models.hugging_face import build_model
-from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
 from megabench.runtime.megatron_fsdp import prepare
 from megabench.specs.megatron_fsdp import MegatronFsdpSettings
@@ -35,7 +34,7 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model  # noqa: E402
 from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata  # noqa: E402
 
 
-class MegatronFsdpEngine(DataParallelEngine):
+class MegatronFsdpEngine(TransformersEngine):
     """Pure data parallelism under Megatron-FSDP; see `megabench.engines.protocol.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
@@ -161,10 +160,6 @@ class MegatronFsdpEngine(DataParallelEngine):
         self.state.restored(optimizer_step, loss_scale)
         self.wrapped.install_optimized_model_weights()
 
-    @property
-    def rank_loss(self) -> float:
-        return self.loss.item()
-
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, shard in self.shards.items():
             whole = torch.zeros(self.weights[name].shape, device=self.device)
@@ -173,14 +168,6 @@ class MegatronFsdpEngine(DataParallelEngine):
                 whole.view(-1)[self.first[name] : self.first[name] + local.numel()] = local.view(-1)
             dist.all_reduce(whole)
             yield name, shared.shown(name, whole, kind, self.run, self.loss_scale)
-
-    @property
-    def kernels(self) -> dict[str, str]:
-        return kernels.names_for_transformers(self.run) | {"optimizer": shared.optimizer_name(self.run)}
-
-    @property
-    def kernel_traits(self) -> KernelTraits:
-        return kernels.traits_for_transformers(self.run)
 
 
 @torch.no_grad()

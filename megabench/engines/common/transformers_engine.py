@@ -1,0 +1,31 @@
+"""Base class of the engines that train transformers models."""
+
+from torch import Tensor
+
+from megabench.config import ResolvedConfig
+from megabench.engines.common import kernels
+from megabench.engines.common.transformers_model import optimizer_name
+from megabench.engines.protocol import DataParallelEngine
+from megabench.record import KernelTraits
+
+
+class TransformersEngine(DataParallelEngine):
+    """What engines for transformers models report about a run; see `megabench.engines.protocol.Engine`.
+
+    `loss` is the sum of this rank's losses over the micro-batches of the last step, each divided by their number.
+    """
+
+    run: ResolvedConfig
+    loss: Tensor
+
+    @property
+    def rank_loss(self) -> float:
+        return self.loss.item()
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return kernels.names_for_transformers(self.run) | {"optimizer": optimizer_name(self.run)}
+
+    @property
+    def kernel_traits(self) -> KernelTraits:
+        return kernels.traits_for_transformers(self.run)
