@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Dtype = Literal["bf16", "fp16", "fp32"]
+Fp8Recipe = Literal["tensorwise", "bf16-gradients"]
+FP8_MULTIPLE = 16  # the sizes of fp8 matrices must be multiples of 16 (cuBLAS documentation, cublasLtMatmul)
 
 _BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -32,6 +34,10 @@ class PrecisionPolicy:
     needs_gpu: bool = False
 
     @property
+    def has_fp8_products(self) -> bool:
+        return self.products == "fp8"
+
+    @property
     def bytes_of_value(self) -> int:
         """Bytes per element of a weight or an activation."""
         return _BYTES[self.compute]
@@ -52,6 +58,7 @@ POLICIES: dict[str, PrecisionPolicy] = {
     for policy in (
         PrecisionPolicy("bf16", "bf16", "bf16", ("fp32", "bf16"), 2e-2, 1e-2),
         PrecisionPolicy("fp16", "fp16", "fp16", ("fp32",), 2e-2, 1e-2, scales_loss=True, needs_gpu=True),
+        PrecisionPolicy("fp8", "bf16", "fp8", ("fp32", "bf16"), 2e-2, 5e-2),
         PrecisionPolicy("fp32", "fp32", "fp32", ("fp32",), 1e-4, 1e-3),
     )
 }

@@ -43,6 +43,14 @@ class LayoutSizes(_Part):
     dp: int
 
 
+class Fp8Work(_Part):
+    """The settings of a run with fp8 products."""
+
+    recipe: str
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
+
+
 class WorkClass(_Part):
     """The properties that must be equal for two trials to be comparable."""
 
@@ -58,6 +66,7 @@ class WorkClass(_Part):
     global_batch: int
     seq_length: int
     compression: str | None = None
+    fp8: Fp8Work | None = None
 
     @property
     def id(self) -> str:

@@ -26,6 +26,7 @@ from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import EngineSettings, names
 from megabench.specs.all_settings import FIELDS, SETTINGS, engines_with, hint, is_default
 from megabench.specs.engine_spec import EngineSpec
+from megabench.specs.fp8_check import check_fp8
 from megabench.specs.registry import ENGINES
 
 # for settings whose values are the names in a table: this table
@@ -121,6 +122,7 @@ class RunConfig(RunSettings):
         self._check_engine()
         run = self.with_file()._resolve(world_size, device)
         run._check_saving()
+        check_fp8(run)
         run.spec.check(run)
         return run
 
@@ -164,6 +166,7 @@ class RunConfig(RunSettings):
             "micro_batch": self.micro_batch or shape.micro_batch,
             "global_batch": self.global_batch or shape.global_batch,
             "precision": precision,
+            "fp8_recipe": self.fp8_recipe or ("tensorwise" if policy.has_fp8_products else None),
             "lr": lr,
             "min_lr": min_lr,
             "lr_warmup": shape.lr_warmup if self.lr_warmup is None else self.lr_warmup,
@@ -264,6 +267,13 @@ class ResolvedConfig(RunConfig):
     def policy(self) -> PrecisionPolicy:
         """How the run computes."""
         return POLICIES[self.precision]
+
+    @property
+    def fp8_layers(self) -> range:
+        """The numbers of the layers with fp8 products."""
+        if not self.policy.has_fp8_products:
+            return range(0)
+        return range(self.num_layers_at_start_in_bf16, self.shape.num_layers - self.num_layers_at_end_in_bf16)
 
     @property
     def can_be_saved(self) -> bool:

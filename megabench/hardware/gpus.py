@@ -12,10 +12,11 @@ Network = Literal["efa", "infiniband", "socket"]
 class Gpu:
     """One type of GPU with its dense peak TFLOP/s (without sparsity) per precision.
 
-    `fp32_tflops` is the peak of fp32 arithmetic without TF32, because megabench disables TF32 in fp32 runs.
+    `fp8_tflops` is None for GPUs before Hopper, on which megabench does not use fp8. `fp32_tflops` is the peak of fp32 arithmetic without TF32, because megabench disables TF32 in fp32 runs.
     """
 
     name: str
+    fp8_tflops: float | None
     bf16_tflops: float | None
     fp16_tflops: float
     fp32_tflops: float
@@ -23,7 +24,7 @@ class Gpu:
 
     def peak_tflops(self, precision: str) -> float | None:
         """Return the dense peak TFLOP/s of matrix products in a precision, or None if the GPU lacks the precision."""
-        peaks = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "fp32": self.fp32_tflops}
+        peaks = {"fp8": self.fp8_tflops, "bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "fp32": self.fp32_tflops}
         return peaks.get(POLICIES[precision].products)
 
 
@@ -33,24 +34,24 @@ _VOLTA = "NVIDIA V100 datasheet"
 
 # The keys are CUDA device names, because variants of one chip may have different peak FLOP/s.
 _GPUS = {
-    "NVIDIA H200": Gpu("H200", 989.4, 989.4, 66.9, _HOPPER),
-    "NVIDIA H200 NVL": Gpu("H200 NVL", 835.5, 835.5, 60.0, "NVIDIA H200 datasheet (NVL, dense)"),
-    "NVIDIA H100 80GB HBM3": Gpu("H100", 989.4, 989.4, 66.9, _HOPPER),
-    "NVIDIA H100 PCIe": Gpu("H100 PCIe", 756.0, 756.0, 51.2, "NVIDIA H100 datasheet (PCIe, dense)"),
-    "NVIDIA H100 NVL": Gpu("H100 NVL", 835.5, 835.5, 60.0, "NVIDIA H100 datasheet (NVL, dense)"),
-    "NVIDIA GH200 480GB": Gpu("GH200", 989.4, 989.4, 66.9, "NVIDIA GH200 datasheet (dense)"),
-    "NVIDIA B200": Gpu("B200", 2250.0, 2250.0, 75.0, "NVIDIA DGX B200 datasheet (per GPU, dense)"),
-    "NVIDIA A100-SXM4-80GB": Gpu("A100", 312.0, 312.0, 19.5, _AMPERE),
-    "NVIDIA A100-SXM4-40GB": Gpu("A100", 312.0, 312.0, 19.5, _AMPERE),
-    "NVIDIA A100 80GB PCIe": Gpu("A100 PCIe", 312.0, 312.0, 19.5, _AMPERE),
-    "NVIDIA A100-PCIE-40GB": Gpu("A100 PCIe", 312.0, 312.0, 19.5, _AMPERE),
-    "Tesla V100-SXM2-32GB": Gpu("V100", None, 125.0, 15.7, _VOLTA),
-    "Tesla V100-SXM2-16GB": Gpu("V100", None, 125.0, 15.7, _VOLTA),
-    "Tesla V100-PCIE-32GB": Gpu("V100 PCIe", None, 112.0, 14.0, _VOLTA),
-    "Tesla V100-PCIE-16GB": Gpu("V100 PCIe", None, 112.0, 14.0, _VOLTA),
-    "NVIDIA L40S": Gpu("L40S", 362.05, 362.05, 91.6, "NVIDIA L40S datasheet (dense)"),
-    "NVIDIA L4": Gpu("L4", 121.0, 121.0, 30.3, "NVIDIA L4 datasheet (dense)"),
-    "NVIDIA A10G": Gpu("A10G", 70.0, 70.0, 35.0, "NVIDIA A10G datasheet (dense)"),
+    "NVIDIA H200": Gpu("H200", 1978.9, 989.4, 989.4, 66.9, _HOPPER),
+    "NVIDIA H200 NVL": Gpu("H200 NVL", 1670.9, 835.5, 835.5, 60.0, "NVIDIA H200 datasheet (NVL, dense)"),
+    "NVIDIA H100 80GB HBM3": Gpu("H100", 1978.9, 989.4, 989.4, 66.9, _HOPPER),
+    "NVIDIA H100 PCIe": Gpu("H100 PCIe", 1513.0, 756.0, 756.0, 51.2, "NVIDIA H100 datasheet (PCIe, dense)"),
+    "NVIDIA H100 NVL": Gpu("H100 NVL", 1670.9, 835.5, 835.5, 60.0, "NVIDIA H100 datasheet (NVL, dense)"),
+    "NVIDIA GH200 480GB": Gpu("GH200", 1978.9, 989.4, 989.4, 66.9, "NVIDIA GH200 datasheet (dense)"),
+    "NVIDIA B200": Gpu("B200", 4500.0, 2250.0, 2250.0, 75.0, "NVIDIA DGX B200 datasheet (per GPU, dense)"),
+    "NVIDIA A100-SXM4-80GB": Gpu("A100", None, 312.0, 312.0, 19.5, _AMPERE),
+    "NVIDIA A100-SXM4-40GB": Gpu("A100", None, 312.0, 312.0, 19.5, _AMPERE),
+    "NVIDIA A100 80GB PCIe": Gpu("A100 PCIe", None, 312.0, 312.0, 19.5, _AMPERE),
+    "NVIDIA A100-PCIE-40GB": Gpu("A100 PCIe", None, 312.0, 312.0, 19.5, _AMPERE),
+    "Tesla V100-SXM2-32GB": Gpu("V100", None, None, 125.0, 15.7, _VOLTA),
+    "Tesla V100-SXM2-16GB": Gpu("V100", None, None, 125.0, 15.7, _VOLTA),
+    "Tesla V100-PCIE-32GB": Gpu("V100 PCIe", None, None, 112.0, 14.0, _VOLTA),
+    "Tesla V100-PCIE-16GB": Gpu("V100 PCIe", None, None, 112.0, 14.0, _VOLTA),
+    "NVIDIA L40S": Gpu("L40S", None, 362.05, 362.05, 91.6, "NVIDIA L40S datasheet (dense)"),
+    "NVIDIA L4": Gpu("L4", None, 121.0, 121.0, 30.3, "NVIDIA L4 datasheet (dense)"),
+    "NVIDIA A10G": Gpu("A10G", None, 70.0, 70.0, 35.0, "NVIDIA A10G datasheet (dense)"),
 }
 
 

@@ -48,6 +48,8 @@ class Family:
     positions: Literal["rotary", "learned", "alibi"] = "rotary"
     qkv_bias: bool = False
     qk_norm: bool = False
+    has_linear_layers: bool = True
+    """Whether the blocks' matrices belong to `nn.Linear` layers, [output size, input size]."""
 
     @property
     def embedding(self) -> str:
@@ -125,6 +127,7 @@ _GPT2 = Family(
     last=_unsplit({"transformer.ln_f.weight": "h", "transformer.ln_f.bias": "h"}),
     residual=("c_proj.weight",),
     positions="learned",
+    has_linear_layers=False,
 )  # fmt: skip
 
 _BLOOM = Family(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megabench import UserError
-from megabench.precision import POLICIES, Dtype
+from megabench.precision import POLICIES, Dtype, PrecisionPolicy
 from megabench.runtime.attention import pin_kernel
 from megabench.runtime.rendezvous import Rendezvous, share_of_cores
 
@@ -22,6 +22,8 @@ DeviceKind = Literal["cpu", "cuda"]
 _DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # the dtype of weights and activations during compute, by precision
 DTYPES = {name: _DTYPES[policy.compute] for name, policy in POLICIES.items()}
+
+_HOPPER = (9, 0)  # compute capability
 
 
 class DeviceError(UserError):
@@ -37,6 +39,19 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_world_size: int)
         found = f"{num_gpus} GPU{'s' * (num_gpus != 1)} for {local_world_size} processes on {socket.gethostname()}"
         raise DeviceError(f"device={wanted} found {found}; start one process a GPU, or use --device cpu")
     return "cuda"
+
+
+def check_precision(policy: PrecisionPolicy, device: DeviceKind) -> None:
+    """Raise DeviceError if this machine's GPUs cannot multiply in the policy's precision."""
+    if not policy.has_fp8_products or device == "cpu":
+        return
+    for number in range(torch.cuda.device_count()):
+        if torch.cuda.get_device_capability(number) < _HOPPER:
+            name = torch.cuda.get_device_name(number)
+            raise DeviceError(
+                f"precision={policy.name} needs Hopper GPUs or newer ones, but {socket.gethostname()} has {name}; use "
+                f"precision=bf16"
+            )
 
 
 def gpu_uuid(local_rank: int) -> str:

@@ -6,6 +6,7 @@ from pydantic import Field
 
 NumRanks = Annotated[int, Field(ge=1, le=2**17)]
 NumLayers = Annotated[int, Field(ge=1, le=10_000)]
+NumLayersOrZero = Annotated[int, Field(ge=0, le=10_000)]
 NumTokens = Annotated[int, Field(ge=1, le=2**24)]
 NumSequences = Annotated[int, Field(ge=1, le=2**24)]
 MatrixRank = Annotated[int, Field(ge=1, le=2**16)]

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat
 
 from megabench.parallel.placement import Policy
+from megabench.precision import Fp8Recipe
 from megabench.settings.bounds import (
     Epsilon,
     FinalLearningRate,
@@ -17,6 +18,7 @@ from megabench.settings.bounds import (
     LearningRate,
     Multiple,
     NumLayers,
+    NumLayersOrZero,
     NumRanks,
     NumSequences,
     NumSteps,
@@ -157,9 +159,18 @@ class RunSettings(Settings):
     """Maximum global gradient norm; 0 disables clipping."""
 
     precision: str | None = setting(
-        None, "Precision and kernels", "work", "mention", synonyms="dtype torch_dtype mixed_precision bf16 fp16"
+        None, "Precision and kernels", "work", "mention", synonyms="dtype torch_dtype mixed_precision bf16 fp16 fp8"
     )
-    """Training dtype [default: bf16 on GPU, fp32 on CPU]."""
+    """Training dtype; fp8 multiplies in fp8 inside blocks, and is bf16 elsewhere [default: bf16 on GPU, fp32 on CPU]."""
+
+    fp8_recipe: Fp8Recipe | None = setting(None, "Precision and kernels", "work", "mention")
+    """tensorwise: E4M3, one scale per tensor; bf16-gradients: the same, but gradients in bf16 [default: tensorwise]."""
+
+    num_layers_at_start_in_bf16: NumLayersOrZero = setting(0, "Precision and kernels", "work", "mention")
+    """Number of first blocks that fp8 runs keep in bf16."""
+
+    num_layers_at_end_in_bf16: NumLayersOrZero = setting(0, "Precision and kernels", "work", "mention")
+    """Number of last blocks that fp8 runs keep in bf16."""
 
     grad_dtype: Literal["fp32", "bf16"] = setting(
         "fp32", "Precision and kernels", "work", "mention", synonyms="grad_accum_dtype reduce_dtype main_grads_dtype"

@@ -85,9 +85,9 @@ def _check(run: ResolvedRun) -> None:
             f"offload={own.offload} needs {'zero_stage=3' if own.offload == 'all' else 'zero_stage 1 to 3'}, but "
             f"zero_stage={stage}; change zero_stage, or use offload=none"
         )
-    if stage == 0 and run.precision != run.grad_dtype:
+    if stage == 0 and (dtype := run.policy.compute) != run.grad_dtype:
         raise ConfigError(
-            f"DeepSpeed's zero_stage=0 accumulates {run.precision} gradients only in {run.precision}, but "
+            f"DeepSpeed's zero_stage=0 accumulates {dtype} gradients only in {dtype}, but "
             f"grad_dtype={run.grad_dtype}; use zero_stage=1, or precision=fp32"
         )
     if own.deepspeed_config:

@@ -8,6 +8,7 @@ from types import NoneType
 from typing import Any
 
 from megabench.models.mapping import largest_parameter
+from megabench.precision import POLICIES
 from megabench.settings.reading import ConfigError, near_matches, read_json_object
 from megabench.specs.engine_spec import ResolvedRun
 
@@ -130,6 +131,8 @@ def settings_of_run(content: dict[str, Any], given: dict[str, Any], path: Path) 
     }
     said |= _zero_settings(content.get("zero_optimization", {}), path)
     said = {name: value for name, value in said.items() if value is not None}
+    if (policy := POLICIES.get(given.get("precision", ""))) and policy.compute == said.get("precision"):
+        del said["precision"]  # for DeepSpeed, a run with fp8 products is a bf16 run
     for name in given.keys() & said.keys():
         if given[name] != said[name]:
             raise ConfigError(
@@ -165,7 +168,7 @@ def check_deepspeed_json(content: dict[str, Any], run: ResolvedRun, zero_stage: 
     """Raise ConfigError if the JSON file contradicts the resolved run."""
     for precision in ("bf16", "fp16"):
         enabled = content.get(precision, {}).get("enabled")
-        if enabled is not None and bool(enabled) != (run.precision == precision):
+        if enabled is not None and bool(enabled) != (run.policy.compute == precision):
             raise ConfigError(f"{path} sets {precision}.enabled={enabled}, but the run's precision is {run.precision}")
     wire = content.get("communication_data_type")
     if wire is not None and wire != run.grad_dtype:

@@ -59,7 +59,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hide the GPUs, because libraries would use them
     from megabench.data.source import open_source
     from megabench.runtime import rendezvous as rendezvous_module
-    from megabench.runtime.device import choose_device
+    from megabench.runtime.device import check_precision, choose_device
     from megabench.runtime.messages import meet
     from megabench.train.callbacks.user_callbacks import load_callbacks
     from megabench.train.memory_check import MemoryCheckError, check_memory
@@ -79,6 +79,7 @@ def _run(given: RunConfig, find: Find | None) -> None:
         device_kind = choose_device(given.device, rendezvous.local_world_size)
         # these checks do not depend on "auto" settings
         run = (resolve_first if find else RunConfig.resolve)(given, rendezvous.world_size, device_kind)
+        check_precision(run.policy, device_kind)
         _make_folders(run)
         if rendezvous.rank == 0:
             _check_free(run)

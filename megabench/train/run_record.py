@@ -9,6 +9,7 @@ from megabench.config.requested_fields import auto_fields, requested_fields
 from megabench.data.source import TokenSource
 from megabench.metrics import quantile, throughput
 from megabench.record import (
+    Fp8Work,
     HostRanks,
     PeakMemory,
     PlacementUsed,
@@ -109,6 +110,17 @@ def unsaved(saves: list[SaveTimes]) -> list[str]:
     return [f"no checkpoint of step {save.step}: {save.error}" for save in saves if save.error]
 
 
+def fp8_work(run: ResolvedConfig) -> Fp8Work | None:
+    """Return the fp8 settings of the run, or None if it has no fp8 products."""
+    if run.fp8_recipe is None:
+        return None
+    return Fp8Work(
+        recipe=run.fp8_recipe,
+        num_layers_at_start_in_bf16=run.num_layers_at_start_in_bf16,
+        num_layers_at_end_in_bf16=run.num_layers_at_end_in_bf16,
+    )
+
+
 def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
     """Return the properties that must be equal for another run to be comparable with `run`."""
     schedule = {"lr": run.lr, "min_lr": run.min_lr, "lr_warmup": run.lr_warmup, "steps": run.steps}
@@ -128,4 +140,5 @@ def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
         global_batch=run.global_batch,
         seq_length=run.seq_length,
         compression=run.spec.compression(run.options),
+        fp8=fp8_work(run),
     )

@@ -76,9 +76,11 @@ def train(run: ResolvedConfig, num_steps: int = NUM_STEPS) -> Trace:
     return trace
 
 
-def train_reference(run: ResolvedConfig, num_steps: int = NUM_STEPS) -> Trace:
+def train_reference(
+    run: ResolvedConfig, num_steps: int = NUM_STEPS, model: Callable[..., Reference] = Reference
+) -> Trace:
     """The same in this process with transformers and torch's optimizer."""
-    reference = Reference(run, device_of(run))
+    reference = model(run, device_of(run))
     source = open_source(run)
     trace = Trace()
     for step in range(num_steps):

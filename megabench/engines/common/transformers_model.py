@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common.cross_entropy import linear_cross_entropy
+from megabench.engines.common.fp8_linear import use_fp8
 from megabench.engines.common.initial import initial_weights
 from megabench.engines.common.kernels import fuses_bloom, fuses_cross_entropy, patch_transformers
 from megabench.engines.common.loss_scale import LossScale
@@ -67,7 +68,7 @@ def blocks(model: PreTrainedModel, run: ResolvedConfig) -> list[nn.Module]:
 
 
 def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
-    """Install the fused loss and the kernels of the model family, before an engine wraps the modules."""
+    """Install the fused loss, fp8 products and the model family's kernels, before an engine wraps the modules."""
     if fuses_cross_entropy(run):
         head = model.get_output_embeddings()
         assert type(head) is nn.Linear and head.bias is None
@@ -76,6 +77,12 @@ def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
         from megabench.engines.common import bloom
 
         bloom.fuse(model)
+    for number in run.fp8_layers:
+        use_fp8(
+            blocks(model, run)[number],
+            keeps_casts=not run.spec.gathers_weights(run.options),
+            has_bf16_gradients=run.fp8_recipe == "bf16-gradients",
+        )
 
 
 def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:

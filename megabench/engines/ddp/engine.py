@@ -21,6 +21,7 @@ from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common import transformers_model as shared
+from megabench.engines.common.fp8_linear import Fp8Linear, forget_casts
 from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.protocol import StepResult, TensorKind
@@ -79,7 +80,10 @@ class DdpEngine(TransformersEngine):
                 block.compile()
         if dtype != torch.float32:
             for module in list(model.modules()):
-                for name in [name for name, _ in module.named_parameters(recurse=False)]:
+                names = {name for name, _ in module.named_parameters(recurse=False)}
+                if isinstance(module, Fp8Linear):
+                    names -= {"weight"}  # the layer casts its weight itself
+                for name in names:
                     parametrize.register_parametrization(module, name, _Cast(dtype), unsafe=True)
         return model
 
@@ -98,6 +102,7 @@ class DdpEngine(TransformersEngine):
         # the same mean.
         self.model.zero_grad(set_to_none=len(batches) == 1)
         self.loss.zero_()
+        forget_casts(self.model)
         for number, batch in enumerate(batches):
             reduces = number == len(batches) - 1 or self.may_reduce_early
             self.may_reduce_early = False

@@ -21,6 +21,7 @@ from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common import loss_scale
 from megabench.engines.common import transformers_model as shared
+from megabench.engines.common.fp8_linear import forget_casts
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.deepspeed.state import ZeroState
 from megabench.engines.protocol import EngineError, StepResult, TensorKind
@@ -95,6 +96,7 @@ class DeepSpeedEngine(TransformersEngine):
 
     def accumulate(self, batches: Sequence[Batch]) -> None:
         self.loss.zero_()
+        forget_casts(self.engine.module)
         for number, batch in enumerate(batches):
             batch = batch.to(self.device)
             loss = shared.mean_loss(self.engine, self.engine.module, batch)

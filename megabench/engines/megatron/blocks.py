@@ -27,6 +27,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from megabench.config import ResolvedConfig
 from megabench.engines.common.fused import fused
 from megabench.engines.common.kernels import fuses_blocks
+from megabench.engines.megatron.fp8_linear import Fp8ColumnLinear, Fp8RowLinear
 from megabench.engines.megatron.linear import ColumnLinear, RowLinear
 from megabench.engines.megatron.swiglu import SwiGLU
 from megabench.runtime.megatron_core import mlp_spec
@@ -207,19 +208,20 @@ def zigzag_slice(tokens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]], dim=1)
 
 
-def llama_blocks(num_layers: int, run: ResolvedConfig) -> TransformerBlockSubmodules:
-    """Return the specs of `num_layers` parallel layers and of the final norm.
+def llama_blocks(layers: range, run: ResolvedConfig) -> TransformerBlockSubmodules:
+    """Return the specs of the parallel layers with these numbers in the model, and of the final norm."""
+    return TransformerBlockSubmodules(layer_specs=[_llama_block(number, run) for number in layers], layer_norm=RMSNorm)
+
+
+def _llama_block(number: int, run: ResolvedConfig) -> ModuleSpec:
+    """Return the spec of a parallel layer.
 
     In model families with query and key norms, the norms over D precede the rotary embedding.
     """
-    if fuses_blocks(run):
-        attention, activation, row = RotaryAttention, SwiGLU, RowLinear
-        column = ModuleSpec(module=ColumnLinear, params={"keeps_gathered": MegatronSettings.of(run).keep_gathered})
-    else:
-        attention, activation, row = SelfAttention, None, RowParallelLinear
-        column = ModuleSpec(module=ColumnParallelLinear)
+    attention, activation = (RotaryAttention, SwiGLU) if fuses_blocks(run) else (SelfAttention, None)
+    column, row = _linear_layers(number, run)
     qk_norm = run.shape.table.qk_norm
-    layer = ModuleSpec(
+    return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
@@ -240,4 +242,14 @@ def llama_blocks(num_layers: int, run: ResolvedConfig) -> TransformerBlockSubmod
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def _linear_layers(number: int, run: ResolvedConfig) -> tuple[ModuleSpec, ModuleSpec]:
+    """Return the specs of the column-parallel and the row-parallel layers in a parallel layer."""
+    if not fuses_blocks(run):
+        return ModuleSpec(module=ColumnParallelLinear), ModuleSpec(module=RowParallelLinear)
+    params = {"keeps_gathered": MegatronSettings.of(run).keep_gathered}
+    if number not in run.fp8_layers:
+        return ModuleSpec(module=ColumnLinear, params=params), ModuleSpec(module=RowLinear)
+    recipe = {"has_bf16_gradients": run.fp8_recipe == "bf16-gradients"}
+    return ModuleSpec(module=Fp8ColumnLinear, params=params | recipe), ModuleSpec(module=Fp8RowLinear, params=recipe)

@@ -32,9 +32,12 @@ class ColumnLinear(ColumnParallelLinear):
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         assert weight is None and not runtime_gather_output
-        group = self.tp_group if self.sequence_parallel else None
-        output: Tensor = _Column.apply(input_, self.weight, group, self.keeps_gathered)
+        output = self.multiply(input_, self.tp_group if self.sequence_parallel else None)
         return output if self.bias is None else output + self.bias, None
+
+    def multiply(self, part: Tensor, group: ProcessGroup | None) -> Tensor:
+        output: Tensor = Column.apply(part, self.weight, group, self.keeps_gathered)
+        return output
 
 
 class RowLinear(RowParallelLinear):
@@ -42,12 +45,14 @@ class RowLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         assert self.bias is None
-        group = self.tp_group if self.sequence_parallel else None
-        output: Tensor = _Row.apply(input_, self.weight, group)
-        return output, None
+        return self.multiply(input_, self.tp_group if self.sequence_parallel else None), None
+
+    def multiply(self, input_: Tensor, group: ProcessGroup | None) -> Tensor:
+        output: Tensor = Row.apply(input_, self.weight, group)
+        return output
 
 
-class _Column(torch.autograd.Function):
+class Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, keeps_gathered: bool) -> Tensor:
         whole = _gathered(part, group)
@@ -59,22 +64,22 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (saved,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
         # the gather overlaps with the product that does not need the gathered input
-        whole, gathering = _gather(saved, None if ctx.keeps_gathered else group)
+        whole, gathering = gather(saved, None if ctx.keeps_gathered else group)
         grad_whole = grad @ weight
-        _wait(gathering)
-        grad_part, scattering = _scatter(grad_whole, group)
+        wait(gathering)
+        grad_part, scattering = scatter(grad_whole, group)
         unused = _add_weight_gradient(weight, grad, whole)
-        _wait(scattering)
+        wait(scattering)
         return grad_part, unused, None, None
 
 
-class _Row(torch.autograd.Function):
+class Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
         ctx.save_for_backward(input_)
         ctx.weight, ctx.group = weight, group
-        part, scattering = _scatter(input_ @ weight.t(), group)
-        _wait(scattering)
+        part, scattering = scatter(input_ @ weight.t(), group)
+        wait(scattering)
         return part
 
     @staticmethod
@@ -87,32 +92,38 @@ class _Row(torch.autograd.Function):
 
 def _gathered(part: Tensor, group: ProcessGroup | None) -> Tensor:
     """Gather the parts of all ranks, [S/T, B, H] -> [S, B, H]."""
-    whole, gathering = _gather(part, group)
-    _wait(gathering)
+    whole, gathering = gather(part, group)
+    wait(gathering)
     return whole
 
 
-def _gather(part: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
+def gather(part: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
+    """Start to gather the parts of all ranks, or return the part itself without a group."""
     if group is None:
         return part, None
     whole = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
     return whole, dist.all_gather_into_tensor(whole, part.contiguous(), group=group, async_op=True)
 
 
-def _scatter(whole: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
+def scatter(whole: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
+    """Start to sum the tensors of all ranks into one part per rank, or return the tensor itself without a group."""
     if group is None:
         return whole, None
     part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
     return part, dist.reduce_scatter_tensor(part, whole.contiguous(), group=group, async_op=True)
 
 
-def _wait(work: dist.Work | None) -> None:
+def wait(work: dist.Work | None) -> None:
     if work:
         work.wait()
 
 
 def _add_weight_gradient(weight: Any, grad: Tensor, inputs: Tensor) -> Tensor:
-    """Add to megatron-core's gradient buffer. Return a placeholder gradient, which megatron-core ignores."""
     accumulate(weight.main_grad, grad.flatten(0, 1), inputs.flatten(0, 1))
+    return added(weight)
+
+
+def added(weight: Any) -> Tensor:
+    """Report that the gradient was added to megatron-core's buffer. Return a placeholder, which megatron-core ignores."""
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)

@@ -63,7 +63,7 @@ class ParallelLlama(GPTModel):
         self.layers = layers
         super().__init__(
             config=config,
-            transformer_layer_spec=llama_blocks(len(layers), run),
+            transformer_layer_spec=llama_blocks(layers, run),
             vocab_size=padded_vocab_size(shape, layout.tp),
             max_sequence_length=run.seq_length,
             pre_process=has_embedding,

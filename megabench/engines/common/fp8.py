@@ -1,0 +1,130 @@
+"""Quantization to fp8 and products of fp8 matrices, with Triton kernels on GPUs and with torch on CPU.
+
+A tensor has one scale, which is computed from the tensor itself ("current scaling"). All tensors are E4M3, gradients
+included. Scales are powers of two (as in DeepSeek-V3, arXiv 2412.19437, section 3.3), so that the rounding of an element
+does not depend on which elements share its scale. Tensor-parallel shards and fused weights are therefore rounded as the
+whole, unfused tensors are, except for elements below 2⁻¹⁴ of the largest element.
+
+The product of cuBLASLt on Hopper needs both operands in the order of the inner dimension. A matrix that is used in two
+products is written twice, as it is and transposed, from one read.
+
+Sizes: Symbols: M rows, N columns, K inner size of a product.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0  # of E4M3
+_SMALLEST_AMAX = 2.0**-100  # keeps the scale of a tensor of zeros finite
+_EXPONENT_BITS = 0x7F800000  # of fp32
+
+
+class Quantized(NamedTuple):
+    """A matrix in fp8. The matrix is `rows` · `scale`, and its transposed matrix is `columns` · `scale`.
+
+    `rows` [M, N] or `columns` [N, M] is None if it is not needed. `scale` is an fp32 scalar, a power of two.
+    """
+
+    rows: Tensor | None
+    columns: Tensor | None
+    scale: Tensor
+
+
+def quantize(matrix: Tensor, rows: bool = True, columns: bool = True, amax: Tensor | None = None) -> Quantized:
+    """Quantize a matrix [M, N], into the layouts `rows` and `columns`.
+
+    `amax` is the largest absolute value, an fp32 scalar, if it is known or belongs to a larger tensor. NaN remains NaN,
+    and an infinite element makes the whole matrix NaN.
+    """
+    amax = largest_value(matrix) if amax is None else amax
+    as_is, transposed, scale = _quantize(matrix.contiguous(), amax, rows, columns)
+    return Quantized(as_is if rows else None, transposed if columns else None, scale)
+
+
+def largest_value(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return the largest absolute value of a tensor, over all ranks of `group`, as an fp32 scalar."""
+    amax = _largest_value(tensor.contiguous())
+    if group is not None:
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    return amax
+
+
+def transposed(matrix: Tensor) -> Tensor:
+    """Transpose an fp8 matrix in memory, [M, N] -> [N, M]."""
+    return _transposed(matrix)
+
+
+def product(
+    left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, dtype: torch.dtype, is_fast: bool = False
+) -> Tensor:
+    """Return left [M, K] · right [N, K]ᵀ as [M, N] in `dtype`, from fp8 matrices and their scales.
+
+    `is_fast` lets the GPU sum up in fewer bits. The forward pass tolerates this rounding; the gradients do not.
+    """
+    if left.device.type == "cpu":
+        return (left.float() @ right.float().t() * (left_scale * right_scale)).to(dtype)
+    return torch._scaled_mm(left, right.t(), left_scale, right_scale, out_dtype=dtype, use_fast_accum=is_fast)
+
+
+# Custom operators, which torch.compile does not look into. inductor's own casts to fp8 can produce NaN
+# (github.com/pytorch/ao/issues/4652).
+
+
+@torch.library.custom_op("megabench::fp8_largest_value", mutates_args=())
+def _largest_value(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.abs().max().float()
+    from megabench.engines.common import fp8_kernels
+
+    return fp8_kernels.largest_value(tensor)
+
+
+@_largest_value.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return tensor.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("megabench::fp8_quantize", mutates_args=())
+def _quantize(matrix: Tensor, amax: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if matrix.device.type == "cuda":
+        from megabench.engines.common import fp8_kernels
+
+        return fp8_kernels.quantize(matrix, amax, rows, columns)
+    scale = quantization_scale(amax)
+    values = (matrix.float() * scale).clamp(-LARGEST, LARGEST).to(DTYPE)
+    empty = values.new_empty(0)
+    flipped = values.t().clone(memory_format=torch.contiguous_format) if columns else empty
+    return values if rows else empty, flipped, 1 / scale
+
+
+@_quantize.register_fake
+def _(matrix: Tensor, amax: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, num_columns = matrix.shape
+    as_is = matrix.new_empty((num_rows, num_columns) if rows else 0, dtype=DTYPE)
+    transposed = matrix.new_empty((num_columns, num_rows) if columns else 0, dtype=DTYPE)
+    return as_is, transposed, matrix.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("megabench::fp8_transposed", mutates_args=())
+def _transposed(matrix: Tensor) -> Tensor:
+    if matrix.device.type == "cuda":
+        from megabench.engines.common import fp8_kernels
+
+        return fp8_kernels.transposed(matrix)
+    return matrix.t().clone(memory_format=torch.contiguous_format)
+
+
+@_transposed.register_fake
+def _(matrix: Tensor) -> Tensor:
+    return matrix.new_empty(matrix.shape[1], matrix.shape[0])
+
+
+def quantization_scale(amax: Tensor) -> Tensor:
+    """Return the largest power of two that scales `amax` to at most 448, as fp32."""
+    scale = LARGEST / amax.clamp_min(_SMALLEST_AMAX)
+    return (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)

@@ -1,0 +1,93 @@
+"""The Triton kernels of fp8.py. Each kernel reads its input once, at the speed of the GPU's memory.
+
+Sizes: Symbols: M rows, N columns.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megabench.engines.common.fp8 import _EXPONENT_BITS, _SMALLEST_AMAX, DTYPE, LARGEST
+
+_BLOCK, _BLOCKS = 1024, 8  # elements per block and blocks per program
+_TILE = (64, 256)  # rows and columns of a matrix per program
+
+
+def largest_value(tensor: Tensor) -> Tensor:
+    """Return the largest absolute value of a contiguous tensor as an fp32 scalar."""
+    amax = torch.zeros((), dtype=torch.float32, device=tensor.device)
+    programs = (triton.cdiv(tensor.numel(), _BLOCK * _BLOCKS),)
+    _largest_value[programs](tensor, amax.view(torch.int32), tensor.numel(), BLOCK=_BLOCK, BLOCKS=_BLOCKS)
+    return amax
+
+
+def quantize(matrix: Tensor, amax: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the matrix [M, N] in fp8, its transposed matrix, and their scale; see `fp8.quantize`."""
+    num_rows, num_columns = matrix.shape
+    as_is = matrix.new_empty((num_rows, num_columns) if rows else 0, dtype=DTYPE)
+    transposed = matrix.new_empty((num_columns, num_rows) if columns else 0, dtype=DTYPE)
+    scale = torch.empty_like(amax)
+    _quantize[_tiles(num_rows, num_columns)](
+        matrix, amax, as_is, transposed, scale, num_rows, num_columns,
+        LARGEST=LARGEST, SMALLEST_AMAX=_SMALLEST_AMAX, EXPONENT_BITS=_EXPONENT_BITS,
+        ROWS=rows, COLUMNS=columns, TILE_M=_TILE[0], TILE_N=_TILE[1],
+    )  # fmt: skip
+    return as_is, transposed, scale
+
+
+def transposed(matrix: Tensor) -> Tensor:
+    """Return a contiguous fp8 matrix [M, N] as [N, M]."""
+    num_rows, num_columns = matrix.shape
+    result = matrix.new_empty(num_columns, num_rows)
+    _transpose[_tiles(num_rows, num_columns)](
+        matrix.view(torch.uint8), result.view(torch.uint8), num_rows, num_columns, TILE_M=_TILE[0], TILE_N=_TILE[1]
+    )
+    return result
+
+
+def _tiles(num_rows: int, num_columns: int) -> tuple[int, int]:
+    return triton.cdiv(num_columns, _TILE[1]), triton.cdiv(num_rows, _TILE[0])
+
+
+@triton.jit
+def _largest_value(tensor, amax, num_elements, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    # the bits of absolute values are ordered like the values, and those of NaN are the largest
+    start = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
+    largest = tl.zeros([BLOCK], tl.int32)
+    for block in tl.static_range(BLOCKS):
+        places = start + block * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(tensor + places, mask=places < num_elements, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(values).to(tl.int32, bitcast=True))
+    tl.atomic_max(amax, tl.max(largest))
+
+
+@triton.jit
+def _quantize(  # type: ignore[no-untyped-def]
+    matrix, amax, as_is, transposed, inverse_scale, num_rows, num_columns,
+    LARGEST: tl.constexpr, SMALLEST_AMAX: tl.constexpr, EXPONENT_BITS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(1).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)[:, None]
+    columns = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)[None, :]
+    largest = tl.maximum(tl.load(amax), SMALLEST_AMAX, propagate_nan=tl.PropagateNan.ALL)
+    scale = ((LARGEST / largest).to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(inverse_scale, 1.0 / scale)
+    inside = (rows < num_rows) & (columns < num_columns)
+    values = tl.load(matrix + rows * num_columns + columns, mask=inside, other=0.0).to(tl.float32) * scale
+    values = tl.clamp(values, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if ROWS:
+        tl.store(as_is + rows * num_columns + columns, values.to(as_is.dtype.element_ty), mask=inside)
+    if COLUMNS:
+        flipped = tl.trans(values.to(transposed.dtype.element_ty))
+        tl.store(transposed + tl.trans(columns) * num_rows + tl.trans(rows), flipped, mask=tl.trans(inside))
+
+
+@triton.jit
+def _transpose(matrix, result, num_rows, num_columns, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows = tl.program_id(1).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)[:, None]
+    columns = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)[None, :]
+    inside = (rows < num_rows) & (columns < num_columns)
+    values = tl.load(matrix + rows * num_columns + columns, mask=inside)
+    tl.store(result + tl.trans(columns) * num_rows + tl.trans(rows), tl.trans(values), mask=tl.trans(inside))

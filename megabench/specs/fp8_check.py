@@ -1,0 +1,51 @@
+"""Checks of the settings of fp8 runs. Loads no torch."""
+
+from megabench.precision import FP8_MULTIPLE, POLICIES
+from megabench.settings.reading import ConfigError
+from megabench.specs.engine_spec import ResolvedRun
+
+_SETTINGS = ("fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+
+
+def check_fp8(run: ResolvedRun) -> None:
+    """Raise ConfigError if the run has fp8 settings without fp8 products, or if its model does not support them."""
+    if not run.policy.has_fp8_products:
+        for name in _SETTINGS:
+            if value := getattr(run, name):
+                others = " or ".join(name for name, policy in POLICIES.items() if policy.has_fp8_products)
+                raise ConfigError(f"{name}={value} works only with precision={others}, not {run.precision}; omit it")
+        return
+    shape = run.shape
+    if shape.foreign or not shape.table.has_linear_layers:
+        name = "no known linear layers" if shape.foreign else "no linear layers in fp8"
+        raise ConfigError(f"precision={run.precision}: {run.model} has {name}; use precision=bf16")
+    if run.kernels == "reference":
+        raise ConfigError(f"precision={run.precision} needs megabench's linear layers; use kernels=auto")
+    if run.num_layers_at_start_in_bf16 + run.num_layers_at_end_in_bf16 >= shape.num_layers:
+        raise ConfigError(
+            f"num_layers_at_start_in_bf16={run.num_layers_at_start_in_bf16} and num_layers_at_end_in_bf16="
+            f"{run.num_layers_at_end_in_bf16} leave none of the {shape.num_layers} layers in fp8; use smaller numbers, "
+            f"or precision=bf16"
+        )
+    _check_sizes(run)
+
+
+def _check_sizes(run: ResolvedRun) -> None:
+    """Raise ConfigError unless all sizes of a rank's matrices are multiples of 16."""
+    shape, layout = run.shape, run.layout
+    sizes = {
+        f"hidden_size={shape.hidden_size}": shape.hidden_size,
+        f"ffn_size={shape.ffn_size} / tp={layout.tp}": shape.ffn_size // layout.tp,
+        f"num_kv_heads·head_dim={shape.num_kv_heads * shape.head_dim} / tp={layout.tp}": (
+            shape.num_kv_heads * shape.head_dim // layout.tp
+        ),
+        f"micro_batch·seq_length={run.micro_batch * run.seq_length} / cp={layout.cp}": (
+            run.micro_batch * run.seq_length // layout.cp
+        ),
+    }
+    for name, size in sizes.items():
+        if size % FP8_MULTIPLE:
+            raise ConfigError(
+                f"precision={run.precision} needs multiples of {FP8_MULTIPLE}, but {name} is {size}; change it, or use "
+                f"precision=bf16"
+            )
