@@ -35,13 +35,20 @@ class Quantized(NamedTuple):
     scale: Tensor
 
 
-def quantize(matrix: Tensor, rows: bool = True, columns: bool = True, amax: Tensor | None = None) -> Quantized:
+def quantize(
+    matrix: Tensor,
+    rows: bool = True,
+    columns: bool = True,
+    amax: Tensor | None = None,
+    group: ProcessGroup | None = None,
+) -> Quantized:
     """Quantize a matrix [M, N], into the layouts `rows` and `columns`.
 
-    `amax` is the largest absolute value, an fp32 scalar, if it is known or belongs to a larger tensor. NaN remains NaN,
-    and an infinite element makes the whole matrix NaN.
+    `amax` is the largest absolute value, an fp32 scalar, if it is known. If the ranks of `group` have parts of one
+    tensor, all parts get the scale of the whole tensor. NaN remains NaN, and an infinite element makes the whole matrix
+    NaN.
     """
-    amax = largest_value(matrix) if amax is None else amax
+    amax = largest_value(matrix, group) if amax is None else amax
     as_is, transposed, scale = _quantize(matrix.contiguous(), amax, rows, columns)
     return Quantized(as_is if rows else None, transposed if columns else None, scale)
 

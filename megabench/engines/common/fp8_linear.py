@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megabench.engines.common.fp8 import Quantized, largest_value, product, quantize
 
@@ -22,10 +23,13 @@ class CastsWeight(nn.Module):
     weight: Tensor
     _cast: Quantized | None = None
 
-    def quantized_weight(self, dtype: torch.dtype) -> Quantized:
-        """Return the weight in fp8, rounded to `dtype` first, so that it does not depend on the dtype of its storage."""
+    def quantized_weight(self, dtype: torch.dtype, group: ProcessGroup | None = None) -> Quantized:
+        """Return the weight in fp8. The ranks of `group` have parts of it.
+
+        The weight is rounded to `dtype` first, so that the result does not depend on the dtype of its storage.
+        """
         if self._cast is None:
-            self._cast = quantize(self.weight.detach().to(dtype))
+            self._cast = quantize(self.weight.detach().to(dtype), group=group)
         return self._cast
 
 

@@ -7,56 +7,57 @@ sums of fp8 values would lose bits. The inputs of layers are saved in fp8.
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megabench.engines.common.fp8 import Quantized, largest_value, product, quantize, transposed
+from megabench.engines.common.fp8 import Quantized, product, quantize, transposed
 from megabench.engines.common.fp8_linear import CastsWeight
 from megabench.engines.megatron.linear import Column, ColumnLinear, Row, RowLinear, added, gather, scatter, wait
 
 
-class Fp8ColumnLinear(ColumnLinear, CastsWeight):
-    """ColumnLinear with fp8 products, [S/T, B, H] -> [S, B, F/T]."""
+class _Fp8Layer(CastsWeight):
+    """What both layers share. The ranks of `whole_tensor` have parts of each weight, input and gradient."""
 
     def __init__(self, *args: Any, has_bf16_gradients: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.has_bf16_gradients = has_bf16_gradients
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        self.whole_tensor: ProcessGroup | None = group if group.size() > 1 else None
+
+
+class Fp8ColumnLinear(_Fp8Layer, ColumnLinear):
+    """ColumnLinear with fp8 products, [S/T, B, H] -> [S, B, F/T]."""
 
     def multiply(self, part: Tensor, group: ProcessGroup | None) -> Tensor:
         function = _Fp8ForwardColumn if self.has_bf16_gradients else _Fp8Column
-        cast = self.quantized_weight(part.dtype)
-        output: Tensor = function.apply(part, self.weight, group, self.keeps_gathered, cast)
+        output: Tensor = function.apply(part, self.weight, group, self)
         return output
 
 
-class Fp8RowLinear(RowLinear, CastsWeight):
+class Fp8RowLinear(_Fp8Layer, RowLinear):
     """RowLinear with fp8 products, [S, B, F/T] -> [S/T, B, H]."""
-
-    def __init__(self, *args: Any, has_bf16_gradients: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.has_bf16_gradients = has_bf16_gradients
 
     def multiply(self, input_: Tensor, group: ProcessGroup | None) -> Tensor:
         function = _Fp8ForwardRow if self.has_bf16_gradients else _Fp8Row
-        output: Tensor = function.apply(input_, self.weight, group, self.quantized_weight(input_.dtype))
+        output: Tensor = function.apply(input_, self.weight, group, self)
         return output
 
 
 class _Fp8Column(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, keeps_gathered: bool, cast: Quantized
-    ) -> Tensor:
-        mine, whole = _gathered(part, group)
-        ctx.weight, ctx.cast, ctx.group, ctx.dtype = weight, cast, group, part.dtype
-        ctx.gathers_again = group is not None and not keeps_gathered
+    def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8ColumnLinear) -> Tensor:
+        mine, whole = _gathered(part, group, layer.whole_tensor)
+        ctx.weight, ctx.cast, ctx.group, ctx.dtype = weight, _cast(layer, part), group, part.dtype
+        ctx.whole_tensor = layer.whole_tensor
+        ctx.gathers_again = group is not None and not layer.keeps_gathered
         ctx.save_for_backward(mine.columns if group is None else mine.rows if ctx.gathers_again else whole, mine.scale)
-        return _multiply(whole, mine.scale, cast, part)
+        return _multiply(whole, mine.scale, ctx.cast, part)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (saved, scale), group = ctx.saved_tensors, ctx.group
-        grads = quantize(grad.flatten(0, 1))
+        grads = quantize(grad.flatten(0, 1), group=ctx.whole_tensor)
         # the gather overlaps with the product that does not need the gathered input
         whole, gathering = gather(saved.view(torch.uint8), group if ctx.gathers_again else None)
         grad_whole = _input_gradient(grads, ctx.cast, grad.shape, ctx.dtype)
@@ -65,23 +66,24 @@ class _Fp8Column(torch.autograd.Function):
         columns = saved if group is None else transposed(whole.view(saved.dtype))
         unused = _add_weight_gradient(ctx.weight, grads, columns, scale)
         wait(scattering)
-        return grad_part, unused, None, None, None
+        return grad_part, unused, None, None
 
 
 class _Fp8Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None, cast: Quantized) -> Tensor:
-        inputs = quantize(input_.flatten(0, 1))
+    def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8RowLinear) -> Tensor:
+        inputs = quantize(input_.flatten(0, 1), group=layer.whole_tensor)
         ctx.save_for_backward(inputs.columns, inputs.scale)
-        ctx.weight, ctx.cast, ctx.group, ctx.shape = weight, cast, group, input_.shape
-        part, scattering = scatter(_multiply(inputs.rows, inputs.scale, cast, input_), group)
+        ctx.weight, ctx.cast, ctx.group, ctx.shape = weight, _cast(layer, input_), group, input_.shape
+        ctx.whole_tensor = layer.whole_tensor
+        part, scattering = scatter(_multiply(inputs.rows, inputs.scale, ctx.cast, input_), group)
         wait(scattering)
         return part
 
     @staticmethod
     def backward(ctx: Any, grad_part: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale = ctx.saved_tensors
-        mine, whole = _gathered(grad_part, ctx.group)
+        mine, whole = _gathered(grad_part, ctx.group, ctx.whole_tensor)
         grads = Quantized(whole, mine.columns if ctx.group is None else transposed(whole), mine.scale)
         grad_input = _input_gradient(grads, ctx.cast, ctx.shape, grad_part.dtype)
         return grad_input, _add_weight_gradient(ctx.weight, grads, columns, scale), None, None
@@ -91,29 +93,23 @@ class _Fp8ForwardColumn(Column):
     """Column with its forward product in fp8."""
 
     @staticmethod
-    def forward(
-        ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, keeps_gathered: bool, cast: Quantized
-    ) -> Tensor:
-        mine, whole = _gathered(part, group)
+    def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8ColumnLinear) -> Tensor:
+        mine, whole = _gathered(part, group, layer.whole_tensor)
         ctx.save_for_backward(part)
         # the gathered input that the backward pass needs is not in fp8, so it cannot be kept
         ctx.weight, ctx.group, ctx.keeps_gathered = weight, group, False
-        return _multiply(whole, mine.scale, cast, part)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *Column.backward(ctx, grad), None
+        return _multiply(whole, mine.scale, _cast(layer, part), part)
 
 
 class _Fp8ForwardRow(Row):
     """Row with its forward product in fp8."""
 
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None, cast: Quantized) -> Tensor:
-        inputs = quantize(input_.flatten(0, 1), columns=False)
+    def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8RowLinear) -> Tensor:
+        inputs = quantize(input_.flatten(0, 1), columns=False, group=layer.whole_tensor)
         ctx.save_for_backward(input_)
         ctx.weight, ctx.group = weight, group
-        part, scattering = scatter(_multiply(inputs.rows, inputs.scale, cast, input_), group)
+        part, scattering = scatter(_multiply(inputs.rows, inputs.scale, _cast(layer, input_), input_), group)
         wait(scattering)
         return part
 
@@ -122,13 +118,19 @@ class _Fp8ForwardRow(Row):
         return *Row.backward(ctx, grad_part), None
 
 
-def _gathered(part: Tensor, group: ProcessGroup | None) -> tuple[Quantized, Tensor]:
-    """Quantize a part [S/T, B, H] under the scale of the group, and gather the rows of all parts [S·B, H].
+def _cast(layer: _Fp8Layer, like: Tensor) -> Quantized:
+    """Return the weight in fp8, whose parts are on the tensor-parallel ranks. All context-parallel ranks agree."""
+    return layer.quantized_weight(like.dtype, layer.whole_tensor)
+
+
+def _gathered(
+    part: Tensor, group: ProcessGroup | None, whole_tensor: ProcessGroup | None
+) -> tuple[Quantized, Tensor]:
+    """Quantize a part [S/T, B, H] under the scale of the whole tensor, and gather the rows of all parts [S·B, H].
 
     The result has transposed columns only without a group.
     """
-    amax = largest_value(part, group)
-    mine = quantize(part.flatten(0, 1), columns=group is None, amax=amax)
+    mine = quantize(part.flatten(0, 1), columns=group is None, group=whole_tensor)
     assert mine.rows is not None
     whole, gathering = gather(mine.rows.view(torch.uint8), group)  # NCCL and gloo cannot send fp8
     wait(gathering)
