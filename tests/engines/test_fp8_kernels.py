@@ -1,0 +1,67 @@
+"""The fp8 kernels of GPUs give the bits of the CPU path, and the products of cuBLASLt are those of fp32."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megabench.engines.common import fp8
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="fp8 needs a Hopper GPU"
+    ),
+]
+
+SIZES = [(16, 16), (48, 272), (192, 4096), (1008, 14336)]  # no multiples of a kernel's tile, but for the columns
+
+
+def random(*sizes: int, spread: float = 3.0) -> Tensor:
+    """Values in bf16 whose magnitudes differ by many powers of two, as those of gradients do."""
+    generator = torch.Generator().manual_seed(sum(sizes))
+    return (torch.randn(sizes, generator=generator) * torch.exp(spread * torch.randn(sizes, generator=generator))).bfloat16()
+
+
+def bits(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.cpu().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", SIZES)
+def test_quantizes_as_on_cpu(size: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = random(*size).to(dtype)
+    expected, found = fp8.quantize(matrix), fp8.quantize(matrix.cuda())
+    assert torch.equal(bits(found.rows), bits(expected.rows))
+    assert torch.equal(bits(found.columns), bits(expected.columns))
+    assert found.scale.item() == expected.scale.item()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_special_values_quantize_as_on_cpu(value: float) -> None:
+    matrix = random(64, 256)
+    matrix[3, 7] = value
+    expected, found = fp8.quantize(matrix), fp8.quantize(matrix.cuda())
+    assert torch.equal(found.rows.cpu().float().isnan(), expected.rows.float().isnan())
+    assert fp8.quantize(torch.zeros(16, 16, device="cuda")).rows.float().abs().max() == 0
+
+
+def test_transposes() -> None:
+    matrix = fp8.quantize(random(208, 1040).cuda(), columns=False).rows
+    assert torch.equal(bits(fp8.transposed(matrix)), bits(matrix).t())
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_multiplies_as_on_cpu(dtype: torch.dtype, is_fast: bool) -> None:
+    left, right = fp8.quantize(random(256, 4096, spread=0)), fp8.quantize(random(512, 4096, spread=0))
+    expected = fp8.product(left.rows, left.scale, right.rows, right.scale, torch.float32)
+    on_gpu = [tensor.cuda() for tensor in (left.rows, left.scale, right.rows, right.scale)]
+    found = fp8.product(*on_gpu, dtype, is_fast=is_fast).cpu().float()
+    # fast accumulation keeps 14 bits of each partial sum
+    assert torch.dist(found, expected) / expected.norm() < (1e-2 if is_fast or dtype == torch.bfloat16 else 1e-3)
+
+
+def test_reads_strided_input() -> None:
+    matrix = random(64, 128).cuda()
+    assert torch.equal(bits(fp8.quantize(matrix.t()).rows), bits(fp8.quantize(matrix).columns))
