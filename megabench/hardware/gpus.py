@@ -12,7 +12,8 @@ Network = Literal["efa", "infiniband", "socket"]
 class Gpu:
     """One type of GPU with its dense peak TFLOP/s (without sparsity) per precision.
 
-    `fp8_tflops` is None for GPUs before Hopper, on which megabench does not use fp8. `fp32_tflops` is the peak of fp32 arithmetic without TF32, because megabench disables TF32 in fp32 runs.
+    `fp8_tflops` is None for GPUs before Hopper, on which megabench does not use fp8. `fp32_tflops` is the peak of fp32
+    arithmetic without TF32, because megabench disables TF32 in fp32 runs.
     """
 
     name: str

@@ -161,7 +161,7 @@ class RunSettings(Settings):
     precision: str | None = setting(
         None, "Precision and kernels", "work", "mention", synonyms="dtype torch_dtype mixed_precision bf16 fp16 fp8"
     )
-    """Training dtype; fp8 multiplies in fp8 inside blocks, and is bf16 elsewhere [default: bf16 on GPU, fp32 on CPU]."""
+    """Training dtype; fp8 is bf16 with fp8 products inside blocks [default: bf16 on GPU, fp32 on CPU]."""
 
     fp8_recipe: Fp8Recipe | None = setting(None, "Precision and kernels", "work", "mention")
     """tensorwise: E4M3, one scale per tensor; bf16-gradients: the same, but gradients in bf16 [default: tensorwise]."""

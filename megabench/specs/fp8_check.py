@@ -4,13 +4,13 @@ from megabench.precision import FP8_MULTIPLE, POLICIES
 from megabench.settings.reading import ConfigError
 from megabench.specs.engine_spec import ResolvedRun
 
-_SETTINGS = ("fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+FP8_SETTINGS = ("fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
 def check_fp8(run: ResolvedRun) -> None:
     """Raise ConfigError if the run has fp8 settings without fp8 products, or if its model does not support them."""
     if not run.policy.has_fp8_products:
-        for name in _SETTINGS:
+        for name in FP8_SETTINGS:
             if value := getattr(run, name):
                 others = " or ".join(name for name, policy in POLICIES.items() if policy.has_fp8_products)
                 raise ConfigError(f"{name}={value} works only with precision={others}, not {run.precision}; omit it")

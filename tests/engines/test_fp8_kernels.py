@@ -19,7 +19,8 @@ SIZES = [(16, 16), (48, 272), (192, 4096), (1008, 14336)]  # no multiples of a k
 def random(*sizes: int, spread: float = 3.0) -> Tensor:
     """Values in bf16 whose magnitudes differ by many powers of two, as those of gradients do."""
     generator = torch.Generator().manual_seed(sum(sizes))
-    return (torch.randn(sizes, generator=generator) * torch.exp(spread * torch.randn(sizes, generator=generator))).bfloat16()
+    magnitudes = torch.exp(spread * torch.randn(sizes, generator=generator))
+    return (torch.randn(sizes, generator=generator) * magnitudes).bfloat16()
 
 
 def bits(tensor: Tensor | None) -> Tensor:

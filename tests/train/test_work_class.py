@@ -9,6 +9,7 @@ from megabench.config import SETTINGS, RunConfig
 from megabench.data.source import open_source
 from megabench.record import WorkClass
 from megabench.settings.setting import names
+from megabench.specs.fp8_check import FP8_SETTINGS
 from megabench.train.run_record import work_class
 
 BASE: dict[str, Any] = {"model": "llama-tiny", "data": "stdlib", "steps": 10, "seq_length": 64}
@@ -30,7 +31,11 @@ OTHER: dict[str, Any] = {
     "clip_grad": 2.0,
     "precision": "bf16",
     "grad_dtype": "bf16",
+    "fp8_recipe": "bf16-gradients",
+    "num_layers_at_start_in_bf16": 1,
+    "num_layers_at_end_in_bf16": 1,
 }
+PRECISION = {"grad_dtype": "bf16"} | dict.fromkeys(FP8_SETTINGS, "fp8")  # that these settings need
 
 
 def class_of(**fields: Any) -> WorkClass:
@@ -40,7 +45,7 @@ def class_of(**fields: Any) -> WorkClass:
 
 @pytest.mark.parametrize("name", sorted({*names(SETTINGS, role="work")} - {"tokenizer"}))
 def test_another_value_is_another_work_class(name: str) -> None:
-    same = {"precision": "bf16"} if name == "grad_dtype" else {}
+    same = {"precision": PRECISION[name]} if name in PRECISION else {}
     assert class_of(**same) == class_of(**same)
     assert class_of(**same | {name: OTHER[name]}) != class_of(**same)
 

@@ -1,9 +1,9 @@
 """Quantization to fp8 and products of fp8 matrices, with Triton kernels on GPUs and with torch on CPU.
 
-A tensor has one scale, which is computed from the tensor itself ("current scaling"). All tensors are E4M3, gradients
-included. Scales are powers of two (as in DeepSeek-V3, arXiv 2412.19437, section 3.3), so that the rounding of an element
-does not depend on which elements share its scale. Tensor-parallel shards and fused weights are therefore rounded as the
-whole, unfused tensors are, except for elements below 2⁻¹⁴ of the largest element.
+A tensor has one scale, which is computed from the tensor itself ("current scaling"). If the tensor is divided over
+ranks, all parts have the scale of the whole tensor. All tensors are E4M3, gradients included. Scales are powers of two
+(as in DeepSeek-V3, arXiv 2412.19437, section 3.3). Fused weights are therefore rounded as unfused weights are, except
+for elements below 2⁻¹⁴ of the largest element.
 
 The product of cuBLASLt on Hopper needs both operands in the order of the inner dimension. A matrix that is used in two
 products is written twice, as it is and transposed, from one read.

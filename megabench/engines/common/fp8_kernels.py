@@ -29,7 +29,7 @@ def quantize(matrix: Tensor, amax: Tensor, rows: bool, columns: bool) -> tuple[T
     transposed = matrix.new_empty((num_columns, num_rows) if columns else 0, dtype=DTYPE)
     scale = torch.empty_like(amax)
     _quantize[_tiles(num_rows, num_columns)](
-        matrix, amax, as_is, transposed, scale, num_rows, num_columns,
+        matrix, amax, as_is.view(torch.uint8), transposed.view(torch.uint8), scale, num_rows, num_columns,
         LARGEST=LARGEST, SMALLEST_AMAX=_SMALLEST_AMAX, EXPONENT_BITS=_EXPONENT_BITS,
         ROWS=rows, COLUMNS=columns, TILE_M=_TILE[0], TILE_N=_TILE[1],
     )  # fmt: skip
@@ -77,11 +77,12 @@ def _quantize(  # type: ignore[no-untyped-def]
     inside = (rows < num_rows) & (columns < num_columns)
     values = tl.load(matrix + rows * num_columns + columns, mask=inside, other=0.0).to(tl.float32) * scale
     values = tl.clamp(values, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    # bits are transposed, because Triton 3.6 loses values when it transposes fp8 that comes from fp32
+    rounded = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     if ROWS:
-        tl.store(as_is + rows * num_columns + columns, values.to(as_is.dtype.element_ty), mask=inside)
+        tl.store(as_is + rows * num_columns + columns, rounded, mask=inside)
     if COLUMNS:
-        flipped = tl.trans(values.to(transposed.dtype.element_ty))
-        tl.store(transposed + tl.trans(columns) * num_rows + tl.trans(rows), flipped, mask=tl.trans(inside))
+        tl.store(transposed + tl.trans(columns) * num_rows + tl.trans(rows), tl.trans(rounded), mask=tl.trans(inside))
 
 
 @triton.jit

@@ -123,9 +123,7 @@ def _cast(layer: _Fp8Layer, like: Tensor) -> Quantized:
     return layer.quantized_weight(like.dtype, layer.whole_tensor)
 
 
-def _gathered(
-    part: Tensor, group: ProcessGroup | None, whole_tensor: ProcessGroup | None
-) -> tuple[Quantized, Tensor]:
+def _gathered(part: Tensor, group: ProcessGroup | None, whole_tensor: ProcessGroup | None) -> tuple[Quantized, Tensor]:
     """Quantize a part [S/T, B, H] under the scale of the whole tensor, and gather the rows of all parts [S·B, H].
 
     The result has transposed columns only without a group.

@@ -124,6 +124,6 @@ def _add_weight_gradient(weight: Any, grad: Tensor, inputs: Tensor) -> Tensor:
 
 
 def added(weight: Any) -> Tensor:
-    """Report that the gradient was added to megatron-core's buffer. Return a placeholder, which megatron-core ignores."""
+    """Report that the gradient was added to megatron-core's buffer. megatron-core ignores the returned placeholder."""
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)

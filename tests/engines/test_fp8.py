@@ -1,0 +1,211 @@
+"""Every layout and engine in fp8 does what one process with rounded linear layers does, and mistakes are caught."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megabench.config import ConfigError, ResolvedConfig
+from megabench.engines.common import fp8, fp8_linear
+from megabench.engines.common.fp8 import Quantized
+from megabench.precision import POLICIES
+from megabench.runtime.device import DeviceError, check_precision
+from tests.engines.equivalence import OPTIMIZERS, Trace, resolve
+from tests.engines.fp8_reference import TOLERANCE, rounded, train_fp8, worst_difference
+from tests.engines.test_equivalence import COMBINATIONS, LAYOUTS
+
+ADAMW = OPTIMIZERS["adamw"]
+MEGATRON = {
+    **{name: case for name, case in (LAYOUTS | COMBINATIONS).items() if "vocabulary" not in case[1].get("model", "")},
+    "tp2-keep-gathered": (2, {"tp": 2, "keep_gathered": True}),
+    "tp2-recompute": (2, {"tp": 2, "recompute": "full"}),
+    "tp2-recompute-selective": (2, {"tp": 2, "recompute": "selective"}),
+    "qwen2": (2, {"tp": 2, "model": "qwen2-tiny"}),
+    "qwen3": (2, {"tp": 2, "model": "qwen3-tiny"}),
+}
+ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"zero-{stage}": (2, {"engine": "deepspeed", "zero_stage": stage}) for stage in (1, 2, 3)},
+    "zero-3-recompute": (2, {"engine": "deepspeed", "zero_stage": 3, "recompute": "full"}),
+    "fsdp": (2, {"engine": "fsdp"}),
+    "fsdp-compile": (2, {"engine": "fsdp", "compile": True}),
+    "fsdp-recompute": (2, {"engine": "fsdp", "recompute": "full"}),
+    "fsdp-offload": (2, {"engine": "fsdp", "offload": "all"}),
+    "hsdp": (4, {"engine": "fsdp", "shard_size": 2}),
+    "ddp": (2, {"engine": "ddp"}),
+    "ddp-recompute": (2, {"engine": "ddp", "recompute": "full"}),
+    "megatron-fsdp": (2, {"engine": "megatron_fsdp"}),
+}
+RECIPES: list[dict[str, Any]] = [
+    {"fp8_recipe": "bf16-gradients"},
+    {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 2},
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", MEGATRON)
+def test_megatron(layout: str) -> None:
+    world_size, fields = MEGATRON[layout]
+    assert_equal(world_size, fields)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines(engine: str) -> None:
+    world_size, fields = ENGINES[engine]
+    assert_equal(world_size, fields)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "vp": 2}, {"engine": "fsdp"}], ids=str)
+def test_recipes(layout: dict[str, Any], recipe: dict[str, Any]) -> None:
+    assert_equal(2, layout | recipe)
+
+
+def assert_equal(world_size: int, fields: dict[str, Any]) -> None:
+    name, difference = worst_difference(world_size, **ADAMW | fields)
+    assert difference < TOLERANCE, f"{name} differs by {difference:.1e}"
+
+
+def _stale_amax() -> AbstractContextManager[Any]:
+    """Activations and gradients with the amax of the previous tensor, as under delayed scaling."""
+    compute = fp8.largest_value
+    last: list[Tensor] = []
+
+    def stale(tensor: Tensor, group: Any = None) -> Tensor:
+        last.append(compute(tensor, group))
+        return last[max(0, len(last) - 2)]
+
+    return patch.object(fp8, "largest_value", stale)
+
+
+def _amax_of_one_rank() -> AbstractContextManager[Any]:
+    """Each rank has a scale of its own, but the gathered parts have the scale of the first rank."""
+    compute = fp8.largest_value
+    return patch.object(fp8, "largest_value", lambda tensor, group=None: compute(tensor))
+
+
+def _stale_weights() -> AbstractContextManager[Any]:
+    """The fp8 casts of the first step are used in the second."""
+    from megabench.engines.megatron import engine
+
+    return patch.object(engine, "forget_casts", lambda model: None)
+
+
+def _transposed_operand() -> AbstractContextManager[Any]:
+    """Square weights in the wrong order of their dimensions."""
+    quantize = fp8_linear.quantize
+
+    def swapped(matrix: Tensor, *args: Any, **kwargs: Any) -> Quantized:
+        result = quantize(matrix, *args, **kwargs)
+        is_square = matrix.shape[0] == matrix.shape[1]
+        return Quantized(result.columns, result.rows, result.scale) if is_square else result
+
+    return patch.object(fp8_linear, "quantize", swapped)
+
+
+@contextmanager
+def _e5m2_gradients() -> Iterator[None]:
+    """Gradients with two bits of mantissa instead of three."""
+    from megabench.engines.megatron.fp8_linear import _Fp8Column, _Fp8Row
+
+    def coarse(gradient: Tensor) -> Tensor:
+        scale = fp8.quantization_scale(gradient.abs().max())
+        return (gradient * scale).to(torch.float8_e5m2).to(gradient.dtype) / scale
+
+    def backward(original: Callable[..., Any]) -> Any:
+        return staticmethod(lambda ctx, gradient: original(ctx, coarse(gradient)))
+
+    with (
+        patch.object(_Fp8Column, "backward", backward(_Fp8Column.backward)),
+        patch.object(_Fp8Row, "backward", backward(_Fp8Row.backward)),
+    ):
+        yield
+
+
+CONTROLS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any]]] = {
+    "stale amax": (_stale_amax, {}),
+    "amax of one rank": (_amax_of_one_rank, {"tp": 2}),
+    "stale weights": (_stale_weights, {"lr": 0.01}),  # with smaller updates, few elements would change
+    "transposed operand": (_transposed_operand, {}),
+    "E5M2 gradients": (_e5m2_gradients, {}),
+}
+
+
+def train_with(mistake: str, run: ResolvedConfig) -> Trace:
+    with CONTROLS[mistake][0]():
+        return train_fp8(run)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mistake", CONTROLS)
+def test_mistakes_are_caught(mistake: str) -> None:
+    fields = CONTROLS[mistake][1]
+    _, difference = worst_difference(2, partial(train_with, mistake), **ADAMW | fields)
+    assert not difference < 5 * TOLERANCE, f"{mistake}: {difference:.1e}"
+
+
+@pytest.mark.parametrize("size", [(16, 16), (48, 80)])
+def test_quantizes_both_layouts(size: tuple[int, int]) -> None:
+    matrix = torch.randn(size) * 1e-4
+    result = fp8.quantize(matrix)
+    assert result.rows is not None and result.columns is not None
+    assert torch.equal(result.rows.float() * result.scale, rounded(matrix))
+    assert torch.equal(result.columns.float() * result.scale, rounded(matrix).t())
+    assert torch.dist(rounded(matrix), matrix) / matrix.norm() < 2**-4
+    assert result.rows.float().abs().max() > 448 / 2, "half of the range is unused"
+
+
+def test_quantizes_zeros() -> None:
+    result = fp8.quantize(torch.zeros(16, 16))
+    assert result.rows is not None and not result.rows.float().any() and result.scale.isfinite()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_stays_visible(value: float) -> None:
+    matrix = torch.randn(16, 16)
+    matrix[2, 3] = value
+    result = fp8.quantize(matrix)
+    assert result.rows is not None and (result.rows.float() * result.scale)[2, 3].isnan()
+
+
+def test_a_changed_activation_is_quantized_again() -> None:
+    layer = nn.Linear(16, 16, bias=False)
+    block = nn.Sequential(layer)
+    fp8_linear.use_fp8(block, keeps_casts=True, has_bf16_gradients=False)
+    activation = torch.randn(16, 16)
+    first = layer(activation)
+    assert torch.equal(layer(activation), first)
+    activation *= 3
+    assert torch.equal(layer(activation), rounded(activation) @ rounded(layer.weight.detach()).t())
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"precision": "bf16", "fp8_recipe": "tensorwise"}, "fp8_recipe=tensorwise works only with precision=fp8"),
+    ({"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}, "leave none of the 4 layers in fp8"),
+    ({"kernels": "reference"}, "use kernels=auto"),
+    ({"seq_length": 8}, "multiples of 16, but micro_batch·seq_length=8 / cp=1 is 8"),
+    ({"model": "gpt2-tiny", "engine": "ddp"}, "gpt2-tiny has no linear layers in fp8; use precision=bf16"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=str)
+def test_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(1, **{"precision": "fp8"} | fields)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (8, 0), (8, 9)])
+def test_gpus_before_hopper_are_refused(capability: tuple[int, int]) -> None:
+    with (
+        patch.object(torch.cuda, "device_count", return_value=1),
+        patch.object(torch.cuda, "get_device_capability", return_value=capability),
+        patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"),
+        pytest.raises(DeviceError, match=r"needs Hopper GPUs or newer ones, but .* has NVIDIA A100; use precision=bf16"),
+    ):
+        check_precision(POLICIES["fp8"], "cuda")
