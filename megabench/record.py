@@ -67,6 +67,8 @@ class WorkClass(_Part):
     seq_length: int
     compression: str | None = None
     fp8: Fp8Work | None = None
+    data_seed: int | None = None
+    """The seed of the order of the data, if it is not `seed`."""
 
     @property
     def id(self) -> str:

@@ -94,8 +94,9 @@ def open_source(config: ResolvedConfig) -> TokenSource:
     Raises:
         DataError: The data cannot be read, is too short, or has tokens outside the vocabulary of the model.
     """
+    seed = config.seed if config.data_seed is None else config.data_seed
     if config.data == "synthetic":
-        return Synthetic(config.shape.vocab_size, config.seq_length, config.seed)
+        return Synthetic(config.shape.vocab_size, config.seq_length, seed)
     name, tokens, facts = _load(config.data, config.tokenizer)
     if facts.num_tokens <= config.seq_length:
         shorter = f", or set seq_length to {facts.num_tokens - 1} or less" if facts.num_tokens > 1 else ""
@@ -109,7 +110,7 @@ def open_source(config: ResolvedConfig) -> TokenSource:
             f"{config.shape.vocab_size} tokens (0 to {config.shape.vocab_size - 1}). Use the tokenizer of "
             f"the model, or a model with a larger vocabulary."
         )
-    return Corpus(name, tokens, facts.sha256, config.seq_length, config.seed)
+    return Corpus(name, tokens, facts.sha256, config.seq_length, seed)
 
 
 def _load(data: str, tokenizer: str) -> tuple[str, NDArray[Any], TokenFacts]:

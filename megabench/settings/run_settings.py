@@ -207,6 +207,9 @@ class RunSettings(Settings):
     )
     """Seed of the initial weights and of the order of the data."""
 
+    data_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = setting(None, "Model and data", "work", "same")
+    """Seed of the order of the data, if it is not the seed of the initial weights [default: seed]."""
+
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Run", "machine", "free")
     """Device to train on."""
 

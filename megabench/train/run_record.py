@@ -141,4 +141,5 @@ def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
         seq_length=run.seq_length,
         compression=run.spec.compression(run.options),
         fp8=fp8_work(run),
+        data_seed=None if run.data_seed == run.seed else run.data_seed,
     )

@@ -22,8 +22,8 @@ from tests import distributed
 from tests.engines.equivalence import ANY_MODEL, Trace, differences, resolve, train, train_reference
 from tests.engines.reference import Reference
 
-# Most layouts agree to 1e-6. In some, a sum in another order moves one element to the next fp8 value, an eighth away. The
-# gradients of all earlier layers then differ by about 1%. Each negative control differs by more than 10%.
+# Most layouts agree to 1e-6. In some, a sum in another order moves one element to the next fp8 value, an eighth away.
+# The gradients of all earlier layers then differ by about 1%. Each negative control differs by more than 10%.
 TOLERANCE = 2e-2
 # the settings that change results
 WORK = ("model", "num_layers", "seq_length", "micro_batch", "global_batch", "optimizer", "lr")

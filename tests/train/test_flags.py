@@ -68,7 +68,7 @@ def test_unknown_flags_and_values(arguments: list[str], words: list[str]) -> Non
     ("content", "sentence"),
     [
         ("tpp: 2", "unknown setting 'tpp'; did you mean tp or pp?"),
-        ("precision: bf17", "precision='bf17' is not known; use one of bf16, fp16, fp32, fp8"),
+        ("precision: bf17", "precision='bf17' is not known; use one of bf16, fp16, fp8, fp32"),
         ("tp: 0", "tp=0 is not valid"),
         ("steps: 10000000000", "steps=10000000000 is not valid: input should be less than or equal to 1000000000"),
         ("tp: true", "tp=True is not valid: expected a number or a string, got a boolean"),

@@ -18,6 +18,7 @@ OTHER: dict[str, Any] = {
     "num_layers": 1,
     "data": "synthetic",
     "seed": 2,
+    "data_seed": 3,
     "seq_length": 32,
     "global_batch": 64,
     "steps": 12,

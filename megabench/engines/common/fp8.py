@@ -27,11 +27,11 @@ _EXPONENT_BITS = 0x7F800000  # of fp32
 class Quantized(NamedTuple):
     """A matrix in fp8. The matrix is `rows` · `scale`, and its transposed matrix is `columns` · `scale`.
 
-    `rows` [M, N] or `columns` [N, M] is None if it is not needed. `scale` is an fp32 scalar, a power of two.
+    `rows` [M, N] or `columns` [N, M] is empty if it is not needed. `scale` is an fp32 scalar, a power of two.
     """
 
-    rows: Tensor | None
-    columns: Tensor | None
+    rows: Tensor
+    columns: Tensor
     scale: Tensor
 
 
@@ -49,8 +49,7 @@ def quantize(
     NaN.
     """
     amax = largest_value(matrix, group) if amax is None else amax
-    as_is, transposed, scale = _quantize(matrix.contiguous(), amax, rows, columns)
-    return Quantized(as_is if rows else None, transposed if columns else None, scale)
+    return Quantized(*_quantize(matrix.contiguous(), amax, rows, columns))
 
 
 def largest_value(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -64,6 +64,7 @@ def use_fp8(block: nn.Module, keeps_casts: bool, has_bf16_gradients: bool) -> No
     for module in block.modules():
         if type(module) is nn.Linear:
             module.__class__ = Fp8Linear
+            assert isinstance(module, Fp8Linear)
             module.keeps_casts, module.has_bf16_gradients = keeps_casts, has_bf16_gradients
 
 

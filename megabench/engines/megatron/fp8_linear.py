@@ -89,7 +89,7 @@ class _Fp8Row(torch.autograd.Function):
         return grad_input, _add_weight_gradient(ctx.weight, grads, columns, scale), None, None
 
 
-class _Fp8ForwardColumn(Column):
+class _Fp8ForwardColumn(torch.autograd.Function):
     """Column with its forward product in fp8."""
 
     @staticmethod
@@ -100,8 +100,12 @@ class _Fp8ForwardColumn(Column):
         ctx.weight, ctx.group, ctx.keeps_gathered = weight, group, False
         return _multiply(whole, mine.scale, _cast(layer, part), part)
 
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return Column.backward(ctx, grad)
 
-class _Fp8ForwardRow(Row):
+
+class _Fp8ForwardRow(torch.autograd.Function):
     """Row with its forward product in fp8."""
 
     @staticmethod
@@ -129,28 +133,24 @@ def _gathered(part: Tensor, group: ProcessGroup | None, whole_tensor: ProcessGro
     The result has transposed columns only without a group.
     """
     mine = quantize(part.flatten(0, 1), columns=group is None, group=whole_tensor)
-    assert mine.rows is not None
     whole, gathering = gather(mine.rows.view(torch.uint8), group)  # NCCL and gloo cannot send fp8
     wait(gathering)
     return mine, whole.view(mine.rows.dtype)
 
 
-def _multiply(rows: Tensor | None, scale: Tensor, cast: Quantized, like: Tensor) -> Tensor:
+def _multiply(rows: Tensor, scale: Tensor, cast: Quantized, like: Tensor) -> Tensor:
     """Return the output [S, B, N] of a layer, given its input [S·B, K] in fp8. `like` has B and the dtype."""
-    assert rows is not None and cast.rows is not None
     output = product(rows, scale, cast.rows, cast.scale, like.dtype, is_fast=True)
     return output.view(-1, like.shape[1], output.shape[1])
 
 
 def _input_gradient(grads: Quantized, cast: Quantized, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return the gradient [S, B, K] of a layer's input."""
-    assert grads.rows is not None and cast.columns is not None
     grad = product(grads.rows, grads.scale, cast.columns, cast.scale, dtype)
     return grad.view(-1, shape[1], grad.shape[1])
 
 
 def _add_weight_gradient(weight: Any, grads: Quantized, columns: Tensor, scale: Tensor) -> Tensor:
     """Add to megatron-core's gradient buffer, in its dtype, given the transposed input [K, S·B] in fp8."""
-    assert grads.columns is not None
     weight.main_grad += product(grads.columns, grads.scale, columns, scale, weight.main_grad.dtype)
     return added(weight)
