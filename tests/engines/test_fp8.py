@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megabench.config import ConfigError, ResolvedConfig
 from megabench.engines.common import fp8, fp8_linear
 from megabench.engines.common.fp8 import Quantized
+from megabench.engines.common.fp8_format import quantization_scale
 from megabench.precision import POLICIES
 from megabench.runtime.device import DeviceError, check_precision
 from tests.engines.equivalence import OPTIMIZERS, Trace, resolve
@@ -115,7 +116,7 @@ def _e5m2_gradients() -> Iterator[None]:
     from megabench.engines.megatron.fp8_linear import _Fp8Column, _Fp8Row
 
     def coarse(gradient: Tensor) -> Tensor:
-        scale = fp8.quantization_scale(gradient.abs().max())
+        scale = quantization_scale(gradient.abs().max())
         return (gradient * scale).to(torch.float8_e5m2).to(gradient.dtype) / scale
 
     def backward(original: Callable[..., Any]) -> Any:

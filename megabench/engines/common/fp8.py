@@ -18,10 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-DTYPE = torch.float8_e4m3fn
-LARGEST = 448.0  # of E4M3
-_SMALLEST_AMAX = 2.0**-100  # keeps the scale of a tensor of zeros finite
-_EXPONENT_BITS = 0x7F800000  # of fp32
+from megabench.engines.common.fp8_format import DTYPE, LARGEST, quantization_scale
 
 
 class Quantized(NamedTuple):
@@ -44,7 +41,7 @@ def quantize(
 ) -> Quantized:
     """Quantize a matrix [M, N], into the layouts `rows` and `columns`.
 
-    `amax` is the largest absolute value, an fp32 scalar, if it is known. If the ranks of `group` have parts of one
+    On GPUs, the matrix must be bf16 or fp16. `amax` is the largest absolute value, an fp32 scalar, if it is known. If the ranks of `group` have parts of one
     tensor, all parts get the scale of the whole tensor. NaN remains NaN, and an infinite element makes the whole matrix
     NaN.
     """
@@ -128,9 +125,3 @@ def _transposed(matrix: Tensor) -> Tensor:
 @_transposed.register_fake
 def _(matrix: Tensor) -> Tensor:
     return matrix.new_empty(matrix.shape[1], matrix.shape[0])
-
-
-def quantization_scale(amax: Tensor) -> Tensor:
-    """Return the largest power of two that scales `amax` to at most 448, as fp32."""
-    scale = LARGEST / amax.clamp_min(_SMALLEST_AMAX)
-    return (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)

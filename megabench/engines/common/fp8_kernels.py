@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabench.engines.common.fp8 import _EXPONENT_BITS, _SMALLEST_AMAX, DTYPE, LARGEST
+from megabench.engines.common.fp8_format import DTYPE, EXPONENT_BITS, LARGEST, SMALLEST_AMAX
 
 _BLOCK, _BLOCKS = 1024, 8  # elements per block and blocks per program
 _TILE = (64, 256)  # rows and columns of a matrix per program
@@ -24,13 +24,14 @@ def largest_value(tensor: Tensor) -> Tensor:
 
 def quantize(matrix: Tensor, amax: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the matrix [M, N] in fp8, its transposed matrix, and their scale; see `fp8.quantize`."""
+    assert matrix.element_size() == 2, "Triton 3.6 transposes values that come from fp32 wrongly"
     num_rows, num_columns = matrix.shape
     as_is = matrix.new_empty((num_rows, num_columns) if rows else 0, dtype=DTYPE)
     transposed = matrix.new_empty((num_columns, num_rows) if columns else 0, dtype=DTYPE)
     scale = torch.empty_like(amax)
     _quantize[_tiles(num_rows, num_columns)](
-        matrix, amax, as_is.view(torch.uint8), transposed.view(torch.uint8), scale, num_rows, num_columns,
-        LARGEST=LARGEST, SMALLEST_AMAX=_SMALLEST_AMAX, EXPONENT_BITS=_EXPONENT_BITS,
+        matrix, amax, as_is, transposed, scale, num_rows, num_columns,
+        LARGEST=LARGEST, SMALLEST_AMAX=SMALLEST_AMAX, EXPONENT_BITS=EXPONENT_BITS,
         ROWS=rows, COLUMNS=columns, TILE_M=_TILE[0], TILE_N=_TILE[1],
     )  # fmt: skip
     return as_is, transposed, scale
@@ -77,8 +78,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     inside = (rows < num_rows) & (columns < num_columns)
     values = tl.load(matrix + rows * num_columns + columns, mask=inside, other=0.0).to(tl.float32) * scale
     values = tl.clamp(values, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    # bits are transposed, because Triton 3.6 loses values when it transposes fp8 that comes from fp32
-    rounded = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    rounded = values.to(as_is.dtype.element_ty)
     if ROWS:
         tl.store(as_is + rows * num_columns + columns, rounded, mask=inside)
     if COLUMNS:
