@@ -26,6 +26,13 @@ _SHAPES = (
         source="megabench: llama-tiny with enough heads for tp=8",
     ),
     ModelShape(
+        name="llama-0.5b-bytes", family="llama",
+        num_layers=9, hidden_size=2048, num_heads=16, num_kv_heads=8, head_dim=128, ffn_size=7168, vocab_size=512,
+        norm_eps=1e-5, rope_theta=500_000.0,
+        seq_length=2048, micro_batch=16, global_batch=16, learning_rate=3e-4, lr_warmup=100,
+        source="megabench: 0.5 billion parameters without a large vocabulary, for loss curves on one GPU in minutes",
+    ),
+    ModelShape(
         name="qwen3-tiny", family="qwen3",
         num_layers=8, hidden_size=128, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=384, vocab_size=512,
         norm_eps=1e-6, rope_theta=1_000_000.0,

@@ -28,10 +28,9 @@ def bits(tensor: Tensor | None) -> Tensor:
     return tensor.cpu().view(torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", SIZES)
-def test_quantizes_as_on_cpu(size: tuple[int, int], dtype: torch.dtype) -> None:
-    matrix = random(*size).to(dtype)
+def test_quantizes_as_on_cpu(size: tuple[int, int]) -> None:
+    matrix = random(*size)
     expected, found = fp8.quantize(matrix), fp8.quantize(matrix.cuda())
     assert torch.equal(bits(found.rows), bits(expected.rows))
     assert torch.equal(bits(found.columns), bits(expected.columns))

@@ -41,9 +41,9 @@ def quantize(
 ) -> Quantized:
     """Quantize a matrix [M, N], into the layouts `rows` and `columns`.
 
-    On GPUs, the matrix must be bf16 or fp16. `amax` is the largest absolute value, an fp32 scalar, if it is known. If the ranks of `group` have parts of one
-    tensor, all parts get the scale of the whole tensor. NaN remains NaN, and an infinite element makes the whole matrix
-    NaN.
+    On GPUs, the matrix must be bf16 or fp16. `amax` is the largest absolute value, an fp32 scalar, if it is known. If
+    the ranks of `group` have parts of one tensor, all parts get the scale of the whole tensor. NaN remains NaN, and an
+    infinite element makes the whole matrix NaN.
     """
     amax = largest_value(matrix, group) if amax is None else amax
     return Quantized(*_quantize(matrix.contiguous(), amax, rows, columns))
