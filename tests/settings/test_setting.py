@@ -33,7 +33,7 @@ def test_every_field_of_a_run_is_a_setting() -> None:
     assert {*SETTINGS} == {*RunConfig.model_fields} - {"own"} | own
     assert {"zero_stage", "recompute", "stages"} <= {*names(SETTINGS, role="option")}
     assert names(SETTINGS, searchable=True) == ("micro_batch", "recompute")
-    assert names(SETTINGS, resume="same") == ("seq_length", "global_batch", "optimizer", "seed")
+    assert names(SETTINGS, resume="same") == ("seq_length", "global_batch", "optimizer", "seed", "data_seed")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -103,7 +103,7 @@ def test_a_record_is_overwritten_by_what_goes_on_from_it_alone(tmp_path: Path) -
     ("flags", "sentence"),
     [
         (["--tp", "4", "--pp", "2"], "tp=4 × cp=1 × pp=2 needs a multiple of 8 processes, but the world size is 2"),
-        (["--precision", "bf17"], "precision='bf17' is not known; use one of bf16, fp16, fp32"),
+        (["--precision", "bf17"], "precision='bf17' is not known; use one of bf16, fp16, fp8, fp32"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
     ],
 )
