@@ -14,6 +14,7 @@ from megabench.config import ConfigError, ResolvedConfig
 from megabench.engines.common import fp8, fp8_linear
 from megabench.engines.common.fp8 import Quantized
 from megabench.engines.common.fp8_format import quantization_scale
+from megabench.engines.common.swiglu import swiglu
 from megabench.precision import POLICIES
 from megabench.runtime.device import DeviceError, check_precision
 from tests.engines.equivalence import OPTIMIZERS, Trace, resolve
@@ -172,6 +173,41 @@ def test_a_value_that_is_not_finite_stays_visible(value: float) -> None:
     matrix[2, 3] = value
     result = fp8.quantize(matrix)
     assert (result.rows.float() * result.scale)[2, 3].isnan()
+
+
+def test_a_remembered_amax_is_used_until_the_tensor_changes() -> None:
+    tensor = torch.randn(2, 8, 16)
+    fp8.remember_largest_value(tensor, torch.tensor(7.0))
+    assert fp8.largest_value(tensor) == 7.0
+    assert fp8.quantize(tensor).scale == 1 / quantization_scale(torch.tensor(7.0))
+    tensor *= 2
+    assert fp8.largest_value(tensor) == tensor.abs().max()
+
+
+class _Reader(torch.autograd.Function):
+    """A linear layer's part: it asks for the amax of its output's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+        ctx.seen = seen
+        return input_.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.seen.append((fp8.largest_value(grad), grad.abs().max()))
+        return grad, None
+
+
+@pytest.mark.parametrize("num_inputs", [1, 2])
+def test_linear_layers_know_the_amaxes_that_swiglu_found(num_inputs: int) -> None:
+    inputs = [part.requires_grad_() for part in torch.randn(2, 8, 64).chunk(num_inputs, dim=-1)]
+    seen: list[tuple[Tensor, Tensor]] = []
+    with patch.object(fp8, "_largest_value", wraps=fp8._largest_value) as found:
+        output = swiglu(*(_Reader.apply(part, seen) for part in inputs), finds_amax=True)
+        assert fp8.largest_value(output) == output.abs().max()
+        (output * torch.randn_like(output)).sum().backward()
+    assert len(seen) == num_inputs and all(told == expected for told, expected in seen)
+    assert found.call_count == 1 + num_inputs, "a linear layer read its tensor once more"
 
 
 def test_a_changed_activation_is_quantized_again() -> None:

@@ -132,7 +132,7 @@ def test_weight_gradients_are_summed_up(width: int, wide: int) -> None:
 def test_swiglu(width: int) -> None:
     from liger_kernel.ops import LigerSiLUMulFunction
 
-    from megabench.engines.megatron.swiglu import swiglu
+    from megabench.engines.common.swiglu import swiglu
 
     def parallel(gate: Tensor, up: Tensor) -> Tensor:
         return swiglu(torch.cat([gate, up], dim=-1))
@@ -141,7 +141,7 @@ def test_swiglu(width: int) -> None:
         return LigerSiLUMulFunction.apply(gate, up, 1.0, 1.0)
 
     inputs = (random(BATCH, SEQUENCE, width), random(BATCH, SEQUENCE, width, seed=1))
-    for kernel in (liger, parallel):
+    for kernel in (liger, parallel, swiglu):
         assert_as_fp32(kernel, lambda gate, up: F.silu(gate) * up, inputs)
 
 

@@ -20,6 +20,8 @@ from torch.distributed import ProcessGroup
 
 from megabench.engines.common.fp8_format import DTYPE, LARGEST, quantization_scale
 
+_AMAX = "_megabench_amax"  # attribute of a tensor: its version and its largest absolute value
+
 
 class Quantized(NamedTuple):
     """A matrix in fp8. The matrix is `rows` · `scale`, and its transposed matrix is `columns` · `scale`.
@@ -33,28 +35,37 @@ class Quantized(NamedTuple):
 
 
 def quantize(
-    matrix: Tensor,
+    tensor: Tensor,
     rows: bool = True,
     columns: bool = True,
     amax: Tensor | None = None,
     group: ProcessGroup | None = None,
 ) -> Quantized:
-    """Quantize a matrix [M, N], into the layouts `rows` and `columns`.
+    """Quantize a tensor [..., N] as a matrix [M, N], into the layouts `rows` and `columns`.
 
-    On GPUs, the matrix must be bf16 or fp16. `amax` is the largest absolute value, an fp32 scalar, if it is known. If
+    On GPUs, the tensor must be bf16 or fp16. `amax` is the largest absolute value, an fp32 scalar, if it is known. If
     the ranks of `group` have parts of one tensor, all parts get the scale of the whole tensor. NaN remains NaN, and an
     infinite element makes the whole matrix NaN.
     """
-    amax = largest_value(matrix, group) if amax is None else amax
-    return Quantized(*_quantize(matrix.contiguous(), amax, rows, columns))
+    amax = largest_value(tensor, group) if amax is None else amax
+    return Quantized(*_quantize(tensor.flatten(0, -2).contiguous(), amax, rows, columns))
 
 
 def largest_value(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the largest absolute value of a tensor, over all ranks of `group`, as an fp32 scalar."""
-    amax = _largest_value(tensor.contiguous())
+    version, amax = (None, None) if torch.compiler.is_compiling() else getattr(tensor, _AMAX, (None, None))
+    if amax is None or version != tensor._version:
+        amax = _largest_value(tensor.contiguous())
+    elif group is not None:
+        amax = amax.clone()
     if group is not None:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     return amax
+
+
+def remember_largest_value(tensor: Tensor, amax: Tensor) -> None:
+    """Make `largest_value` return `amax` for this tensor, until the tensor changes. Views do not inherit the value."""
+    setattr(tensor, _AMAX, (tensor._version, amax))
 
 
 def transposed(matrix: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Parallel Llama blocks for megatron-core's GPTModel: norm, attention, MLP, and their specs.
 
 Sizes: Symbols: B micro-batch, S sequence length of this rank (divided by context parallelism), N heads and K KV heads
-of this rank, D head dim, H hidden size.
+of this rank, D head dim, H hidden size, F FFN size of this rank.
 """
 
 from functools import cache
@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_seque
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,9 +28,9 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from megabench.config import ResolvedConfig
 from megabench.engines.common.fused import fused
 from megabench.engines.common.kernels import fuses_blocks
+from megabench.engines.common.swiglu import swiglu
 from megabench.engines.megatron.fp8_linear import Fp8ColumnLinear, Fp8RowLinear
 from megabench.engines.megatron.linear import ColumnLinear, RowLinear
-from megabench.engines.megatron.swiglu import SwiGLU
 from megabench.runtime.megatron_core import mlp_spec
 from megabench.specs.megatron import MegatronSettings
 
@@ -49,6 +50,22 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+
+
+class SwiGLU(MegatronModule):
+    """An activation of gate and up in one tensor, with the interface of Transformer Engine's activations."""
+
+    has_fp8_neighbors = False
+
+    def forward(self, both: Tensor) -> Tensor:
+        """[S, B, 2F] -> [S, B, F]."""
+        return swiglu(both, finds_amax=self.has_fp8_neighbors)
+
+
+class Fp8SwiGLU(SwiGLU):
+    """SwiGLU between linear layers with fp8 products."""
+
+    has_fp8_neighbors = True
 
 
 class RotaryAttention(SelfAttention):
@@ -219,6 +236,8 @@ def _llama_block(number: int, run: ResolvedConfig) -> ModuleSpec:
     In model families with query and key norms, the norms over D precede the rotary embedding.
     """
     attention, activation = (RotaryAttention, SwiGLU) if fuses_blocks(run) else (SelfAttention, None)
+    if number in run.fp8_layers:
+        activation = Fp8SwiGLU
     column, row = _linear_layers(number, run)
     qk_norm = run.shape.table.qk_norm
     return ModuleSpec(

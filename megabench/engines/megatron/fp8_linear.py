@@ -57,7 +57,7 @@ class _Fp8Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (saved, scale), group = ctx.saved_tensors, ctx.group
-        grads = quantize(grad.flatten(0, 1), group=ctx.whole_tensor)
+        grads = quantize(grad, group=ctx.whole_tensor)
         # the gather overlaps with the product that does not need the gathered input
         whole, gathering = gather(saved.view(torch.uint8), group if ctx.gathers_again else None)
         grad_whole = _input_gradient(grads, ctx.cast, grad.shape, ctx.dtype)
@@ -72,7 +72,7 @@ class _Fp8Column(torch.autograd.Function):
 class _Fp8Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8RowLinear) -> Tensor:
-        inputs = quantize(input_.flatten(0, 1), group=layer.whole_tensor)
+        inputs = quantize(input_, group=layer.whole_tensor)
         ctx.save_for_backward(inputs.columns, inputs.scale)
         ctx.weight, ctx.cast, ctx.group, ctx.shape = weight, _cast(layer, input_), group, input_.shape
         ctx.whole_tensor = layer.whole_tensor
@@ -110,7 +110,7 @@ class _Fp8ForwardRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8RowLinear) -> Tensor:
-        inputs = quantize(input_.flatten(0, 1), columns=False, group=layer.whole_tensor)
+        inputs = quantize(input_, columns=False, group=layer.whole_tensor)
         ctx.save_for_backward(input_)
         ctx.weight, ctx.group = weight, group
         part, scattering = scatter(_multiply(inputs.rows, inputs.scale, _cast(layer, input_), input_), group)
@@ -132,7 +132,7 @@ def _gathered(part: Tensor, group: ProcessGroup | None, whole_tensor: ProcessGro
 
     The result has transposed columns only without a group.
     """
-    mine = quantize(part.flatten(0, 1), columns=group is None, group=whole_tensor)
+    mine = quantize(part, columns=group is None, group=whole_tensor)
     whole, gathering = gather(mine.rows.view(torch.uint8), group)  # NCCL and gloo cannot send fp8
     wait(gathering)
     return mine, whole.view(mine.rows.dtype)
