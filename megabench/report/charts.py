@@ -17,7 +17,7 @@ def charts_of(group: WorkClassOfTrials, slug: str, device: str) -> list[Chart]:
     """Return all charts of a work class that its records contain data for, the speed chart first."""
     made = [
         _speeds(group, f"{slug}-speed", device),
-        losses_chart(group, f"{slug}-loss"),
+        losses_chart(group.measured, f"{slug}-loss"),
         *difference_charts(group, f"{slug}-difference"),
         _steps(group, f"{slug}-steps"),
         _memory(group, f"{slug}-memory", device),

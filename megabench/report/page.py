@@ -20,8 +20,10 @@ from megabench.report.explanations import (
     why,
 )
 from megabench.report.placement_drawing import draw_hosts, group_lines, hosts_left_out
+from megabench.report.precision_charts import precision_charts
 from megabench.report.sorted_table import heads_of, row_of
 from megabench.report.trials import Shown, StudyView, WorkClassOfTrials
+from megabench.study.bf16_reference import classes_compared_with_bf16
 from megabench.study.results_directory import StudyRecords
 from megabench.study.verdict import STATUS_WORDS, count_ends, ends, headline, particulars
 
@@ -60,6 +62,8 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
         study=study,
         view=view,
         counts=count_ends([trial.row for trial in view.trials]),
+        precisions=[(group, view.precisions[group.key]) for group in view.classes if group.key in view.precisions],
+        precision_charts=precision_charts(view),
         answers=_answers(view),
         sections=[_section(group, number, view) for number, group in enumerate(view.classes)],
         findings=findings,
@@ -82,10 +86,14 @@ _KINDS = {"untrustworthy": "Do not trust", "slow": "Slower than necessary", "not
 
 
 def _answers(view: StudyView) -> list[Answer]:
-    """Return one answer per work class. The first answer also lists the trials without a result."""
-    groups = [group for group in view.classes if group.key] or view.classes
+    """Return one answer per work class. The first answer also lists the trials without a result.
+
+    Work classes that only show how far bf16 losses differ between seeds have no answer.
+    """
+    roles = classes_compared_with_bf16(view.study.records)
+    groups = [group for group in view.classes if group.key and roles.get(group.key) != "seed"] or view.classes
     answers = [_answer(group, view) for group in groups]
-    lost = [trial.row for group in view.classes if group not in groups for trial in group.trials]
+    lost = [trial.row for group in view.classes if group not in groups and not group.key for trial in group.trials]
     if lost:
         said = [*answers[0].particulars, f"These trials have no result and are not compared: {ends(lost)}."]
         answers[0] = replace(answers[0], particulars=said)

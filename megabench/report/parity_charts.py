@@ -11,9 +11,15 @@ from megabench.study.parity import NUM_NORMS, from_same_step, relative_differenc
 _LEAST_DIFFERENCE = 1e-9  # the lower end of the logarithmic axis, on which zero differences are shown
 
 
-def losses_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
+_SAME_WORK = (
+    "All trials start from the same weights and read the same text, so their loss curves must coincide. The next "
+    "charts show the differences between the curves."
+)
+
+
+def losses_chart(trials: Sequence[Shown], slug: str, words: str = _SAME_WORK) -> Chart | None:
     """Return the chart of the loss at every step. Only trials with a valid result determine the axis range."""
-    shown = [trial for trial in group.measured if _finite(trial)]
+    shown = [trial for trial in trials if _finite(trial)]
     if not shown or max(len(trial.record.losses) for trial in shown) < 2:
         return None
     trusted = [loss for trial in shown if trial.row.is_ok for loss in _finite(trial)]
@@ -28,8 +34,7 @@ def losses_chart(group: WorkClassOfTrials, slug: str) -> Chart | None:
     picture = line_charts.lines(slug, "Loss at every step", description, drawn, "step", (low - margin, high + margin))
     return Chart(
         "Loss at every step",
-        "All trials start from the same weights and read the same text, so their loss curves must coincide. The next "
-        "charts show the differences between the curves.",
+        words,
         picture,
         letter_legend(shown),
         Figures(

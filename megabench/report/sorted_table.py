@@ -33,6 +33,7 @@ def heads_of(group: WorkClassOfTrials, view: StudyView) -> list[Head]:
         Head(f"× {view.head}", lambda trial: _figure(trial.row.ratio, ".2f")),
         Head("status", lambda trial: Cell(_status(trial), trial.row.status), False),
         Head("parity", lambda trial: Cell(parity_words(trial), trial.row.max_relative_difference or ""), False),
+        Head("loss minus bf16", lambda trial: _figure(trial.row.loss_difference_from_bf16, "+.1%")),
         Head("layout", lambda trial: Cell(trial.row.layout, trial.row.layout), False),
         Head("engine", lambda trial: Cell(trial.row.engine, trial.row.engine), False),
         Head("step s", lambda trial: _figure(trial.row.step_seconds, ".4g")),

@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import groupby
 
 from megabench.record import RunRecord
+from megabench.study.precision_verdict import PrecisionVerdict, precision_verdicts
 from megabench.study.results_directory import StudyRecords
 from megabench.study.summary import Row, summarize
 from megabench.study.table import class_titles, reference_name
@@ -90,6 +91,12 @@ class StudyView:
     @property
     def trials(self) -> list[Shown]:
         return [trial for group in self.classes for trial in group.trials]
+
+    @cached_property
+    def precisions(self) -> dict[str | None, PrecisionVerdict]:
+        """Return the comparison with bf16 of each work class in fp8."""
+        decisions = {group.key: group.decision for group in self.classes}
+        return precision_verdicts(decisions, self.study.records, self.device)
 
     @property
     def head(self) -> str:

@@ -12,6 +12,7 @@ from megabench.parallel.layout import Layout
 from megabench.record import RunRecord
 from megabench.specs.all_settings import labels
 from megabench.specs.registry import ENGINES
+from megabench.study.bf16_reference import compare_with_bf16
 from megabench.study.parity import is_zero3
 
 _SEVERITY = ("ok", "diverged", "timeout", "oom", "failed")
@@ -23,6 +24,8 @@ class Row:
 
     `ratio` is the tokens/s per device relative to the reference trial of the same work class. A trial that is not ok
     has no ratio. `work_class` is None for a trial without a result; `num_skipped_steps` is the maximum over all runs.
+    `loss_difference_from_bf16` is the signed relative difference of the mean loss of an fp8 trial from that of its bf16
+    reference (study/bf16_reference.py).
     """
 
     trial: str
@@ -46,6 +49,7 @@ class Row:
     parity: str
     max_relative_difference: float | None
     grad_norm_difference: float | None
+    loss_difference_from_bf16: float | None
     status: str
     num_skipped_steps: int
     reason: str | None
@@ -78,7 +82,7 @@ def summarize(records: Sequence[RunRecord], reference: str) -> list[Row]:
     """
     by_trial = runs_by_trial(records)
     references = _references(records, reference)
-    rows = [_row(runs, by_trial, references.get(_class_of(runs), reference)) for runs in by_trial.values()]
+    rows = [_row(runs, records, by_trial, references.get(_class_of(runs), reference)) for runs in by_trial.values()]
     reference_first = sorted(rows, key=lambda row: row.trial != reference)
     classes = list(dict.fromkeys(row.work_class for row in reference_first if row.work_class))
     place: dict[str | None, int] = {work_class: number for number, work_class in enumerate(classes)}
@@ -127,7 +131,12 @@ def _references(records: Sequence[RunRecord], reference: str) -> dict[str | None
     return found
 
 
-def _row(runs: Sequence[RunRecord], by_trial: Mapping[str, Sequence[RunRecord]], reference: str) -> Row:
+def _row(
+    runs: Sequence[RunRecord],
+    records: Sequence[RunRecord],
+    by_trial: Mapping[str, Sequence[RunRecord]],
+    reference: str,
+) -> Row:
     worst = max(runs, key=lambda record: _SEVERITY.index(record.status))
     num_bad = sum(record.status != "ok" for record in runs)
     measured = [record for record in runs if record.work_class]
@@ -139,6 +148,7 @@ def _row(runs: Sequence[RunRecord], by_trial: Mapping[str, Sequence[RunRecord]],
     parities = [record.parity for record in runs if record.parity]
     differences = [p.max_relative_difference for p in parities if p.max_relative_difference is not None]
     norms = [p.grad_norm_difference for p in parities if p.grad_norm_difference is not None]
+    losses = [comparison for record in measured if (comparison := compare_with_bf16(record, records))]
     verdicts = {parity.verdict for parity in parities}
     if len(runs) == 1 and runs[0].trial != reference and verdicts and parities[0].reference == runs[0].trial:
         verdicts = set()  # exclude the run itself from its evidence
@@ -166,6 +176,7 @@ def _row(runs: Sequence[RunRecord], by_trial: Mapping[str, Sequence[RunRecord]],
         parity=next((verdict for verdict in ("diverged", "equal") if verdict in verdicts), "unknown"),
         max_relative_difference=max(differences, default=None),
         grad_norm_difference=max(norms, default=None),
+        loss_difference_from_bf16=_median([comparison.difference for comparison in losses]),
         status=worst.status,
         num_skipped_steps=max(record.num_skipped_steps for record in runs),
         reason=worst.error and (f"{num_bad} of {len(runs)} runs: " if len(runs) > 1 else "") + worst.error,

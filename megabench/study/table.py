@@ -14,6 +14,7 @@ from rich.text import Text
 
 from megabench.record import RunRecord, WorkClass
 from megabench.study.parity import is_zero3
+from megabench.study.precision_verdict import precision_verdicts
 from megabench.study.summary import Row, summarize
 from megabench.study.verdict import best_line, by_place, decide, device_word, spreads_of
 
@@ -76,9 +77,13 @@ def _by_class(records: Sequence[RunRecord], reference: str) -> Iterator[tuple[st
         (_, unplaced), (_, last) = groups.pop(), groups[-1]
         last += unplaced
     device = device_word(records)
+    decisions = {work_class: decide(group, spreads, head) for work_class, group in groups}
+    precisions = precision_verdicts(decisions, records, device)
     for work_class, group in groups:
-        decision = decide(group, spreads, head)
-        said = [best_line(decision), *by_place(decision, device)]
+        precision = precisions.get(work_class)
+        said = [best_line(decisions[work_class], precision is not None), *by_place(decisions[work_class], device)]
+        if precision:
+            said += [precision.headline, *precision.particulars]
         yield titles.get(work_class, "no trial has a result"), group, said
 
 
@@ -111,8 +116,18 @@ def class_titles(records: Sequence[RunRecord]) -> dict[str | None, str]:
 
 def _settings(work_class: WorkClass) -> dict[str, Any]:
     """Return the properties of a work class that not every title contains, with the schedule's settings included."""
-    settings = work_class.model_dump(exclude={"schedule", "model", "precision", "global_batch", "seq_length", "data"})
-    return settings | {field: f"{value:g}" for field, value in work_class.schedule.items()}
+    in_every_title = {"model", "precision", "global_batch", "seq_length"}
+    settings = work_class.model_dump(exclude={"schedule", "data", "fp8", *in_every_title})
+    fp8 = work_class.fp8
+    return (
+        settings
+        | {field: f"{value:g}" for field, value in work_class.schedule.items()}
+        | {
+            "fp8_recipe": fp8.recipe if fp8 else None,
+            "num_layers_at_start_in_bf16": fp8.num_layers_at_start_in_bf16 if fp8 else 0,
+            "num_layers_at_end_in_bf16": fp8.num_layers_at_end_in_bf16 if fp8 else 0,
+        }
+    )
 
 
 def _print_table(console: Console, rows: Sequence[Row], reference: str) -> None:

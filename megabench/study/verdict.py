@@ -84,13 +84,19 @@ def decide(rows: Sequence[Row], spreads: Mapping[str, Spread], head: str) -> Dec
     return Decision(good, tuple(row for row in rows if not row.is_ok), tuple(equals), head, spreads)
 
 
-def best_line(decision: Decision) -> str:
-    """Return the conclusion as one line for a terminal."""
+def best_line(decision: Decision, is_compared_with_bf16: bool = False) -> str:
+    """Return the conclusion as one line for a terminal.
+
+    With `is_compared_with_bf16`, further lines compare the trials with bf16 trials, so that a missing reference in the
+    work class needs no mention.
+    """
     best = decision.best
     if best is None:
         return "best: none, no trial is ok"
     equal = f"; equal within their spread: {', '.join([best.trial, *(row.trial for row in decision.equals)])}"
     equal = equal if decision.equals else ""
+    if best.ratio is None and is_compared_with_bf16:
+        return f"best: {best.trial}{equal}"
     if best.ratio is None:
         return f"best: {best.trial}; the reference {best.reference} has no result here to compare with{equal}"
     if best.trial == best.reference:
@@ -107,7 +113,7 @@ def headline(decision: Decision, device: str) -> str:
     others = [row for row in decision.good if row is not best]
     if decision.equals:
         tied = [best, *decision.equals]
-        names = _listed([_name(row) for row in tied])
+        names = listed([_name(row) for row in tied])
         beside = _beside_the_reference(tied, decision)
         return f"{names} are equal within their spread, at {_speeds(tied)} tokens/s per {device}{beside}."
     if not others:
@@ -169,7 +175,7 @@ def _fastest(rows: Sequence[Row], decision: Decision, place: str) -> str:
     here = decide(rows, decision.spreads, decision.head)
     best = [rows[0], *here.equals]
     if len(best) > 1:
-        return f"{_listed([row.trial for row in best])} are equal within their spread"
+        return f"{listed([row.trial for row in best])} are equal within their spread"
     zero3 = next((row for row in rows if _is_zero3(row)), None)
     said = f"{rows[0].trial} {'is fastest' if len(rows) > 1 else 'is the only trial'}"
     if zero3 is None or zero3 is rows[0]:
@@ -182,7 +188,7 @@ def ends(rows: Sequence[Row]) -> str:
     by_status: dict[str, list[str]] = {}
     for row in rows:
         by_status.setdefault(row.status, []).append(row.trial)
-    ends = [f"{_listed(names)} {STATUS_WORDS[status]}" for status, names in by_status.items()]
+    ends = [f"{listed(names)} {STATUS_WORDS[status]}" for status, names in by_status.items()]
     return ", ".join(ends) or "no trial has run"
 
 
@@ -191,7 +197,7 @@ def _beside_the_reference(tied: Sequence[Row], decision: Decision) -> str:
         return ""
     if decision.reference in tied:
         return f": none of them is known to beat {decision.head}"
-    return f", {_listed([_ratio(row) for row in tied])} {decision.head}"
+    return f", {listed([_ratio(row) for row in tied])} {decision.head}"
 
 
 def _no_reference(best: Row, head: str) -> str:
@@ -224,13 +230,13 @@ def _speed(row: Row) -> str:
 
 
 def _speeds(rows: Sequence[Row]) -> str:
-    return _listed([_speed(row) for row in rows])
+    return listed([_speed(row) for row in rows])
 
 
 def _ratio(row: Row) -> str:
     return "–" if row.ratio is None else f"{row.ratio:.2f} ×"
 
 
-def _listed(words: Sequence[str]) -> str:
+def listed(words: Sequence[str]) -> str:
     """One, two and three."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -251,7 +251,8 @@ def test_an_older_record_loads_and_compares_with_one_of_today(tmp_path):
 def test_measured_studies_are_drawn(folder):
     study = read_folder(REPOSITORY / "benchmarks" / folder)
     text = page(study, examine(study.records, study.reference))
-    assert study.question in text and "per GPU" in headlines(text)[0]
+    assert study.question in text
+    assert "per GPU" in headlines(text)[0] or "as fast as bf16" in headlines(text)[0]
 
 
 def test_a_trial_without_a_result_joins_no_work_class_of_several():
