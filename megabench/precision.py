@@ -53,12 +53,20 @@ class PrecisionPolicy:
         return self.bytes_of_value + 4 + 4 * self.has_masters + 8
 
 
+# The tolerances of fp8 hold between fp8 trials, which agree less than bf16 trials: a sum in another order moves values
+# to the next fp8 number, an eighth away. Measurements:
+# - Llama-3-8B on two H200 GPUs, six steps: the losses of TP2, PP2·VP8, FSDP2 and ZeRO-3 agree within 0.22% in fp8
+#   (10.3112 to 10.3342) and within 0.005% in bf16. With 12 layers, the gradient norms of fp8 are within 4% of bf16.
+# - llama-tiny on two CPU processes, 20 steps at lr 3e-4, medians of the first ten gradient norms: TP2 and PP2 differ
+#   from DP2 by 0.04% at most. If the amax is not reduced over the tensor-parallel group, TP2 differs by 4.5%, and its
+#   losses by only 0.4%. The tolerance of the gradient norm is therefore less than 4.5%.
+# - Qwen3-0.6B, 200 steps: gradients in E5M2 instead of E4M3 raise the loss from 1.2% to 9.7% above that of bf16.
 POLICIES: dict[str, PrecisionPolicy] = {
     policy.name: policy
     for policy in (
         PrecisionPolicy("bf16", "bf16", "bf16", ("fp32", "bf16"), 2e-2, 1e-2),
         PrecisionPolicy("fp16", "fp16", "fp16", ("fp32",), 2e-2, 1e-2, scales_loss=True, needs_gpu=True),
-        PrecisionPolicy("fp8", "bf16", "fp8", ("fp32", "bf16"), 2e-2, 5e-2),
+        PrecisionPolicy("fp8", "bf16", "fp8", ("fp32", "bf16"), 2e-2, 3e-2),
         PrecisionPolicy("fp32", "fp32", "fp32", ("fp32",), 1e-4, 1e-3),
     )
 }
