@@ -14,6 +14,7 @@ RULES: tuple[Rule, ...] = (
     failure_rules.hung,
     failure_rules.out_of_memory,
     fairness_rules.precision,
+    fairness_rules.fp8_without_bf16,
     fairness_rules.gradient_dtype,
     fairness_rules.other_work,
     fairness_rules.kernels,

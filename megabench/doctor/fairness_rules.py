@@ -6,6 +6,7 @@ from typing import Any
 
 from megabench.doctor.finding import Case, Finding, is_on_gpu, is_tried_larger, names, was_tuned
 from megabench.record import KernelTraits, RunRecord, WorkClass
+from megabench.study.bf16_reference import bf16_reference, classes_compared_with_bf16, has_fp8
 from megabench.study.parity import is_zero3
 from megabench.study.summary import speeds_of
 
@@ -17,8 +18,23 @@ _FULL = 0.9
 
 
 def precision(case: Case) -> Iterator[Finding]:
-    """Report trials that train in different precisions."""
-    yield from _unequal(case, "precision", lambda record: record.precision)
+    """Report trials that train in different precisions. fp8 trials are compared with bf16 trials on purpose."""
+    others = Case(tuple(record for record in case.records if not has_fp8(record)), case.reference)
+    yield from _unequal(others, "precision", lambda record: record.precision)
+
+
+def fp8_without_bf16(case: Case) -> Iterator[Finding]:
+    """Report fp8 trials without a bf16 trial of otherwise equal work, so that their losses cannot be judged."""
+    for record in case.good:
+        if has_fp8(record) and bf16_reference(record, case.records) is None:
+            yield Finding(
+                "untrustworthy",
+                (record.trial,),
+                "the trial trains in fp8, and the study has no bf16 result of otherwise equal work, so it is unknown "
+                "what fp8 costs in loss",
+                "parity compares fp8 trials only with each other",
+                "add a trial with precision: bf16 and otherwise equal settings",
+            )
 
 
 def gradient_dtype(case: Case) -> Iterator[Finding]:
@@ -60,17 +76,18 @@ def other_work(case: Case) -> Iterator[Finding]:
     if expected is None:
         return
     measured = {record.work_class.id for record in case.good if record.work_class and is_zero3(record)}
+    measured |= classes_compared_with_bf16(case.records).keys()  # the fp8 trials and their bf16 references
     mine = _fields(expected)
     for record in case.good:
         if record.work_class is None or record.work_class.optimizer != expected.optimizer:
             continue  # a study changes the optimizer or the gradient compression on purpose
         if record.work_class.id in measured:
-            continue  # another ZeRO-3 trial is the baseline of this work class
+            continue  # the work class has another baseline
         theirs = _fields(record.work_class)
         differing = [
-            f"{name} {_text(theirs.get(name))} instead of {_text(value)}"
+            f"{name} {_text(theirs[name])} instead of {_text(value)}"
             for name, value in mine.items()
-            if theirs.get(name) != value
+            if name in theirs and theirs[name] != value
         ]
         if differing:
             yield Finding(
@@ -83,9 +100,10 @@ def other_work(case: Case) -> Iterator[Finding]:
 
 
 def _fields(work: WorkClass) -> dict[str, Any]:
-    """Return the work class fields that must be equal, including the fields of the learning rate schedule."""
+    """Return the work class fields that must be equal, including the settings of the schedule and of fp8."""
     fields = work.model_dump(exclude={"data", "precision", "grad_dtype", "optimizer", "compression"})
-    return fields | fields.pop("schedule")
+    schedule, fp8 = fields.pop("schedule"), fields.pop("fp8")
+    return fields | schedule | (fp8 or {})
 
 
 def _text(value: Any) -> str:

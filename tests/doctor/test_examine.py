@@ -13,6 +13,7 @@ from megabench.doctor import Finding, examine
 from megabench.doctor.write_findings import WELL, findings_at, write, write_head
 from megabench.record import (
     Environment,
+    Fp8Work,
     Group,
     LayoutSizes,
     Machine,
@@ -348,6 +349,34 @@ def test_a_study_of_precisions_is_no_fault():
     assert "not ZeRO-3" in only(examine(judge_parity(no_zero3, "tp4-pp2"), "tp4-pp2")).what
 
 
+def in_fp8(runs: list[RunRecord], **work: object) -> list[RunRecord]:
+    fields = WORK | {"precision": "fp8", "fp8": Fp8Work(recipe="tensorwise")} | work
+    changes = {"precision": "fp8", "work_class": work_class(**fields)}
+    return [run.model_copy(update=changes | {"trial": f"{run.trial}-fp8"}) for run in runs]
+
+
+def test_fp8_needs_a_bf16_trial_of_the_same_work():
+    found = only(look(in_fp8(zero3()), in_fp8(tp()), reference="zero3-fp8"))
+    assert (found.kind, found.trials) == ("untrustworthy", ("zero3-fp8", "tp4-pp2-fp8"))
+    assert "the study has no bf16 result of otherwise equal work" in found.what
+    assert found.change == "add a trial with precision: bf16 and otherwise equal settings"
+    other, missing = sorted(look(zero3(), tp(), in_fp8(tp(), seed=7)), key=lambda finding: finding.kind)
+    assert other.evidence == "seed 7 instead of 1234" and missing.trials == ("tp4-pp2-fp8",)
+
+
+def test_bf16_references_of_fp8_trials_are_no_fault():
+    seeds = work_class(**WORK | {"seed": 7, "data_seed": 1234})
+    assert look(zero3(), tp(), in_fp8(tp())) == []
+    assert look(zero3(), in_fp8(zero3()), in_fp8(tp()), zero3("seed-7", work_class=seeds)) == []
+    assert look(zero3(), in_fp8(zero3()), in_fp8(tp()), reference="zero3-fp8") == []
+
+
+def test_fp32_beside_fp8_and_bf16_is_still_unequal():
+    changes = {"precision": "fp32", "work_class": work_class(**WORK | {"precision": "fp32"})}
+    unequal, _ = look(zero3(), in_fp8(zero3()), tp(**changes))
+    assert unequal.evidence == "bf16: zero3; fp32: tp4-pp2"
+
+
 def test_a_gpu_without_bf16_is_told_fp16():
     changes = {"precision": "fp32", "device": "Tesla V100-SXM2-32GB"}
     assert "precision: fp16" in only(look(zero3(**changes), tp(**changes))).change
@@ -596,6 +625,8 @@ BASE = "base: {model: llama3-8b, steps: 20, warmup_steps: 5, seq_length: 4096, m
 PLANS = {
     "good": ("{ZERO3}, {tp: 8, pp: 2}", "", None),
     "fp32": ("{ZERO3, precision: fp32}, {tp: 8, precision: fp32}", "", "trains in fp32"),
+    "fp8": ("{ZERO3, precision: fp8}, {tp: 8, precision: fp8}", "", "no bf16 result of otherwise equal work"),
+    "fp8-and-bf16": ("{ZERO3}, {name: fp8, tp: 8, precision: fp8}", "", None),
     "unequal": ("{ZERO3}, {tp: 8, grad_dtype: bf16}", "", "gradient dtype"),
     "few": ("{ZERO3, steps: 6}, {tp: 8}", "", "too few planned timed steps"),
     "reference": ("{ZERO3}, {name: tp, tp: 8}", "reference: tp", "not ZeRO-3"),
