@@ -15,6 +15,7 @@ from megabench.engines.common import fp8, fp8_linear
 from megabench.engines.common.fp8 import Quantized
 from megabench.engines.common.fp8_format import quantization_scale
 from megabench.engines.common.swiglu import swiglu
+from megabench.engines.fsdp import fp8_gather
 from megabench.precision import POLICIES
 from megabench.runtime.device import DeviceError, check_precision
 from tests.engines.equivalence import OPTIMIZERS, Trace, resolve
@@ -37,6 +38,8 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp-compile": (2, {"engine": "fsdp", "compile": True}),
     "fsdp-recompute": (2, {"engine": "fsdp", "recompute": "full"}),
     "fsdp-offload": (2, {"engine": "fsdp", "offload": "all"}),
+    "fsdp-kept": (2, {"engine": "fsdp", "reshard_after_forward": False, "global_batch": 8}),
+    "fsdp-large-steps": (2, {"engine": "fsdp", "lr": 0.1}),
     "hsdp": (4, {"engine": "fsdp", "shard_size": 2}),
     "ddp": (2, {"engine": "ddp"}),
     "ddp-recompute": (2, {"engine": "ddp", "recompute": "full"}),
@@ -111,6 +114,23 @@ def _transposed_operand() -> AbstractContextManager[Any]:
     return patch.object(fp8_linear, "quantize", swapped)
 
 
+def _amax_of_one_shard() -> AbstractContextManager[Any]:
+    """Under FSDP2, each rank casts its rows under the scale of these rows."""
+    return patch.object(fp8_gather, "_reduce_amaxes", lambda amaxes: None)
+
+
+def _stale_weight_amax() -> AbstractContextManager[Any]:
+    """Under FSDP2, the scales of the first step are used in the second."""
+    compute = fp8_gather.Fp8Shards.update_scales
+    done: list[None] = []
+
+    def update_once(shards: fp8_gather.Fp8Shards) -> None:
+        if not done:
+            done.append(compute(shards))
+
+    return patch.object(fp8_gather.Fp8Shards, "update_scales", update_once)
+
+
 @contextmanager
 def _e5m2_gradients() -> Iterator[None]:
     """Gradients with two bits of mantissa instead of three."""
@@ -136,6 +156,8 @@ CONTROLS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], dict[str, A
     "stale weights": (_stale_weights, {"lr": 0.01}),  # with smaller updates, few elements would change
     "transposed operand": (_transposed_operand, {}),
     "E5M2 gradients": (_e5m2_gradients, {}),
+    "amax of one shard": (_amax_of_one_shard, {"engine": "fsdp"}),
+    "stale weight amax": (_stale_weight_amax, {"engine": "fsdp", "lr": 0.1}),  # weights more than double in a step
 }
 
 

@@ -1,4 +1,4 @@
-"""Linear layers with fp8 products for transformers models, and the fp8 casts of weights.
+"""Linear layers with fp8 products for transformers models, the fp8 casts of weights, and weights gathered in fp8.
 
 Sizes: Symbols: K input size, N output size of a layer.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megabench.engines.common.fp8 import Quantized, largest_value, product, quantize
+from megabench.engines.common.fp8 import Quantized, largest_value, product, quantize, transposed
 
 _HELD = "_megabench_fp8"  # attribute of an activation that was quantized: its version and its Quantized
 
@@ -40,22 +40,63 @@ def forget_casts(model: nn.Module) -> None:
             module._cast = None
 
 
+class Fp8Weight(Tensor):
+    """A weight [N, K] that exists only in fp8, as `rows` · `scale`. Its gradient is a plain tensor in its `dtype`.
+
+    The class declares its parts to torch.compile (see `__tensor_flatten__` in torch's documentation).
+    """
+
+    rows: Tensor
+    scale: Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type["Fp8Weight"], rows: Tensor, scale: Tensor, dtype: torch.dtype) -> "Fp8Weight":
+        weight: Fp8Weight = Tensor._make_wrapper_subclass(
+            cls, rows.shape, strides=rows.stride(), dtype=dtype, device=rows.device
+        )
+        weight.rows, weight.scale = rows, scale
+        return weight
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["rows", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> "Fp8Weight":
+        return Fp8Weight(parts["rows"], parts["scale"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> "Fp8Weight":
+        if func not in (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default):
+            raise NotImplementedError(f"{func} of a weight that exists only in fp8")
+        weight, *others = args
+        return Fp8Weight(func(weight.rows, *others, **(kwargs or {})), weight.scale, weight.dtype)
+
+
 class Fp8Linear(nn.Linear, CastsWeight):
     """nn.Linear with fp8 products, [..., K] -> [..., N]. `nn.Linear` objects become instances by `use_fp8`.
 
-    A layer that `keeps_casts` casts its weight once per step. Otherwise, the weight exists only while it is used, as
-    under FSDP, and is cast in each forward and each backward pass.
+    A layer that `keeps_casts` casts its weight once per step. Otherwise, the weight exists only while it is used. It is
+    an Fp8Weight, or it is cast in each forward and each backward pass.
     """
 
     keeps_casts: bool
     has_bf16_gradients: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        # torch.compile does not support a cache that outlives the graph
-        cast = self.quantized_weight(input.dtype) if self.keeps_casts and not torch.compiler.is_compiling() else None
         quantized = _quantized_activation(input)
-        function = _Fp8Forward if self.has_bf16_gradients else _Fp8Product
-        output: Tensor = function.apply(input, self.weight, *quantized, cast)
+        output: Tensor
+        if isinstance(self.weight, Fp8Weight):
+            output = _Fp8WeightProduct.apply(input, self.weight, *quantized, self.weight.rows, self.weight.scale)
+        else:
+            # torch.compile does not support a cache that outlives the graph
+            keeps_cast = self.keeps_casts and not torch.compiler.is_compiling()
+            cast = self.quantized_weight(input.dtype) if keeps_cast else None
+            function = _Fp8Forward if self.has_bf16_gradients else _Fp8Product
+            output = function.apply(input, self.weight, *quantized, cast)
         return output if self.bias is None else output + self.bias
 
 
@@ -100,6 +141,33 @@ class _Fp8Product(torch.autograd.Function):
         grad_input = product(grads.rows, grads.scale, used.columns, used.scale, ctx.dtype)
         grad_weight = product(grads.columns, grads.scale, columns, scale, weight.dtype)
         return grad_input.view(*grad.shape[:-1], -1), grad_weight, None, None, None, None
+
+
+class _Fp8WeightProduct(torch.autograd.Function):
+    """_Fp8Product for an Fp8Weight, whose rows are transposed for the gradient of the input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        scale: Tensor,
+        weight_rows: Tensor,
+        weight_scale: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(columns, scale, weight_rows, weight_scale)
+        ctx.dtype, ctx.weight_dtype = input_.dtype, weight.dtype
+        return product(rows, scale, weight_rows, weight_scale, input_.dtype, is_fast=True).view(*input_.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        columns, scale, weight_rows, weight_scale = ctx.saved_tensors
+        grads = quantize(grad.flatten(0, -2))
+        grad_input = product(grads.rows, grads.scale, transposed(weight_rows), weight_scale, ctx.dtype)
+        grad_weight = product(grads.columns, grads.scale, columns, scale, ctx.weight_dtype)
+        return grad_input.view(*grad.shape[:-1], -1), grad_weight, None, None, None, None, None
 
 
 class _Fp8Forward(torch.autograd.Function):

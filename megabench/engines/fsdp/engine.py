@@ -1,8 +1,9 @@
 """The FSDP2 engine: torch's fully_shard, with one unit per block and per untied embedding or output layer.
 
-Each rank keeps fp32 shards of the weights. Units are gathered in the training dtype when they are needed. Gradients are
-reduce-scattered in `grad_dtype` after every micro-batch. If `shard_size` is smaller than the world size, the model is
-sharded inside groups of `shard_size` neighbouring ranks and replicated over the groups (HSDP).
+Each rank keeps fp32 shards of the weights. Units are gathered in the training dtype when they are needed, and weights
+that are only multiplied in fp8 are gathered in fp8 (fp8_gather.py). Gradients are reduce-scattered in `grad_dtype`
+after every micro-batch. If `shard_size` is smaller than the world size, the model is sharded inside groups of
+`shard_size` neighbouring ranks and replicated over the groups (HSDP).
 """
 
 import math
@@ -21,8 +22,10 @@ from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common import transformers_model as shared
+from megabench.engines.common.fp8_linear import Fp8Linear
 from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.engines.common.transformers_engine import TransformersEngine
+from megabench.engines.fsdp.fp8_gather import Fp8Shards
 from megabench.engines.protocol import StepResult, TensorKind
 from megabench.models.hugging_face import build_model
 from megabench.runtime.device import DTYPES
@@ -36,6 +39,7 @@ class FsdpEngine(TransformersEngine):
         self.run, self.own = config, FsdpSettings.of(config)
         self.device = device
         self.model = self._build_model()
+        self.fp8_shards = self._fp8_shards()
         # the optimizer updates plain tensors, which are the local shards
         self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in self._named_parameters()}
         dims = [parameter.ndim for _, parameter in self._named_parameters()]
@@ -79,6 +83,19 @@ class FsdpEngine(TransformersEngine):
             self._fill(name, parameter, values)
         return model
 
+    def _fp8_shards(self) -> Fp8Shards | None:
+        """Make FSDP2 gather the weights of fp8 products in fp8, if there are any.
+
+        The recipe "bf16-gradients" multiplies with the bf16 weights in backward.
+        """
+        layers = [layer for layer in self.model.modules() if isinstance(layer, Fp8Linear)]
+        weights = [layer.weight for layer in layers if not layer.has_bf16_gradients]
+        return Fp8Shards(weights, DTYPES[self.run.precision], self.device) if weights else None
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return super().kernels | ({"weight_gather": "fp8"} if self.fp8_shards else {})
+
     def _mesh(self) -> DeviceMesh:
         size = dist.get_world_size()
         inside = self.own.shard_size or size
@@ -102,6 +119,8 @@ class FsdpEngine(TransformersEngine):
         self.model.zero_grad()
         self.optimizer.zero_grad()  # gradients of the shards are parts of the full gradients
         self.loss.zero_()
+        if self.fp8_shards:
+            self.fp8_shards.update_scales()
         for number, batch in enumerate(batches):
             # HSDP replicas reduce their gradients once per step
             self.model.set_requires_all_reduce(number == len(batches) - 1)
