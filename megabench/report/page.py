@@ -92,7 +92,7 @@ def _answers(view: StudyView) -> list[Answer]:
     """
     roles = classes_compared_with_bf16(view.study.records)
     groups = [group for group in view.classes if group.key and roles.get(group.key) != "seed"] or view.classes
-    answers = [_answer(group, view) for group in groups]
+    answers = [_answer(group, view, group.key in roles) for group in groups]
     lost = [trial.row for group in view.classes if group not in groups and not group.key for trial in group.trials]
     if lost:
         said = [*answers[0].particulars, f"These trials have no result and are not compared: {ends(lost)}."]
@@ -100,11 +100,11 @@ def _answers(view: StudyView) -> list[Answer]:
     return answers
 
 
-def _answer(group: WorkClassOfTrials, view: StudyView) -> Answer:
+def _answer(group: WorkClassOfTrials, view: StudyView, is_compared_with_bf16: bool) -> Answer:
     best, reference = group.best, group.reference
     return Answer(
         group=group,
-        headline=headline(group.decision, view.device),
+        headline=headline(group.decision, view.device, is_compared_with_bf16),
         particulars=particulars(group.decision, view.device),
         reasons=_reasons(group, best, reference, view),
         layout=explain_layout(best.record, view.device) if best else [],

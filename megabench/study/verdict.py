@@ -87,8 +87,8 @@ def decide(rows: Sequence[Row], spreads: Mapping[str, Spread], head: str) -> Dec
 def best_line(decision: Decision, is_compared_with_bf16: bool = False) -> str:
     """Return the conclusion as one line for a terminal.
 
-    With `is_compared_with_bf16`, further lines compare the trials with bf16 trials, so that a missing reference in the
-    work class needs no mention.
+    With `is_compared_with_bf16`, other sentences compare fp8 and bf16 trials, so that a missing reference in the work
+    class needs no mention.
     """
     best = decision.best
     if best is None:
@@ -104,8 +104,11 @@ def best_line(decision: Decision, is_compared_with_bf16: bool = False) -> str:
     return f"best: {best.trial}, {best.ratio:.2f} × {decision.head}{equal}"
 
 
-def headline(decision: Decision, device: str) -> str:
-    """Return the conclusion as a sentence. `device` is the unit of throughput figures, "GPU" or "process"."""
+def headline(decision: Decision, device: str, is_compared_with_bf16: bool = False) -> str:
+    """Return the conclusion as a sentence. `device` is the unit of throughput figures, "GPU" or "process".
+
+    `is_compared_with_bf16` has the same meaning as for `best_line`.
+    """
     best, head = decision.best, decision.head
     if best is None:
         return f"No trial has a result that counts: {ends(decision.bad)}."
@@ -116,13 +119,16 @@ def headline(decision: Decision, device: str) -> str:
         names = listed([_name(row) for row in tied])
         beside = _beside_the_reference(tied, decision)
         return f"{names} are equal within their spread, at {_speeds(tied)} tokens/s per {device}{beside}."
+    if not others and is_compared_with_bf16:
+        return f"{_name(best)} is the only trial of this workload with a result: {speed}."
     if not others:
         return f"{_name(best)} is the only trial with a result: {speed}. There was nothing to compare it with."
     if best.trial == best.reference:
         second = f"the next, {_name(others[0])}, reached {_ratio(others[0])} {head}"
         return f"{_name(best)} trains fastest: {speed}. No layout beat it; {second}."
     if best.ratio is None:
-        return f"{_name(best)} trains fastest: {speed}. {_no_reference(best, head)}"
+        missing = "" if is_compared_with_bf16 else f" {_no_reference(best, head)}"
+        return f"{_name(best)} trains fastest: {speed}.{missing}"
     reference = decision.reference
     named = f"{reference.trial}: " if reference and reference.trial != head else ""
     measured_by = f" ({named}{_speed(reference)})" if reference else ""

@@ -8,6 +8,7 @@ from megabench.parallel.layout import Layout
 from megabench.record import (
     Communication,
     Environment,
+    Fp8Work,
     Group,
     HostRanks,
     LayoutSizes,
@@ -25,6 +26,7 @@ from tests.study.records import make_record, work_class
 QUESTION = "Which layout of two H200 nodes trains Llama-3-8B fastest?"
 GPU_CLASS = work_class(model="llama3-8b", num_layers=32, precision="bf16", global_batch=64, seq_length=4096)
 
+SEED_2 = {"seed": 2, "data_seed": GPU_CLASS.seed}  # other initial weights and the same order of the data
 
 FINDINGS = [
     Finding("untrustworthy", ("tp8",), "steps vary by 30 %", "p90 is 1.3 × the median", "run on an idle machine"),
@@ -191,6 +193,32 @@ def long_names() -> StudyRecords:
     return study([*records, lost(gpu_record(f"{name}-lost", 1, on(2)), "failed", bad)])
 
 
+def in_fp8(record: RunRecord, factor: float = 1.0, **work) -> RunRecord:
+    """The same trial in fp8."""
+    fields = {"precision": "fp8", "fp8": Fp8Work(recipe="tensorwise")} | work
+    changes = {"trial": f"{record.trial}-fp8", "precision": "fp8", "work_class": GPU_CLASS.model_copy(update=fields)}
+    return record.model_copy(update=changes | {"losses": [loss * factor for loss in record.losses]})
+
+
+def fp8_layouts() -> StudyRecords:
+    """Two layouts in both precisions, for 20 steps."""
+    fp8 = [in_fp8(zero3(7400), 1.002), in_fp8(gpu_record("tp8-pp2", 12000, on(8, 2)), 1.002)]
+    return study([zero3(), gpu_record("tp8-pp2", 9000, on(8, 2)), *fp8])
+
+
+def fp8_losses() -> StudyRecords:
+    """One layout for 400 steps: three seeds in bf16 and one in fp8."""
+    curve = [0.45 + loss for loss in losses(num_steps=400)]
+    records = [
+        gpu_record(f"seed-{seed}", 9000, on(8), work_class=GPU_CLASS.model_copy(update=work)).model_copy(
+            update={"losses": [loss * factor for loss in curve]}
+        )
+        for seed, factor, work in ((1, 1.0, {}), (2, 0.99, SEED_2), (3, 1.015, SEED_2 | {"seed": 3}))
+    ]
+    fp8 = in_fp8(gpu_record("seed-1", 12000, on(8)).model_copy(update={"losses": curve}), 1.03)
+    return study([*records, fp8], reference="seed-1")
+
+
 def alone() -> StudyRecords:
     return study([gpu_record("tp8", 8000, on(8))], reference="tp8")
 
@@ -223,4 +251,5 @@ def yesterday() -> StudyRecords:
 
 
 STUDIES = {f.__name__: f for f in (normal, zero3_wins, tie, faults, two_classes, sizes, profiled, many_waits, cut,
-                                   long_names, alone, all_failed, on_cpu, emulated)}  # fmt: skip
+                                   long_names, fp8_layouts, fp8_losses, alone, all_failed, on_cpu,
+                                   emulated)}  # fmt: skip

@@ -100,6 +100,36 @@ def test_the_verdict_in_a_sentence(name, words):
     assert headlines(page(STUDIES[name]())) == words
 
 
+def test_the_first_headline_compares_fp8_with_bf16():
+    text = page(STUDIES["fp8_layouts"]())
+    assert headlines(text) == [
+        "fp8 trains 1.33 × as fast as bf16, but the runs are too short to show whether it learns as well.",
+        "tp8-pp2 trains fastest: 9,000 tokens/s per GPU, 1.50 × ZeRO-3 (zero3: 6,000).",
+        "tp8-pp2-fp8 trains fastest: 12,000 tokens/s per GPU, 1.62 × ZeRO-3 (zero3-fp8: 7,400).",
+    ]
+    assert (
+        "With the same layout and settings, tp8-pp2-fp8 trains 1.33 × as fast as tp8-pp2 and zero3-fp8 trains 1.23 × "
+        "as fast as zero3." in text
+    )
+    assert "Difference of the mean loss" not in text and "<dt>fp8</dt>" in text
+    assert "<dt>fp8</dt>" not in page(STUDIES["normal"]())
+
+
+def test_losses_of_all_precisions_and_seeds_are_in_one_chart():
+    text = page(STUDIES["fp8_losses"]())
+    assert headlines(text) == [
+        "fp8 trains 1.33 × as fast as bf16, and its loss is 3.0% higher, outside the range of 3 bf16 seeds.",
+        "seed-1 is the only trial of this workload with a result: 9,000 tokens/s per GPU.",
+        "seed-1-fp8 is the only trial of this workload with a result: 12,000 tokens/s per GPU.",
+    ]
+    losses, differences = (part for part in text.split("<figure")[1:3])
+    legend = {trial: f" · {trial}</li>" for trial in ("seed-1", "seed-2", "seed-3", "seed-1-fp8")}
+    assert [words in losses for words in legend.values()] == [True] * 4
+    assert [words in differences for words in legend.values()] == [False, True, True, True]
+    assert "The bf16 trials of other seeds show how far losses differ by chance." in differences
+    assert ">loss minus bf16</th>" in text and ">+3.0%</td>" in text
+
+
 def test_failures_are_named_with_their_reason_and_never_ranked():
     text = page(STUDIES["faults"]())
     assert headlines(text) == ["tp8 trains fastest: 8,000 tokens/s per GPU, 1.33 × ZeRO-3 (zero3: 6,000)."]
