@@ -243,6 +243,14 @@ def test_a_changed_activation_is_quantized_again() -> None:
     assert torch.equal(layer(activation), rounded(activation) @ rounded(layer.weight.detach()).t())
 
 
+def test_a_weight_in_fp8_only_has_no_elements_to_read() -> None:
+    rows = torch.zeros(32, 16, dtype=torch.float8_e4m3fn)
+    weight = fp8_linear.Fp8Weight(rows, torch.ones(()), torch.bfloat16)
+    assert repr(weight) == "Fp8Weight([32, 16], torch.bfloat16)"
+    with pytest.raises(NotImplementedError, match="exists only in fp8"):
+        weight + 1
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"precision": "bf16", "fp8_recipe": "tensorwise"}, "fp8_recipe=tensorwise works only with precision=fp8"),
     ({"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}, "leave none of the 4 layers in fp8"),

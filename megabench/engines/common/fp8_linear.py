@@ -59,6 +59,9 @@ class Fp8Weight(Tensor):
         weight.rows, weight.scale = rows, scale
         return weight
 
+    def __repr__(self) -> str:  # type: ignore[override]  # torch.compile prints it, and no operation reads its elements
+        return f"Fp8Weight({list(self.shape)}, {self.dtype})"
+
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["rows", "scale"], self.dtype
 
