@@ -281,6 +281,13 @@ def plan(
     grad_dtype: Annotated[
         str, typer.Option(metavar="fp32|bf16", help="Dtype in which gradients are accumulated and reduced.")
     ] = "fp32",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Training dtype: bf16, fp16, fp8 (products inside blocks) or fp32 [default: bf16; fp32 on CPU].",
+        ),
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Profile written by megabench calibrate [default: a shipped profile]."),
@@ -306,7 +313,10 @@ def plan(
     from megabench.terminal import standard_output
 
     kept = max(top, room.MOST_TOLD)
-    found = make_plan(model, cluster, seq_length, global_batch, num_layers, grad_dtype, profile, kept, emulate_hosts)
+    found = make_plan(
+        *(model, cluster, seq_length, global_batch, num_layers, grad_dtype, profile, kept, emulate_hosts),
+        precision=precision,
+    )
     if as_json:
         print(room.as_json(found, top, explain))
     elif explain is not None:

@@ -5,6 +5,7 @@ All times are for one rank and one micro-batch.
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Literal
 
 from megabench.cost.job import Job
 from megabench.cost.profile import Profile
@@ -15,16 +16,24 @@ _TILE_SHARE = (1.0, 1.0, 0.92, 0.8, 0.6)
 # number of kernels in a layer's forward pass, which is about half the number in its backward pass
 _KERNELS_FORWARD = 22
 _KERNELS_UNFUSED = 20  # additional kernels without fused norms, rotary embedding and activation
+_KERNELS_FP8 = 12  # additional kernels with fp8 products: zero the largest value, find it and cast, for four inputs
+# Bytes per element for casting a bf16 value to fp8 in both layouts, or in one layout if it is gathered afterwards: find
+# the largest value (2), read (2) and write (1 per layout). A gathered fp8 value is transposed: read and write (1 + 1).
+_CAST, _CAST_ONE_LAYOUT, TRANSPOSE = 6, 5, 2
 _LONG = 8192  # inner size of the calibration product, which has the full efficiency
 _BACKWARD_ATTENTION = 2.5  # FLOPs of flash attention's backward pass ÷ forward pass (arXiv 2307.08691, section 3.1)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU in the cost model: its profile and its dense peak in FLOP/s."""
+    """A GPU in the cost model: its profile and its dense peak in FLOP/s, for 16-bit or fp32 products and for fp8."""
 
     profile: Profile
     peak: float
+    fp8_peak: float | None = None
+
+
+Product = Literal["forward", "input_gradient", "weight_gradient"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,23 @@ class LayerSeconds:
 
 
 def gemm_seconds(machine: Machine, m: float, n: float, k: float) -> float:
-    """Return the seconds of a 16-bit product [m, k] · [k, n], limited by peak FLOP/s or by memory bandwidth.
+    """Return the seconds of a 16-bit product [m, k] · [k, n], limited by peak FLOP/s or by memory bandwidth."""
+    profile, bytes_moved = machine.profile, 2 * (m * k + k * n + m * n)
+    return _gemm_seconds(machine, m, n, k, machine.peak * profile.gemm_efficiency, profile.gemm_half_k, bytes_moved)
+
+
+def fp8_gemm_seconds(machine: Machine, product: Product, m: float, n: float, k: float) -> float:
+    """Return the seconds of a product [m, k] · [k, n] of fp8 values, written in bf16, or in fp32 for weights."""
+    cost = machine.profile.fp8
+    assert cost and machine.fp8_peak
+    bytes_moved = m * k + k * n + (4 if product == "weight_gradient" else 2) * m * n
+    return _gemm_seconds(machine, m, n, k, machine.fp8_peak * getattr(cost, product), cost.half_k, bytes_moved)
+
+
+def _gemm_seconds(
+    machine: Machine, m: float, n: float, k: float, long_rate: float, half_k: float, bytes_moved: float
+) -> float:
+    """Return the seconds of a product, given the FLOP/s of a long one.
 
     Partly filled tiles, partly filled waves of thread blocks (NVIDIA's Matrix Multiplication Background guide) and a
     small inner size k reduce the efficiency.
@@ -56,15 +81,63 @@ def gemm_seconds(machine: Machine, m: float, n: float, k: float) -> float:
         waves = ceil(down * across / profile.num_sms)
         used = m * n / (waves * profile.num_sms * rows * columns)
         fill = max(fill, share * used)
-    length = min(1.0, k / (k + profile.gemm_half_k) * (1 + profile.gemm_half_k / _LONG))
-    rate = machine.peak * profile.gemm_efficiency * fill * length
-    bytes_moved = 2 * (m * k + k * n + m * n)
+    length = min(1.0, k / (k + half_k) * (1 + half_k / _LONG))
+    rate = long_rate * fill * length
     return max(2 * m * n * k / rate, bytes_moved / (profile.memory_gb_per_s * 1e9))
+
+
+def layer_product_seconds(machine: Machine, job: Job, product: Product, m: float, n: float, k: float) -> float:
+    """Return the seconds of a product [m, k] · [k, n] of a linear layer of a block, in the precision of the job."""
+    if job.has_fp8_products if product == "forward" else job.has_fp8_gradients:
+        return fp8_gemm_seconds(machine, product, m, n, k)
+    return gemm_seconds(machine, m, n, k)
 
 
 def memory_seconds(machine: Machine, num_bytes: float) -> float:
     """Return the seconds of element-wise work that reads and writes `num_bytes`."""
     return num_bytes / (machine.profile.memory_gb_per_s * 1e9)
+
+
+def cast_seconds(machine: Machine, num_bytes: float) -> float:
+    """Return the seconds of casts to fp8 that read and write `num_bytes`."""
+    assert machine.profile.fp8
+    return memory_seconds(machine, num_bytes) / machine.profile.fp8.cast_share
+
+
+def weight_cast_seconds(machine: Machine, job: Job, parameters: float) -> float:
+    """Return the seconds for casting weights of blocks to fp8 in both layouts, or 0 without fp8 products."""
+    return cast_seconds(machine, _CAST * parameters) if job.has_fp8_products else 0.0
+
+
+def gathered_weight_cast_seconds(machine: Machine, job: Job, parameters: float, forwards: int) -> float:
+    """Return the seconds per micro-batch for casting weights of blocks that are gathered in bf16.
+
+    Each forward pass casts them in one layout. The backward pass casts them in the other layout, with the largest value
+    that the forward pass found.
+    """
+    if not job.has_fp8_products:
+        return 0.0
+    backward = _CAST_ONE_LAYOUT - 2 if job.has_fp8_gradients else 0
+    return cast_seconds(machine, (forwards * _CAST_ONE_LAYOUT + backward) * parameters)
+
+
+def _activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
+    """Return the bytes per token for casting the inputs (forward) and the gradients (backward) of a layer's products.
+
+    The inputs of the first product of attention and of the FFN, and the gradients of the second ones, have H elements
+    and are cast before they are gathered: H/T elements in one layout, and H gathered elements are transposed in
+    backward (engines/megatron/fp8_linear.py). All others are whole.
+    """
+    shape = job.shape
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    inputs = (q + shape.ffn_size) / tp
+    gradients = (q + 2 * kv + (job.ffn_matrices - 1) * shape.ffn_size) / tp
+    if not job.has_fp8_gradients:
+        return _CAST_ONE_LAYOUT * (inputs + 2 * shape.hidden_size / tp), 0.0
+    if tp == 1:
+        return _CAST * (inputs + 2 * shape.hidden_size), _CAST * (gradients + 2 * shape.hidden_size)
+    gathered = _CAST_ONE_LAYOUT * 2 * shape.hidden_size / tp
+    return _CAST * inputs + gathered, _CAST * gradients + gathered + TRANSPOSE * 4 * shape.hidden_size
 
 
 def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
@@ -109,7 +182,8 @@ def elementwise_bytes(job: Job, tp: int, cp: int, micro_batch: int) -> float:
 
 def kernels_forward(job: Job) -> int:
     """Return the number of kernels in a layer's forward pass. The backward pass has twice as many."""
-    return _KERNELS_FORWARD + (0 if job.stack.fused else _KERNELS_UNFUSED)
+    unfused = 0 if job.stack.fused else _KERNELS_UNFUSED
+    return _KERNELS_FORWARD + unfused + (_KERNELS_FP8 if job.has_fp8_products else 0)
 
 
 def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> LayerSeconds:
@@ -118,19 +192,24 @@ def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int
     h, q, kv, f = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, 0
     f = shape.ffn_size
     products = (((q + 2 * kv) / tp, h), (h, q / tp), ((job.ffn_matrices - 1) * f / tp, h), (h, f / tp))
-    forward = sum(gemm_seconds(machine, tokens, n, k) for n, k in products)
-    inputs = sum(gemm_seconds(machine, tokens, k, n) for n, k in products)
-    weights = sum(gemm_seconds(machine, n, k, tokens) for n, k in products)
+    forward = sum(layer_product_seconds(machine, job, "forward", tokens, n, k) for n, k in products)
+    inputs = sum(layer_product_seconds(machine, job, "input_gradient", tokens, k, n) for n, k in products)
+    weights = sum(layer_product_seconds(machine, job, "weight_gradient", n, k, tokens) for n, k in products)
     attention, attention_backward = attention_seconds(machine, job, tp, cp, micro_batch)
     traffic = elementwise_bytes(job, tp, cp, micro_batch)
     if not job.stack.fused:
         traffic *= machine.profile.unfused_traffic
     between = memory_seconds(machine, traffic)
-    accumulate = memory_seconds(machine, accumulated_bytes(job) * job.layer_parameters / tp)
+    accumulate = memory_seconds(machine, accumulated_bytes(job, job.has_fp8_gradients) * job.layer_parameters / tp)
+    casts_forward, casts_backward = 0.0, 0.0
+    if job.has_fp8_products:
+        casts_forward, casts_backward = (
+            cast_seconds(machine, tokens * each) for each in _activation_cast_bytes(job, tp)
+        )
     host = kernels_forward(job) * machine.profile.launch_seconds
     return LayerSeconds(
-        forward=forward + attention + between,
-        backward=inputs + weights + attention_backward + 1.5 * between + accumulate,
+        forward=forward + attention + between + casts_forward,
+        backward=inputs + weights + attention_backward + 1.5 * between + accumulate + casts_backward,
         attention=attention,
         weight_gradients=weights,
         input_gradients=inputs,
@@ -176,13 +255,14 @@ def flattening_seconds(machine: Machine, job: Job, parameters: float) -> float:
     return memory_seconds(machine, (7 * job.bytes_of_gradient + 6 * job.bytes_of_value) * parameters)
 
 
-def accumulated_bytes(job: Job) -> int:
+def accumulated_bytes(job: Job, is_fp8: bool = False) -> int:
     """Return the bytes per parameter for adding a gradient to its buffer.
 
     The buffer is read and written. The gradient is also written and read in 16 bits, unless its matrix product adds to
-    the buffer.
+    the buffer. An fp8 product cannot do so (torch._scaled_mm). The gradient is then written in fp32, which is part of
+    the time of the product, and read: again 4 bytes.
     """
-    return 2 * job.bytes_of_gradient + (0 if job.stack.fuses_weight_gradient else 4)
+    return 2 * job.bytes_of_gradient + (0 if job.stack.fuses_weight_gradient and not is_fp8 else 4)
 
 
 def optimizer_seconds(machine: Machine, job: Job, parameters: float, sharded: float) -> float:

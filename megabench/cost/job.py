@@ -9,7 +9,7 @@ from megabench.metrics import flops_per_token, output_layer_cost
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
-from megabench.precision import POLICIES
+from megabench.precision import POLICIES, Fp8Recipe
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -71,7 +71,9 @@ class Stack:
 class Job:
     """The work of one optimizer step.
 
-    `bytes_of_gradient` is the size of one gradient element: 4 for fp32, 2 for bf16.
+    `bytes_of_gradient` is the size of one gradient element: 4 for fp32, 2 for bf16. In fp8, the linear layers of all
+    blocks count as fp8 layers: blocks that a run keeps in bf16 (num_layers_at_start_in_bf16 and
+    num_layers_at_end_in_bf16) are not modelled.
     """
 
     shape: ModelShape
@@ -79,6 +81,7 @@ class Job:
     global_batch: int
     precision: str = "bf16"
     bytes_of_gradient: int = 4
+    fp8_recipe: Fp8Recipe = "tensorwise"
     optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
     stack: Stack = field(default_factory=Stack)
 
@@ -137,6 +140,21 @@ class Job:
     def bytes_of_state(self) -> int:
         """Bytes per parameter of the optimizer: its moments and any fp32 master weight."""
         return self.bytes_of_moments + 4 * POLICIES[self.precision].has_masters
+
+    @property
+    def has_fp8_products(self) -> bool:
+        """Whether the linear layers of the blocks have fp8 products."""
+        return POLICIES[self.precision].has_fp8_products
+
+    @property
+    def has_fp8_gradients(self) -> bool:
+        """Whether the products of these layers' backward pass are in fp8, too."""
+        return self.has_fp8_products and self.fp8_recipe == "tensorwise"
+
+    @property
+    def block_parameters(self) -> int:
+        """The number of parameters of the matrices of all blocks, which are in fp8 if the job has fp8 products."""
+        return self.shape.num_layers * self.layer_parameters
 
     @property
     def bytes_of_value(self) -> int:

@@ -38,6 +38,10 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
     input, 2·H (arXiv 2205.05198, sections 4 and 5). Eager code also keeps copies: contiguous keys and values (4·K·D),
     the transposed attention output (2·N·D), and the SiLU of the gate (2·F). Context parallelism that exchanges heads
     keeps the attention output before and after the exchange.
+
+    Linear layers with fp8 gradients save their inputs in fp8, 1 byte per element. The inputs that norms and activations
+    computed are saved only by these layers, so 2·H + F bytes less are kept. Attention keeps its 16-bit output for its
+    own backward, so N·D more bytes are kept.
     """
     shape, layout, stack = job.shape, candidate.layout, job.stack
     tokens = candidate.micro_batch * job.seq_length / layout.cp
@@ -51,7 +55,9 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
     if job.exchanges_heads(layout.tp, layout.cp):
         values += 2 * shape.num_heads * shape.head_dim / layout.tp
     if stack.keeps_gathered:
-        values += 4 * shape.hidden_size * (1 - 1 / cut)
+        values += 4 * shape.hidden_size * (1 - 1 / cut) / (2 if job.has_fp8_gradients else 1)
+    if job.has_fp8_gradients:
+        values += (shape.num_heads * shape.head_dim - shape.ffn_size) / layout.tp - 2 * shape.hidden_size / cut
     if stack.copies_kept:
         copies = shape.head_dim * (2 * shape.num_heads + 4 * shape.num_kv_heads) + 2 * shape.ffn_size
         values += copies / layout.tp
@@ -63,6 +69,11 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
     elif candidate.recompute == "none":
         scores = (5 if stack.dropout else 2) * shape.num_heads * job.seq_length / layout.tp
     return tokens * wide * (values + scores)
+
+
+def weight_cast_bytes(job: Job, parameters: float) -> float:
+    """Return the bytes of the fp8 casts of weights of blocks, which are kept in both layouts, or 0 without fp8."""
+    return 2 * parameters if job.has_fp8_products else 0.0
 
 
 def recomputed_bytes(job: Job, candidate: Candidate) -> float:

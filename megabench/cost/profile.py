@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megabench.hardware.gpus import GPU_NAMES, find_gpu, gpu_memory_mib
 from megabench.hardware.topology import Link
+from megabench.precision import POLICIES
 from megabench.settings.reading import ConfigError, explain, read_text
 
 GENERIC = "generic"
@@ -34,6 +35,22 @@ class LinkCost(_Part):
     hop_seconds: float = Field(ge=0)
     gb_per_s: float | None = Field(default=None, gt=0)
     pair_share: float = Field(default=1.0, gt=0, le=1)
+
+
+class Fp8Cost(_Part):
+    """The cost of linear layers with fp8 products.
+
+    `forward` (with fast accumulation), `input_gradient` (without) and `weight_gradient` (without, written in fp32) are
+    fractions of the peak FLOP/s in fp8 in a product of 8192³. `half_k` is the inner size of a product that reaches half
+    the FLOP/s of a long one.
+    """
+
+    forward: float = Field(gt=0, le=1)
+    input_gradient: float = Field(gt=0, le=1)
+    weight_gradient: float = Field(gt=0, le=1)
+    half_k: float = Field(ge=0)
+    cast_share: float = Field(gt=0, le=1)
+    """Bandwidth of the kernels that find the largest value and cast, divided by `memory_gb_per_s`."""
 
 
 class Measurement(_Part):
@@ -69,6 +86,8 @@ class Profile(_Part):
     attention_forward: float = Field(gt=0, le=1)
     """Fraction of the peak FLOP/s that flash attention reaches."""
     attention_backward: float = Field(gt=0, le=1)
+    fp8: Fp8Cost | None = None
+    """The cost of fp8 products, for GPUs that have them."""
     flash_2_share: float = Field(gt=0, le=1)
     """FLOP/s of FlashAttention-2 divided by that of cuDNN's attention."""
     memory_gb_per_s: float = Field(gt=0)
@@ -99,8 +118,21 @@ class Profile(_Part):
     measurements: list[Measurement] = []
 
     def peak(self, device: str, precision: str) -> float:
-        """Return the peak dense FLOP/s of a GPU. Raises ConfigError if it is unknown."""
+        """Return the peak dense FLOP/s of a GPU.
+
+        Raises ConfigError if the peak is unknown, or if the GPU or the profile has no fp8 products.
+        """
         gpu = find_gpu(device)
+        if POLICIES[precision].has_fp8_products:
+            if gpu and gpu.fp8_tflops is None:
+                raise ConfigError(
+                    f"precision={precision} needs Hopper GPUs or newer ones, but the cluster has {device}; use "
+                    f"precision=bf16"
+                )
+            if self.fp8 is None:
+                raise ConfigError(
+                    f"profile {self.name} has no costs of fp8 products; use precision=bf16, or a profile that sets fp8"
+                )
         tflops = (gpu.peak_tflops(precision) if gpu else None) or self.peak_tflops.get(precision)
         if tflops is None:
             near = [name for name in GPU_NAMES if device.lower() in name.lower()]

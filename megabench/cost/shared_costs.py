@@ -11,6 +11,7 @@ from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
+from megabench.precision import POLICIES
 
 Sizes = tuple[int, int, int, bool, Policy]
 
@@ -27,7 +28,10 @@ class Base:
 
     def __init__(self, job: Job, topology: Topology, profile: Profile) -> None:
         self.job, self.topology, self.profile = job, topology, profile
-        self.machine = Machine(profile, profile.peak(topology.hosts[0].device, job.precision))
+        device, policy = topology.hosts[0].device, POLICIES[job.precision]
+        self.peak = profile.peak(device, job.precision)
+        fp8_peak = self.peak if policy.has_fp8_products else None
+        self.machine = Machine(profile, profile.peak(device, policy.compute), fp8_peak)
         self.geometry = cache(partial(_geometry, topology))
         self.layer = cache(partial(compute.layer_seconds, self.machine, job))
         self.output = cache(partial(compute.output_seconds, self.machine, job))

@@ -74,5 +74,5 @@ class Costs:
             missing_bytes=memory.total - self.usable_bytes,
             host_bytes=ENGINES[candidate.engine].host_bytes(self.job, candidate, ranks_per_host),
             tokens_per_second_per_device=per_device,
-            mfu=per_device * self.job.flops_per_token / self.base.machine.peak,
+            mfu=per_device * self.job.flops_per_token / self.base.peak,
         )

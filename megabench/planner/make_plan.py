@@ -8,6 +8,8 @@ from megabench.cost.profile import profile_for, read_profile
 from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
 from megabench.planner.search import Plan, plan
+from megabench.precision import POLICIES, Fp8Recipe
+from megabench.specs.fp8_check import check_linear_layers
 
 
 def make_plan(
@@ -21,8 +23,12 @@ def make_plan(
     top: int,
     emulate_hosts: int | None,
     num_processes: int | None = None,
+    precision: str | None = None,
+    fp8_recipe: Fp8Recipe | None = None,
 ) -> Plan:
     """Return the plan for a model on a cluster, or on `num_processes` of this machine.
+
+    The default precision is bf16 on GPUs and fp32 on CPUs.
 
     Raises UserError for invalid input.
 
@@ -32,6 +38,8 @@ def make_plan(
 
     if grad_dtype not in ("fp32", "bf16"):
         raise ConfigError(f"grad_dtype={grad_dtype!r} is unknown; use fp32 or bf16")
+    if precision is not None and precision not in POLICIES:
+        raise ConfigError(f"precision={precision!r} is unknown; use {', '.join(POLICIES)}")
     shape = find_model(model, num_layers)
     topology = find_topology(cluster, num_processes, Layout(), False, emulate_hosts)
     device = topology.hosts[0].device
@@ -46,11 +54,18 @@ def make_plan(
             f"seq_length={length} is more than the {shape.num_positions} learned positions of {model}; use a "
             f"smaller seq_length"
         )
+    precision = precision or ("fp32" if device == "cpu" else "bf16")
+    policy = POLICIES[precision]
+    if grad_dtype not in policy.grad_dtypes:
+        raise ConfigError(f"grad_dtype={grad_dtype} does not work with precision={precision}; use grad_dtype=fp32")
+    if policy.has_fp8_products:
+        check_linear_layers(shape, precision)
     job = Job(
         shape=shape,
         seq_length=length,
         global_batch=global_batch or shape.global_batch,
-        precision="fp32" if device == "cpu" else "bf16",
+        precision=precision,
         bytes_of_gradient=4 if grad_dtype == "fp32" else 2,
+        fp8_recipe=fp8_recipe or "tensorwise",
     )
     return plan(job, topology, read_profile(profile) if profile else profile_for(device), keep=top)

@@ -53,9 +53,13 @@ def write(console: Console, plan: Plan, top: int) -> None:
     job, topology = plan.job, plan.topology
     head = f"{job.shape.name} on {topology.world_size} × {topology.hosts[0].device}, {len(topology.hosts)} host"
     head += f"{'s' * (len(topology.hosts) > 1)} · sequence {job.seq_length}, global batch {job.global_batch}"
+    head += f" · {job.precision}" * (job.precision != "bf16")
     console.print(Text(head, style="bold"), soft_wrap=True)
     told = f"{plan.num_candidates:,} candidates, {plan.num_fitting:,} fit in {plan.usable_bytes / _GIB:.1f} GiB"
     console.print(Text(f"{told} · profile {plan.profile.name}: {_origin(plan)}", style="dim"), soft_wrap=True)
+    if job.has_fp8_products:
+        origin = plan.profile.origin
+        console.print(Text(f"fp8 products: {origin.get('fp8') or origin['*']}", style="dim"), soft_wrap=True)
     if plan.ranked:
         console.print(_table(plan, top))
         console.print(Text(sweet_spot(plan)), soft_wrap=True)
@@ -152,6 +156,7 @@ def command(plan: Plan) -> str:
         | {"model": shape.name, "seq_length": job.seq_length, "global_batch": job.global_batch}
         | {"num_layers": None if is_whole else shape.num_layers, "emulate_hosts": hosts if topology.emulated else None}
         | {"grad_dtype": "fp32" if job.bytes_of_gradient == 4 else "bf16"}
+        | _precision_settings(plan)
     )
     if hosts == 1 or topology.emulated:
         return run.command(topology.world_size)
@@ -159,6 +164,13 @@ def command(plan: Plan) -> str:
     where = ["--nnodes", str(hosts), "--nproc-per-node", str(sizes.pop()) if len(sizes) == 1 else "gpu"]
     where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
     return shlex.join(["torchrun", *where, "launch/pretrain.py", *run.flags()])
+
+
+def _precision_settings(plan: Plan) -> dict[str, str]:
+    """Return the settings of the precision, unless they are the defaults of runs on this device."""
+    job, is_cpu = plan.job, plan.topology.hosts[0].device == "cpu"
+    settings = {} if job.precision == ("fp32" if is_cpu else "bf16") else {"precision": job.precision}
+    return settings | ({"fp8_recipe": job.fp8_recipe} if job.has_fp8_products and not job.has_fp8_gradients else {})
 
 
 def certainty(plan: Plan) -> str:
@@ -244,6 +256,7 @@ def describe(plan: Plan, top: int) -> dict[str, Any]:
         "device": plan.topology.hosts[0].device,
         "seq_length": plan.job.seq_length,
         "global_batch": plan.job.global_batch,
+        "precision": plan.job.precision,
         "profile": {
             "name": plan.profile.name,
             "kind": plan.profile.kind,

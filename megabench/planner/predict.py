@@ -12,6 +12,7 @@ from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
 from megabench.planner.engines import Costs
+from megabench.precision import Fp8Recipe
 from megabench.record import KernelTraits, Prediction, RunRecord
 from megabench.specs.registry import ENGINES
 
@@ -21,12 +22,14 @@ def job_of(record: RunRecord) -> Job:
     shape = find_model(record.model)
     if record.work_class and record.work_class.num_layers != shape.num_layers:
         shape = shape.with_layers(record.work_class.num_layers)
+    fp8 = record.work_class and record.work_class.fp8
     return Job(
         shape,
         record.seq_length,
         record.global_batch,
         precision=record.precision,
         bytes_of_gradient=4 if record.grad_dtype == "fp32" else 2,
+        fp8_recipe=cast(Fp8Recipe, fp8.recipe) if fp8 else "tensorwise",
         optimizer=record.optimizer,  # type: ignore[arg-type]
         stack=_stack_of(record),
     )

@@ -13,6 +13,7 @@ from megabench.parallel.layout import Layout, LayoutError, divisors
 from megabench.parallel.placement import Policy
 from megabench.planner.engines import Costs, Estimate
 from megabench.specs.engine_spec import EngineSpec
+from megabench.specs.fp8_check import odd_size
 from megabench.specs.registry import ENGINES
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -169,6 +170,8 @@ def _checked(layout: Layout, job: Job, world_size: int) -> Layout | None:
 
 def _micro_batches(job: Job, layout: Layout) -> Iterator[int]:
     for micro_batch in _MICRO_BATCHES:
+        if job.has_fp8_products and odd_size(job.shape, layout, micro_batch, job.seq_length):
+            continue
         try:
             layout.check_batch(job.global_batch, micro_batch)
         except LayoutError:

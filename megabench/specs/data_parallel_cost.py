@@ -4,7 +4,7 @@ from megabench.cost import compute, network, schedule
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate
 from megabench.cost.shared_costs import Base
-from megabench.specs.sharding import REDUCE_BUCKET, sharding_of
+from megabench.specs.sharding import REDUCE_BUCKET, gathered_bytes, sharding_of
 
 _DDP_BUCKET = 25e6 / 4  # parameters per DDP bucket: 25 MB of fp32 gradients
 # Host time of hooks, forward and backward, in units of one kernel launch: per layer for FSDP2, per parameter for
@@ -41,7 +41,8 @@ class DataParallel:
             + schedule.two_streams(backward, gather_back + reduce, layers, hidden_backward)
             + ends
         )
-        plain = layers * (layer.forward + layer.backward) + self._copying_seconds(candidate)
+        plain = layers * (layer.forward + layer.backward)
+        plain += self._copying_seconds(candidate) + self._gathered_cast_seconds(candidate)
         launch = layers * ((forward - layer.forward) + (backward - (layer.backward + again)))
         exposed = with_communication - layers * (forward + backward)
         once, update = self._once_a_step(candidate, geometry, layers * backward)
@@ -86,12 +87,13 @@ class DataParallel:
         if self.job.stack.flat_parameters:
             return 0.0
         job, sharding = self.job, sharding_of(candidate)
+        w = gathered_bytes(job, candidate)  # of a block; the embedding and the output layer count as blocks here
         ranks, stage = sharding.shard_size or candidate.layout.world_size, sharding.zero_stage
         v, g, gathers = job.bytes_of_value, job.bytes_of_gradient, 1 if sharding.keeps_weights else 2
         if candidate.engine == "ddp":
             moved: float = _cast(4, v) * (2 if candidate.recompute == "full" else 1) + _cast(v, 4) + 3 * 4
         elif candidate.engine == "fsdp":
-            moved = 2 * gathers * v + (v + g) + (gathers * (_cast(4, v) + 2 * v) + 3 * g) / ranks
+            moved = 2 * gathers * w + (v + g) + (gathers * (_cast(4, v) + 2 * v) + 3 * g) / ranks
         elif candidate.engine == "megatron_fsdp":
             moved = _cast(v, g) + 3 * g / ranks
         elif stage == 3:
@@ -103,16 +105,29 @@ class DataParallel:
         beyond = max(0.0, moved - compute.accumulated_bytes(job))
         return compute.memory_seconds(self.machine, beyond * job.num_parameters)
 
+    def _gathered_cast_seconds(self, candidate: Candidate) -> float:
+        """Return the seconds per micro-batch for casting gathered weights to fp8.
+
+        Weights that are gathered in fp8 are transposed for the backward pass. Engines that do not gather weights cast
+        them once per step.
+        """
+        job, forwards = self.job, 2 if candidate.recompute == "full" else 1
+        if not job.has_fp8_products or sharding_of(candidate).zero_stage != 3:
+            return 0.0
+        if gathered_bytes(job, candidate) < job.bytes_of_value:
+            return compute.cast_seconds(self.machine, compute.TRANSPOSE * job.block_parameters)
+        return compute.gathered_weight_cast_seconds(self.machine, job, job.block_parameters, forwards)
+
     def _sharded_seconds(self, candidate: Candidate, geometry: Geometry) -> tuple[float, float, float, float]:
         """Return a layer's communication per micro-batch: forward gather, backward gather, gradient reduction, ends.
 
         "Ends" is the communication that no layer overlaps: the gather of the embedding at the start and its gradient at
         the end.
 
-        ZeRO-3 and FSDP2 all-gather 2 bytes per parameter twice and reduce-scatter g bytes (arXiv 1910.02054, section
-        7). ZeRO-2 all-reduces g bytes, and each rank keeps its shard (DeepSpeed's use_multi_rank_bucket_allreduce). hpZ
-        gathers among neighbours in backward (arXiv 2306.10209). HSDP shards among neighbours. Weights that stay
-        gathered after the forward pass are gathered only once per micro-batch.
+        ZeRO-3 and FSDP2 all-gather 2 bytes per parameter twice (`gathered_bytes` in blocks) and reduce-scatter g bytes
+        (arXiv 1910.02054, section 7). ZeRO-2 all-reduces g bytes, and each rank keeps its shard (DeepSpeed's
+        use_multi_rank_bucket_allreduce). hpZ gathers among neighbours in backward (arXiv 2306.10209). HSDP shards among
+        neighbours. Weights that stay gathered after the forward pass are gathered only once per micro-batch.
         """
         job, profile, sharding = self.job, self.profile, sharding_of(candidate)
         layer, ends = job.layer_parameters, job.embedding_parameters
@@ -122,14 +137,15 @@ class DataParallel:
             where = geometry.neighbours(shards) if shards else geometry.world
             inner = geometry.neighbours(sharding.hpz_size) if sharding.hpz_size else where
 
-            def gather(parameters: float) -> float:
-                return network.gather_seconds(profile, where, value * parameters)
+            weights = gathered_bytes(job, candidate) * layer
 
             def reduce(parameters: float) -> float:
                 return network.gather_seconds(profile, where, g * parameters)
 
-            back = 0.0 if sharding.keeps_weights else network.gather_seconds(profile, inner, value * layer)
-            return gather(layer), back, reduce(layer), gather(ends) + reduce(ends)
+            gather = network.gather_seconds(profile, where, weights)
+            back = 0.0 if sharding.keeps_weights else network.gather_seconds(profile, inner, weights)
+            gather_ends = network.gather_seconds(profile, where, value * ends)
+            return gather, back, reduce(layer), gather_ends + reduce(ends)
         if sharding.zero_stage == 2:
             reduce_layer = network.all_reduce_seconds(profile, geometry.world, g * layer)
             return 0.0, 0.0, reduce_layer, network.all_reduce_seconds(profile, geometry.world, g * ends)
@@ -165,10 +181,11 @@ class DataParallel:
                 reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
                 once += self.base.tail(backward, reduce, pieces, geometry.world, overlaps=True)
                 copied = (6 + 2 / ranks) * gradients  # ZeRO-1 copies gradients as stage 2 does, but only once per step
+        cast = compute.weight_cast_seconds(self.machine, job, job.block_parameters) if sharding.zero_stage < 3 else 0.0
         if sharding.offload != "none":
-            return once, 0.0
+            return once, cast
         update = compute.optimizer_seconds(self.machine, job, sharded, sharded)
-        return once, update + compute.memory_seconds(self.machine, copied)
+        return once, update + cast + compute.memory_seconds(self.machine, copied)
 
     def _offload_seconds(self, candidate: Candidate, geometry: Geometry, micro_batches: int) -> float:
         """Return the time of copies to and from the host and of the host's AdamW (arXiv 2101.06840).

@@ -1,9 +1,16 @@
 """GPU and host memory under DeepSpeed ZeRO 0 to 3, FSDP2 and DDP, in bytes. Loads no torch."""
 
 from megabench.cost.job import Candidate, Job
-from megabench.cost.memory import Memory, layer_activation_bytes, logit_bytes, recomputed_bytes, with_allocator
+from megabench.cost.memory import (
+    Memory,
+    layer_activation_bytes,
+    logit_bytes,
+    recomputed_bytes,
+    weight_cast_bytes,
+    with_allocator,
+)
 from megabench.cost.profile import Profile
-from megabench.specs.sharding import REDUCE_BUCKET, reduce_bucket, sharding_of
+from megabench.specs.sharding import REDUCE_BUCKET, gathered_bytes, reduce_bucket, sharding_of
 
 # number of layers that ZeRO-3 and FSDP2 hold unsharded: one in use, one prefetched, one being reduced
 _GATHERED_LAYERS = 3
@@ -28,6 +35,8 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
       Megatron-FSDP gathers more weights ahead than FSDP2, and queues gradients.
     - DDP, with fp32 replicas and buckets: 4 + 4 + 8, and 2 for the cast of every matrix that backward needs, unless
       full recomputation repeats the cast.
+    - With fp8 products, engines that do not gather weights keep 2 for the casts of the matrices of blocks, in place of
+      DDP's casts of them. FSDP2 gathers `gathered_bytes` per parameter of a block.
 
     ZeRO-3 and FSDP2 also hold a few gathered layers, or all of them if the weights stay gathered. Optimizers without
     AdamW's moments use 8 bytes per parameter less. An offloaded optimizer has no state on the GPU. With an offloaded
@@ -61,6 +70,8 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
         weights, gradients = 4 * parameters / shards, g * parameters / shards
         optimizer = moments * parameters / shards
         whole = value * (parameters if sharding.keeps_weights else _GATHERED_LAYERS * layer + ends)
+        num_gathered = job.shape.num_layers if sharding.keeps_weights else _GATHERED_LAYERS
+        whole -= (value - gathered_bytes(job, candidate)) * num_gathered * layer
         buffers = g * layer + (g + value) * job.embedding_parameters
     elif candidate.engine == "megatron_fsdp":
         shards = sharding.shard_size or ranks
@@ -69,8 +80,11 @@ def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Me
         whole = value * (layer + max(2 * layer, _MEGATRON_PREFETCH) + ends)
         buffers = g * min(max(2 * layer, _MEGATRON_QUEUE), parameters) + value * job.embedding_parameters
     else:
-        cast = value if value < 4 and candidate.recompute != "full" else 0.0
-        weights, gradients, optimizer = (4 + cast) * parameters, 4 * parameters, moments * parameters
+        has_cast = value < 4 and candidate.recompute != "full"
+        cast = value * (parameters - (job.block_parameters if job.has_fp8_products else 0)) if has_cast else 0.0
+        weights, gradients, optimizer = 4 * parameters + cast, 4 * parameters, moments * parameters
+    if stage < 3:
+        weights += weight_cast_bytes(job, job.block_parameters)
     if sharding.offload != "none":
         optimizer = 0.0
         gradients = gradients if stage in (1, 2) else 0.0

@@ -1,5 +1,7 @@
 """Checks of the settings of fp8 runs. Loads no torch."""
 
+from megabench.models.shape import ModelShape
+from megabench.parallel.layout import Layout
 from megabench.precision import FP8_MULTIPLE, POLICIES
 from megabench.settings.reading import ConfigError
 from megabench.specs.engine_spec import ResolvedRun
@@ -16,9 +18,7 @@ def check_fp8(run: ResolvedRun) -> None:
                 raise ConfigError(f"{name}={value} works only with precision={others}, not {run.precision}; omit it")
         return
     shape = run.shape
-    if shape.foreign or not shape.table.has_linear_layers:
-        name = "no known linear layers" if shape.foreign else "no linear layers in fp8"
-        raise ConfigError(f"precision={run.precision}: {run.model} has {name}; use precision=bf16")
+    check_linear_layers(shape, run.precision)
     if run.kernels == "reference":
         raise ConfigError(f"precision={run.precision} needs megabench's linear layers; use kernels=auto")
     if run.num_layers_at_start_in_bf16 + run.num_layers_at_end_in_bf16 >= shape.num_layers:
@@ -30,22 +30,30 @@ def check_fp8(run: ResolvedRun) -> None:
     _check_sizes(run)
 
 
-def _check_sizes(run: ResolvedRun) -> None:
-    """Raise ConfigError unless all sizes of a rank's matrices are multiples of 16."""
-    shape, layout = run.shape, run.layout
+def check_linear_layers(shape: ModelShape, precision: str) -> None:
+    """Raise ConfigError if the model's blocks have no linear layers that fp8 products support."""
+    if shape.foreign or not shape.table.has_linear_layers:
+        name = "no known linear layers" if shape.foreign else "no linear layers in fp8"
+        raise ConfigError(f"precision={precision}: {shape.name} has {name}; use precision=bf16")
+
+
+def odd_size(shape: ModelShape, layout: Layout, micro_batch: int, seq_length: int) -> str | None:
+    """Return the name and value of a size of a rank's matrices that is not a multiple of 16, or None."""
+    tokens = micro_batch * seq_length
     sizes = {
         f"hidden_size={shape.hidden_size}": shape.hidden_size,
         f"ffn_size={shape.ffn_size} / tp={layout.tp}": shape.ffn_size // layout.tp,
         f"num_kv_heads·head_dim={shape.num_kv_heads * shape.head_dim} / tp={layout.tp}": (
             shape.num_kv_heads * shape.head_dim // layout.tp
         ),
-        f"micro_batch·seq_length={run.micro_batch * run.seq_length} / cp={layout.cp}": (
-            run.micro_batch * run.seq_length // layout.cp
-        ),
+        f"micro_batch·seq_length={tokens} / cp={layout.cp}": tokens // layout.cp,
     }
-    for name, size in sizes.items():
-        if size % FP8_MULTIPLE:
-            raise ConfigError(
-                f"precision={run.precision} needs multiples of {FP8_MULTIPLE}, but {name} is {size}; change it, or use "
-                f"precision=bf16"
-            )
+    return next((f"{name} is {size}" for name, size in sizes.items() if size % FP8_MULTIPLE), None)
+
+
+def _check_sizes(run: ResolvedRun) -> None:
+    """Raise ConfigError unless all sizes of a rank's matrices are multiples of 16."""
+    if said := odd_size(run.shape, run.layout, run.micro_batch, run.seq_length):
+        raise ConfigError(
+            f"precision={run.precision} needs multiples of {FP8_MULTIPLE}, but {said}; change it, or use precision=bf16"
+        )

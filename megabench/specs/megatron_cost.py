@@ -53,6 +53,9 @@ class Pipeline:
         2205.05198, figure 5; megatron-core's layers). Without sequence parallelism, each pass has two all-reduces, and
         those of backward overlap with the weight gradients.
 
+        In fp8, a gather sends B·S·H/C bytes and a reduce-scatter 2·B·S·H/C. Each pass all-reduces the largest values of
+        four tensors over the tp·cp ranks that have parts of them (engines/megatron/fp8_linear.py).
+
         Context parallelism either exchanges queries, keys, values and the attention output, 4·B·S/C·(N + K)·D/T bytes
         in total, or gathers keys and values, 4·B·S·K·D/T bytes.
         """
@@ -62,12 +65,14 @@ class Pipeline:
         sequence = values / cp_size * job.shape.hidden_size
         tp_forward = tp_backward = cp = 0.0
         if tp > 1:
-            gather = network.gather_seconds(self.profile, geometry.tp, sequence)
+            scatter = network.gather_seconds(self.profile, geometry.tp, sequence)
+            in_fp8 = network.gather_seconds(self.profile, geometry.tp, sequence / job.bytes_of_value)
+            gather = in_fp8 if job.has_fp8_gradients else scatter
             if job.stack.sequence_parallel:
-                tp_forward = 4 * gather
+                tp_forward = 2 * (in_fp8 if job.has_fp8_products else scatter) + 2 * scatter
                 waits = 2 * gather
                 again = 0.0 if job.stack.keeps_gathered else 2 * gather
-                hidden = [(again, layer.input_gradients), (2 * gather, layer.weight_gradients)]
+                hidden = [(again, layer.input_gradients), (2 * scatter, layer.weight_gradients)]
             else:
                 tp_forward = 2 * network.all_reduce_seconds(self.profile, geometry.tp, sequence)
                 waits, hidden = 0.0, [(tp_forward, layer.weight_gradients)]
@@ -86,7 +91,16 @@ class Pipeline:
             keys = 2 * values * job.shape.num_kv_heads * job.shape.head_dim / tp
             cp = network.gather_seconds(self.profile, geometry.cp, keys)
         collectives = (tp > 1) * 4 + (exchanges or cp_size > 1)
-        return tp_forward, tp_backward, cp, cp, collectives
+        cp_forward = cp_backward = cp
+        if job.has_fp8_products and tp * cp_size > 1:
+            largest = network.all_reduce_seconds(self.profile, geometry.neighbours(tp * cp_size), 4 * 4, calls=4)
+            again = largest if job.has_fp8_gradients else 0.0
+            if tp > 1:
+                tp_forward, tp_backward = tp_forward + largest, tp_backward + again
+            else:
+                cp_forward, cp_backward = cp + largest, cp + again
+            collectives += 4
+        return tp_forward, tp_backward, cp_forward, cp_backward, collectives
 
     def _chunks(self, candidate: Candidate) -> list[_Chunk]:
         """Return the mean model chunk of every stage. Middle stages with the same number of layers share one result."""
@@ -162,6 +176,8 @@ class Pipeline:
             gathers.append(max(0.0, waits - fill))
             fill += chunk.stage.forward + send
             update = compute.optimizer_seconds(self.machine, job, parameters, parameters / shards)
+            blocks = stage_layers(job, candidate, stage) * job.layer_parameters / layout.tp
+            update += compute.weight_cast_seconds(self.machine, job, blocks)
             if job.stack.flattens_shards and shards > 1:
                 update += compute.flattening_seconds(self.machine, job, parameters)
             updates.append(update)

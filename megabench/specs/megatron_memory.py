@@ -8,7 +8,14 @@ from typing import cast
 
 from megabench.cost.compute import kernels_forward
 from megabench.cost.job import Candidate, Job
-from megabench.cost.memory import Memory, layer_activation_bytes, logit_bytes, recomputed_bytes, with_allocator
+from megabench.cost.memory import (
+    Memory,
+    layer_activation_bytes,
+    logit_bytes,
+    recomputed_bytes,
+    weight_cast_bytes,
+    with_allocator,
+)
 from megabench.cost.profile import Profile
 from megabench.parallel.layout import Layout
 
@@ -149,7 +156,7 @@ def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -
     new_gradients = job.bytes_of_value if job.stack.accumulates_at_end else 0
     return with_allocator(
         profile.allocator_share,
-        weights=job.bytes_of_value * parameters,
+        weights=job.bytes_of_value * parameters + weight_cast_bytes(job, layers * job.layer_parameters / layout.tp),
         gradients=(job.bytes_of_gradient + new_gradients) * parameters,
         optimizer=job.bytes_of_state * parameters / shards,
         activations=activations,

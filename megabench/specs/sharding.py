@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, cast
 
-from megabench.cost.job import Candidate
+from megabench.cost.job import Candidate, Job
 from megabench.models.mapping import largest_parameter
 from megabench.models.shape import ModelShape
 
@@ -65,6 +65,14 @@ class Sharding:
     @property
     def kind(self) -> tuple[int, Offload]:
         return self.zero_stage, self.offload
+
+
+def gathered_bytes(job: Job, candidate: Candidate) -> int:
+    """Return the bytes per parameter of a block's matrices that ZeRO-3, FSDP2 or Megatron-FSDP gathers.
+
+    FSDP2 gathers weights that are only multiplied in fp8 as fp8 values (engines/fsdp/).
+    """
+    return 1 if job.has_fp8_gradients and candidate.engine == "fsdp" else job.bytes_of_value
 
 
 def sharding_of(candidate: Candidate) -> Sharding:
