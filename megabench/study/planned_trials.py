@@ -48,6 +48,8 @@ class Planning:
             top=self.count,
             emulate_hosts=run.emulate_hosts,
             num_processes=num_processes,
+            precision=run.precision,
+            fp8_recipe=run.fp8_recipe,
         )
         if plan.topology.world_size != num_processes:
             raise StudyError(

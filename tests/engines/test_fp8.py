@@ -15,6 +15,7 @@ from megabench.engines.common import fp8, fp8_linear
 from megabench.engines.common.fp8 import Quantized
 from megabench.engines.common.fp8_format import quantization_scale
 from megabench.engines.common.swiglu import swiglu
+from megabench.engines.common.transformers_model import Fp8SwiGLUMLP
 from megabench.engines.fsdp import fp8_gather
 from megabench.precision import POLICIES
 from megabench.runtime.device import DeviceError, check_precision
@@ -230,6 +231,17 @@ def test_linear_layers_know_the_amaxes_that_swiglu_found(num_inputs: int) -> Non
         (output * torch.randn_like(output)).sum().backward()
     assert len(seen) == num_inputs and all(told == expected for told, expected in seen)
     assert found.call_count == 1 + num_inputs, "a linear layer read its tensor once more"
+
+
+def test_no_tensor_is_read_for_its_amax_after_swiglu() -> None:
+    mlp = nn.Module()
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = (nn.Linear(16, 16, bias=False) for _ in range(3))
+    mlp.__class__ = Fp8SwiGLUMLP
+    fp8_linear.use_fp8(mlp, keeps_casts=True, has_bf16_gradients=False)
+    with patch.object(fp8, "_largest_value", wraps=fp8._largest_value) as found:
+        mlp(torch.randn(2, 8, 16, requires_grad=True)).sum().backward()
+    # three weights, the input, SwiGLU's output and two gradients, which SwiGLU finds itself, and the output's gradient
+    assert found.call_count == 3 + 1 + 1 + 2 + 1
 
 
 def test_a_changed_activation_is_quantized_again() -> None:

@@ -115,10 +115,11 @@ def use_fp8(block: nn.Module, keeps_casts: bool, has_bf16_gradients: bool) -> No
 def _quantized_activation(activation: Tensor) -> Quantized:
     """Quantize an activation [..., K] into both layouts, once for all layers that read the same tensor."""
     if torch.compiler.is_compiling():  # which removes repeated operations itself
-        return quantize(activation.detach().flatten(0, -2))
+        return quantize(activation.detach())
     version, held = getattr(activation, _HELD, (None, None))
     if held is None or version != activation._version:
-        held = quantize(activation.detach().flatten(0, -2))
+        with torch.no_grad():  # detach() would lose a remembered amax
+            held = quantize(activation)
         setattr(activation, _HELD, (activation._version, held))
     return held
 
@@ -139,7 +140,7 @@ class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale, weight, amax = ctx.saved_tensors
-        grads = quantize(grad.flatten(0, -2))
+        grads = quantize(grad)
         used = ctx.cast or quantize(weight.to(ctx.dtype), rows=False, amax=amax)
         grad_input = product(grads.rows, grads.scale, used.columns, used.scale, ctx.dtype)
         grad_weight = product(grads.columns, grads.scale, columns, scale, weight.dtype)
@@ -167,7 +168,7 @@ class _Fp8WeightProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale, weight_rows, weight_scale = ctx.saved_tensors
-        grads = quantize(grad.flatten(0, -2))
+        grads = quantize(grad)
         grad_input = product(grads.rows, grads.scale, transposed(weight_rows), weight_scale, ctx.dtype)
         grad_weight = product(grads.columns, grads.scale, columns, scale, ctx.weight_dtype)
         return grad_input.view(*grad.shape[:-1], -1), grad_weight, None, None, None, None, None

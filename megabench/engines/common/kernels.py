@@ -56,6 +56,15 @@ def uses_liger(run: ResolvedConfig) -> bool:
     return serves and find_spec("liger_kernel") is not None
 
 
+def swiglu_finds_amax(run: ResolvedConfig) -> bool:
+    """Return whether the SwiGLU of transformers' blocks finds the amaxes for the fp8 products around it.
+
+    A compiled block computes SwiGLU with other operations, in kernels of torch.compile.
+    """
+    has_swiglu = run.shape.family in _LIGER and run.shape.foreign is None
+    return bool(run.fp8_layers) and has_swiglu and not run.options.get("compile")
+
+
 def patch_transformers(run: ResolvedConfig) -> None:
     """Patch transformers' modules with Liger's kernels, and disable a check in them, for the life of this process."""
     from transformers import masking_utils
@@ -85,6 +94,8 @@ def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
         names |= {"attention": f"{attention}, ALiBi in extra channels", "activation": "torch GELU"}
     if uses_liger(run):
         names |= {"norm": "Liger RMSNorm", "rope": "Liger rotary embedding", "activation": "Liger SwiGLU"}
+    if swiglu_finds_amax(run):
+        names["activation"] = f"{_elementwise(run)} SwiGLU"
     return names
 
 
@@ -98,7 +109,7 @@ def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
         own = KernelTraits(
             flash_attention=(run.shape.family != "bloom" or fuses_bloom(run)) and "unfused" not in _attention(run),
             fused_norm=not has_plain_norm,
-            fused_activation=fuses_bloom(run),
+            fused_activation=fuses_bloom(run) or (swiglu_finds_amax(run) and run.device == "cuda"),
             fused_loss=fuses_cross_entropy(run),
         )
     return own.model_copy(update={"fused_norm": True, "fused_activation": True}) if uses_liger(run) else own
@@ -108,7 +119,7 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
     """Return the kernel of each operation of the tensor-parallel blocks, for the record."""
     elementwise, weight_gradient = "megatron-core unfused", "megatron-core, then added"
     if fuses_blocks(run):
-        elementwise = "megabench fused" if run.device == "cuda" else "megabench unfused"
+        elementwise = _elementwise(run)
         weight_gradient = "summed up by its product"
     attention = _attention(run)
     if _exchanges_heads(run):
@@ -127,6 +138,10 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
         else "megatron-core vocab-parallel, fp32 logits",
         "weight_gradient": weight_gradient,
     }
+
+
+def _elementwise(run: ResolvedConfig) -> str:
+    return "megabench fused" if run.device == "cuda" else "megabench unfused"
 
 
 def _attention(run: ResolvedConfig, head_size: int | None = None) -> str:

@@ -14,9 +14,10 @@ from megabench.data.batch import Batch
 from megabench.engines.common.cross_entropy import linear_cross_entropy
 from megabench.engines.common.fp8_linear import use_fp8
 from megabench.engines.common.initial import initial_weights
-from megabench.engines.common.kernels import fuses_bloom, fuses_cross_entropy, patch_transformers
+from megabench.engines.common.kernels import fuses_bloom, fuses_cross_entropy, patch_transformers, swiglu_finds_amax
 from megabench.engines.common.loss_scale import LossScale
 from megabench.engines.common.optim import is_decayed
+from megabench.engines.common.swiglu import swiglu
 from megabench.engines.protocol import StepResult, TensorKind
 from megabench.models.hugging_face import transformers_config
 from megabench.models.mapping import hugging_face_shapes
@@ -34,6 +35,21 @@ class LossHead(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return linear_cross_entropy(hidden.flatten(0, 1), self.weight, self.labels.flatten())
+
+
+class Fp8SwiGLUMLP(nn.Module):
+    """The MLP of a block with SwiGLU and fp8 products, [B, S, H] -> [B, S, H], whose linear layers know their amaxes.
+
+    MLPs of transformers and of Liger become instances by `fuse`.
+    """
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(swiglu(self.gate_proj(hidden), self.up_proj(hidden), finds_amax=True))
+        return output
 
 
 def model_config(run: ResolvedConfig) -> PreTrainedConfig:
@@ -78,11 +94,14 @@ def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
 
         bloom.fuse(model)
     for number in run.fp8_layers:
+        block = blocks(model, run)[number]
         use_fp8(
-            blocks(model, run)[number],
+            block,
             keeps_casts=not run.spec.gathers_weights(run.options),
             has_bf16_gradients=run.fp8_recipe == "bf16-gradients",
         )
+        if swiglu_finds_amax(run):
+            block.mlp.__class__ = Fp8SwiGLUMLP
 
 
 def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:
