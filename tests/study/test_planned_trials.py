@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megabench import UserError
 from megabench.cost.profile import shipped_profiles
 from megabench.doctor import examine
 from megabench.planner.predict import Predictor
@@ -155,3 +156,9 @@ def test_compare_with_a_plan_ends_in_its_regret(study: Path, profile: Path, tmp_
 def test_plan_options_without_a_plan_are_refused(study: Path, tmp_path: Path):
     status, _, errors = compare(study, "--out", tmp_path / "out", "--cluster", "p5.48xlarge:2", command=REAL)
     assert status == 2 and "--cluster works only with --plan N" in errors
+
+
+def test_layouts_are_planned_in_the_precision_of_the_study(study: Path, profile: Path):
+    study.write_text(STUDY.replace("device: cpu", "device: cpu, precision: fp8"))
+    with pytest.raises(UserError, match="peak of .* in fp8 is unknown"):
+        Planning(1, profile=profile).extend(StudyFile.read(study), study, 2)
