@@ -21,6 +21,7 @@ def test_the_users_studies_are_there() -> None:
         "bloom-7b1-scale",
         "gpt2-zero",
         "llama3-8b-four-hosts",
+        "llama3-8b-fp8",
         "llama3-8b-nvlink",
         "llama3-8b-topology",
         "llama3-8b-two-hosts",
