@@ -110,10 +110,10 @@ def weight_cast_seconds(machine: Machine, job: Job, parameters: float) -> float:
 
 
 def gathered_weight_cast_seconds(machine: Machine, job: Job, parameters: float, forwards: int) -> float:
-    """Return the seconds per micro-batch for casting weights of blocks that are gathered in bf16.
+    """Return the seconds per micro-batch for casting weights to fp8 that are gathered in bf16.
 
-    Each forward pass casts them in one layout. The backward pass casts them in the other layout, with the largest value
-    that the forward pass found.
+    Each forward pass casts the weights in one layout. The backward pass casts them in the other layout, with the
+    largest value that the forward pass found.
     """
     if not job.has_fp8_products:
         return 0.0

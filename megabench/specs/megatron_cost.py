@@ -53,8 +53,9 @@ class Pipeline:
         2205.05198, figure 5; megatron-core's layers). Without sequence parallelism, each pass has two all-reduces, and
         those of backward overlap with the weight gradients.
 
-        In fp8, a gather sends B·S·H/C bytes and a reduce-scatter 2·B·S·H/C. Each pass all-reduces the largest values of
-        four tensors over the tp·cp ranks that have parts of them (engines/megatron/fp8_linear.py).
+        Under fp8, gathers send fp8 values, B·S·H/C bytes, and reduce-scatters still send 2·B·S·H/C. Each pass
+        all-reduces the largest values of four tensors over the tp·cp ranks that have parts of them
+        (engines/megatron/fp8_linear.py).
 
         Context parallelism either exchanges queries, keys, values and the attention output, 4·B·S/C·(N + K)·D/T bytes
         in total, or gathers keys and values, 4·B·S·K·D/T bytes.

@@ -38,7 +38,10 @@ Find = Callable[[RunConfig, "Rendezvous", Literal["cpu", "cuda"]], tuple[RunConf
 
 
 def main(find: Find | None = None) -> NoReturn:
-    """Run the command line of this process and exit. Settings that are "auto" are refused unless `find` is given."""
+    """Run the training that sys.argv describes, and exit with its status.
+
+    Settings that are "auto" are refused unless `find` is given.
+    """
     # a supervisor sends SIGUSR2 to make a hanging run print its stack
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=False)
     if "TORCHELASTIC_RUN_ID" in os.environ:

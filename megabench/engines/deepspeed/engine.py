@@ -238,7 +238,7 @@ def _undo_first_step(wrapper: Any) -> None:
 def _uses_cpu_adam(run: ResolvedConfig) -> bool:
     """Return whether DeepSpeed's CPUAdam is used.
 
-    Without a GPU, torch's AdamW gives the same results without compilation.
+    Without a GPU, torch's AdamW is used: its results are the same, and it needs no compiler.
     """
     return DeepSpeedSettings.of(run).offload != "none" and run.optimizer == "adamw" and run.device == "cuda"
 

@@ -96,7 +96,7 @@ class _Fp8ForwardColumn(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8ColumnLinear) -> Tensor:
         mine, whole = _gathered(part, group, layer.whole_tensor)
         ctx.save_for_backward(part)
-        # the gathered input that the backward pass needs is not in fp8, so it cannot be kept
+        # backward needs the input in bf16, but forward gathers it in fp8, so there is nothing to keep
         ctx.weight, ctx.group, ctx.keeps_gathered = weight, group, False
         return _multiply(whole, mine.scale, _cast(layer, part), part)
 

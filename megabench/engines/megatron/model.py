@@ -1,4 +1,4 @@
-"""The parallel model of a rank: megatron-core's configuration, its model chunks and their initial weights."""
+"""A rank's part of the model: megatron-core's configuration, the rank's model chunks, and their initial weights."""
 
 import warnings
 from typing import Any
