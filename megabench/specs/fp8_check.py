@@ -20,7 +20,7 @@ def check_fp8(run: ResolvedRun) -> None:
     shape = run.shape
     check_linear_layers(shape, run.precision)
     if run.kernels == "reference":
-        raise ConfigError(f"precision={run.precision} needs megabench's linear layers; use kernels=auto")
+        raise ConfigError(f"precision={run.precision} does not work with kernels=reference; use kernels=auto")
     if run.num_layers_at_start_in_bf16 + run.num_layers_at_end_in_bf16 >= shape.num_layers:
         raise ConfigError(
             f"num_layers_at_start_in_bf16={run.num_layers_at_start_in_bf16} and num_layers_at_end_in_bf16="

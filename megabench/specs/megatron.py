@@ -47,6 +47,11 @@ def _check(run: ResolvedRun) -> None:
             "keep_gathered needs megabench's tensor-parallel layers; use tp=2 or more and kernels=auto, or omit "
             "keep_gathered"
         )
+    if MegatronSettings.of(run).keep_gathered and run.fp8_recipe == "bf16-gradients":
+        raise ConfigError(
+            "keep_gathered does not work with fp8_recipe=bf16-gradients, which gathers inputs again in bf16 for the "
+            "backward pass; omit keep_gathered, or use fp8_recipe=tensorwise"
+        )
     _check_shard_size(run)
 
 

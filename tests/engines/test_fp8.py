@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from megabench.config import ConfigError, ResolvedConfig
-from megabench.engines.common import fp8, fp8_linear
+from megabench.engines.common import fp8, fp8_casts, fp8_linear
 from megabench.engines.common.fp8 import Quantized
 from megabench.engines.common.fp8_format import quantization_scale
+from megabench.engines.common.fp8_weight import Fp8Weight
 from megabench.engines.common.swiglu import swiglu
 from megabench.engines.common.transformers_model import Fp8SwiGLUMLP
 from megabench.engines.fsdp import fp8_gather
@@ -105,14 +106,14 @@ def _stale_weights() -> AbstractContextManager[Any]:
 
 def _transposed_operand() -> AbstractContextManager[Any]:
     """Square weights in the wrong order of their dimensions."""
-    quantize = fp8_linear.quantize
+    quantize = fp8_casts.quantize
 
     def swapped(matrix: Tensor, *args: Any, **kwargs: Any) -> Quantized:
         result = quantize(matrix, *args, **kwargs)
         is_square = matrix.shape[0] == matrix.shape[1]
         return Quantized(result.columns, result.rows, result.scale) if is_square else result
 
-    return patch.object(fp8_linear, "quantize", swapped)
+    return patch.object(fp8_casts, "quantize", swapped)
 
 
 def _amax_of_one_shard() -> AbstractContextManager[Any]:
@@ -183,6 +184,13 @@ def test_quantizes_both_layouts(size: tuple[int, int]) -> None:
     assert torch.equal(result.columns.float() * result.scale, rounded(matrix).t())
     assert torch.dist(rounded(matrix), matrix) / matrix.norm() < 2**-4
     assert result.rows.float().abs().max() > 448 / 2, "half of the range is unused"
+
+
+@pytest.mark.parametrize("exponent", [-99, -20, 0, 100])
+def test_scales_are_the_largest_powers_of_two_that_fit(exponent: int) -> None:
+    amaxes = (1 + torch.arange(128) / 128) * 2.0**exponent
+    scales = quantization_scale(amaxes)
+    assert torch.equal(scales, 2.0 ** torch.floor(torch.log2(448.0 / amaxes.double())).float())
 
 
 def test_quantizes_zeros() -> None:
@@ -257,16 +265,26 @@ def test_a_changed_activation_is_quantized_again() -> None:
 
 def test_a_weight_in_fp8_only_has_no_elements_to_read() -> None:
     rows = torch.zeros(32, 16, dtype=torch.float8_e4m3fn)
-    weight = fp8_linear.Fp8Weight(rows, torch.ones(()), torch.bfloat16)
+    weight = Fp8Weight(rows, torch.ones(()), torch.bfloat16)
     assert repr(weight) == "Fp8Weight([32, 16], torch.bfloat16)"
     with pytest.raises(NotImplementedError, match="exists only in fp8"):
         weight + 1
 
 
+def test_bf16_gradients_keep_no_fp8_values_for_the_backward_pass() -> None:
+    block = nn.Sequential(nn.Linear(16, 16, bias=False))
+    fp8_linear.use_fp8(block, keeps_casts=True, has_bf16_gradients=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        block(torch.randn(8, 16, requires_grad=True))
+    assert saved and not any(hasattr(tensor, fp8_linear._HELD) for tensor in saved)
+    assert not block[0]._cast.columns.numel(), "no product needs the transposed weight"
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"precision": "bf16", "fp8_recipe": "tensorwise"}, "fp8_recipe=tensorwise works only with precision=fp8"),
     ({"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}, "leave none of the 4 layers in fp8"),
-    ({"kernels": "reference"}, "use kernels=auto"),
+    ({"kernels": "reference"}, "does not work with kernels=reference; use kernels=auto"),
     ({"seq_length": 8}, "multiples of 16, but micro_batch·seq_length=8 / cp=1 is 8"),
     ({"model": "gpt2-tiny", "engine": "ddp"}, "gpt2-tiny has no linear layers in fp8; use precision=bf16"),
 ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megabench.engines.common import fp8
+from megabench.engines.common import fp8, fp8_format
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,6 +35,13 @@ def test_quantizes_as_on_cpu(size: tuple[int, int]) -> None:
     assert torch.equal(bits(found.rows), bits(expected.rows))
     assert torch.equal(bits(found.columns), bits(expected.columns))
     assert found.scale.item() == expected.scale.item()
+
+
+def test_scales_as_on_cpu() -> None:
+    """Every mantissa that bf16 has, because an approximate division would be wrong in few places."""
+    zeros = torch.zeros(16, 16, device="cuda", dtype=torch.bfloat16)
+    for amax in (1 + torch.arange(128) / 128) * 2.0**-20:
+        assert fp8.quantize(zeros, amax=amax.cuda()).scale.item() == 1 / fp8_format.quantization_scale(amax)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])

@@ -8,10 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabench.engines.common.fp8_format import DTYPE, EXPONENT_BITS, LARGEST, SMALLEST_AMAX
+from megabench.engines.common import fp8_format
+from megabench.engines.common.fp8_format import DTYPE, LARGEST, SMALLEST_AMAX
 
 _BLOCK, _BLOCKS = 1024, 8  # elements per block and blocks per program
 _TILE = (64, 256)  # rows and columns of a matrix per program
+
+# kernels can read global variables only as constants
+_MANTISSA_BITS, _MANTISSA = tl.constexpr(fp8_format.MANTISSA_BITS), tl.constexpr(fp8_format.MANTISSA)
+_EXPONENT_SUM, _INFINITY = tl.constexpr(fp8_format.EXPONENT_SUM), tl.constexpr(fp8_format.INFINITY)
+_LARGEST_FRACTION = tl.constexpr(fp8_format.LARGEST_FRACTION)
 
 
 def largest_value(tensor: Tensor) -> Tensor:
@@ -31,8 +37,8 @@ def quantize(matrix: Tensor, amax: Tensor, rows: bool, columns: bool) -> tuple[T
     scale = torch.empty_like(amax)
     _quantize[_tiles(num_rows, num_columns)](
         matrix, amax, as_is, transposed, scale, num_rows, num_columns,
-        LARGEST=LARGEST, SMALLEST_AMAX=SMALLEST_AMAX, EXPONENT_BITS=EXPONENT_BITS,
-        ROWS=rows, COLUMNS=columns, TILE_M=_TILE[0], TILE_N=_TILE[1],
+        LARGEST=LARGEST, SMALLEST_AMAX=SMALLEST_AMAX, ROWS=rows,
+        COLUMNS=columns, TILE_M=_TILE[0], TILE_N=_TILE[1],
     )  # fmt: skip
     return as_is, transposed, scale
 
@@ -66,15 +72,19 @@ def _largest_value(tensor, amax, num_elements, BLOCK: tl.constexpr, BLOCKS: tl.c
 @triton.jit
 def _quantize(  # type: ignore[no-untyped-def]
     matrix, amax, as_is, transposed, inverse_scale, num_rows, num_columns,
-    LARGEST: tl.constexpr, SMALLEST_AMAX: tl.constexpr, EXPONENT_BITS: tl.constexpr,
+    LARGEST: tl.constexpr, SMALLEST_AMAX: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(1).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)[:, None]
     columns = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)[None, :]
-    largest = tl.maximum(tl.load(amax), SMALLEST_AMAX, propagate_nan=tl.PropagateNan.ALL)
-    scale = ((LARGEST / largest).to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
+    # as fp8_format.quantization_scale
+    largest = tl.maximum(tl.load(amax), SMALLEST_AMAX, propagate_nan=tl.PropagateNan.ALL).to(tl.int32, bitcast=True)
+    exponent = _EXPONENT_SUM - (largest >> _MANTISSA_BITS) - ((largest & _MANTISSA) > _LARGEST_FRACTION).to(tl.int32)
+    is_finite = largest < _INFINITY
+    scale = tl.where(is_finite, (exponent << _MANTISSA_BITS).to(tl.float32, bitcast=True), float("nan"))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(inverse_scale, 1.0 / scale)
+        inverse = ((254 - exponent) << _MANTISSA_BITS).to(tl.float32, bitcast=True)
+        tl.store(inverse_scale, tl.where(is_finite, inverse, float("nan")))
     inside = (rows < num_rows) & (columns < num_columns)
     values = tl.load(matrix + rows * num_columns + columns, mask=inside, other=0.0).to(tl.float32) * scale
     values = tl.clamp(values, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)

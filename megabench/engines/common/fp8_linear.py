@@ -1,82 +1,18 @@
-"""Linear layers with fp8 products for transformers models, the fp8 casts of weights, and weights gathered in fp8.
+"""Linear layers with fp8 products for transformers models.
 
-Sizes: Symbols: K input size, N output size of a layer.
+Sizes: Symbols: M tokens, K input size, N output size of a layer.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megabench.engines.common.fp8 import Quantized, largest_value, product, quantize, transposed
+from megabench.engines.common.fp8_casts import CastsWeight
+from megabench.engines.common.fp8_weight import Fp8Weight
 
 _HELD = "_megabench_fp8"  # attribute of an activation that was quantized: its version and its Quantized
-
-
-class CastsWeight(nn.Module):
-    """A layer whose weight [N, K] is cast to fp8 once per step, in both layouts.
-
-    `forget_casts` must be called before the first forward pass after the weights changed.
-    """
-
-    weight: Tensor
-    _cast: Quantized | None = None
-
-    def quantized_weight(self, dtype: torch.dtype, group: ProcessGroup | None = None) -> Quantized:
-        """Return the weight in fp8. The ranks of `group` have parts of it.
-
-        The weight is rounded to `dtype` first, so that the result does not depend on the dtype of its storage.
-        """
-        if self._cast is None:
-            self._cast = quantize(self.weight.detach().to(dtype), group=group)
-        return self._cast
-
-
-def forget_casts(model: nn.Module) -> None:
-    """Discard the fp8 casts of all weights, which the next forward pass creates again."""
-    for module in model.modules():
-        if isinstance(module, CastsWeight):
-            module._cast = None
-
-
-class Fp8Weight(Tensor):
-    """A weight [N, K] that exists only in fp8, as `rows` · `scale`. Its gradient is a plain tensor in its `dtype`.
-
-    The class declares its parts to torch.compile (see `__tensor_flatten__` in torch's documentation).
-    """
-
-    rows: Tensor
-    scale: Tensor
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls: type["Fp8Weight"], rows: Tensor, scale: Tensor, dtype: torch.dtype) -> "Fp8Weight":
-        weight: Fp8Weight = Tensor._make_wrapper_subclass(
-            cls, rows.shape, strides=rows.stride(), dtype=dtype, device=rows.device
-        )
-        weight.rows, weight.scale = rows, scale
-        return weight
-
-    def __repr__(self) -> str:  # type: ignore[override]  # torch.compile prints it, and no operation reads its elements
-        return f"Fp8Weight({list(self.shape)}, {self.dtype})"
-
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["rows", "scale"], self.dtype
-
-    @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> "Fp8Weight":
-        return Fp8Weight(parts["rows"], parts["scale"], dtype)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> "Fp8Weight":
-        if func not in (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default):
-            raise NotImplementedError(f"{func} of a weight that exists only in fp8")
-        weight, *others = args
-        return Fp8Weight(func(weight.rows, *others, **(kwargs or {})), weight.scale, weight.dtype)
 
 
 class Fp8Linear(nn.Linear, CastsWeight):
@@ -87,10 +23,9 @@ class Fp8Linear(nn.Linear, CastsWeight):
     """
 
     keeps_casts: bool
-    has_bf16_gradients: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        quantized = _quantized_activation(input)
+        quantized = _quantized_activation(input, columns=not self.has_bf16_gradients)
         output: Tensor
         if isinstance(self.weight, Fp8Weight):
             output = _Fp8WeightProduct.apply(input, self.weight, *quantized, self.weight.rows, self.weight.scale)
@@ -112,14 +47,14 @@ def use_fp8(block: nn.Module, keeps_casts: bool, has_bf16_gradients: bool) -> No
             module.keeps_casts, module.has_bf16_gradients = keeps_casts, has_bf16_gradients
 
 
-def _quantized_activation(activation: Tensor) -> Quantized:
-    """Quantize an activation [..., K] into both layouts, once for all layers that read the same tensor."""
+def _quantized_activation(activation: Tensor, columns: bool) -> Quantized:
+    """Quantize an activation [..., K] into rows, and into columns if asked, once for all layers that read it."""
     if torch.compiler.is_compiling():  # which removes repeated operations itself
-        return quantize(activation.detach())
+        return quantize(activation.detach(), columns=columns)
     version, held = getattr(activation, _HELD, (None, None))
     if held is None or version != activation._version:
         with torch.no_grad():  # detach() would lose a remembered amax
-            held = quantize(activation)
+            held = quantize(activation, columns=columns)
         setattr(activation, _HELD, (activation._version, held))
     return held
 
@@ -135,16 +70,13 @@ class _Fp8Product(torch.autograd.Function):
         used = cast or quantize(weight.to(input_.dtype), columns=False, amax=amax)
         ctx.save_for_backward(columns, scale, weight, amax)
         ctx.cast, ctx.dtype = cast, input_.dtype
-        return product(rows, scale, used.rows, used.scale, input_.dtype, is_fast=True).view(*input_.shape[:-1], -1)
+        return _output(input_, rows, scale, used.rows, used.scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale, weight, amax = ctx.saved_tensors
-        grads = quantize(grad)
         used = ctx.cast or quantize(weight.to(ctx.dtype), rows=False, amax=amax)
-        grad_input = product(grads.rows, grads.scale, used.columns, used.scale, ctx.dtype)
-        grad_weight = product(grads.columns, grads.scale, columns, scale, weight.dtype)
-        return grad_input.view(*grad.shape[:-1], -1), grad_weight, None, None, None, None
+        return *_gradients(grad, columns, scale, used.columns, used.scale, weight.dtype), None, None, None, None
 
 
 class _Fp8WeightProduct(torch.autograd.Function):
@@ -162,16 +94,38 @@ class _Fp8WeightProduct(torch.autograd.Function):
         weight_scale: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(columns, scale, weight_rows, weight_scale)
-        ctx.dtype, ctx.weight_dtype = input_.dtype, weight.dtype
-        return product(rows, scale, weight_rows, weight_scale, input_.dtype, is_fast=True).view(*input_.shape[:-1], -1)
+        ctx.weight_dtype = weight.dtype
+        return _output(input_, rows, scale, weight_rows, weight_scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale, weight_rows, weight_scale = ctx.saved_tensors
-        grads = quantize(grad)
-        grad_input = product(grads.rows, grads.scale, transposed(weight_rows), weight_scale, ctx.dtype)
-        grad_weight = product(grads.columns, grads.scale, columns, scale, ctx.weight_dtype)
-        return grad_input.view(*grad.shape[:-1], -1), grad_weight, None, None, None, None, None
+        gradients = _gradients(grad, columns, scale, transposed(weight_rows), weight_scale, ctx.weight_dtype)
+        return *gradients, None, None, None, None, None
+
+
+def _output(input_: Tensor, rows: Tensor, scale: Tensor, weight_rows: Tensor, weight_scale: Tensor) -> Tensor:
+    """Return input [..., K] · weightᵀ as [..., N], from the rows of both in fp8."""
+    output = product(rows, scale, weight_rows, weight_scale, input_.dtype, is_fast=True)
+    return output.view(*input_.shape[:-1], -1)
+
+
+def _gradients(
+    grad: Tensor,
+    columns: Tensor,
+    scale: Tensor,
+    weight_columns: Tensor,
+    weight_scale: Tensor,
+    weight_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of input [..., K] and weight [N, K], given that of the output [..., N].
+
+    `columns` [K, M] and `weight_columns` [K, N] are the transposed input and weight in fp8.
+    """
+    grads = quantize(grad)
+    grad_input = product(grads.rows, grads.scale, weight_columns, weight_scale, grad.dtype)
+    grad_weight = product(grads.columns, grads.scale, columns, scale, weight_dtype)
+    return grad_input.view(*grad.shape[:-1], -1), grad_weight
 
 
 class _Fp8Forward(torch.autograd.Function):
@@ -182,8 +136,8 @@ class _Fp8Forward(torch.autograd.Function):
         ctx: Any, input_: Tensor, weight: Tensor, rows: Tensor, columns: Tensor, scale: Tensor, cast: Quantized | None
     ) -> Tensor:
         used = cast or quantize(weight.to(input_.dtype), columns=False)
-        ctx.save_for_backward(input_, weight)
-        return product(rows, scale, used.rows, used.scale, input_.dtype, is_fast=True).view(*input_.shape[:-1], -1)
+        ctx.save_for_backward(input_.detach(), weight)  # the input itself would keep its fp8 values in memory
+        return _output(input_, rows, scale, used.rows, used.scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -21,7 +21,8 @@ from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common import transformers_model as shared
-from megabench.engines.common.fp8_linear import Fp8Linear, forget_casts
+from megabench.engines.common.fp8_casts import forget_casts
+from megabench.engines.common.fp8_linear import Fp8Linear
 from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.protocol import StepResult, TensorKind
@@ -102,7 +103,6 @@ class DdpEngine(TransformersEngine):
         # the same mean.
         self.model.zero_grad(set_to_none=len(batches) == 1)
         self.loss.zero_()
-        forget_casts(self.model)
         for number, batch in enumerate(batches):
             reduces = number == len(batches) - 1 or self.may_reduce_early
             self.may_reduce_early = False
@@ -110,6 +110,7 @@ class DdpEngine(TransformersEngine):
                 loss = shared.mean_loss(self.model, self.model.module, batch.to(self.device)) / len(batches)
                 (loss * self.loss_scale.value if self.loss_scale else loss).backward()
             self.loss += loss.detach()
+        forget_casts(self.model)
 
     @torch.no_grad()
     def update(self, learning_rate: float) -> StepResult:

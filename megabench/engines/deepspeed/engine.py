@@ -21,7 +21,7 @@ from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common import loss_scale
 from megabench.engines.common import transformers_model as shared
-from megabench.engines.common.fp8_linear import forget_casts
+from megabench.engines.common.fp8_casts import forget_casts
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.deepspeed.state import ZeroState
 from megabench.engines.protocol import EngineError, StepResult, TensorKind
@@ -96,7 +96,6 @@ class DeepSpeedEngine(TransformersEngine):
 
     def accumulate(self, batches: Sequence[Batch]) -> None:
         self.loss.zero_()
-        forget_casts(self.engine.module)
         for number, batch in enumerate(batches):
             batch = batch.to(self.device)
             loss = shared.mean_loss(self.engine, self.engine.module, batch)
@@ -104,6 +103,7 @@ class DeepSpeedEngine(TransformersEngine):
             self.loss += loss.detach() / len(batches)
             if number < len(batches) - 1:
                 self.engine.step()  # before the last micro-batch, step() only counts micro-batches
+        forget_casts(self.engine.module)
 
     def update(self, learning_rate: float) -> StepResult:
         for group in self.engine.optimizer.param_groups:

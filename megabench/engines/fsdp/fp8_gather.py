@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megabench.engines.common.fp8 import quantize
 from megabench.engines.common.fp8_format import DTYPE, quantization_scale
-from megabench.engines.common.fp8_linear import Fp8Weight
+from megabench.engines.common.fp8_weight import Fp8Weight
 
 
 class Fp8Shards:

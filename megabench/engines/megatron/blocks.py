@@ -55,17 +55,17 @@ class RMSNorm(nn.Module):
 class SwiGLU(MegatronModule):
     """An activation of gate and up in one tensor, with the interface of Transformer Engine's activations."""
 
-    has_fp8_neighbors = False
+    finds_amax = False
 
     def forward(self, both: Tensor) -> Tensor:
         """[S, B, 2F] -> [S, B, F]."""
-        return swiglu(both, finds_amax=self.has_fp8_neighbors)
+        return swiglu(both, finds_amax=self.finds_amax)
 
 
 class Fp8SwiGLU(SwiGLU):
     """SwiGLU between linear layers with fp8 products."""
 
-    has_fp8_neighbors = True
+    finds_amax = True
 
 
 class RotaryAttention(SelfAttention):

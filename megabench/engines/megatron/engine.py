@@ -19,7 +19,7 @@ from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common import kernels
-from megabench.engines.common.fp8_linear import forget_casts
+from megabench.engines.common.fp8_casts import forget_casts
 from megabench.engines.common.initial import initial_weights
 from megabench.engines.common.optim import apex_adam
 from megabench.engines.megatron import process_groups
@@ -136,7 +136,6 @@ class MegatronEngine:
         assert len(batches) == self.run.num_micro_batches, "each loss is divided by that number"
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-            forget_casts(chunk)
         self.optimizer.zero_grad()
         reports = self.forward_backward(
             forward_step_func=self._forward_step,
@@ -147,6 +146,8 @@ class MegatronEngine:
             seq_length=self.run.seq_length,
             micro_batch_size=self.run.micro_batch,
         )
+        for chunk in self.chunks:
+            forget_casts(chunk)
         self.loss_and_count.zero_()
         for report in reports:  # only the last pipeline stage has losses
             self.loss_and_count += report

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megabench.engines.common.fp8 import Quantized, product, quantize, transposed
-from megabench.engines.common.fp8_linear import CastsWeight
+from megabench.engines.common.fp8_casts import CastsWeight
 from megabench.engines.megatron.linear import Column, ColumnLinear, Row, RowLinear, added, gather, scatter, wait
 
 
@@ -94,10 +94,9 @@ class _Fp8ForwardColumn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8ColumnLinear) -> Tensor:
-        mine, whole = _gathered(part, group, layer.whole_tensor)
+        mine, whole = _gathered(part, group, layer.whole_tensor, columns=False)
         ctx.save_for_backward(part)
-        # backward needs the input in bf16, but forward gathers it in fp8, so there is nothing to keep
-        ctx.weight, ctx.group, ctx.keeps_gathered = weight, group, False
+        ctx.weight, ctx.group, ctx.keeps_gathered = weight, group, False  # backward gathers the input in bf16
         return _multiply(whole, mine.scale, _cast(layer, part), part)
 
     @staticmethod
@@ -127,13 +126,15 @@ def _cast(layer: _Fp8Layer, like: Tensor) -> Quantized:
     return layer.quantized_weight(like.dtype, layer.whole_tensor)
 
 
-def _gathered(part: Tensor, group: ProcessGroup | None, whole_tensor: ProcessGroup | None) -> tuple[Quantized, Tensor]:
+def _gathered(
+    part: Tensor, group: ProcessGroup | None, whole_tensor: ProcessGroup | None, columns: bool = True
+) -> tuple[Quantized, Tensor]:
     """Quantize a part [S/T, B, H] under the scale of the whole tensor, and gather the rows of all parts [S·B, H].
 
-    The result has transposed columns only without a group.
+    The result has transposed columns only without a group, because gathered rows are transposed later.
     """
-    mine = quantize(part, columns=group is None, group=whole_tensor)
-    whole, gathering = gather(mine.rows.view(torch.uint8), group)  # NCCL and gloo cannot send fp8
+    mine = quantize(part, columns=columns and group is None, group=whole_tensor)
+    whole, gathering = gather(mine.rows.view(torch.uint8), group)  # gloo cannot send fp8
     wait(gathering)
     return mine, whole.view(mine.rows.dtype)
 

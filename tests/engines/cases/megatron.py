@@ -37,6 +37,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "adafactor"}, "needs whole matrices on every rank, but the megatron engine shards them"),
     ({"keep_gathered": True}, "use tp=2 or more and kernels=auto"),
     ({"tp": 2, "keep_gathered": True, "kernels": "reference"}, "use tp=2 or more and kernels=auto"),
+    (
+        {"tp": 2, "keep_gathered": True, "precision": "fp8", "fp8_recipe": "bf16-gradients"},
+        "omit keep_gathered, or use fp8_recipe=tensorwise",
+    ),
     ({"shard_size": 3}, r"must divide the 4 ranks and be a multiple of tp=1; use one of \[1, 2, 4\]"),
     ({"tp": 2, "shard_size": 1}, r"be a multiple of tp=2; use one of \[2, 4\]"),
     ({"pp": 2, "shard_size": 4}, r"must divide the 2 ranks of a pipeline stage"),
