@@ -6,7 +6,7 @@ only with each other, so the difference between fp8 and bf16 is reported here.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megabench.precision import POLICIES
@@ -88,6 +88,12 @@ def compare_with_bf16(record: RunRecord, records: Sequence[RunRecord]) -> LossCo
     others = [mean_loss(other, steps) for other in bf16_of_other_seeds(record, records)]
     of_seeds = (reference_loss, *(other for other in others if other is not None))
     return LossComparison(record.trial, reference.trial, len(steps), loss, reference_loss, of_seeds)
+
+
+def compare_runs_with_bf16(runs: Sequence[RunRecord], records: Sequence[RunRecord]) -> LossComparison | None:
+    """Compare the median loss of the runs of a repeated fp8 trial; see `compare_with_bf16`."""
+    found = [comparison for run in runs if (comparison := compare_with_bf16(run, records))]
+    return replace(found[0], loss=statistics.median(one.loss for one in found)) if found else None
 
 
 def mean_loss(record: RunRecord, steps: range) -> float | None:

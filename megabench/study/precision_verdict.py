@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megabench.record import RunRecord
-from megabench.study.bf16_reference import LossComparison, bf16_reference, compare_with_bf16, has_fp8
+from megabench.study.bf16_reference import LossComparison, bf16_reference, compare_runs_with_bf16, has_fp8
 from megabench.study.summary import Row
 from megabench.study.verdict import Decision, listed
 
@@ -34,7 +34,8 @@ def precision_verdicts(
         reference = bf16_reference(record, records) if record and has_fp8(record) else None
         bf16 = decisions.get(reference.work_class.id) if reference and reference.work_class else None
         if record and bf16 and fp8.best and bf16.best:
-            losses = compare_with_bf16(record, records)
+            runs = [run for run in records if run.trial == record.trial and run.work_class == record.work_class]
+            losses = compare_runs_with_bf16(runs, records)
             verdicts[key] = PrecisionVerdict(
                 headline=f"fp8 {_speed(fp8, bf16)}{_loss(losses)}.",
                 particulars=(

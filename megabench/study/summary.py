@@ -12,7 +12,7 @@ from megabench.parallel.layout import Layout
 from megabench.record import RunRecord
 from megabench.specs.all_settings import labels
 from megabench.specs.registry import ENGINES
-from megabench.study.bf16_reference import compare_with_bf16
+from megabench.study.bf16_reference import compare_runs_with_bf16
 from megabench.study.parity import is_zero3
 
 _SEVERITY = ("ok", "diverged", "timeout", "oom", "failed")
@@ -148,7 +148,7 @@ def _row(
     parities = [record.parity for record in runs if record.parity]
     differences = [p.max_relative_difference for p in parities if p.max_relative_difference is not None]
     norms = [p.grad_norm_difference for p in parities if p.grad_norm_difference is not None]
-    losses = [comparison for record in measured if (comparison := compare_with_bf16(record, records))]
+    losses = compare_runs_with_bf16(measured, records)
     verdicts = {parity.verdict for parity in parities}
     if len(runs) == 1 and runs[0].trial != reference and verdicts and parities[0].reference == runs[0].trial:
         verdicts = set()  # exclude the run itself from its evidence
@@ -176,7 +176,7 @@ def _row(
         parity=next((verdict for verdict in ("diverged", "equal") if verdict in verdicts), "unknown"),
         max_relative_difference=max(differences, default=None),
         grad_norm_difference=max(norms, default=None),
-        loss_difference_from_bf16=_median([comparison.difference for comparison in losses]),
+        loss_difference_from_bf16=losses.difference if losses else None,
         status=worst.status,
         num_skipped_steps=max(record.num_skipped_steps for record in runs),
         reason=worst.error and (f"{num_bad} of {len(runs)} runs: " if len(runs) > 1 else "") + worst.error,

@@ -194,6 +194,12 @@ def test_no_word_about_precision_without_both():
         assert "as fast as bf16" not in text_of(records, records[0].trial)
 
 
+def test_repeats_are_compared_by_their_median():
+    runs = [fp8(repeat=number, factor=factor) for number, factor in enumerate((1.02, 1.008, 1.004))]
+    text = text_of([bf16("bf16"), *runs])
+    assert "its loss is 0.8% higher" in text
+
+
 def test_the_csv_has_the_difference(tmp_path):
     records = judge_parity([bf16("bf16"), fp8(), fp8(repeat=1, factor=1.0)], "bf16")
     write_csv(tmp_path / "summary.csv", summarize(records, "bf16"))

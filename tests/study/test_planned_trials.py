@@ -160,5 +160,5 @@ def test_plan_options_without_a_plan_are_refused(study: Path, tmp_path: Path):
 
 def test_layouts_are_planned_in_the_precision_of_the_study(study: Path, profile: Path):
     study.write_text(STUDY.replace("device: cpu", "device: cpu, precision: fp8"))
-    with pytest.raises(UserError, match="peak of .* in fp8 is unknown"):
+    with pytest.raises(UserError, match=r"peak of .* in fp8 is unknown"):
         Planning(1, profile=profile).extend(StudyFile.read(study), study, 2)
