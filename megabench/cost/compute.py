@@ -5,9 +5,8 @@ All times are for one rank and one micro-batch.
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
 
-from megabench.cost.job import Job
+from megabench.cost.job import Job, Product
 from megabench.cost.profile import Profile
 
 # sizes of the output tile of a thread block (CUTLASS, "Efficient GEMM"); large tiles reach the peak FLOP/s
@@ -17,9 +16,13 @@ _TILE_SHARE = (1.0, 1.0, 0.92, 0.8, 0.6)
 _KERNELS_FORWARD = 22
 _KERNELS_UNFUSED = 20  # additional kernels without fused norms, rotary embedding and activation
 _KERNELS_FP8 = 12  # additional kernels with fp8 products: zero the largest value, find it and cast, for four inputs
-# Bytes per element for casting a bf16 value to fp8 in both layouts, or in one layout if it is gathered afterwards: find
-# the largest value (2), read (2) and write (1 per layout). A gathered fp8 value is transposed: read and write (1 + 1).
-_CAST, _CAST_ONE_LAYOUT, TRANSPOSE = 6, 5, 2
+# Bytes per element for casting a bf16 value to fp8: one kernel reads it to find the amax (the largest absolute value),
+# and another one reads it and writes it in one or both layouts. A gathered fp8 value is transposed.
+_FIND_AMAX, _READ_BF16, _READ_FP8, _WRITE_FP8 = 2, 2, 1, 1
+_CAST_KNOWN_AMAX = _READ_BF16 + _WRITE_FP8  # in one layout
+_CAST_ONE_LAYOUT = _FIND_AMAX + _CAST_KNOWN_AMAX
+_CAST = _CAST_ONE_LAYOUT + _WRITE_FP8
+_TRANSPOSE = _READ_FP8 + _WRITE_FP8
 _LONG = 8192  # inner size of the calibration product, which has the full efficiency
 _BACKWARD_ATTENTION = 2.5  # FLOPs of flash attention's backward pass ÷ forward pass (arXiv 2307.08691, section 3.1)
 
@@ -31,9 +34,6 @@ class Machine:
     profile: Profile
     peak: float
     fp8_peak: float | None = None
-
-
-Product = Literal["forward", "input_gradient", "weight_gradient"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def fp8_gemm_seconds(machine: Machine, product: Product, m: float, n: float, k: 
     cost = machine.profile.fp8
     assert cost and machine.fp8_peak
     bytes_moved = m * k + k * n + (4 if product == "weight_gradient" else 2) * m * n
-    return _gemm_seconds(machine, m, n, k, machine.fp8_peak * getattr(cost, product), cost.half_k, bytes_moved)
+    return _gemm_seconds(machine, m, n, k, machine.fp8_peak * cost.efficiency(product), cost.half_k, bytes_moved)
 
 
 def _gemm_seconds(
@@ -87,10 +87,11 @@ def _gemm_seconds(
 
 
 def layer_product_seconds(machine: Machine, job: Job, product: Product, m: float, n: float, k: float) -> float:
-    """Return the seconds of a product [m, k] · [k, n] of a linear layer of a block, in the precision of the job."""
-    if job.has_fp8_products if product == "forward" else job.has_fp8_gradients:
-        return fp8_gemm_seconds(machine, product, m, n, k)
-    return gemm_seconds(machine, m, n, k)
+    """Return the seconds of a product [m, k] · [k, n] of a linear layer of a block, as the mean over all blocks."""
+    share, in_bf16 = job.fp8_share(product), gemm_seconds(machine, m, n, k)
+    if not share:
+        return in_bf16
+    return share * fp8_gemm_seconds(machine, product, m, n, k) + (1 - share) * in_bf16
 
 
 def memory_seconds(machine: Machine, num_bytes: float) -> float:
@@ -105,29 +106,41 @@ def cast_seconds(machine: Machine, num_bytes: float) -> float:
 
 
 def weight_cast_seconds(machine: Machine, job: Job, parameters: float) -> float:
-    """Return the seconds for casting weights of blocks to fp8 in both layouts, or 0 without fp8 products."""
-    return cast_seconds(machine, _CAST * parameters) if job.has_fp8_products else 0.0
+    """Return the seconds for casting weights of blocks to fp8 once, or 0 without fp8 products.
 
-
-def gathered_weight_cast_seconds(machine: Machine, job: Job, parameters: float, forwards: int) -> float:
-    """Return the seconds per micro-batch for casting weights to fp8 that are gathered in bf16.
-
-    Each forward pass casts the weights in one layout. The backward pass casts them in the other layout, with the
-    largest value that the forward pass found.
+    Weights are cast in both layouts, or in one layout if only the forward pass uses them in fp8.
     """
     if not job.has_fp8_products:
         return 0.0
-    backward = _CAST_ONE_LAYOUT - 2 if job.has_fp8_gradients else 0
-    return cast_seconds(machine, (forwards * _CAST_ONE_LAYOUT + backward) * parameters)
+    each = _CAST if job.has_fp8_gradients else _CAST_ONE_LAYOUT
+    return cast_seconds(machine, job.fp8_share("forward") * each * parameters)
+
+
+def repeated_weight_cast_seconds(machine: Machine, job: Job, parameters: float, forwards: int) -> float:
+    """Return the seconds per micro-batch for casting weights of blocks to fp8 in each pass.
+
+    Each forward pass casts the weights in one layout. The backward pass casts them in the other layout, with the amax
+    that the forward pass found.
+    """
+    if not job.has_fp8_products:
+        return 0.0
+    backward = _CAST_KNOWN_AMAX if job.has_fp8_gradients else 0
+    return cast_seconds(machine, job.fp8_share("forward") * (forwards * _CAST_ONE_LAYOUT + backward) * parameters)
+
+
+def weight_transpose_seconds(machine: Machine, job: Job, parameters: float) -> float:
+    """Return the seconds per micro-batch for transposing weights of blocks that are gathered in fp8."""
+    return cast_seconds(machine, job.fp8_share("input_gradient") * _TRANSPOSE * parameters)
 
 
 def _activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
-    """Return the bytes per token for casting the inputs (forward) and the gradients (backward) of a layer's products.
+    """Return the bytes per token for casting the inputs (forward) and the gradients (backward) of an fp8 layer.
 
     The inputs of the first product of attention and of the FFN, and the gradients of the second ones, have H elements
     and are cast before they are gathered: H/T elements in one layout, and H gathered elements are transposed in
     backward (engines/megatron/fp8_linear.py). All others are whole. The megatron engine's SwiGLU finds three of the
-    largest values by itself, which saves about 1% of a step and is not modelled.
+    largest values by itself, which saves about 1% of a step and is not modelled. With bf16 gradients, only the inputs
+    are cast, in one layout.
     """
     shape = job.shape
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -138,7 +151,7 @@ def _activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
     if tp == 1:
         return _CAST * (inputs + 2 * shape.hidden_size), _CAST * (gradients + 2 * shape.hidden_size)
     gathered = _CAST_ONE_LAYOUT * 2 * shape.hidden_size / tp
-    return _CAST * inputs + gathered, _CAST * gradients + gathered + TRANSPOSE * 4 * shape.hidden_size
+    return _CAST * inputs + gathered, _CAST * gradients + gathered + _TRANSPOSE * 4 * shape.hidden_size
 
 
 def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
@@ -181,14 +194,14 @@ def elementwise_bytes(job: Job, tp: int, cp: int, micro_batch: int) -> float:
     return tokens * (residual + rotary + activation) * job.bytes_of_value / 2
 
 
-def kernels_forward(job: Job) -> int:
-    """Return the number of kernels in a layer's forward pass. The backward pass has twice as many."""
+def kernels_forward(job: Job) -> float:
+    """Return the mean number of kernels in a layer's forward pass. The backward pass has twice as many."""
     unfused = 0 if job.stack.fused else _KERNELS_UNFUSED
-    return _KERNELS_FORWARD + unfused + (_KERNELS_FP8 if job.has_fp8_products else 0)
+    return _KERNELS_FORWARD + unfused + job.fp8_share("forward") * _KERNELS_FP8
 
 
 def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> LayerSeconds:
-    """Return the seconds of a layer: matrix products, attention and element-wise operations."""
+    """Return the mean seconds of a layer: matrix products, attention and element-wise operations."""
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
     h, q, kv, f = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, 0
     f = shape.ffn_size
@@ -201,11 +214,12 @@ def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int
     if not job.stack.fused:
         traffic *= machine.profile.unfused_traffic
     between = memory_seconds(machine, traffic)
-    accumulate = memory_seconds(machine, accumulated_bytes(job, job.has_fp8_gradients) * job.layer_parameters / tp)
+    added = accumulated_bytes(job, job.fp8_share("weight_gradient"))
+    accumulate = memory_seconds(machine, added * job.layer_parameters / tp)
     casts_forward, casts_backward = 0.0, 0.0
-    if job.has_fp8_products:
+    if fp8_share := job.fp8_share("forward"):
         casts_forward, casts_backward = (
-            cast_seconds(machine, tokens * each) for each in _activation_cast_bytes(job, tp)
+            cast_seconds(machine, fp8_share * tokens * each) for each in _activation_cast_bytes(job, tp)
         )
     host = kernels_forward(job) * machine.profile.launch_seconds
     return LayerSeconds(
@@ -256,14 +270,14 @@ def flattening_seconds(machine: Machine, job: Job, parameters: float) -> float:
     return memory_seconds(machine, (7 * job.bytes_of_gradient + 6 * job.bytes_of_value) * parameters)
 
 
-def accumulated_bytes(job: Job, is_fp8: bool = False) -> int:
+def accumulated_bytes(job: Job, fp8_share: float = 0.0) -> float:
     """Return the bytes per parameter for adding a gradient to its buffer.
 
     The buffer is read and written. The gradient is also written and read in 16 bits, unless its matrix product adds to
     the buffer. An fp8 product cannot do so (torch._scaled_mm). The gradient is then written in fp32, which is part of
-    the time of the product, and read: again 4 bytes.
+    the time of the product, and read: again 4 bytes. `fp8_share` is the share of gradients that fp8 products compute.
     """
-    return 2 * job.bytes_of_gradient + (0 if job.stack.fuses_weight_gradient and not is_fp8 else 4)
+    return 2 * job.bytes_of_gradient + 4 * (fp8_share if job.stack.fuses_weight_gradient else 1)
 
 
 def optimizer_seconds(machine: Machine, job: Job, parameters: float, sharded: float) -> float:

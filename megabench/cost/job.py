@@ -12,6 +12,7 @@ from megabench.parallel.placement import Policy
 from megabench.precision import POLICIES, Fp8Recipe
 
 Recompute = Literal["none", "selective", "full"]
+Product = Literal["forward", "input_gradient", "weight_gradient"]
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,8 @@ class Stack:
 class Job:
     """The work of one optimizer step.
 
-    `bytes_of_gradient` is the size of one gradient element: 4 for fp32, 2 for bf16. In fp8, the linear layers of all
-    blocks count as fp8 layers: blocks that a run keeps in bf16 (num_layers_at_start_in_bf16 and
-    num_layers_at_end_in_bf16) are not modelled.
+    `bytes_of_gradient` is the size of one gradient element: 4 for fp32, 2 for bf16. `num_bf16_layers` is the number of
+    layers that an fp8 run keeps in bf16. All layers cost the mean of fp8 and bf16 layers, wherever the bf16 layers are.
     """
 
     shape: ModelShape
@@ -82,6 +82,7 @@ class Job:
     precision: str = "bf16"
     bytes_of_gradient: int = 4
     fp8_recipe: Fp8Recipe = "tensorwise"
+    num_bf16_layers: int = 0
     optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
     stack: Stack = field(default_factory=Stack)
 
@@ -141,6 +142,11 @@ class Job:
         """Bytes per parameter of the optimizer: its moments and any fp32 master weight."""
         return self.bytes_of_moments + 4 * POLICIES[self.precision].has_masters
 
+    def fp8_share(self, product: Product) -> float:
+        """Return the share of the layers whose linear layers compute this product in fp8, from 0 to 1."""
+        in_fp8 = self.has_fp8_products if product == "forward" else self.has_fp8_gradients
+        return 1 - self.num_bf16_layers / self.shape.num_layers if in_fp8 else 0.0
+
     @property
     def has_fp8_products(self) -> bool:
         """Whether the linear layers of the blocks have fp8 products."""
@@ -153,7 +159,7 @@ class Job:
 
     @property
     def block_parameters(self) -> int:
-        """The number of parameters of the matrices of all blocks, which are in fp8 if the job has fp8 products."""
+        """The number of parameters of the matrices of all blocks."""
         return self.shape.num_layers * self.layer_parameters
 
     @property
@@ -182,7 +188,7 @@ class Variant(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a job."""
+    """One way to run a job. `is_compiled` is whether torch.compile compiles the blocks, which matters only in fp8."""
 
     engine: str
     layout: Layout
@@ -190,6 +196,7 @@ class Candidate:
     variant: Variant
     recompute: Recompute = "none"
     placement: Policy = "topology"
+    is_compiled: bool = False
 
     @property
     def name(self) -> str:

@@ -29,7 +29,7 @@ class Memory:
 
 
 def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
-    """Return the activation bytes that one layer keeps for backward, per micro-batch and rank.
+    """Return the mean activation bytes that a layer keeps for backward, per micro-batch and rank.
 
     Llama with flash attention and sequence parallelism needs (8·H + 4·N·D + 4·K·D + 2·M·F)/T bytes per token, for M FFN
     matrices, and 4·N/T for the softmax statistics. Without sequence parallelism, every rank stores all 8·H bytes
@@ -41,9 +41,9 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
 
     Linear layers with fp8 gradients save their inputs in fp8, 1 byte per element. The inputs that norms and activations
     computed are saved only by these layers, so 2·H + F bytes less are kept. Attention keeps its 16-bit output for its
-    own backward, so N·D more bytes are kept.
+    own backward, so N·D more bytes are kept. Layers with bf16 gradients save their inputs in bf16.
     """
-    shape, layout, stack = job.shape, candidate.layout, job.stack
+    shape, layout, stack, fp8_share = job.shape, candidate.layout, job.stack, job.fp8_share("weight_gradient")
     tokens = candidate.micro_batch * job.seq_length / layout.cp
     cut = layout.tp if stack.sequence_parallel else 1
     wide = job.bytes_of_value / 2
@@ -55,9 +55,10 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
     if job.exchanges_heads(layout.tp, layout.cp):
         values += 2 * shape.num_heads * shape.head_dim / layout.tp
     if stack.keeps_gathered:
-        values += 4 * shape.hidden_size * (1 - 1 / cut) / (2 if job.has_fp8_gradients else 1)
-    if job.has_fp8_gradients:
-        values += (shape.num_heads * shape.head_dim - shape.ffn_size) / layout.tp - 2 * shape.hidden_size / cut
+        values += 4 * shape.hidden_size * (1 - 1 / cut) * (1 - fp8_share / 2)
+    values += fp8_share * (
+        (shape.num_heads * shape.head_dim - shape.ffn_size) / layout.tp - 2 * shape.hidden_size / cut
+    )
     if stack.copies_kept:
         copies = shape.head_dim * (2 * shape.num_heads + 4 * shape.num_kv_heads) + 2 * shape.ffn_size
         values += copies / layout.tp
@@ -72,8 +73,11 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
 
 
 def weight_cast_bytes(job: Job, parameters: float) -> float:
-    """Return the bytes of the fp8 casts of weights of blocks, which are kept in both layouts, or 0 without fp8."""
-    return 2 * parameters if job.has_fp8_products else 0.0
+    """Return the bytes of the fp8 casts of weights of blocks, or 0 without fp8.
+
+    The casts are kept in both layouts, or in one layout if only the forward pass uses them.
+    """
+    return job.fp8_share("forward") * (2 if job.has_fp8_gradients else 1) * parameters
 
 
 def recomputed_bytes(job: Job, candidate: Candidate) -> float:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megabench.cost.job import Product
 from megabench.hardware.gpus import GPU_NAMES, find_gpu, gpu_memory_mib
 from megabench.hardware.topology import Link
 from megabench.precision import POLICIES
@@ -51,6 +52,16 @@ class Fp8Cost(_Part):
     half_k: float = Field(ge=0)
     cast_share: float = Field(gt=0, le=1)
     """Bandwidth of the kernels that find the largest value and cast, divided by `memory_gb_per_s`."""
+
+    def efficiency(self, product: Product) -> float:
+        """Return the fraction of the peak FLOP/s in a product of 8192³."""
+        match product:
+            case "forward":
+                return self.forward
+            case "input_gradient":
+                return self.input_gradient
+            case "weight_gradient":
+                return self.weight_gradient
 
 
 class Measurement(_Part):

@@ -25,6 +25,7 @@ def make_plan(
     num_processes: int | None = None,
     precision: str | None = None,
     fp8_recipe: Fp8Recipe | None = None,
+    num_bf16_layers: int = 0,
 ) -> Plan:
     """Return the plan for a model on a cluster, or on `num_processes` of this machine.
 
@@ -67,5 +68,6 @@ def make_plan(
         precision=precision,
         bytes_of_gradient=4 if grad_dtype == "fp32" else 2,
         fp8_recipe=fp8_recipe or "tensorwise",
+        num_bf16_layers=num_bf16_layers,
     )
     return plan(job, topology, read_profile(profile) if profile else profile_for(device), keep=top)

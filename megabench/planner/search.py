@@ -12,12 +12,14 @@ from megabench.hardware.topology import Topology
 from megabench.parallel.layout import Layout, LayoutError, divisors
 from megabench.parallel.placement import Policy
 from megabench.planner.engines import Costs, Estimate
+from megabench.precision import FP8_MULTIPLE
 from megabench.specs.engine_spec import EngineSpec
 from megabench.specs.fp8_check import odd_size
 from megabench.specs.registry import ENGINES
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_CP = 16
+_SEQUENCE_MULTIPLES = [FP8_MULTIPLE * cp for cp in (1, 2, 4, 8, _MOST_CP)]  # every rank's part is a multiple of 16
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -57,11 +59,7 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
     costs = Costs(job, topology, profile)
     everything = list(candidates(job, topology))
     if not everything:
-        raise ConfigError(
-            f"{topology.world_size} GPUs cannot divide {job.shape.name} with seq_length={job.seq_length} and "
-            f"global_batch={job.global_batch}; use a global batch that is a multiple of the number of GPUs, e.g. "
-            f"{math.ceil(job.global_batch / topology.world_size) * topology.world_size}"
-        )
+        raise ConfigError(_why_no_candidates(job, topology))
     # memory does not depend on the placement
     lacks = cache(costs.missing_bytes)
     missing = [(lacks(_at_its_best_place(candidate)), candidate) for candidate in everything]
@@ -83,6 +81,22 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
         baselines=sorted(baselines, key=lambda estimate: estimate.step_seconds),
         misfits=[costs.estimate(candidate) for _, candidate in _one_of_each(nearest)],
         usable_bytes=costs.usable_bytes,
+    )
+
+
+def _why_no_candidates(job: Job, topology: Topology) -> str:
+    """Return why a job has no candidates: the sizes of its fp8 matrices, or the number of GPUs."""
+    in_bf16 = next(candidates(replace(job, precision="bf16"), topology), None)
+    if job.has_fp8_products and in_bf16:
+        said = odd_size(job.shape, in_bf16.layout, in_bf16.micro_batch, job.seq_length)
+        longer = [math.ceil(job.seq_length / multiple) * multiple for multiple in _SEQUENCE_MULTIPLES]
+        works = [length for length in longer if any(candidates(replace(job, seq_length=length), topology))]
+        remedies = [f"seq_length={length}" for length in works[:1]] + ["precision=bf16"]
+        return f"precision={job.precision} needs multiples of {FP8_MULTIPLE}, but {said}; use {', or '.join(remedies)}"
+    return (
+        f"{topology.world_size} GPUs cannot divide {job.shape.name} with seq_length={job.seq_length} and "
+        f"global_batch={job.global_batch}; use a global batch that is a multiple of the number of GPUs, e.g. "
+        f"{math.ceil(job.global_batch / topology.world_size) * topology.world_size}"
     )
 
 

@@ -4,7 +4,7 @@ from megabench.cost import compute, network, schedule
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate
 from megabench.cost.shared_costs import Base
-from megabench.specs.sharding import REDUCE_BUCKET, gathered_bytes, sharding_of
+from megabench.specs.sharding import REDUCE_BUCKET, gathered_bytes, keeps_weight_casts, sharding_of
 
 _DDP_BUCKET = 25e6 / 4  # parameters per DDP bucket: 25 MB of fp32 gradients
 # Host time of hooks, forward and backward, in units of one kernel launch: per layer for FSDP2, per parameter for
@@ -42,7 +42,7 @@ class DataParallel:
             + ends
         )
         plain = layers * (layer.forward + layer.backward)
-        plain += self._copying_seconds(candidate) + self._gathered_cast_seconds(candidate)
+        plain += self._copying_seconds(candidate) + self._weight_cast_seconds(candidate)
         launch = layers * ((forward - layer.forward) + (backward - (layer.backward + again)))
         exposed = with_communication - layers * (forward + backward)
         once, update = self._once_a_step(candidate, geometry, layers * backward)
@@ -82,7 +82,7 @@ class DataParallel:
           weights out, and copies gradients into the reduction buffer.
         - Megatron-FSDP (param_and_grad_buffer.py) casts gradients into the reduction buffer. Weights are gathered in
           place.
-        - DDP casts fp32 weights, and casts gradients back.
+        - DDP casts fp32 weights, and casts gradients back. Compiled fp8 layers cast the weights again for backward.
         """
         if self.job.stack.flat_parameters:
             return 0.0
@@ -91,7 +91,8 @@ class DataParallel:
         ranks, stage = sharding.shard_size or candidate.layout.world_size, sharding.zero_stage
         v, g, gathers = job.bytes_of_value, job.bytes_of_gradient, 1 if sharding.keeps_weights else 2
         if candidate.engine == "ddp":
-            moved: float = _cast(4, v) * (2 if candidate.recompute == "full" else 1) + _cast(v, 4) + 3 * 4
+            casts = (2 if candidate.recompute == "full" else 1) + candidate.is_compiled * job.fp8_share("forward")
+            moved = _cast(4, v) * casts + _cast(v, 4) + 3 * 4
         elif candidate.engine == "fsdp":
             moved = 2 * gathers * w + (v + g) + (gathers * (_cast(4, v) + 2 * v) + 3 * g) / ranks
         elif candidate.engine == "megatron_fsdp":
@@ -105,18 +106,18 @@ class DataParallel:
         beyond = max(0.0, moved - compute.accumulated_bytes(job))
         return compute.memory_seconds(self.machine, beyond * job.num_parameters)
 
-    def _gathered_cast_seconds(self, candidate: Candidate) -> float:
-        """Return the seconds per micro-batch for casting gathered weights to fp8.
+    def _weight_cast_seconds(self, candidate: Candidate) -> float:
+        """Return the seconds per micro-batch for casting weights to fp8.
 
-        Weights that are gathered in fp8 are transposed for the backward pass. Engines that do not gather weights cast
-        them once per step.
+        Weights that are gathered in fp8 are transposed for the backward pass. Engines that keep the casts cast weights
+        once per step, which `_once_a_step` counts.
         """
         job, forwards = self.job, 2 if candidate.recompute == "full" else 1
-        if not job.has_fp8_products or sharding_of(candidate).zero_stage != 3:
+        if keeps_weight_casts(candidate):
             return 0.0
         if gathered_bytes(job, candidate) < job.bytes_of_value:
-            return compute.cast_seconds(self.machine, compute.TRANSPOSE * job.block_parameters)
-        return compute.gathered_weight_cast_seconds(self.machine, job, job.block_parameters, forwards)
+            return compute.weight_transpose_seconds(self.machine, job, job.block_parameters)
+        return compute.repeated_weight_cast_seconds(self.machine, job, job.block_parameters, forwards)
 
     def _sharded_seconds(self, candidate: Candidate, geometry: Geometry) -> tuple[float, float, float, float]:
         """Return a layer's communication per micro-batch: forward gather, backward gather, gradient reduction, ends.
@@ -181,7 +182,9 @@ class DataParallel:
                 reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
                 once += self.base.tail(backward, reduce, pieces, geometry.world, overlaps=True)
                 copied = (6 + 2 / ranks) * gradients  # ZeRO-1 copies gradients as stage 2 does, but only once per step
-        cast = compute.weight_cast_seconds(self.machine, job, job.block_parameters) if sharding.zero_stage < 3 else 0.0
+        cast = 0.0
+        if keeps_weight_casts(candidate):
+            cast = compute.weight_cast_seconds(self.machine, job, job.block_parameters)
         if sharding.offload != "none":
             return once, cast
         update = compute.optimizer_seconds(self.machine, job, sharded, sharded)

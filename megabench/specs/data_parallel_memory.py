@@ -1,5 +1,7 @@
 """GPU and host memory under DeepSpeed ZeRO 0 to 3, FSDP2 and DDP, in bytes. Loads no torch."""
 
+from dataclasses import dataclass
+
 from megabench.cost.job import Candidate, Job
 from megabench.cost.memory import (
     Memory,
@@ -10,7 +12,7 @@ from megabench.cost.memory import (
     with_allocator,
 )
 from megabench.cost.profile import Profile
-from megabench.specs.sharding import REDUCE_BUCKET, gathered_bytes, reduce_bucket, sharding_of
+from megabench.specs.sharding import REDUCE_BUCKET, gathered_bytes, keeps_weight_casts, reduce_bucket, sharding_of
 
 # number of layers that ZeRO-3 and FSDP2 hold unsharded: one in use, one prefetched, one being reduced
 _GATHERED_LAYERS = 3
@@ -19,90 +21,152 @@ _GATHERED_LAYERS = 3
 _MEGATRON_PREFETCH, _MEGATRON_QUEUE = 500_000_000, 1_000_000_000
 
 
+@dataclass(frozen=True)
+class _State:
+    """The bytes of weights, gradients and optimizer state on one rank, before offload.
+
+    `gathered` are weights that are unsharded for a while. `casts` are DDP's 16-bit casts, which backward frees.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float = 0.0
+    casts: float = 0.0
+    buffers: float = 0.0
+
+
 def data_parallel_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
     """Return the memory of one rank of DeepSpeed, FSDP2, Megatron-FSDP or DDP.
 
-    Bytes per parameter with AdamW, for n ranks and gradients of g bytes (megabench's engines):
-
-    - ZeRO-0: 2 + g + 12. ZeRO-1: 2 + g + 12/n. ZeRO-2: 2 + (g + 12)/n. ZeRO-3: (2 + g + 12)/n. Stages 1 to 3 also hold
-      a bucket that is being reduced.
-    - ZeRO-1 with fp32 gradients of 16-bit values reduces them into a separate shard of g/n (stage_1_and_2.py, compact
-      buffers). With one micro-batch, the other gradients appear only as the activations are freed.
-    - FSDP2, with fp32 shards: (4 + g + 8)/n. The embedding and the output layer stay gathered from forward to backward
-      and are reduced one at a time. FSDP2 frees gathered weights at once and in order, which causes little
-      fragmentation.
-    - Megatron-FSDP, with shards in both dtypes: (2 + 4 + g + 8)/n. With groups of s ranks, 2/s + g/s + (4 + 8)/n.
-      Megatron-FSDP gathers more weights ahead than FSDP2, and queues gradients.
-    - DDP, with fp32 replicas and buckets: 4 + 4 + 8, and 2 for the cast of every matrix that backward needs, unless
-      full recomputation repeats the cast.
-    - With fp8 products, engines that do not gather weights keep 2 for the casts of the matrices of blocks, in place of
-      DDP's casts of them. FSDP2 gathers `gathered_bytes` per parameter of a block.
-
-    ZeRO-3 and FSDP2 also hold a few gathered layers, or all of them if the weights stay gathered. Optimizers without
-    AdamW's moments use 8 bytes per parameter less. An offloaded optimizer has no state on the GPU. With an offloaded
-    optimizer, ZeRO-3 and FSDP2 also offload the gradients. Sources: arXiv 1910.02054, section 5; torch's fully_shard.
+    The functions of the engines state the bytes per parameter with AdamW, for n ranks and gradients of g bytes
+    (megabench's engines). Optimizers without AdamW's moments use 8 bytes per parameter less. With fp8 products, engines
+    that keep the casts of weights use `weight_cast_bytes` more. An offloaded optimizer has no state on the GPU. With an
+    offloaded optimizer, ZeRO-3 and FSDP2 also offload the gradients. Sources: arXiv 1910.02054, section 5; torch's
+    fully_shard.
     """
     sharding = sharding_of(candidate)
-    stage = sharding.zero_stage
-    ranks, parameters, g = candidate.layout.world_size, job.num_parameters, job.bytes_of_gradient
-    value, state, moments = job.bytes_of_value, job.bytes_of_state, job.bytes_of_moments
-    layer = job.layer_parameters
-    ends = job.embedding_parameters * (1 if job.shape.tied_embeddings else 2)
     kept = layer_activation_bytes(job, candidate) * job.shape.num_layers
-    tokens = candidate.micro_batch * job.seq_length
-    kept += tokens * job.shape.hidden_size * job.bytes_of_value
+    kept += candidate.micro_batch * job.seq_length * job.shape.hidden_size * job.bytes_of_value
     kept += recomputed_bytes(job, candidate)
-    whole = cast = buffers = 0.0
     if candidate.engine == "deepspeed":
-        weights = value * parameters / (ranks if stage == 3 else 1)
-        gradients = g * parameters / (ranks if stage >= 2 else 1)
-        optimizer = state * parameters / (ranks if stage >= 1 else 1)
-        if stage == 1 and g > value:
-            accumulates = candidate.num_micro_batches(job) > 1
-            gradients = (gradients if accumulates else max(0.0, gradients - kept)) + gradients / ranks
-        if stage == 3:
-            whole = value * (parameters if sharding.keeps_weights else _GATHERED_LAYERS * layer + ends)
-            weights += value * parameters / sharding.hpz_size if sharding.hpz_size else 0.0
-        if stage >= 1:
-            buffers += 2 * g * min(REDUCE_BUCKET if stage == 3 else reduce_bucket(job.shape), parameters)
+        state = _deepspeed_state(job, candidate, kept)
     elif candidate.engine == "fsdp":
-        shards = sharding.shard_size or ranks
-        weights, gradients = 4 * parameters / shards, g * parameters / shards
-        optimizer = moments * parameters / shards
-        whole = value * (parameters if sharding.keeps_weights else _GATHERED_LAYERS * layer + ends)
-        num_gathered = job.shape.num_layers if sharding.keeps_weights else _GATHERED_LAYERS
-        whole -= (value - gathered_bytes(job, candidate)) * num_gathered * layer
-        buffers = g * layer + (g + value) * job.embedding_parameters
+        state = _fsdp_state(job, candidate)
     elif candidate.engine == "megatron_fsdp":
-        shards = sharding.shard_size or ranks
-        weights, gradients = (value / shards + 4 / ranks) * parameters, g * parameters / shards
-        optimizer = moments * parameters / ranks
-        whole = value * (layer + max(2 * layer, _MEGATRON_PREFETCH) + ends)
-        buffers = g * min(max(2 * layer, _MEGATRON_QUEUE), parameters) + value * job.embedding_parameters
+        state = _megatron_fsdp_state(job, candidate)
     else:
-        has_cast = value < 4 and candidate.recompute != "full"
-        cast = value * (parameters - (job.block_parameters if job.has_fp8_products else 0)) if has_cast else 0.0
-        weights, gradients, optimizer = 4 * parameters + cast, 4 * parameters, moments * parameters
-    if stage < 3:
+        state = _ddp_state(job, candidate)
+    weights, gradients, optimizer = state.weights + state.casts, state.gradients, state.optimizer
+    if keeps_weight_casts(candidate):
         weights += weight_cast_bytes(job, job.block_parameters)
     if sharding.offload != "none":
         optimizer = 0.0
-        gradients = gradients if stage in (1, 2) else 0.0
+        gradients = gradients if sharding.zero_stage in (1, 2) else 0.0
     if sharding.offload == "all":
         weights = 0.0
     share = profile.allocator_share
-    weights_come_and_go = cast or (whole and candidate.engine == "deepspeed")
+    weights_come_and_go = state.casts or (state.gathered and candidate.engine == "deepspeed")
     if weights_come_and_go and profile.gather_allocator_share is not None:
         share = profile.gather_allocator_share
     return with_allocator(
         share,
-        weights=weights + whole,
+        weights=weights + state.gathered,
         gradients=gradients,
         optimizer=optimizer,
         activations=kept,
         logits=logit_bytes(job, candidate),
-        buffers=buffers,
+        buffers=state.buffers,
     )
+
+
+def _deepspeed_state(job: Job, candidate: Candidate, activations: float) -> _State:
+    """Return the state under DeepSpeed, given the bytes of all activations.
+
+    ZeRO-0: 2 + g + 12. ZeRO-1: 2 + g + 12/n. ZeRO-2: 2 + (g + 12)/n. ZeRO-3: (2 + g + 12)/n, and a few gathered layers,
+    or all of them if the weights stay gathered. Stages 1 to 3 also hold a bucket that is being reduced.
+
+    ZeRO-1 with fp32 gradients of 16-bit values reduces them into a separate shard of g/n (stage_1_and_2.py, compact
+    buffers). With one micro-batch, the other gradients appear only as the activations are freed.
+    """
+    sharding = sharding_of(candidate)
+    stage, ranks, parameters = sharding.zero_stage, candidate.layout.world_size, job.num_parameters
+    value, g = job.bytes_of_value, job.bytes_of_gradient
+    weights = value * parameters / (ranks if stage == 3 else 1)
+    gradients = g * parameters / (ranks if stage >= 2 else 1)
+    gathered = buffers = 0.0
+    if stage == 1 and g > value:
+        accumulates = candidate.num_micro_batches(job) > 1
+        gradients = (gradients if accumulates else max(0.0, gradients - activations)) + gradients / ranks
+    if stage == 3:
+        gathered = _gathered_weights(job, candidate)
+        weights += value * parameters / sharding.hpz_size if sharding.hpz_size else 0.0
+    if stage >= 1:
+        buffers = 2 * g * min(REDUCE_BUCKET if stage == 3 else reduce_bucket(job.shape), parameters)
+    optimizer = job.bytes_of_state * parameters / (ranks if stage >= 1 else 1)
+    return _State(weights, gradients, optimizer, gathered=gathered, buffers=buffers)
+
+
+def _fsdp_state(job: Job, candidate: Candidate) -> _State:
+    """Return the state under FSDP2, with fp32 shards: (4 + g + 8)/n.
+
+    FSDP2 also holds a few gathered layers, or all of them if the weights stay gathered. The embedding and the output
+    layer stay gathered from forward to backward and are reduced one at a time. FSDP2 frees gathered weights at once and
+    in order, which causes little fragmentation.
+    """
+    shards, parameters = sharding_of(candidate).shard_size or candidate.layout.world_size, job.num_parameters
+    value, g = job.bytes_of_value, job.bytes_of_gradient
+    return _State(
+        weights=4 * parameters / shards,
+        gradients=g * parameters / shards,
+        optimizer=job.bytes_of_moments * parameters / shards,
+        gathered=_gathered_weights(job, candidate),
+        buffers=g * job.layer_parameters + (g + value) * job.embedding_parameters,
+    )
+
+
+def _megatron_fsdp_state(job: Job, candidate: Candidate) -> _State:
+    """Return the state under Megatron-FSDP, with shards in both dtypes: (2 + 4 + g + 8)/n.
+
+    With groups of s ranks: 2/s + g/s + (4 + 8)/n. Megatron-FSDP gathers more weights ahead than FSDP2, and queues
+    gradients.
+    """
+    ranks, parameters, layer = candidate.layout.world_size, job.num_parameters, job.layer_parameters
+    shards = sharding_of(candidate).shard_size or ranks
+    value, g = job.bytes_of_value, job.bytes_of_gradient
+    return _State(
+        weights=(value / shards + 4 / ranks) * parameters,
+        gradients=g * parameters / shards,
+        optimizer=job.bytes_of_moments * parameters / ranks,
+        gathered=value * (layer + max(2 * layer, _MEGATRON_PREFETCH) + _end_parameters(job)),
+        buffers=g * min(max(2 * layer, _MEGATRON_QUEUE), parameters) + value * job.embedding_parameters,
+    )
+
+
+def _ddp_state(job: Job, candidate: Candidate) -> _State:
+    """Return the state under DDP, with fp32 replicas and buckets: 4 + 4 + 8, and 2 for casts to 16 bits.
+
+    Backward needs the cast of every matrix, unless full recomputation repeats the cast. fp8 layers have casts to fp8
+    instead.
+    """
+    parameters, casts = job.num_parameters, 0.0
+    if job.bytes_of_value < 4 and candidate.recompute != "full":
+        casts = job.bytes_of_value * (parameters - job.fp8_share("forward") * job.block_parameters)
+    return _State(4 * parameters, 4 * parameters, job.bytes_of_moments * parameters, casts=casts)
+
+
+def _gathered_weights(job: Job, candidate: Candidate) -> float:
+    """Return the bytes of the weights that ZeRO-3 or FSDP2 holds unsharded: of blocks, and of the rest of the model."""
+    if sharding_of(candidate).keeps_weights:
+        blocks, rest = job.block_parameters, job.num_parameters - job.block_parameters
+    else:
+        blocks, rest = _GATHERED_LAYERS * job.layer_parameters, _end_parameters(job)
+    return gathered_bytes(job, candidate) * blocks + job.bytes_of_value * rest
+
+
+def _end_parameters(job: Job) -> int:
+    """Return the number of parameters of the embedding and the output layer."""
+    return job.embedding_parameters * (1 if job.shape.tied_embeddings else 2)
 
 
 def host_bytes(job: Job, candidate: Candidate, ranks_per_host: int) -> float:

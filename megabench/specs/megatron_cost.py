@@ -53,14 +53,15 @@ class Pipeline:
         2205.05198, figure 5; megatron-core's layers). Without sequence parallelism, each pass has two all-reduces, and
         those of backward overlap with the weight gradients.
 
-        Under fp8, gathers send fp8 values, B·S·H/C bytes, and reduce-scatters still send 2·B·S·H/C. Each pass
+        In fp8 layers, gathers send fp8 values, B·S·H/C bytes, and reduce-scatters still send 2·B·S·H/C. Each pass
         all-reduces the largest values of four tensors over the tp·cp ranks that have parts of them
-        (engines/megatron/fp8_linear.py).
+        (engines/megatron/fp8_linear.py). With bf16 gradients, this applies only to the forward pass.
 
         Context parallelism either exchanges queries, keys, values and the attention output, 4·B·S/C·(N + K)·D/T bytes
         in total, or gathers keys and values, 4·B·S·K·D/T bytes.
         """
         job, geometry, (tp, cp_size, *_) = self.job, self.base.geometry(*sizes), sizes
+        fp8_forward, fp8_backward = job.fp8_share("forward"), job.fp8_share("input_gradient")
         layer = self.base.layer(tp, cp_size, micro_batch)
         values = micro_batch * job.seq_length * job.bytes_of_value
         sequence = values / cp_size * job.shape.hidden_size
@@ -68,9 +69,9 @@ class Pipeline:
         if tp > 1:
             scatter = network.gather_seconds(self.profile, geometry.tp, sequence)
             in_fp8 = network.gather_seconds(self.profile, geometry.tp, sequence / job.bytes_of_value)
-            gather = in_fp8 if job.has_fp8_gradients else scatter
+            gather = fp8_backward * in_fp8 + (1 - fp8_backward) * scatter
             if job.stack.sequence_parallel:
-                tp_forward = 2 * (in_fp8 if job.has_fp8_products else scatter) + 2 * scatter
+                tp_forward = 2 * (fp8_forward * in_fp8 + (1 - fp8_forward) * scatter) + 2 * scatter
                 waits = 2 * gather
                 again = 0.0 if job.stack.keeps_gathered else 2 * gather
                 hidden = [(again, layer.input_gradients), (2 * scatter, layer.weight_gradients)]
@@ -91,16 +92,15 @@ class Pipeline:
         elif cp_size > 1:
             keys = 2 * values * job.shape.num_kv_heads * job.shape.head_dim / tp
             cp = network.gather_seconds(self.profile, geometry.cp, keys)
-        collectives = (tp > 1) * 4 + (exchanges or cp_size > 1)
+        collectives: float = (tp > 1) * 4 + (exchanges or cp_size > 1)
         cp_forward = cp_backward = cp
-        if job.has_fp8_products and tp * cp_size > 1:
-            largest = network.all_reduce_seconds(self.profile, geometry.neighbours(tp * cp_size), 4 * 4, calls=4)
-            again = largest if job.has_fp8_gradients else 0.0
+        if fp8_forward and tp * cp_size > 1:
+            agree = network.all_reduce_seconds(self.profile, geometry.neighbours(tp * cp_size), 4 * 4, calls=4)
             if tp > 1:
-                tp_forward, tp_backward = tp_forward + largest, tp_backward + again
+                tp_forward, tp_backward = tp_forward + fp8_forward * agree, tp_backward + fp8_backward * agree
             else:
-                cp_forward, cp_backward = cp + largest, cp + again
-            collectives += 4
+                cp_forward, cp_backward = cp + fp8_forward * agree, cp + fp8_backward * agree
+            collectives += 4 * fp8_forward
         return tp_forward, tp_backward, cp_forward, cp_backward, collectives
 
     def _chunks(self, candidate: Candidate) -> list[_Chunk]:

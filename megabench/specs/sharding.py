@@ -67,12 +67,21 @@ class Sharding:
         return self.zero_stage, self.offload
 
 
-def gathered_bytes(job: Job, candidate: Candidate) -> int:
-    """Return the bytes per parameter of a block's matrices that ZeRO-3, FSDP2 or Megatron-FSDP gathers.
+def gathered_bytes(job: Job, candidate: Candidate) -> float:
+    """Return the mean bytes per parameter of the blocks' matrices that ZeRO-3, FSDP2 or Megatron-FSDP gathers.
 
     FSDP2 gathers weights that are only multiplied in fp8 as fp8 values (engines/fsdp/).
     """
-    return 1 if job.has_fp8_gradients and candidate.engine == "fsdp" else job.bytes_of_value
+    share = job.fp8_share("input_gradient") if candidate.engine == "fsdp" else 0.0
+    return share + (1 - share) * job.bytes_of_value
+
+
+def keeps_weight_casts(candidate: Candidate) -> bool:
+    """Return whether an fp8 run casts the weights of its blocks once per step and keeps the casts until backward ends.
+
+    Engines that gather weights, and compiled blocks, cast them in each pass (engines/common/fp8_linear.py).
+    """
+    return sharding_of(candidate).zero_stage < 3 and not candidate.is_compiled
 
 
 def sharding_of(candidate: Candidate) -> Sharding:

@@ -1,24 +1,28 @@
 """Predictions of fp8 runs: products, casts, communication and memory."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
 from megabench.config import ConfigError
 from megabench.cost import compute, network
-from megabench.cost.compute import Machine, Product
-from megabench.cost.job import Candidate, Job
+from megabench.cost.compute import Machine
+from megabench.cost.job import Candidate, Job, Product
 from megabench.cost.profile import profile_for
 from megabench.parallel.layout import Layout
 from megabench.planner.make_plan import make_plan
 from megabench.planner.plan_table import command
-from megabench.planner.search import candidates
+from megabench.planner.predict import candidate_of, job_of
+from megabench.planner.search import candidates, plan
+from megabench.precision import Fp8Recipe
+from megabench.record import Fp8Work
 from megabench.specs.data_parallel_cost import DataParallel
 from megabench.specs.fp8_check import odd_size
 from megabench.specs.megatron_cost import Pipeline
 from megabench.specs.sharding import Sharding
 from tests.planner.jobs import costs, hosts, job, megatron, zero
 from tests.planner.test_plan import megabench
+from tests.study.records import make_record, work_class
 
 FOUR = hosts(1, 4)
 H200 = Machine(profile_for("NVIDIA H200"), 989.4e12, 1978.9e12)
@@ -34,6 +38,10 @@ def step(work: Job, candidate: Candidate) -> float:
 
 def fsdp(**settings) -> Candidate:
     return Candidate("fsdp", Layout(dp=4), 1, Sharding(3, **settings))
+
+
+def ddp(**settings) -> Candidate:
+    return Candidate("ddp", Layout(dp=4), 1, Sharding(0), **settings)
 
 
 @pytest.mark.parametrize(
@@ -83,36 +91,62 @@ def test_what_is_cast():
     bytes_of = compute._activation_cast_bytes(in_fp8(), 4)
     gathered = 5 * 2 * h / 4
     assert bytes_of == (6 * (q + f) / 4 + gathered, 6 * (q + 2 * kv + 2 * f) / 4 + gathered + 2 * 4 * h)
-    assert compute._activation_cast_bytes(in_fp8(fp8_recipe="bf16-gradients"), 1)[1] == 0
+    # only the inputs, in one layout: 5 bytes
+    in_bf16 = in_fp8(fp8_recipe="bf16-gradients")
+    assert compute._activation_cast_bytes(in_bf16, 1) == (5 * (2 * h + q + f), 0)
+    assert compute._activation_cast_bytes(in_bf16, 4) == (5 * (2 * h + q + f) / 4, 0)
 
 
 def test_the_weight_gradient_is_added_after_its_product():
     stack = replace(job().stack, fuses_weight_gradient=True)
     assert compute.accumulated_bytes(job(stack=stack)) == 8
-    assert compute.accumulated_bytes(in_fp8(stack=stack), is_fp8=True) == 12
+    assert compute.accumulated_bytes(in_fp8(stack=stack), fp8_share=1) == 12
 
 
-def test_weights_are_cast_once_a_step_where_they_are_kept_and_in_each_pass_where_they_are_gathered():
-    work, more = (in_fp8(global_batch=4 * count) for count in (1, 8))
-
+@pytest.mark.parametrize(
+    ("candidate", "once", "each", "once_in_rows", "each_in_rows"),
+    [
+        (zero(FOUR, 1), 6, 0, 5, 0),
+        (zero(FOUR, 2), 6, 0, 5, 0),
+        (ddp(), 6, 0, 5, 0),
+        # forward: the largest value and one layout; backward: the other layout
+        (ddp(is_compiled=True), 0, 5 + 3, 0, 5),
+        (ddp(is_compiled=True, recompute="full"), 0, 5 + 5 + 3, 0, 5 + 5),
+        (zero(FOUR, 3), 0, 5 + 3, 0, 5),
+        (replace(zero(FOUR, 3), recompute="full"), 0, 5 + 5 + 3, 0, 5 + 5),
+        (fsdp(), 0, 2, 0, 5),  # gathered in fp8, and turned for backward; in bf16 with bf16 gradients
+    ],
+)
+def test_weights_are_cast_once_a_step_where_they_are_kept_and_in_each_pass_otherwise(
+    candidate: Candidate, once: int, each: int, once_in_rows: int, each_in_rows: int
+):
     def cast_seconds(work: Job, candidate: Candidate) -> float:
         model = DataParallel(costs(work, FOUR).base)
         geometry = model.base.geometry_of(candidate)
         plain = DataParallel(costs(replace(work, precision="bf16"), FOUR).base)
         once = model._once_a_step(candidate, geometry, 1.0)[1] - plain._once_a_step(candidate, geometry, 1.0)[1]
-        return once + candidate.num_micro_batches(work) * model._gathered_cast_seconds(candidate)
+        return once + candidate.num_micro_batches(work) * model._weight_cast_seconds(candidate)
 
-    seconds = compute.cast_seconds(costs(work, FOUR).base.machine, work.block_parameters)
-    for candidate, once, each in (
-        (zero(FOUR, 1), 6, 0),
-        (zero(FOUR, 2), 6, 0),
-        (Candidate("ddp", Layout(dp=4), 1, Sharding(0)), 6, 0),
-        (zero(FOUR, 3), 0, 5 + 3),  # forward: the largest value and one layout; backward: the other layout
-        (replace(zero(FOUR, 3), recompute="full"), 0, 5 + 5 + 3),
-        (fsdp(), 0, 2),  # gathered in fp8, and turned for backward
-    ):
-        for job_, count in ((work, 1), (more, 8)):
-            assert cast_seconds(job_, candidate) / seconds == pytest.approx(once + count * each)
+    for count in (1, 8):
+        work = in_fp8(global_batch=4 * count)
+        seconds = compute.cast_seconds(costs(work, FOUR).base.machine, work.block_parameters)
+        assert cast_seconds(work, candidate) / seconds == pytest.approx(once + count * each)
+        in_rows = replace(work, fp8_recipe="bf16-gradients")
+        assert cast_seconds(in_rows, candidate) / seconds == pytest.approx(once_in_rows + count * each_in_rows)
+
+
+def test_megatron_casts_weights_in_one_layout_with_bf16_gradients():
+    updates = []
+    for work in (job(), in_fp8(fp8_recipe="bf16-gradients"), in_fp8()):
+        updates.append(costs(work, FOUR).estimate(megatron(FOUR)).parts["optimizer"])
+    seconds = compute.cast_seconds(costs(in_fp8(), FOUR).base.machine, job().block_parameters)
+    assert updates[1] - updates[0] == pytest.approx(5 * seconds)
+    assert updates[2] - updates[0] == pytest.approx(6 * seconds)
+
+
+def test_compiled_ddp_repeats_casts_and_is_slower_in_fp8_alone():
+    assert step(job(), ddp(is_compiled=True)) == step(job(), ddp())
+    assert step(in_fp8(), ddp(is_compiled=True)) > step(in_fp8(), ddp())
 
 
 def test_tensor_parallel_gathers_are_halved_and_reductions_are_not():
@@ -170,6 +204,35 @@ def test_inputs_are_saved_in_half_the_bytes_and_casts_of_weights_are_kept():
     assert shares.weights - halves.weights == pytest.approx(2 * job().block_parameters / 4, rel=0.1)
     in_bf16 = costs(in_fp8(fp8_recipe="bf16-gradients"), FOUR).memory(candidate)
     assert in_bf16.activations == plain.activations
+    assert in_bf16.weights - plain.weights == job().block_parameters
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "bf16-gradients"])
+@pytest.mark.parametrize(
+    "candidate",
+    [megatron(FOUR), megatron(FOUR, tp=2, pp=2), zero(FOUR, 1), zero(FOUR), fsdp(), ddp(), ddp(is_compiled=True)],
+)
+def test_layers_in_bf16_cost_what_they_cost_in_bf16(candidate: Candidate, recipe: Fp8Recipe):
+    """With 8 of 32 layers in bf16, costs are three quarters of those in fp8 and a quarter of those in bf16."""
+    candidate = replace(candidate, micro_batch=4)  # large enough that no layer waits for the host
+    work = in_fp8(fp8_recipe=recipe)
+    bf16, mixed, fp8 = (costs(one, FOUR) for one in (job(), replace(work, num_bf16_layers=8), work))
+    seconds = [model.estimate(candidate).step_seconds for model in (bf16, mixed, fp8)]
+    assert seconds[1] == pytest.approx(seconds[0] / 4 + 3 * seconds[2] / 4, rel=3e-3)
+    for before, found, after in zip(*(astuple(model.memory(candidate)) for model in (bf16, mixed, fp8)), strict=True):
+        assert found == pytest.approx(before / 4 + 3 * after / 4)
+
+
+def test_a_record_tells_its_layers_in_bf16_and_whether_it_was_compiled():
+    fp8 = Fp8Work(recipe="bf16-gradients", num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2)
+    record = make_record(
+        [5.0], engine="ddp", options={"compile": True}, precision="fp8", work_class=work_class(fp8=fp8)
+    )
+    assert (job_of(record).num_bf16_layers, job_of(record).fp8_recipe) == (3, "bf16-gradients")
+    assert candidate_of(record).is_compiled
+    assert make_plan(
+        *("llama3-8b", "p5e.48xlarge:1", 8192, 64, None, "fp32", None, 12, None), precision="fp8", num_bf16_layers=3
+    ).job.fp8_share("forward") == pytest.approx(29 / 32)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +241,10 @@ def test_inputs_are_saved_in_half_the_bytes_and_casts_of_weights_are_kept():
         (zero(FOUR, 1), 2),
         (zero(FOUR, 3), 0),
         (fsdp(keeps_weights=True), -1),
-        (Candidate("ddp", Layout(dp=4), 1, Sharding(0)), 0),  # in place of the casts to bf16
-        (Candidate("ddp", Layout(dp=4), 1, Sharding(0), "full"), 2),
+        (ddp(), 0),  # in place of the casts to bf16
+        (ddp(recompute="full"), 2),
+        (ddp(is_compiled=True), -2),  # casts are not kept
+        (ddp(is_compiled=True, recompute="full"), 0),
     ],
 )
 def test_what_weights_take_in_fp8(candidate: Candidate, bytes_a_parameter: int):
@@ -197,6 +262,24 @@ def test_only_sizes_that_divide_by_16_are_planned():
     odd = [one for one in candidates(work, FOUR) if odd_size(work.shape, one.layout, one.micro_batch, work.seq_length)]
     assert not odd
     assert {one.micro_batch for one in candidates(work, FOUR) if one.layout.cp == 1} == {2, 4, 8, 16}
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "seq_length", "global_batch", "shape", "says"),
+    [
+        (1, 8191, 8, {}, "16, but micro_batch·seq_length=8191 / cp=1 is 8191; use seq_length=8192, or precision=bf16"),
+        # one sequence on 512 GPUs needs context parallelism
+        (64, 8208, 1, {}, "16, but micro_batch·seq_length=8208 / cp=8 is 1026; use seq_length=8224, or precision=bf16"),
+        (1, 8192, 8, {"num_kv_heads": 1, "head_dim": 24}, "num_kv_heads·head_dim=24 / tp=1 is 24; use precision=bf16"),
+        (1, 8191, 3, {"num_layers": 7}, "8 GPUs cannot divide .* multiple of the number of GPUs, e.g. 8"),
+    ],
+)
+def test_an_empty_plan_names_its_cause_and_a_remedy(
+    num_hosts: int, seq_length: int, global_batch: int, shape: dict[str, int], says: str
+):
+    work = in_fp8(seq_length=seq_length, global_batch=global_batch)
+    with pytest.raises(ConfigError, match=says):
+        plan(replace(work, shape=replace(work.shape, **shape)), hosts(num_hosts, 8), profile_for("NVIDIA H200"))
 
 
 def planned(precision: str, model: str = "llama3-8b", cluster: str = "p5e.48xlarge:1", **settings):
