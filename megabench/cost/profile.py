@@ -28,7 +28,7 @@ class LinkCost(_Part):
     """The cost of a link: T = base + steps · hop + bytes / bandwidth, as in NCCL's tuner for rings.
 
     `efficiency` is a share of the topology's bandwidth; `gb_per_s` is used if the topology states no bandwidth. A
-    collective of two ranks reaches `pair_share` of the bandwidth.
+    collective of two ranks reaches `pair_share` of the bandwidth of larger groups.
     """
 
     efficiency: float = Field(gt=0, le=1.2)

@@ -10,7 +10,8 @@ from megabench.study.bf16_reference import bf16_reference, classes_compared_with
 from megabench.study.parity import is_zero3
 from megabench.study.summary import speeds_of
 
-# A ZeRO-3 trial counts as faster than the reference only above this fraction, because repeated runs differ by as much.
+# A ZeRO-3 trial counts as faster than the reference only if its gain exceeds this fraction, because repeated runs of
+# one trial differ by as much.
 AS_FAST = 0.02
 
 # Above this fraction of used GPU memory, a larger micro-batch may run out of memory.

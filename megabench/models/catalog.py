@@ -84,22 +84,22 @@ _SHAPES = (
         num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=32768,
         norm_eps=1e-5, rope_theta=1_000_000.0,
         seq_length=8192, micro_batch=1, global_batch=32, learning_rate=3e-4, lr_warmup=2000,
-        source="config.json of Mistral-7B-v0.3, which has no sliding window; learning rate: not published, as "
-        "llama3-8b",
+        source="config.json of Mistral-7B-v0.3, which has no sliding window; learning rate: unpublished, so "
+        "llama3-8b's",
     ),
     ModelShape(
         name="qwen3-0.6b", family="qwen3",
         num_layers=28, hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=128, ffn_size=3072, vocab_size=151936,
         norm_eps=1e-6, rope_theta=1_000_000.0, tied_embeddings=True,
         seq_length=4096, micro_batch=1, global_batch=32, learning_rate=3e-4, lr_warmup=2000,
-        source="arXiv 2505.09388 table 1 and config.json of Qwen3-0.6B; learning rate: not published, as llama3-8b",
+        source="arXiv 2505.09388 table 1 and config.json of Qwen3-0.6B; learning rate: unpublished, so llama3-8b's",
     ),
     ModelShape(
         name="qwen3-8b", family="qwen3",
         num_layers=36, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=12288, vocab_size=151936,
         norm_eps=1e-6, rope_theta=1_000_000.0,
         seq_length=4096, micro_batch=1, global_batch=32, learning_rate=3e-4, lr_warmup=2000,
-        source="arXiv 2505.09388 table 1 and config.json of Qwen3-8B; learning rate: not published, as llama3-8b",
+        source="arXiv 2505.09388 table 1 and config.json of Qwen3-8B; learning rate: unpublished, so llama3-8b's",
     ),
     ModelShape(
         name="gpt2", family="gpt2",

@@ -184,7 +184,7 @@ def certainty(plan: Plan) -> str:
 
 
 def what_is_missing(plan: Plan) -> list[str]:
-    """Return sentences about the host memory that layouts need and the GPU memory that other layouts lack."""
+    """Return sentences about the host memory that layouts with offload need, and about layouts that almost fit."""
     lines = []
     if not plan.ranked:
         nearest = plan.misfits[0]

@@ -12,7 +12,8 @@ from megabench.engines.common.fp8 import Quantized, largest_value, product, quan
 from megabench.engines.common.fp8_casts import CastsWeight
 from megabench.engines.common.fp8_weight import Fp8Weight
 
-_HELD = "_megabench_fp8"  # attribute of an activation that was quantized: its version and its Quantized
+# attribute in which an activation keeps its fp8 values: the version of the activation, and a Quantized
+_HELD = "_megabench_fp8"
 
 
 class Fp8Linear(nn.Linear, CastsWeight):

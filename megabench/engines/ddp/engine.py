@@ -74,7 +74,7 @@ class DdpEngine(TransformersEngine):
             for name, parameter in model.named_parameters():
                 parameter.copy_(values.read(name, 0, parameter.numel()).to(dtype).view(parameter.shape))
         if DdpSettings.of(run).compile:
-            # DDP's graph optimizer splits compiled graphs at bucket borders, which fails inside fused kernels.
+            # DDP's graph optimizer splits compiled graphs at bucket borders. Splitting a fused kernel fails.
             # Graphs of single blocks are short enough for reductions to overlap.
             torch._dynamo.config.optimize_ddp = False
             for block in shared.blocks(model, run):

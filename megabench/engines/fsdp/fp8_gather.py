@@ -91,7 +91,7 @@ class _Shard(Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the rows in fp8, as bytes because gloo does not send fp8, and the scale."""
+        """Return the fp8 rows and their scale. The rows are viewed as bytes, because gloo cannot send fp8."""
         assert mp_policy.param_dtype is not None
         values = super().to(mp_policy.param_dtype)
         rows = quantize(values, columns=False, amax=self.of_weight.amax).rows.view(torch.uint8)
