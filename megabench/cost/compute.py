@@ -108,11 +108,11 @@ def cast_seconds(machine: Machine, num_bytes: float) -> float:
 def weight_cast_seconds(machine: Machine, job: Job, parameters: float) -> float:
     """Return the seconds for casting weights of blocks to fp8 once, or 0 without fp8 products.
 
-    Weights are cast in both layouts, or in one layout if only the forward pass uses them in fp8.
+    Weights are cast in the layouts that are kept (memory.weight_cast_bytes).
     """
     if not job.has_fp8_products:
         return 0.0
-    each = _CAST if job.has_fp8_gradients else _CAST_ONE_LAYOUT
+    each = _CAST if job.has_fp8_gradients and job.stack.keeps_transposed else _CAST_ONE_LAYOUT
     return cast_seconds(machine, job.fp8_share("forward") * each * parameters)
 
 
@@ -129,7 +129,7 @@ def repeated_weight_cast_seconds(machine: Machine, job: Job, parameters: float, 
 
 
 def weight_transpose_seconds(machine: Machine, job: Job, parameters: float) -> float:
-    """Return the seconds per micro-batch for transposing weights of blocks that are gathered in fp8."""
+    """Return the seconds per micro-batch for transposing the fp8 weights of blocks in the backward pass."""
     return cast_seconds(machine, job.fp8_share("input_gradient") * _TRANSPOSE * parameters)
 
 

@@ -28,6 +28,7 @@ class Stack:
       `loss_bytes` per logit, forward and backward. Megatron-LM's fp32 loss (cross_entropy.py) needs, in forward: cast 2
       + 4, maximum 4, sum 4, subtraction, exponential and division 4 + 4 each; in backward: scale 4 + 4, cast 4 + 2.
     - `keeps_gathered`: inputs of tensor-parallel layers are not gathered again for backward.
+    - `keeps_transposed`: kept fp8 weights are kept transposed as well, and not transposed in each backward pass.
     - `blocking_p2p`: pipeline stages wait for their sends, except with interleaving.
     - `overlaps_gradients`, and `overlaps_sharded_gradients` with a sharded optimizer: gradients are reduced during
       backward, in buckets of `bucket_parameters`.
@@ -56,6 +57,7 @@ class Stack:
     overlaps_parameters: bool = True
     overlaps_tp_backward: bool = True
     keeps_gathered: bool = False
+    keeps_transposed: bool = True
     fuses_weight_gradient: bool = False
     blocking_p2p: bool = True
     bucket_parameters: float = 40e6

@@ -75,9 +75,10 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
 def weight_cast_bytes(job: Job, parameters: float) -> float:
     """Return the bytes of the fp8 casts of weights of blocks, or 0 without fp8.
 
-    The casts are kept in both layouts, or in one layout if only the forward pass uses them.
+    The casts are kept in both layouts, or in one layout if only the forward pass uses them or if the backward pass
+    transposes them.
     """
-    return job.fp8_share("forward") * (2 if job.has_fp8_gradients else 1) * parameters
+    return job.fp8_share("forward") * (2 if job.has_fp8_gradients and job.stack.keeps_transposed else 1) * parameters
 
 
 def recomputed_bytes(job: Job, candidate: Candidate) -> float:

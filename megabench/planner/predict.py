@@ -49,6 +49,7 @@ def _stack_of(record: RunRecord) -> Stack:
         fuses_weight_gradient=traits.fuses_weight_gradient,
         stages=stages,
         keeps_gathered=bool(record.options.get("keep_gathered")),
+        keeps_transposed=bool(record.options.get("keep_transposed", True)),
     )
 
 

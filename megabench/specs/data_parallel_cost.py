@@ -109,13 +109,14 @@ class DataParallel:
     def _weight_cast_seconds(self, candidate: Candidate) -> float:
         """Return the seconds per micro-batch for casting weights to fp8.
 
-        Weights that are gathered in fp8 are transposed for the backward pass. Engines that keep the casts cast weights
-        once per step, which `_once_a_step` counts.
+        Weights that are gathered in fp8, or kept in one layout, are transposed for the backward pass. Engines that keep
+        the casts cast weights once per step, which `_once_a_step` counts.
         """
         job, forwards = self.job, 2 if candidate.recompute == "full" else 1
-        if keeps_weight_casts(candidate):
+        keeps_casts = keeps_weight_casts(candidate)
+        if keeps_casts and (job.stack.keeps_transposed or not job.has_fp8_products):
             return 0.0
-        if gathered_bytes(job, candidate) < job.bytes_of_value:
+        if keeps_casts or gathered_bytes(job, candidate) < job.bytes_of_value:
             return compute.weight_transpose_seconds(self.machine, job, job.block_parameters)
         return compute.repeated_weight_cast_seconds(self.machine, job, job.block_parameters, forwards)
 

@@ -6,8 +6,9 @@ from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.data_parallel_cost import DataParallel
 from megabench.specs.data_parallel_memory import data_parallel_memory
 from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun
+from megabench.specs.fp8_check import check_keep_transposed
 from megabench.specs.sharding import Sharding
-from megabench.specs.shared_settings import COMPILE
+from megabench.specs.shared_settings import COMPILE, KEEP_TRANSPOSED
 
 # the minimum number of uncompressed first steps that torch's hook requires with error feedback
 POWERSGD_PLAIN_STEPS = 2
@@ -18,11 +19,14 @@ class DdpSettings(EngineSettings):
     """Compress ddp's gradients to this rank (PowerSGD): less communication, approximate gradients."""
 
     compile: bool = COMPILE
+    keep_transposed: bool = KEEP_TRANSPOSED
 
 
 def _check(run: ResolvedRun) -> None:
     if run.grad_dtype == "bf16" and DdpSettings.of(run).powersgd_rank:
         raise ConfigError("powersgd_rank sends fp32 factors; use grad_dtype=fp32, or omit powersgd_rank")
+    own = DdpSettings.of(run)
+    check_keep_transposed(run, own.keep_transposed, keeps_casts=not own.compile)
 
 
 def _why_not_saved(run: ResolvedRun) -> str | None:

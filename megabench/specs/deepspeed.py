@@ -13,8 +13,9 @@ from megabench.specs.data_parallel_cost import DataParallel
 from megabench.specs.data_parallel_memory import data_parallel_memory, host_bytes
 from megabench.specs.deepspeed_json import check_deepspeed_json, names_batch, read_deepspeed_json, settings_of_run
 from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun, check_divides, more_offload
+from megabench.specs.fp8_check import check_keep_transposed
 from megabench.specs.sharding import Sharding
-from megabench.specs.shared_settings import OFFLOAD, RESHARD_AFTER_FORWARD
+from megabench.specs.shared_settings import KEEP_TRANSPOSED, OFFLOAD, RESHARD_AFTER_FORWARD
 
 _OF_STAGE_3 = ("hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers", "reshard_after_forward")
 
@@ -45,6 +46,7 @@ class DeepSpeedSettings(EngineSettings):
     """Make ZeRO-3 gather and release whole layers (DeepSpeed's leaf modules) instead of single modules."""
 
     reshard_after_forward: bool = RESHARD_AFTER_FORWARD
+    keep_transposed: bool = KEEP_TRANSPOSED
     deepspeed_config: Path | None = setting(
         None, "Engine and layout", "option", "free", synonyms="deepspeed ds_config", label="own JSON"
     )
@@ -90,6 +92,7 @@ def _check(run: ResolvedRun) -> None:
             f"DeepSpeed's zero_stage=0 accumulates {dtype} gradients only in {dtype}, but "
             f"grad_dtype={run.grad_dtype}; use zero_stage=1, or precision=fp32"
         )
+    check_keep_transposed(run, own.keep_transposed, keeps_casts=stage < 3)
     if own.deepspeed_config:
         check_deepspeed_json(read_deepspeed_json(own.deepspeed_config), run, stage, own.deepspeed_config)
 

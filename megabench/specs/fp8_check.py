@@ -37,6 +37,19 @@ def check_linear_layers(shape: ModelShape, precision: str) -> None:
         raise ConfigError(f"precision={precision}: {shape.name} has {name}; use precision=bf16")
 
 
+def check_keep_transposed(run: ResolvedRun, keep_transposed: bool, keeps_casts: bool) -> None:
+    """Raise ConfigError if a run does not keep transposed fp8 weights, but would not keep any anyway."""
+    if keep_transposed:
+        return
+    if run.fp8_recipe != "tensorwise":
+        raise ConfigError("keep_transposed=false works only with precision=fp8 and fp8_recipe=tensorwise; omit it")
+    if not keeps_casts:
+        raise ConfigError(
+            "keep_transposed=false works only if fp8 weights are kept for a whole step. ZeRO-3 and compiled blocks do "
+            "not keep them; omit keep_transposed"
+        )
+
+
 def odd_size(shape: ModelShape, layout: Layout, micro_batch: int, seq_length: int) -> str | None:
     """Return the name and value of a size of a rank's matrices that is not a multiple of 16, or None."""
     tokens = micro_batch * seq_length

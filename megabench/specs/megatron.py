@@ -10,9 +10,10 @@ from megabench.settings.reading import ConfigError
 from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.engine_spec import EngineSpec, ResolvedRun
+from megabench.specs.fp8_check import check_keep_transposed
 from megabench.specs.megatron_cost import Pipeline
 from megabench.specs.megatron_memory import MegatronVariant, megatron_memory
-from megabench.specs.shared_settings import SHARD_SIZE
+from megabench.specs.shared_settings import KEEP_TRANSPOSED, SHARD_SIZE
 
 
 class MegatronSettings(EngineSettings):
@@ -25,6 +26,7 @@ class MegatronSettings(EngineSettings):
     """Keep the inputs that TP gathered for the backward pass: a fifth less TP communication, more memory."""
 
     shard_size: NumRanks | None = SHARD_SIZE
+    keep_transposed: bool = KEEP_TRANSPOSED
 
 
 def optimizer_copies(run: ResolvedRun) -> int:
@@ -52,6 +54,7 @@ def _check(run: ResolvedRun) -> None:
             "keep_gathered does not work with fp8_recipe=bf16-gradients, which gathers inputs again in bf16 for the "
             "backward pass; omit keep_gathered, or use fp8_recipe=tensorwise"
         )
+    check_keep_transposed(run, MegatronSettings.of(run).keep_transposed, keeps_casts=True)
     _check_shard_size(run)
 
 

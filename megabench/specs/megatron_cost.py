@@ -118,6 +118,9 @@ class Pipeline:
         tp_forward, tp_backward, cp_forward, cp_backward, collectives = communication
         layers = stage_layers(self.job, candidate, stage) / layout.vp
         forward, backward = layers * layer.forward, layers * layer.backward
+        if self.job.has_fp8_products and not self.job.stack.keeps_transposed:
+            parameters = layers * self.job.layer_parameters / layout.tp
+            backward += compute.weight_transpose_seconds(self.machine, self.job, parameters)
         if stage == 0:
             first = self.base.embedding(layout.tp, layout.cp, size)
             forward, backward = forward + first[0] / layout.vp, backward + first[1] / layout.vp

@@ -31,6 +31,15 @@ OFFLOAD: Any = setting(
     synonyms="cpu_offload offload_optimizer",
     label="offload {}",
 )
+KEEP_TRANSPOSED: Any = setting(
+    True,
+    "Precision and kernels",
+    "option",
+    "free",
+    description="Keep fp8 weights transposed as well, for the backward pass. Otherwise each backward pass transposes "
+    "them, and a parameter of a block needs 1 byte less (megatron, ddp, ZeRO-0 to ZeRO-2).",
+    label="fp8 weights once",
+)
 COMPILE: Any = setting(
     False,
     "Precision and kernels",

@@ -28,6 +28,7 @@ ADAMW = OPTIMIZERS["adamw"]
 MEGATRON = {
     **{name: case for name, case in (LAYOUTS | COMBINATIONS).items() if "vocabulary" not in case[1].get("model", "")},
     "tp2-keep-gathered": (2, {"tp": 2, "keep_gathered": True}),
+    "tp2-transposed-in-backward": (2, {"tp": 2, "keep_transposed": False}),
     "tp2-recompute": (2, {"tp": 2, "recompute": "full"}),
     "tp2-recompute-selective": (2, {"tp": 2, "recompute": "selective"}),
     "qwen2": (2, {"tp": 2, "model": "qwen2-tiny"}),
@@ -35,6 +36,8 @@ MEGATRON = {
 }
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"zero-{stage}": (2, {"engine": "deepspeed", "zero_stage": stage}) for stage in (1, 2, 3)},
+    "zero-2-transposed-in-backward": (2, {"engine": "deepspeed", "zero_stage": 2, "keep_transposed": False}),
+    "ddp-transposed-in-backward": (2, {"engine": "ddp", "keep_transposed": False}),
     "zero-3-recompute": (2, {"engine": "deepspeed", "zero_stage": 3, "recompute": "full"}),
     "fsdp": (2, {"engine": "fsdp"}),
     "fsdp-compile": (2, {"engine": "fsdp", "compile": True}),
@@ -271,6 +274,14 @@ def test_a_weight_in_fp8_only_has_no_elements_to_read() -> None:
         weight + 1
 
 
+@pytest.mark.parametrize("keeps_transposed", [True, False])
+def test_the_transposed_weight_is_kept_if_asked(keeps_transposed: bool) -> None:
+    block = nn.Sequential(nn.Linear(16, 32, bias=False))
+    fp8_linear.use_fp8(block, keeps_casts=True, has_bf16_gradients=False, keeps_transposed=keeps_transposed)
+    block(torch.randn(8, 16, requires_grad=True)).sum().backward()
+    assert block[0]._cast.columns.numel() == (16 * 32 if keeps_transposed else 0)
+
+
 def test_bf16_gradients_keep_no_fp8_values_for_the_backward_pass() -> None:
     block = nn.Sequential(nn.Linear(16, 16, bias=False))
     fp8_linear.use_fp8(block, keeps_casts=True, has_bf16_gradients=True)
@@ -285,6 +296,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"precision": "bf16", "fp8_recipe": "tensorwise"}, "fp8_recipe=tensorwise works only with precision=fp8"),
     ({"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}, "leave none of the 4 layers in fp8"),
     ({"kernels": "reference"}, "does not work with kernels=reference; use kernels=auto"),
+    ({"precision": "bf16", "keep_transposed": False}, "only with precision=fp8 and fp8_recipe=tensorwise; omit it"),
+    ({"fp8_recipe": "bf16-gradients", "keep_transposed": False}, "only with precision=fp8 and fp8_recipe=tensorwise"),
+    ({"engine": "deepspeed", "keep_transposed": False}, "ZeRO-3 and compiled blocks do not keep them"),
+    ({"engine": "ddp", "compile": True, "keep_transposed": False}, "ZeRO-3 and compiled blocks do not keep them"),
     ({"seq_length": 8}, "multiples of 16, but micro_batch·seq_length=8 / cp=1 is 8"),
     ({"model": "gpt2-tiny", "engine": "ddp"}, "gpt2-tiny has no linear layers in fp8; use precision=bf16"),
 ]

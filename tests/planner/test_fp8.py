@@ -317,3 +317,14 @@ def test_the_command_line_plans_in_fp8():
         ended = megabench("plan", *arguments)
         assert ended.returncode == 2 and not ended.stdout
         assert words in ended.stderr and len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("candidate", [megatron(FOUR, dp=4), ddp()])
+def test_transposing_in_backward_saves_a_byte_per_parameter_and_costs_time(candidate: Candidate):
+    kept = in_fp8()
+    stack = replace(kept.stack, keeps_transposed=False)
+    less, in_bf16 = replace(kept, stack=stack), replace(job(), stack=stack)
+    saved = costs(kept, FOUR).memory(candidate).weights - costs(less, FOUR).memory(candidate).weights
+    assert saved == pytest.approx(kept.block_parameters)
+    assert step(kept, candidate) < step(less, candidate) < 1.03 * step(kept, candidate)
+    assert step(in_bf16, candidate) == step(job(), candidate)

@@ -178,6 +178,11 @@ def test_each_layout_is_compared_with_the_same_in_bf16():
     assert "No fp8 trial has the same layout and settings" in text_of([records[0], records[4]], "zero3")
 
 
+def test_an_option_of_fp8_runs_alone_does_not_make_a_layout_another():
+    records = [bf16("dp", options={"keep_transposed": True}), fp8(options={"keep_transposed": False})]
+    assert "With the same layout and settings, fp8 trains 1.30 × as fast as dp." in text_of(records, "dp")
+
+
 def test_speeds_within_the_spread_are_equal():
     runs = [bf16("bf16", speed=speed, repeat=number) for number, speed in enumerate((1000, 1400))]
     assert "fp8 trains as fast as bf16 within the spread, and" in text_of([*runs, fp8()])

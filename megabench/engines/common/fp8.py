@@ -68,6 +68,11 @@ def remember_largest_value(tensor: Tensor, amax: Tensor) -> None:
     setattr(tensor, _AMAX, (tensor._version, amax))
 
 
+def columns_of(matrix: Quantized) -> Tensor:
+    """Return `columns`, transposed from the rows if they do not exist."""
+    return matrix.columns if matrix.columns.numel() else transposed(matrix.rows)
+
+
 def transposed(matrix: Tensor) -> Tensor:
     """Transpose an fp8 matrix in memory, [M, N] -> [N, M]."""
     return _transposed(matrix)

@@ -11,13 +11,16 @@ from megabench.engines.common.fp8 import Quantized, quantize
 
 
 class CastsWeight(nn.Module):
-    """A layer whose weight [N, K] is cast to fp8 once per step: in both layouts, or in rows if only forward needs it.
+    """A layer whose weight [N, K] is cast to fp8 once per step, in both layouts or in rows only.
 
-    `forget_casts` must be called between two steps, because the weights change.
+    A layer that `has_bf16_gradients` does not need columns. A layer that does not keep them (`keeps_transposed`)
+    transposes the rows in each backward pass. `forget_casts` must be called between two steps, because the weights
+    change.
     """
 
     weight: Tensor
     has_bf16_gradients: bool
+    keeps_transposed: bool
     _cast: Quantized | None = None
 
     def quantized_weight(self, dtype: torch.dtype, group: ProcessGroup | None = None) -> Quantized:
@@ -26,7 +29,8 @@ class CastsWeight(nn.Module):
         The weight is rounded to `dtype` first, so that the result does not depend on the dtype of its storage.
         """
         if self._cast is None:
-            self._cast = quantize(self.weight.detach().to(dtype), columns=not self.has_bf16_gradients, group=group)
+            columns = self.keeps_transposed and not self.has_bf16_gradients
+            self._cast = quantize(self.weight.detach().to(dtype), columns=columns, group=group)
         return self._cast
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabench.engines.common.fp8 import Quantized, largest_value, product, quantize, transposed
+from megabench.engines.common.fp8 import Quantized, columns_of, largest_value, product, quantize, transposed
 from megabench.engines.common.fp8_casts import CastsWeight
 from megabench.engines.common.fp8_weight import Fp8Weight
 
@@ -39,13 +39,14 @@ class Fp8Linear(nn.Linear, CastsWeight):
         return output if self.bias is None else output + self.bias
 
 
-def use_fp8(block: nn.Module, keeps_casts: bool, has_bf16_gradients: bool) -> None:
+def use_fp8(block: nn.Module, keeps_casts: bool, has_bf16_gradients: bool, keeps_transposed: bool = True) -> None:
     """Turn the linear layers of a block into Fp8Linear layers, which keep their parameters."""
     for module in block.modules():
         if type(module) is nn.Linear:
             module.__class__ = Fp8Linear
             assert isinstance(module, Fp8Linear)
-            module.keeps_casts, module.has_bf16_gradients = keeps_casts, has_bf16_gradients
+            module.keeps_casts, module.keeps_transposed = keeps_casts, keeps_transposed
+            module.has_bf16_gradients = has_bf16_gradients
 
 
 def _quantized_activation(activation: Tensor, columns: bool) -> Quantized:
@@ -77,7 +78,7 @@ class _Fp8Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale, weight, amax = ctx.saved_tensors
         used = ctx.cast or quantize(weight.to(ctx.dtype), rows=False, amax=amax)
-        return *_gradients(grad, columns, scale, used.columns, used.scale, weight.dtype), None, None, None, None
+        return *_gradients(grad, columns, scale, columns_of(used), used.scale, weight.dtype), None, None, None, None
 
 
 class _Fp8WeightProduct(torch.autograd.Function):

@@ -99,6 +99,7 @@ def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
             block,
             keeps_casts=not run.spec.gathers_weights(run.options),
             has_bf16_gradients=run.fp8_recipe == "bf16-gradients",
+            keeps_transposed=run.options.get("keep_transposed", True),
         )
         if swiglu_finds_amax(run):
             block.mlp.__class__ = Fp8SwiGLUMLP

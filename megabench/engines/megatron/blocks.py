@@ -267,8 +267,9 @@ def _linear_layers(number: int, run: ResolvedConfig) -> tuple[ModuleSpec, Module
     """Return the specs of the column-parallel and the row-parallel layers in a parallel layer."""
     if not fuses_blocks(run):
         return ModuleSpec(module=ColumnParallelLinear), ModuleSpec(module=RowParallelLinear)
-    params = {"keeps_gathered": MegatronSettings.of(run).keep_gathered}
+    own = MegatronSettings.of(run)
+    params = {"keeps_gathered": own.keep_gathered}
     if number not in run.fp8_layers:
         return ModuleSpec(module=ColumnLinear, params=params), ModuleSpec(module=RowLinear)
-    recipe = {"has_bf16_gradients": run.fp8_recipe == "bf16-gradients"}
+    recipe = {"has_bf16_gradients": run.fp8_recipe == "bf16-gradients", "keeps_transposed": own.keep_transposed}
     return ModuleSpec(module=Fp8ColumnLinear, params=params | recipe), ModuleSpec(module=Fp8RowLinear, params=recipe)

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megabench.engines.common.fp8 import Quantized, product, quantize, transposed
+from megabench.engines.common.fp8 import Quantized, columns_of, product, quantize, transposed
 from megabench.engines.common.fp8_casts import CastsWeight
 from megabench.engines.megatron.linear import Column, ColumnLinear, Row, RowLinear, added, gather, scatter, wait
 
@@ -19,9 +19,9 @@ from megabench.engines.megatron.linear import Column, ColumnLinear, Row, RowLine
 class _Fp8Layer(CastsWeight):
     """What both layers share. The ranks of `whole_tensor` have parts of each weight, input and gradient."""
 
-    def __init__(self, *args: Any, has_bf16_gradients: bool, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, has_bf16_gradients: bool, keeps_transposed: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.has_bf16_gradients = has_bf16_gradients
+        self.has_bf16_gradients, self.keeps_transposed = has_bf16_gradients, keeps_transposed
         group = parallel_state.get_tensor_and_context_parallel_group()
         self.whole_tensor: ProcessGroup | None = group if group.size() > 1 else None
 
@@ -147,7 +147,7 @@ def _multiply(rows: Tensor, scale: Tensor, cast: Quantized, like: Tensor) -> Ten
 
 def _input_gradient(grads: Quantized, cast: Quantized, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return the gradient [S, B, K] of a layer's input."""
-    grad = product(grads.rows, grads.scale, cast.columns, cast.scale, dtype)
+    grad = product(grads.rows, grads.scale, columns_of(cast), cast.scale, dtype)
     return grad.view(-1, shape[1], grad.shape[1])
 
 
