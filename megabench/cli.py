@@ -314,7 +314,15 @@ def plan(
 
     kept = max(top, room.MOST_TOLD)
     found = make_plan(
-        *(model, cluster, seq_length, global_batch, num_layers, grad_dtype, profile, kept, emulate_hosts),
+        model,
+        cluster,
+        seq_length,
+        global_batch,
+        num_layers,
+        grad_dtype,
+        profile,
+        kept,
+        emulate_hosts,
         precision=precision,
     )
     if as_json:

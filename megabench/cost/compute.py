@@ -138,9 +138,9 @@ def _activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
 
     The inputs of the first product of attention and of the FFN, and the gradients of the second ones, have H elements
     and are cast before they are gathered: H/T elements in one layout, and H gathered elements are transposed in
-    backward (engines/megatron/fp8_linear.py). All others are whole. The megatron engine's SwiGLU finds three of the
-    largest values by itself, which saves about 1% of a step and is not modelled. With bf16 gradients, only the inputs
-    are cast, in one layout.
+    backward (engines/megatron/fp8_linear.py). All others are whole. Uncompiled blocks find three of the amaxes in
+    SwiGLU's own kernels, which saves about 1% of a step and is not modelled. With bf16 gradients, only the inputs are
+    cast, in one layout.
     """
     shape = job.shape
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

@@ -44,8 +44,8 @@ def quantize(
     """Quantize a tensor [..., N] as a matrix [M, N], into the layouts `rows` and `columns`.
 
     On GPUs, the tensor must be bf16 or fp16. `amax` is the largest absolute value, an fp32 scalar, if it is known. If
-    the ranks of `group` have parts of one tensor, all parts get the scale of the whole tensor. NaN remains NaN, and an
-    infinite element makes the whole matrix NaN.
+    the ranks of `group` have parts of one tensor, all parts get the scale of the whole tensor. An element that is not
+    finite makes the whole matrix NaN.
     """
     amax = largest_value(tensor, group) if amax is None else amax
     return Quantized(*_quantize(tensor.flatten(0, -2).contiguous(), amax, rows, columns))

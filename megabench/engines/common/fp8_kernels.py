@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabench.engines.common import fp8_format
-from megabench.engines.common.fp8_format import DTYPE, LARGEST, SMALLEST_AMAX
+from megabench.engines.common.fp8_format import DTYPE
 
 _BLOCK, _BLOCKS = 1024, 8  # elements per block and blocks per program
 _TILE = (64, 256)  # rows and columns of a matrix per program
@@ -18,6 +18,7 @@ _TILE = (64, 256)  # rows and columns of a matrix per program
 _MANTISSA_BITS, _MANTISSA = tl.constexpr(fp8_format.MANTISSA_BITS), tl.constexpr(fp8_format.MANTISSA)
 _EXPONENT_SUM, _INFINITY = tl.constexpr(fp8_format.EXPONENT_SUM), tl.constexpr(fp8_format.INFINITY)
 _LARGEST_FRACTION = tl.constexpr(fp8_format.LARGEST_FRACTION)
+_LARGEST, _SMALLEST_AMAX = tl.constexpr(fp8_format.LARGEST), tl.constexpr(fp8_format.SMALLEST_AMAX)
 
 
 def largest_value(tensor: Tensor) -> Tensor:
@@ -37,8 +38,7 @@ def quantize(matrix: Tensor, amax: Tensor, rows: bool, columns: bool) -> tuple[T
     scale = torch.empty_like(amax)
     _quantize[_tiles(num_rows, num_columns)](
         matrix, amax, as_is, transposed, scale, num_rows, num_columns,
-        LARGEST=LARGEST, SMALLEST_AMAX=SMALLEST_AMAX, ROWS=rows,
-        COLUMNS=columns, TILE_M=_TILE[0], TILE_N=_TILE[1],
+        ROWS=rows, COLUMNS=columns, TILE_M=_TILE[0], TILE_N=_TILE[1],
     )  # fmt: skip
     return as_is, transposed, scale
 
@@ -58,27 +58,30 @@ def _tiles(num_rows: int, num_columns: int) -> tuple[int, int]:
 
 
 @triton.jit
+def magnitude(values):  # type: ignore[no-untyped-def]
+    """Return integers that are ordered like the absolute values: their fp32 bits. Those of NaN are the largest."""
+    return tl.abs(values.to(tl.float32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _largest_value(tensor, amax, num_elements, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    # the bits of absolute values are ordered like the values, and those of NaN are the largest
     start = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
     largest = tl.zeros([BLOCK], tl.int32)
     for block in tl.static_range(BLOCKS):
         places = start + block * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(tensor + places, mask=places < num_elements, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(values).to(tl.int32, bitcast=True))
+        largest = tl.maximum(largest, magnitude(tl.load(tensor + places, mask=places < num_elements, other=0.0)))
     tl.atomic_max(amax, tl.max(largest))
 
 
 @triton.jit
 def _quantize(  # type: ignore[no-untyped-def]
     matrix, amax, as_is, transposed, inverse_scale, num_rows, num_columns,
-    LARGEST: tl.constexpr, SMALLEST_AMAX: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(1).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)[:, None]
     columns = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)[None, :]
     # as fp8_format.quantization_scale
-    largest = tl.maximum(tl.load(amax), SMALLEST_AMAX, propagate_nan=tl.PropagateNan.ALL).to(tl.int32, bitcast=True)
+    largest = tl.maximum(tl.load(amax), _SMALLEST_AMAX, propagate_nan=tl.PropagateNan.ALL).to(tl.int32, bitcast=True)
     exponent = _EXPONENT_SUM - (largest >> _MANTISSA_BITS) - ((largest & _MANTISSA) > _LARGEST_FRACTION).to(tl.int32)
     is_finite = largest < _INFINITY
     scale = tl.where(is_finite, (exponent << _MANTISSA_BITS).to(tl.float32, bitcast=True), float("nan"))
@@ -87,7 +90,7 @@ def _quantize(  # type: ignore[no-untyped-def]
         tl.store(inverse_scale, tl.where(is_finite, inverse, float("nan")))
     inside = (rows < num_rows) & (columns < num_columns)
     values = tl.load(matrix + rows * num_columns + columns, mask=inside, other=0.0).to(tl.float32) * scale
-    values = tl.clamp(values, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    values = tl.clamp(values, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
     rounded = values.to(as_is.dtype.element_ty)
     if ROWS:
         tl.store(as_is + rows * num_columns + columns, rounded, mask=inside)

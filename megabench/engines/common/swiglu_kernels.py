@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megabench.engines.common.fp8_kernels import magnitude
+
 _BLOCK = 1024  # elements per step of a program: 16 bytes of bf16 for each of 128 threads
 
 
@@ -26,9 +28,10 @@ def backward(gate: Tensor, up: Tensor, grad: Tensor, gate_grad: Tensor, up_grad:
     """
     num_rows, width = grad.shape
     bits = _bits(amaxes)
+    gate_amax, up_amax = (None, None) if bits is None else (bits[:1], bits[-1:])
     _backward[(num_rows,)](
-        gate, up, grad, gate_grad, up_grad, bits if bits is None else bits[:1], bits if bits is None else bits[-1:],
-        width, gate.stride(0), HAS_AMAX=bits is not None, BLOCK=_BLOCK,
+        gate, up, grad, gate_grad, up_grad, gate_amax, up_amax, width, gate.stride(0),
+        HAS_AMAX=bits is not None, BLOCK=_BLOCK,
     )  # fmt: skip
 
 
@@ -49,7 +52,7 @@ def _forward(gate, up, output, amax, width, stride, HAS_AMAX: tl.constexpr, BLOC
         result = (gates * tl.sigmoid(gates) * ups).to(output.dtype.element_ty)
         tl.store(output + row * width + columns, result, mask=inside)
         if HAS_AMAX:
-            largest = tl.maximum(largest, _magnitude(result))
+            largest = tl.maximum(largest, magnitude(result))
     if HAS_AMAX:
         tl.atomic_max(amax, tl.max(largest))
 
@@ -77,14 +80,8 @@ def _backward(  # type: ignore[no-untyped-def]
         tl.store(gate_grad + places, for_gate, mask=inside)
         tl.store(up_grad + places, for_up, mask=inside)
         if HAS_AMAX:
-            largest_gate = tl.maximum(largest_gate, _magnitude(for_gate))
-            largest_up = tl.maximum(largest_up, _magnitude(for_up))
+            largest_gate = tl.maximum(largest_gate, magnitude(for_gate))
+            largest_up = tl.maximum(largest_up, magnitude(for_up))
     if HAS_AMAX:
         tl.atomic_max(gate_amax, tl.max(largest_gate))
         tl.atomic_max(up_amax, tl.max(largest_up))
-
-
-@triton.jit
-def _magnitude(values):  # type: ignore[no-untyped-def]
-    # the bits of absolute values are ordered like the values, and those of NaN are the largest
-    return tl.abs(values.to(tl.float32)).to(tl.int32, bitcast=True)
