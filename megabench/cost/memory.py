@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from megabench.cost.job import Candidate, Job
 
-_FUSED_LOSS_CHUNK = 2**29  # elements of logits per chunk, as in engines/common/cross_entropy.py
+_FUSED_LOSS_CHUNK = 2**28  # elements of logits per chunk, as in engines/common/cross_entropy.py
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ def logit_bytes(job: Job, candidate: Candidate) -> float:
     """Return the bytes of the logits [B·S, V/T] and of cross-entropy on the last stage.
 
     Without the fused loss, fp32 logits exist twice: as values, and as softmax, which becomes the gradient. The 16-bit
-    logits are freed before the softmax. The fused loss stores chunks of bf16 logits, and fp32 and 16-bit gradients of
-    the weights.
+    logits are freed before the softmax. The fused loss stores a chunk of bf16 logits, which becomes the gradient, and
+    fp32 and 16-bit gradients of the weights.
     """
     tokens = candidate.micro_batch * job.seq_length / candidate.layout.cp
     rows = job.shape.vocab_size / candidate.layout.tp
     if job.stack.fused_loss:
         chunk = min(tokens * rows, _FUSED_LOSS_CHUNK)
-        return 4 * chunk + (4 + 2) * rows * job.shape.hidden_size
+        return 2 * chunk + (4 + 2) * rows * job.shape.hidden_size
     return 8 * tokens * rows
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megabench.config import ResolvedConfig
-from megabench.engines.common.transformers_model import blocks
+from megabench.engines.common.transformers_blocks import blocks
 from megabench.precision import POLICIES
 from megabench.runtime.device import DTYPES
 from tests import distributed

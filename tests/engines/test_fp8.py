@@ -16,7 +16,7 @@ from megabench.engines.common.fp8 import Quantized
 from megabench.engines.common.fp8_format import quantization_scale
 from megabench.engines.common.fp8_weight import Fp8Weight
 from megabench.engines.common.swiglu import swiglu
-from megabench.engines.common.transformers_model import Fp8SwiGLUMLP
+from megabench.engines.common.transformers_blocks import Fp8SwiGLUMLP
 from megabench.engines.fsdp import fp8_gather
 from megabench.precision import POLICIES
 from megabench.runtime.device import DeviceError, check_precision

@@ -58,15 +58,54 @@ def test_transposes() -> None:
     assert torch.equal(bits(fp8.transposed(matrix)), bits(matrix).t())
 
 
+def operands(rows: int, columns: int, inner: int) -> list[Tensor]:
+    left, right = fp8.quantize(random(rows, inner, spread=0)), fp8.quantize(random(columns, inner, spread=0))
+    return [left.rows, left.scale, right.rows, right.scale]
+
+
 @pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_multiplies_as_on_cpu(dtype: torch.dtype, is_fast: bool) -> None:
-    left, right = fp8.quantize(random(256, 4096, spread=0)), fp8.quantize(random(512, 4096, spread=0))
-    expected = fp8.product(left.rows, left.scale, right.rows, right.scale, torch.float32)
-    on_gpu = [tensor.cuda() for tensor in (left.rows, left.scale, right.rows, right.scale)]
-    found = fp8.product(*on_gpu, dtype, is_fast=is_fast).cpu().float()
+    on_cpu = operands(256, 512, 4096)
+    expected = fp8.product(*on_cpu, torch.float32)
+    found = fp8.product(*(tensor.cuda() for tensor in on_cpu), dtype, is_fast=is_fast).cpu().float()
     # fast accumulation keeps 14 bits of each partial sum
     assert torch.dist(found, expected) / expected.norm() < (1e-2 if is_fast or dtype == torch.bfloat16 else 1e-3)
+
+
+@pytest.mark.parametrize("has_nvmath", [False, True])
+def test_sums_over_many_tokens_are_not_too_small(has_nvmath: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terms of a sum have the same sign, as many terms of a weight gradient. Fast accumulation loses some of it."""
+    if has_nvmath:
+        pytest.importorskip("nvmath")
+    monkeypatch.setattr(fp8, "has_nvmath", lambda: has_nvmath)
+    left, right = (fp8.quantize(random(256, 32768, spread=0).abs().cuda(), columns=False) for _ in range(2))
+    expected = left.rows.double() @ right.rows.double().t() * (left.scale * right.scale)
+    total = torch.zeros(256, 256, device="cuda")
+    fp8.add_product(total, left.rows, left.scale, right.rows, right.scale)
+    assert abs(total.double().mean() / expected.mean() - 1) < 1e-4
+    fast = fp8.product(left.rows, left.scale, right.rows, right.scale, torch.float32, is_fast=True)
+    assert fast.double().mean() / expected.mean() < 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("has_nvmath", [False, True])
+def test_adds_products_as_on_cpu(dtype: torch.dtype, has_nvmath: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sizes in turn, each with new operands, scales and sums in each of three rounds."""
+    if has_nvmath:
+        pytest.importorskip("nvmath")
+    monkeypatch.setattr(fp8, "has_nvmath", lambda: has_nvmath)
+    for round_ in range(3):
+        for rows, columns, inner in [(256, 512, 4096), (1024, 256, 2048)]:
+            on_cpu = operands(rows, columns, inner)
+            on_cpu[1] = on_cpu[1] * 2.0**round_
+            expected = random(rows, columns, spread=0).to(dtype) * 100
+            found = expected.cuda()
+            fp8.add_product(found, *(tensor.cuda() for tensor in on_cpu))
+            started = expected.clone()
+            fp8.add_product(expected, *on_cpu)
+            difference = torch.dist(found.cpu().float(), expected.float())
+            assert difference / torch.dist(expected.float(), started.float()) < 2e-2  # the sum is rounded to its dtype
 
 
 def test_reads_strided_input() -> None:

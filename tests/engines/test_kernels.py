@@ -2,6 +2,7 @@
 sizes of the catalogue's models."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megabench.engines.common import norm
 from megabench.engines.common.cross_entropy import linear_cross_entropy
+from megabench.engines.common.fp8 import largest_value
 from megabench.models.catalog import CATALOG
 from megabench.models.shape import ModelShape
 
@@ -75,6 +78,37 @@ def test_rms_norm(width: int) -> None:
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = states.chunk(2, dim=-1)
     return states * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+@pytest.mark.parametrize("width", [width for sizes in of(SHAPES, "hidden_size", "head_dim") for width in sizes])
+def test_rms_norm_of_parallel_blocks(width: int) -> None:
+    ours = partial(norm.rms_norm, eps=1e-5)
+    assert_as_fp32(ours, rms_norm, (random(SEQUENCE, BATCH, width), random(width)))
+
+
+@pytest.mark.parametrize("width", [width for (width,) in of(SHAPES, "hidden_size")])
+def test_norm_of_a_sum(width: int) -> None:
+    def ours(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
+        return torch.stack(norm.norm_of_sum(left, right, weight, 1e-5))
+
+    def reference(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
+        return torch.stack([left + right, rms_norm(left + right, weight)])
+
+    inputs = random(SEQUENCE, BATCH, width), random(SEQUENCE, BATCH, width, seed=1), random(width)
+    assert_as_fp32(ours, reference, inputs)
+
+
+def test_norms_find_the_largest_values() -> None:
+    left, right, weight = (random(*sizes).requires_grad_() for sizes in ((48, 2, 4096), (48, 2, 4096), (4096,)))
+    total, normed = norm.norm_of_sum(left, right, weight, 1e-5)
+    found: list[Tensor] = []
+    left.register_hook(lambda grad: found.extend((largest_value(grad), grad.abs().max())))
+    torch.autograd.backward([total, normed], [random(48, 2, 4096, seed=2), random(48, 2, 4096, seed=3)])
+    alone = norm.rms_norm(left, weight, 1e-5)
+    for tensor in (normed, alone):
+        assert hasattr(tensor, "_megabench_amax")
+        assert largest_value(tensor).item() == tensor.abs().max().item()
+    assert found[0].item() == found[1].item()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), of(SHAPES, "num_heads", "num_kv_heads", "head_dim"))

@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from megabench.engines.common.fused import fused
 from megabench.engines.common.weight_gradient import accumulate
 
-_CHUNK_LOGITS = 2**29  # elements of one chunk of logits: 1 GiB in bf16
+_CHUNK_LOGITS = 2**28  # elements of one chunk of logits at most: 0.5 GiB in bf16
+_CHUNK_MULTIPLE = 256  # tokens; a multiple of the tiles of matrix products
 
 
 def linear_cross_entropy(
@@ -33,7 +34,7 @@ def linear_cross_entropy(
     padding and get no probability. Logits are rounded to the dtype of `hidden`. All later operations use fp32.
     """
     rows = weight.shape[0]
-    chunk = chunk_tokens or max(1, _CHUNK_LOGITS // rows)
+    chunk = chunk_tokens or max(_CHUNK_LOGITS // rows // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
     real = rows if num_real_rows is None else num_real_rows
     with_grads = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, group, real, chunk, with_grads)
@@ -75,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses[part] = log_sum - target
             if grad_hidden is not None and grad_weight is not None:
                 # the gradient with respect to the logits, times the number of tokens, is softmax minus 1 at the label
-                grads = fused(_softmax, logits)(logits, log_sum)
+                grads = fused(_to_softmax, logits)(logits, log_sum)
                 grads[torch.arange(len(local), device=local.device), local] -= is_here.to(grads.dtype)
                 torch.mm(grads, weight, out=grad_hidden[part])
                 accumulate(grad_weight, grads, hidden[part])
@@ -99,9 +100,9 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
     return logits.float().logsumexp(1)
 
 
-def _softmax(logits: Tensor, log_sum: Tensor) -> Tensor:
-    """Return the probabilities [C, V] in the dtype of the logits, from logits [C, V] and their log-sum-exp [C]."""
-    return torch.exp(logits.float() - log_sum[:, None]).to(logits.dtype)
+def _to_softmax(logits: Tensor, log_sum: Tensor) -> Tensor:
+    """Replace the logits [C, V] by their probabilities, given their log-sum-exp [C]."""
+    return logits.copy_(torch.exp(logits.float() - log_sum[:, None]))
 
 
 def _scaled(grads: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

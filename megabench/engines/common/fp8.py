@@ -11,6 +11,8 @@ products is written twice, as it is and transposed, from one read.
 Sizes: Symbols: M rows, N columns, K inner size of a product.
 """
 
+import functools
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -83,11 +85,28 @@ def product(
 ) -> Tensor:
     """Return left [M, K] · right [N, K]ᵀ as [M, N] in `dtype`, from fp8 matrices and their scales.
 
-    `is_fast` lets the GPU sum up in fewer bits. The forward pass tolerates this rounding; the gradients do not.
+    `is_fast` lets the GPU keep only 14 bits of partial sums. This made gradients 3 to 17% too small, because sums over
+    many tokens grow while their terms do not; see "fp8" in benchmarks/NOTES.md. The forward pass tolerates it.
     """
     if left.device.type == "cpu":
         return (left.float() @ right.float().t() * (left_scale * right_scale)).to(dtype)
     return torch._scaled_mm(left, right.t(), left_scale, right_scale, out_dtype=dtype, use_fast_accum=is_fast)
+
+
+def add_product(total: Tensor, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> None:
+    """Add left [M, K] · right [N, K]ᵀ to `total` [M, N]. On GPUs with nvmath-python, the product itself adds."""
+    if total.device.type == "cuda" and has_nvmath():
+        from megabench.engines.common import fp8_accumulation
+
+        fp8_accumulation.add_product(total, left, left_scale, right, right_scale)
+    else:
+        total += product(left, left_scale, right, right_scale, total.dtype)
+
+
+@functools.cache
+def has_nvmath() -> bool:
+    """Return whether nvmath-python is installed."""
+    return find_spec("nvmath") is not None
 
 
 # Custom operators, which torch.compile does not look into. inductor's own casts to fp8 can produce NaN

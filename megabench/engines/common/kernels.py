@@ -1,8 +1,8 @@
 """Choose the kernels of a model. All engines that support a kernel make the same choice.
 
 "auto" selects fused kernels: one for the output layer and cross-entropy (cross_entropy.py), BLOOM's attention and GELU
-(bloom.py), and, only on GPUs, Liger's RMSNorm, rotary embedding and SwiGLU for transformers models. "reference" selects
-the unfused torch code of transformers, which stores the full logits in fp32.
+(bloom.py), RMSNorm (norm.py), and, only on GPUs, Liger's rotary embedding and SwiGLU for transformers models.
+"reference" selects the unfused torch code of transformers, which stores the full logits in fp32.
 """
 
 import logging
@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import torch
 
 from megabench.config import ResolvedConfig
+from megabench.engines.common.fp8 import has_nvmath
 from megabench.record import KernelTraits
 from megabench.runtime.attention import FLASH_2, kernel_name
 from megabench.runtime.device import DTYPES
@@ -50,6 +51,11 @@ def fuses_bloom(run: ResolvedConfig) -> bool:
     return run.kernels == "auto" and run.shape.family == "bloom" and run.shape.foreign is None
 
 
+def fuses_norms(run: ResolvedConfig) -> bool:
+    """Return whether norm.py replaces the RMSNorms of a transformers model, and the additions before them."""
+    return run.kernels == "auto" and run.shape.family in _LIGER and run.shape.foreign is None
+
+
 def uses_liger(run: ResolvedConfig) -> bool:
     """Return whether Liger's kernels replace modules of transformers."""
     serves = run.kernels == "auto" and run.device == "cuda" and run.shape.family in _LIGER
@@ -78,7 +84,7 @@ def patch_transformers(run: ResolvedConfig) -> None:
         logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
 
         getattr(liger, f"apply_liger_kernel_to_{run.shape.family}")(
-            rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
+            rope=True, rms_norm=False, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
         )
 
 
@@ -93,7 +99,9 @@ def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
         attention = _attention(run, run.shape.head_dim + BLOOM_CHANNELS)
         names |= {"attention": f"{attention}, ALiBi in extra channels", "activation": "torch GELU"}
     if uses_liger(run):
-        names |= {"norm": "Liger RMSNorm", "rope": "Liger rotary embedding", "activation": "Liger SwiGLU"}
+        names |= {"rope": "Liger rotary embedding", "activation": "Liger SwiGLU"}
+    if fuses_norms(run):
+        names["norm"] = "torch.compile" if run.options.get("compile") else _norm(run)
     if swiglu_finds_amax(run):
         names["activation"] = f"{_elementwise(run)} SwiGLU"
     return names
@@ -105,7 +113,7 @@ def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
         own = KernelTraits(fused_loss=False)
     else:
         # without Liger, use torch's norm, which is a single kernel
-        has_plain_norm = "norm" not in _PLAIN_OF.get(run.shape.family, {})
+        has_plain_norm = "norm" not in _PLAIN_OF.get(run.shape.family, {}) and not fuses_norms(run)
         own = KernelTraits(
             flash_attention=(run.shape.family != "bloom" or fuses_bloom(run)) and "unfused" not in _attention(run),
             fused_norm=not has_plain_norm,
@@ -117,10 +125,11 @@ def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
 
 def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
     """Return the kernel of each operation of the tensor-parallel blocks, for the record."""
-    elementwise, weight_gradient = "megatron-core unfused", "megatron-core, then added"
+    elementwise, norm, weight_gradient = "megatron-core unfused", "torch rms_norm", "megatron-core, then added"
     if fuses_blocks(run):
         elementwise = _elementwise(run)
-        weight_gradient = "summed up by its product"
+        weight_gradient = "summed up by its product" if fuses_weight_gradient(run) else "added after its product"
+        norm = _norm(run)
     attention = _attention(run)
     if _exchanges_heads(run):
         attention += ", of a part of the heads"
@@ -130,7 +139,7 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
         attention = _SDPA + f": {FLASH_2}" * is_flash + ", of a chunk's queries and all keys before"
     return PLAIN | {
         "attention": attention,
-        "norm": "torch rms_norm",
+        "norm": norm,
         "rope": elementwise,
         "activation": f"{elementwise} SwiGLU",
         "cross_entropy": FUSED_CROSS_ENTROPY
@@ -138,6 +147,10 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
         else "megatron-core vocab-parallel, fp32 logits",
         "weight_gradient": weight_gradient,
     }
+
+
+def _norm(run: ResolvedConfig) -> str:
+    return "megabench fused RMSNorm" if run.device == "cuda" else "torch rms_norm"
 
 
 def _elementwise(run: ResolvedConfig) -> str:
@@ -164,13 +177,19 @@ def traits_for_megatron(run: ResolvedConfig) -> KernelTraits:
         fused_activation=fuses_blocks(run) and run.device == "cuda",
         fused_loss=fuses_cross_entropy(run),
         exchanges_heads=_exchanges_heads(run),
-        fuses_weight_gradient=fuses_blocks(run),
+        fuses_weight_gradient=fuses_weight_gradient(run),
     )
 
 
 def _exchanges_heads(run: ResolvedConfig) -> bool:
     """Return whether context-parallel ranks exchange parts of the sequence for parts of the heads."""
     return run.layout.cp > 1 and run.shape.num_kv_heads % (run.layout.tp * run.layout.cp) == 0
+
+
+def fuses_weight_gradient(run: ResolvedConfig) -> bool:
+    """Return whether the products of the tensor-parallel blocks add to the weight gradients."""
+    has_fp8_gradients = bool(run.fp8_layers) and run.fp8_recipe == "tensorwise"
+    return fuses_blocks(run) and (not has_fp8_gradients or (run.device == "cuda" and has_nvmath()))
 
 
 def fuses_blocks(run: ResolvedConfig) -> bool:

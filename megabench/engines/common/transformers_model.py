@@ -11,45 +11,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.common.cross_entropy import linear_cross_entropy
-from megabench.engines.common.fp8_linear import use_fp8
 from megabench.engines.common.initial import initial_weights
-from megabench.engines.common.kernels import fuses_bloom, fuses_cross_entropy, patch_transformers, swiglu_finds_amax
+from megabench.engines.common.kernels import patch_transformers
 from megabench.engines.common.loss_scale import LossScale
 from megabench.engines.common.optim import is_decayed
-from megabench.engines.common.swiglu import swiglu
+from megabench.engines.common.transformers_blocks import LossHead
 from megabench.engines.protocol import StepResult, TensorKind
 from megabench.models.hugging_face import transformers_config
 from megabench.models.mapping import hugging_face_shapes
 from megabench.models.weights import read_flat
 from megabench.runtime.device import DTYPES
-
-
-class LossHead(nn.Linear):
-    """An output layer fused with the loss: hidden states [B, S, H] -> the mean cross-entropy of `labels` [B, S].
-
-    The model calls this layer like any output layer, so that sharding engines gather its weight.
-    """
-
-    labels: Tensor
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden.flatten(0, 1), self.weight, self.labels.flatten())
-
-
-class Fp8SwiGLUMLP(nn.Module):
-    """The MLP of a block with SwiGLU and fp8 products, [B, S, H] -> [B, S, H], whose linear layers know their amaxes.
-
-    MLPs of transformers and of Liger become instances by `fuse`.
-    """
-
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(swiglu(self.gate_proj(hidden), self.up_proj(hidden), finds_amax=True))
-        return output
 
 
 def model_config(run: ResolvedConfig) -> PreTrainedConfig:
@@ -76,33 +47,6 @@ def _initialize_buffers(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # with this flag, transformers initializes only the buffers
     model.initialize_weights()
-
-
-def blocks(model: PreTrainedModel, run: ResolvedConfig) -> list[nn.Module]:
-    """Its layers, in order."""
-    return list(model.get_submodule(run.shape.table.layer_prefix.rstrip(".")).children())
-
-
-def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
-    """Install the fused loss, fp8 products and the model family's kernels, before an engine wraps the modules."""
-    if fuses_cross_entropy(run):
-        head = model.get_output_embeddings()
-        assert type(head) is nn.Linear and head.bias is None
-        head.__class__ = LossHead  # tied weights share one name
-    if fuses_bloom(run):
-        from megabench.engines.common import bloom
-
-        bloom.fuse(model)
-    for number in run.fp8_layers:
-        block = blocks(model, run)[number]
-        use_fp8(
-            block,
-            keeps_casts=not run.spec.gathers_weights(run.options),
-            has_bf16_gradients=run.fp8_recipe == "bf16-gradients",
-            keeps_transposed=run.options.get("keep_transposed", True),
-        )
-        if swiglu_finds_amax(run):
-            block.mlp.__class__ = Fp8SwiGLUMLP
 
 
 def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8_casts import forget_casts
 from megabench.engines.common.fp8_linear import Fp8Linear
@@ -66,7 +67,7 @@ class DdpEngine(TransformersEngine):
         config = shared.model_config(run)
         with torch.device("meta"):
             model = build_model(config)
-        shared.fuse(model, run)
+        transformers_blocks.fuse(model, run)
         shared.materialize(model, self.device)
         shared.prepare(model, run, self.device)
         values = shared.InitialValues(run, self.device)
@@ -77,7 +78,7 @@ class DdpEngine(TransformersEngine):
             # DDP's graph optimizer splits compiled graphs at bucket borders. Splitting a fused kernel fails.
             # Graphs of single blocks are short enough for reductions to overlap.
             torch._dynamo.config.optimize_ddp = False
-            for block in shared.blocks(model, run):
+            for block in transformers_blocks.blocks(model, run):
                 block.compile()
         if dtype != torch.float32:
             for module in list(model.modules()):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from megabench.checkpoint.shards import TrainingState
 from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.common import loss_scale
+from megabench.engines.common import loss_scale, transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8_casts import forget_casts
 from megabench.engines.common.transformers_engine import TransformersEngine
@@ -83,10 +83,12 @@ class DeepSpeedEngine(TransformersEngine):
                 model = build_model(config)
         finally:
             torch.set_default_dtype(default_dtype)
-        shared.fuse(model, self.run)
+        transformers_blocks.fuse(model, self.run)
         shared.prepare(model, self.run, self.device)
         if self.own.zero_leaf_layers:
-            deepspeed.utils.set_z3_leaf_modules(model, [type(block) for block in shared.blocks(model, self.run)])
+            deepspeed.utils.set_z3_leaf_modules(
+                model, [type(block) for block in transformers_blocks.blocks(model, self.run)]
+            )
         _load_initial_weights(model, shared.InitialValues(self.run, shared.home(self.own.offload, self.device)))
         return model
 

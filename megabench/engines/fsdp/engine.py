@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8_linear import Fp8Linear
 from megabench.engines.common.replica_state import Held, ReplicaState
@@ -63,8 +64,11 @@ class FsdpEngine(TransformersEngine):
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[run.precision], reduce_dtype=DTYPES[run.grad_dtype])
         mesh = self._mesh()
         offload = CPUOffloadPolicy(pin_memory=run.device == "cuda") if self.own.offload == "all" else OffloadPolicy()
-        shared.fuse(model, run)
-        blocks, ends = shared.blocks(model, run), [model.get_input_embeddings(), model.get_output_embeddings()]
+        transformers_blocks.fuse(model, run)
+        blocks, ends = (
+            transformers_blocks.blocks(model, run),
+            [model.get_input_embeddings(), model.get_output_embeddings()],
+        )
         if run.shape.tied_embeddings:
             ends = []  # a tied weight belongs to the FSDP unit of the whole model
         for unit in [*blocks, *ends, model]:

@@ -28,6 +28,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from megabench.config import ResolvedConfig
 from megabench.engines.common.fused import fused
 from megabench.engines.common.kernels import fuses_blocks
+from megabench.engines.common.norm import norm_of_sum, rms_norm
 from megabench.engines.common.swiglu import swiglu
 from megabench.engines.megatron.fp8_linear import Fp8ColumnLinear, Fp8RowLinear
 from megabench.engines.megatron.linear import ColumnLinear, RowLinear
@@ -48,8 +49,26 @@ class RMSNorm(nn.Module):
         # parameter has this attribute.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+    def forward(self, hidden_states: Tensor, added: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the norm of `hidden_states`, or their sum with `added` and the norm of the sum."""
+        if added is None:
+            return rms_norm(hidden_states, self.weight, self.eps)
+        return norm_of_sum(hidden_states, added, self.weight, self.eps)
+
+
+class LlamaLayer(TransformerLayer):
+    """megatron-core's parallel layer, for training only, in which an addition and the norm after it are one kernel."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **inference: Any
+    ) -> tuple[Tensor, None]:
+        """[S/tp, B, H], and angles [S, 1, 1, D] -> [S/tp, B, H]."""
+        attended, _ = self.self_attention(
+            self.input_layernorm(hidden_states), attention_mask, rotary_pos_emb=rotary_pos_emb
+        )
+        hidden_states, normed = self.pre_mlp_layernorm(hidden_states, attended)
+        output, _ = self.mlp(normed)
+        return hidden_states + output, None
 
 
 class SwiGLU(MegatronModule):
@@ -235,13 +254,15 @@ def _llama_block(number: int, run: ResolvedConfig) -> ModuleSpec:
 
     In model families with query and key norms, the norms over D precede the rotary embedding.
     """
-    attention, activation = (RotaryAttention, SwiGLU) if fuses_blocks(run) else (SelfAttention, None)
+    layer, attention, activation = (
+        (LlamaLayer, RotaryAttention, SwiGLU) if fuses_blocks(run) else (TransformerLayer, SelfAttention, None)
+    )
     if number in run.fp8_layers:
         activation = Fp8SwiGLU
     column, row = _linear_layers(number, run)
     qk_norm = run.shape.table.qk_norm
     return ModuleSpec(
-        module=TransformerLayer,
+        module=layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(

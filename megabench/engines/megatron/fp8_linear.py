@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megabench.engines.common.fp8 import Quantized, columns_of, product, quantize, transposed
+from megabench.engines.common.fp8 import Quantized, add_product, columns_of, product, quantize, transposed
 from megabench.engines.common.fp8_casts import CastsWeight
 from megabench.engines.megatron.linear import Column, ColumnLinear, Row, RowLinear, added, gather, scatter, wait
 
@@ -153,5 +153,5 @@ def _input_gradient(grads: Quantized, cast: Quantized, shape: torch.Size, dtype:
 
 def _add_weight_gradient(weight: Any, grads: Quantized, columns: Tensor, scale: Tensor) -> Tensor:
     """Add to megatron-core's gradient buffer, in its dtype, given the transposed input [K, S·B] in fp8."""
-    weight.main_grad += product(grads.columns, grads.scale, columns, scale, weight.main_grad.dtype)
+    add_product(weight.main_grad, grads.columns, grads.scale, columns, scale)
     return added(weight)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.engines.common.transformers_engine import TransformersEngine
@@ -65,7 +66,7 @@ class MegatronFsdpEngine(TransformersEngine):
         config = shared.model_config(run)
         with torch.device("meta"):
             model = build_model(config).to(DTYPES[run.precision])
-        shared.fuse(model, run)
+        transformers_blocks.fuse(model, run)
         if run.shape.tied_embeddings:
             shared.materialize(model, self.device)
         else:
@@ -97,7 +98,7 @@ class MegatronFsdpEngine(TransformersEngine):
             device_mesh=mesh,
             dp_shard_dim="shard",
             tp_dim="tp",
-            fsdp_unit_modules=list({type(block) for block in shared.blocks(model, self.run)}),
+            fsdp_unit_modules=list({type(block) for block in transformers_blocks.blocks(model, self.run)}),
             zero_dp_strategy="optim_grads_params",
             device=self.device,
             init_model_with_meta_device=not self.run.shape.tied_embeddings,

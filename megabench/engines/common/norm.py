@@ -1,0 +1,68 @@
+"""Root-mean-square norm (arXiv 1910.07467), alone or after an addition, with one kernel per pass on GPUs."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabench.engines.common.fp8 import remember_largest_value
+
+_NARROW = 1024  # below this size, as for the norms of heads, torch's kernel is faster: it has several rows per program
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of hidden [..., H]. On GPUs, `fp8.largest_value` knows the largest value of the result."""
+    if _uses_torch(hidden, weight):
+        return F.rms_norm(hidden, weight.shape, weight, eps)
+    normed: Tensor = _Norm.apply(hidden, None, weight, eps)
+    return normed
+
+
+def norm_of_sum(left: Tensor, right: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return left + right and the norm of this sum, all [..., H].
+
+    On GPUs, `fp8.largest_value` knows the largest values of the norm and of the gradient of the sum.
+    """
+    if _uses_torch(left, weight):
+        total = left + right
+        return total, F.rms_norm(total, weight.shape, weight, eps)
+    normed, total = _Norm.apply(left, right, weight, eps)
+    return total, normed
+
+
+def _uses_torch(hidden: Tensor, weight: Tensor) -> bool:
+    # torch.compile fuses torch's operations
+    return hidden.device.type == "cpu" or weight.numel() < _NARROW or torch.compiler.is_compiling()
+
+
+class _Norm(torch.autograd.Function):
+    """Returns the norm, or with `right` the norm and the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, left: Tensor, right: Tensor | None, weight: Tensor, eps: float
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        from megabench.engines.common import norm_kernels  # only GPU builds of torch include Triton
+
+        left = left.contiguous()
+        total = left if right is None else torch.empty_like(left)
+        normed, amax = torch.empty_like(left), left.new_zeros((), dtype=torch.float32)
+        right = None if right is None else right.contiguous()
+        inverse_rms = norm_kernels.forward(left, right, weight, eps, total, normed, amax)
+        ctx.save_for_backward(total, weight, inverse_rms)
+        remember_largest_value(normed, amax)
+        return normed if right is None else (normed, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad_normed: Tensor, grad_total: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        from megabench.engines.common import norm_kernels
+
+        total, weight, inverse_rms = ctx.saved_tensors
+        grad, amax = torch.empty_like(total), total.new_zeros((), dtype=torch.float32)
+        grad_total = None if grad_total is None else grad_total.contiguous()
+        grad_weight = norm_kernels.backward(
+            grad_normed.contiguous(), grad_total, total, weight, inverse_rms, grad, amax
+        )
+        remember_largest_value(grad, amax)
+        return grad, None if grad_total is None else grad, grad_weight.to(weight.dtype), None
