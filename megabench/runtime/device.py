@@ -71,8 +71,6 @@ def initialize(
     if rendezvous.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share_of_cores())
     if device == "cuda":
-        # memory of a freed size can then serve for other sizes
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         where = torch.device("cuda", rendezvous.local_rank)
         torch.cuda.set_device(where)
         pin_kernel(where)

@@ -37,6 +37,21 @@ def test_one_process(chunk):
     torch.testing.assert_close((loss.detach(), hidden.grad, weight.grad), expected())
 
 
+@pytest.mark.parametrize("chunk", [None, 17])
+def test_adds_the_gradient_of_the_weight(chunk: int | None) -> None:
+    hidden, weight, labels = inputs()
+    before = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    total = before.clone()
+    for _ in range(2):
+        loss = linear_cross_entropy(
+            hidden, weight.detach(), labels, chunk_tokens=chunk, weight_gradient=total, weight_factor=3.0
+        )
+        hidden.grad = None
+        (3.0 * loss).backward()
+    _, of_hidden, of_weight = expected()
+    torch.testing.assert_close((hidden.grad, total - before), (of_hidden, 2 * of_weight), rtol=1e-4, atol=1e-5)
+
+
 def test_bf16():
     hidden, weight, labels = inputs(torch.bfloat16)
     loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=20)

@@ -26,18 +26,25 @@ def linear_cross_entropy(
     group: ProcessGroup | None = None,
     num_real_rows: int | None = None,
     chunk_tokens: int | None = None,
+    weight_gradient: Tensor | None = None,
+    weight_factor: float = 1.0,
 ) -> Tensor:
     """Return the mean cross-entropy of `labels` [N] under softmax(hidden [N, H] · weightᵀ), an fp32 scalar in nats.
 
     `weight` [V, H] is this rank's part of the vocabulary. The ranks of `group` hold equal parts in rank order, and all
     ranks get the same loss. The gradient of `hidden` must be summed over the group. Rows from `num_real_rows` on are
     padding and get no probability. Logits are rounded to the dtype of `hidden`. All later operations use fp32.
+
+    With `weight_gradient` [V, H], the gradient of the weight, times `weight_factor`, is added to that tensor by the
+    forward pass, and the backward pass returns none.
     """
     rows = weight.shape[0]
     chunk = chunk_tokens or max(_CHUNK_LOGITS // rows // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
     real = rows if num_real_rows is None else num_real_rows
     with_grads = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, group, real, chunk, with_grads)
+    loss: Tensor = _LinearCrossEntropy.apply(
+        hidden, weight, labels, group, real, chunk, with_grads, weight_gradient, weight_factor
+    )
     return loss
 
 
@@ -52,13 +59,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_real_rows: int,
         chunk: int,
         with_grads: bool,
+        weight_gradient: Tensor | None,
+        weight_factor: float,
     ) -> Tensor:
         rows = weight.shape[0]
         size = group.size() if group else 1
         first_row = rows * group.rank() if group else 0
         losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if with_grads else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_grads else None
+        # backward multiplies a gradient of its own by the factor and divides it by the number of tokens
+        grad_weight, factor = weight_gradient, weight_factor / len(labels)
+        if with_grads and grad_weight is None:
+            grad_weight, factor = torch.zeros_like(weight, dtype=torch.float32), 1.0
         for start in range(0, len(labels), chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ weight.t()
@@ -79,10 +91,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grads = fused(_to_softmax, logits)(logits, log_sum)
                 grads[torch.arange(len(local), device=local.device), local] -= is_here.to(grads.dtype)
                 torch.mm(grads, weight, out=grad_hidden[part])
-                accumulate(grad_weight, grads, hidden[part])
+                accumulate(grad_weight, grads, hidden[part], factor)
                 del grads
             del logits  # free these logits before the next chunk is computed
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, grad_weight if weight_gradient is None else None)
         ctx.num_tokens, ctx.dtype = len(labels), weight.dtype
         return losses.mean()
 
@@ -91,8 +103,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad_loss / ctx.num_tokens
         scaled = fused(_scaled, grad_hidden)
-        grads = scaled(grad_hidden, scale, grad_hidden.dtype), scaled(grad_weight, scale, ctx.dtype)
-        return *grads, None, None, None, None, None
+        of_weight = None if grad_weight is None else scaled(grad_weight, scale, ctx.dtype)
+        return scaled(grad_hidden, scale, grad_hidden.dtype), of_weight, None, None, None, None, None, None, None
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:

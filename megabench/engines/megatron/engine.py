@@ -28,6 +28,7 @@ from megabench.engines.megatron.gather import full_tensors
 from megabench.engines.megatron.model import (
     ParallelLlama,
     load_weights,
+    loss_factor,
     transformer_config,
     whole_model_name,
 )
@@ -162,15 +163,12 @@ class MegatronEngine:
     def _loss(self, token_losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convert losses [B, S] into (the loss to differentiate, its token count, the loss to report).
 
-        All micro-batches, replicas and context-parallel parts have equal numbers of tokens, so all means have equal
-        weight. Sums of token losses would overflow under fp16's loss scale. In fp16, gradients are divided by the
-        number of replicas later, as in all engines, because small gradients would underflow.
+        Sums of token losses would overflow under fp16's loss scale.
         """
         loss = token_losses.mean()
-        replicas = 1 if self.run.policy.scales_loss else self.groups.dp_cp.size()
         count = torch.ones((), dtype=torch.int, device=self.device)
         report = torch.stack([loss.detach().double(), count.double()])
-        return loss / (self.run.num_micro_batches * replicas), count, report
+        return loss * loss_factor(self.run, self.groups), count, report
 
     @torch.no_grad()
     def update(self, learning_rate: float) -> StepResult:

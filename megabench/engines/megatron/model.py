@@ -1,6 +1,7 @@
 """A rank's part of the model: megatron-core's configuration, the rank's model chunks, and their initial weights."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megabench.config import ResolvedConfig
 from megabench.engines.common.cross_entropy import linear_cross_entropy
 from megabench.engines.common.kernels import fuses_blocks, fuses_cross_entropy
 from megabench.engines.megatron.blocks import llama_blocks
+from megabench.engines.megatron.linear import added
 from megabench.models.mapping import padded_vocab_size, shard
 from megabench.models.rotary import rotary_frequencies
 from megabench.models.weights import Weights, read_shard
@@ -31,6 +33,8 @@ class ParallelLossHead(ColumnParallelLinear):
 
     labels: Tensor
     num_real_rows: int
+    # the factor by which the loss is multiplied before the backward pass, or None if it is not known
+    loss_factor: float | None = None
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -39,8 +43,27 @@ class ParallelLossHead(ColumnParallelLinear):
             input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         hidden = input_.transpose(0, 1).flatten(0, 1)
         weight = self.weight if weight is None else weight
-        loss = linear_cross_entropy(hidden, weight, self.labels.flatten(), self.tp_group, self.num_real_rows)
-        return loss, None
+        compute = partial(
+            linear_cross_entropy, labels=self.labels.flatten(), group=self.tp_group, num_real_rows=self.num_real_rows
+        )
+        if self.loss_factor is None or not torch.is_grad_enabled():
+            return compute(hidden, weight), None
+        main_grad: Tensor = weight.main_grad  # type: ignore[union-attr]
+        loss = compute(hidden, weight.detach(), weight_gradient=main_grad, weight_factor=self.loss_factor)
+        return _WithAddedGradient.apply(loss, weight), None
+
+
+class _WithAddedGradient(torch.autograd.Function):
+    """Returns a loss, and reports in the backward pass that the gradient of the weight was added."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_loss, added(ctx.weight)
 
 
 class ParallelLlama(GPTModel):
@@ -78,6 +101,9 @@ class ParallelLlama(GPTModel):
         self.num_real_rows = max(0, min(held, self.vocab_size // layout.tp))
         if self.post_process and fuses_cross_entropy(run):
             self.output_layer.__class__ = ParallelLossHead  # tied weights share one name
+            # the gradient of a tied weight also has a part from the embedding
+            if fuses_blocks(run) and not shape.tied_embeddings and not run.policy.scales_loss:
+                self.output_layer.loss_factor = loss_factor(run, groups)
 
     def forward(self, *args: Any, labels: Tensor | None, **kwargs: Any) -> Tensor:
         """Compute losses, or the output for the next stage, from tokens [B, S] or the output of the previous stage.
@@ -100,6 +126,17 @@ class ParallelLlama(GPTModel):
         if self.num_real_rows < logits.shape[-1]:
             logits[..., self.num_real_rows :] = -torch.inf
         return vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous()).transpose(0, 1)
+
+
+def loss_factor(run: ResolvedConfig, groups: ProcessGroupCollection) -> float:
+    """Return the factor by which the mean loss of a micro-batch is multiplied before the backward pass.
+
+    All micro-batches, replicas and context-parallel parts have equal numbers of tokens, so all means have equal weight.
+    In fp16, gradients are divided by the number of replicas later, as in all engines, because small gradients would
+    underflow.
+    """
+    replicas: int = 1 if run.policy.scales_loss else groups.dp_cp.size()
+    return 1 / (run.num_micro_batches * replicas)
 
 
 def transformer_config(run: ResolvedConfig) -> TransformerConfig:
