@@ -49,7 +49,16 @@ class RMSNorm(nn.Module):
         # parameter has this attribute.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, hidden_states: Tensor, added: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+
+
+class FusedNorm(RMSNorm):
+    """RMSNorm with megabench's kernels, alone or after an addition."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, added: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the norm of `hidden_states`, or their sum with `added` and the norm of the sum."""
         if added is None:
             return rms_norm(hidden_states, self.weight, self.eps)
@@ -246,7 +255,13 @@ def zigzag_slice(tokens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 
 def llama_blocks(layers: range, run: ResolvedConfig) -> TransformerBlockSubmodules:
     """Return the specs of the parallel layers with these numbers in the model, and of the final norm."""
-    return TransformerBlockSubmodules(layer_specs=[_llama_block(number, run) for number in layers], layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[_llama_block(number, run) for number in layers], layer_norm=_norm(run)
+    )
+
+
+def _norm(run: ResolvedConfig) -> type[RMSNorm]:
+    return FusedNorm if fuses_blocks(run) else RMSNorm
 
 
 def _llama_block(number: int, run: ResolvedConfig) -> ModuleSpec:
@@ -260,11 +275,11 @@ def _llama_block(number: int, run: ResolvedConfig) -> ModuleSpec:
     if number in run.fp8_layers:
         activation = Fp8SwiGLU
     column, row = _linear_layers(number, run)
-    qk_norm = run.shape.table.qk_norm
+    norm, qk_norm = _norm(run), run.shape.table.qk_norm
     return ModuleSpec(
         module=layer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=attention,
                 params={"attn_mask_type": AttnMaskType.causal},
@@ -272,12 +287,12 @@ def _llama_block(number: int, run: ResolvedConfig) -> ModuleSpec:
                     linear_qkv=column,
                     core_attention=CausalAttention,
                     linear_proj=row,
-                    q_layernorm=RMSNorm if qk_norm else None,
-                    k_layernorm=RMSNorm if qk_norm else None,
+                    q_layernorm=norm if qk_norm else None,
+                    k_layernorm=norm if qk_norm else None,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=mlp_spec(MLPSubmodules(linear_fc1=column, activation_func=activation, linear_fc2=row)),
             mlp_bda=get_bias_dropout_add,
         ),
