@@ -92,8 +92,8 @@ def logit_bytes(job: Job, candidate: Candidate) -> float:
     """Return the bytes of the logits [B·S, V/T] and of cross-entropy on the last stage.
 
     Without the fused loss, fp32 logits exist twice: as values, and as softmax, which becomes the gradient. The 16-bit
-    logits are freed before the softmax. The fused loss stores a chunk of bf16 logits, which becomes the gradient, and
-    fp32 and 16-bit gradients of the weights.
+    logits are freed before the softmax. The fused loss stores one chunk of bf16 logits, which their gradient
+    overwrites, and the gradient of the output layer's weight in fp32 and in 16 bits.
     """
     tokens = candidate.micro_batch * job.seq_length / candidate.layout.cp
     rows = job.shape.vocab_size / candidate.layout.tp

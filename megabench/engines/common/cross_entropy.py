@@ -35,8 +35,8 @@ def linear_cross_entropy(
     ranks get the same loss. The gradient of `hidden` must be summed over the group. Rows from `num_real_rows` on are
     padding and get no probability. Logits are rounded to the dtype of `hidden`. All later operations use fp32.
 
-    With `weight_gradient` [V, H], the gradient of the weight, times `weight_factor`, is added to that tensor by the
-    forward pass, and the backward pass returns none.
+    If a tensor `weight_gradient` [V, H] is given, the forward pass computes the gradient of `weight`, multiplies it by
+    `weight_factor` and adds it to this tensor. The backward pass then returns no gradient of `weight`.
     """
     rows = weight.shape[0]
     chunk = chunk_tokens or max(_CHUNK_LOGITS // rows // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
@@ -67,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         first_row = rows * group.rank() if group else 0
         losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if with_grads else None
-        # backward multiplies a gradient of its own by the factor and divides it by the number of tokens
+        # without a given tensor, the backward pass scales the gradient
         grad_weight, factor = weight_gradient, weight_factor / len(labels)
         if with_grads and grad_weight is None:
             grad_weight, factor = torch.zeros_like(weight, dtype=torch.float32), 1.0

@@ -94,7 +94,10 @@ def product(
 
 
 def add_product(total: Tensor, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> None:
-    """Add left [M, K] · right [N, K]ᵀ to `total` [M, N]. On GPUs with nvmath-python, the product itself adds."""
+    """Add left [M, K] · right [N, K]ᵀ to `total` [M, N].
+
+    If nvmath-python is installed, cuBLASLt accumulates into `total`. Otherwise, a second kernel adds the product.
+    """
     if total.device.type == "cuda" and has_nvmath():
         from megabench.engines.common import fp8_accumulation
 

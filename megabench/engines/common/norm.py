@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megabench.engines.common.fp8 import remember_largest_value
 
-_NARROW = 1024  # below this size, as for the norms of heads, torch's kernel is faster: it has several rows per program
+_NARROW = 1024  # for smaller H, as in query and key norms, torch's kernel is used, which processes several rows at once
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm of hidden [..., H]. On GPUs, `fp8.largest_value` knows the largest value of the result."""
+    """Return the RMSNorm of hidden [..., H]. The kernel also stores the amax of the result for `fp8.largest_value`."""
     if _uses_torch(hidden, weight):
         return F.rms_norm(hidden, weight.shape, weight, eps)
     normed: Tensor = _Norm.apply(hidden, None, weight, eps)
@@ -20,9 +20,9 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_of_sum(left: Tensor, right: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return left + right and the norm of this sum, all [..., H].
+    """Return left + right and the RMSNorm of this sum, all [..., H].
 
-    On GPUs, `fp8.largest_value` knows the largest values of the norm and of the gradient of the sum.
+    The kernels also store the amaxes of the normalized sum and of the gradient of the sum for `fp8.largest_value`.
     """
     if _uses_torch(left, weight):
         total = left + right
@@ -37,7 +37,7 @@ def _uses_torch(hidden: Tensor, weight: Tensor) -> bool:
 
 
 class _Norm(torch.autograd.Function):
-    """Returns the norm, or with `right` the norm and the sum."""
+    """Returns the RMSNorm of `left`; or, if `right` is given, the RMSNorm of left + right, and left + right."""
 
     @staticmethod
     def forward(

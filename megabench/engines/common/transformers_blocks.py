@@ -28,7 +28,7 @@ class LossHead(nn.Linear):
 class Fp8SwiGLUMLP(nn.Module):
     """The MLP of a block with SwiGLU and fp8 products, [B, S, H] -> [B, S, H], whose linear layers know their amaxes.
 
-    MLPs of transformers and of Liger become instances by `fuse`.
+    `fuse` turns the MLPs of transformers and of Liger into this class.
     """
 
     gate_proj: nn.Module
@@ -41,20 +41,20 @@ class Fp8SwiGLUMLP(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """The RMSNorm of a transformers model, [..., H] -> [..., H]. Norms of transformers become instances by `fuse`."""
+    """The RMSNorm of a transformers model, [..., H] -> [..., H]. `fuse` turns the model's norms into this class."""
 
     weight: Tensor
     variance_epsilon: float
 
     def forward(self, hidden: Tensor, added: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the norm of `hidden`, or their sum with `added` and the norm of the sum."""
+        """Return the RMSNorm of `hidden`; or, if `added` is given, hidden + added and the RMSNorm of this sum."""
         if added is None:
             return rms_norm(hidden, self.weight, self.variance_epsilon)
         return norm_of_sum(hidden, added, self.weight, self.variance_epsilon)
 
 
 class _FusedBlock:
-    """A block of transformers, [B, S, H] -> [B, S, H], in which an addition and the norm after it are one kernel."""
+    """A block of a transformers model, [B, S, H] -> [B, S, H], with a fused residual addition and RMSNorm."""
 
     input_layernorm: nn.Module
     self_attn: nn.Module

@@ -59,14 +59,14 @@ class FusedNorm(RMSNorm):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, added: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the norm of `hidden_states`, or their sum with `added` and the norm of the sum."""
+        """Return the RMSNorm of `hidden_states`; or, if `added` is given, the sum of both and its RMSNorm."""
         if added is None:
             return rms_norm(hidden_states, self.weight, self.eps)
         return norm_of_sum(hidden_states, added, self.weight, self.eps)
 
 
 class LlamaLayer(TransformerLayer):
-    """megatron-core's parallel layer, for training only, in which an addition and the norm after it are one kernel."""
+    """megatron-core's TransformerLayer with a fused residual addition and RMSNorm. It supports only training."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **inference: Any

@@ -33,7 +33,7 @@ class ParallelLossHead(ColumnParallelLinear):
 
     labels: Tensor
     num_real_rows: int
-    # the factor by which the loss is multiplied before the backward pass, or None if it is not known
+    # the factor by which the engine multiplies the loss before the backward pass; None if the factor is not constant
     loss_factor: float | None = None
 
     def forward(
@@ -54,7 +54,7 @@ class ParallelLossHead(ColumnParallelLinear):
 
 
 class _WithAddedGradient(torch.autograd.Function):
-    """Returns a loss, and reports in the backward pass that the gradient of the weight was added."""
+    """Returns the loss. The backward pass tells megatron-core that `main_grad` contains the gradient of the weight."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, weight: Tensor) -> Tensor:
