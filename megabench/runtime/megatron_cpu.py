@@ -2,8 +2,8 @@
 
 Both ask for CUDA by name in many places. `install()` redirects tensors and devices to the CPU, only for callers in
 these libraries, so that a wrong device in megabench still fails. Streams and the random state are replaced for all
-callers. `install()` does nothing if there is a GPU, and must run
-before these libraries are first imported. The mode is thread-local: call it in the thread that trains.
+callers. The libraries' coalesced collectives finish before they return. `install()` does nothing if there is a GPU,
+and must run before these libraries are first imported. The mode is thread-local: call it in the thread that trains.
 
 Transformer Engine, FP8, CUDA graphs and the timing of streams do not work on CPU.
 """
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -85,6 +86,7 @@ def install() -> None:
     # torch's builds for CUDA warn that they find no GPU when megatron-core imports this module
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _answer_cuda_calls()
+    _wait_for_coalesced_collectives()
     _import_megatron()
     _answer_random_state()
     _mode = _CudaMeansCpu()
@@ -100,6 +102,16 @@ def _answer_cuda_calls() -> None:
     cuda.manual_seed = cuda.random.manual_seed = torch.default_generator.manual_seed
     cuda.Stream = cuda.current_stream = cuda.default_stream = _Stream
     cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+def _wait_for_coalesced_collectives() -> None:
+    """Make asynchronous coalesced collectives synchronous. Both libraries import the context manager by name.
+
+    Gloo in torch 2.13 corrupts the heap if several coalesced all-gathers run at once, as Megatron-FSDP's prefetch
+    starts them. Worker processes then die with SIGSEGV or SIGABRT.
+    """
+    coalesce = dist._coalescing_manager
+    dist._coalescing_manager = lambda group=None, device=None, async_ops=False: coalesce(group, device)
 
 
 def _import_megatron() -> None:
