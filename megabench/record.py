@@ -133,7 +133,8 @@ class KernelTraits(_Part):
     `flash_attention` means that no S×S scores are stored; `fused_norm` and `fused_activation` read and write their
     tensors once; `fused_loss` means that the logits of a micro-batch are never stored at once. With `exchanges_heads`,
     context parallelism exchanges parts of the sequence for parts of the heads. With `fuses_weight_gradient`, the matrix
-    product of a weight gradient also accumulates the gradient.
+    product of a weight gradient also accumulates the gradient. `fuses_fp8_weight_gradient` means the same for products
+    of fp8 matrices.
     """
 
     flash_attention: bool | None = None
@@ -142,6 +143,7 @@ class KernelTraits(_Part):
     fused_loss: bool | None = None
     exchanges_heads: bool = False
     fuses_weight_gradient: bool = False
+    fuses_fp8_weight_gradient: bool = False
 
 
 class Group(_Part):

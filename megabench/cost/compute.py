@@ -274,10 +274,12 @@ def accumulated_bytes(job: Job, fp8_share: float = 0.0) -> float:
     """Return the bytes per parameter for adding a gradient to its buffer.
 
     The buffer is read and written. The gradient is also written and read in 16 bits, unless its matrix product adds to
-    the buffer. An fp8 product cannot do so (torch._scaled_mm). The gradient is then written in fp32, which is part of
-    the time of the product, and read: again 4 bytes. `fp8_share` is the share of gradients that fp8 products compute.
+    the buffer. If an fp8 product does not, the gradient is written in fp32, which is part of the time of the product,
+    and read: again 4 bytes. `fp8_share` is the share of gradients that fp8 products compute.
     """
-    return 2 * job.bytes_of_gradient + 4 * (fp8_share if job.stack.fuses_weight_gradient else 1)
+    stack = job.stack
+    added = (1 - fp8_share) * (not stack.fuses_weight_gradient) + fp8_share * (not stack.fuses_fp8_weight_gradient)
+    return 2 * job.bytes_of_gradient + 4 * added
 
 
 def optimizer_seconds(machine: Machine, job: Job, parameters: float, sharded: float) -> float:

@@ -59,6 +59,7 @@ class Stack:
     keeps_gathered: bool = False
     keeps_transposed: bool = True
     fuses_weight_gradient: bool = False
+    fuses_fp8_weight_gradient: bool = False
     blocking_p2p: bool = True
     bucket_parameters: float = 40e6
     buckets_on_all_stages: bool = False

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megabench.config import RunConfig
 from megabench.engines.common.cross_entropy import linear_cross_entropy
+from megabench.engines.common.kernels import adds_output_gradient
 from tests import distributed
 
 TOKENS, WIDTH, VOCABULARY = 48, 16, 60
@@ -121,3 +123,30 @@ def test_the_logits_of_all_tokens_are_never_there():
     with Largest() as largest:
         F.cross_entropy(hidden @ weight.t(), labels)
     assert largest.numel == TOKENS * VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected_answer"),
+    [
+        ({}, True),
+        ({"precision": "bf16"}, True),
+        ({"precision": "bf16", "grad_dtype": "bf16"}, False),
+        ({"precision": "fp16"}, False),
+        ({"model": "qwen3-0.6b"}, False),
+        ({"kernels": "reference"}, False),
+    ],
+)
+def test_which_runs_add_the_output_gradient(fields: dict[str, str], expected_answer: bool) -> None:
+    """A bf16 sum would be rounded for each chunk, a tied weight has two gradients, and fp16 changes the factor."""
+    run = RunConfig.parse({"model": "llama-tiny", "data": "synthetic"} | fields).resolve(1, "cuda")
+    assert adds_output_gradient(run) == expected_answer
+
+
+def test_a_wrong_factor_is_an_error() -> None:
+    from megabench.engines.megatron.model import _WithAddedGradient
+
+    loss, weight = torch.ones((), requires_grad=True), torch.nn.Parameter(torch.ones(2))
+    (_WithAddedGradient.apply(loss, weight, 0.5) * 0.5).backward()
+    assert loss.grad == 0.5 and weight.grad_added_to_main_grad
+    with pytest.raises(RuntimeError, match="zero"):
+        (_WithAddedGradient.apply(loss, weight, 0.5) * 0.25).backward()

@@ -101,6 +101,9 @@ def test_the_weight_gradient_is_added_after_its_product():
     stack = replace(job().stack, fuses_weight_gradient=True)
     assert compute.accumulated_bytes(job(stack=stack)) == 8
     assert compute.accumulated_bytes(in_fp8(stack=stack), fp8_share=1) == 12
+    assert compute.accumulated_bytes(in_fp8(stack=stack), fp8_share=0.25) == 9
+    stack = replace(stack, fuses_fp8_weight_gradient=True)
+    assert compute.accumulated_bytes(in_fp8(stack=stack), fp8_share=1) == 8
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def linear_cross_entropy(
     rows = weight.shape[0]
     chunk = chunk_tokens or max(_CHUNK_LOGITS // rows // _CHUNK_MULTIPLE, 1) * _CHUNK_MULTIPLE
     real = rows if num_real_rows is None else num_real_rows
-    with_grads = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    needs_grads = hidden.requires_grad or weight.requires_grad or weight_gradient is not None
+    with_grads = torch.is_grad_enabled() and needs_grads
     loss: Tensor = _LinearCrossEntropy.apply(
         hidden, weight, labels, group, real, chunk, with_grads, weight_gradient, weight_factor
     )

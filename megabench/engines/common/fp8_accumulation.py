@@ -17,11 +17,13 @@ _plans: dict[tuple[Any, ...], Matmul] = {}
 def add_product(total: Tensor, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> None:
     """Add left [M, K] · right [N, K]ᵀ to `total` [M, N], which is fp32 or bf16, on the current stream."""
     a, b, scales = left, right.t(), {"a": left_scale.reshape(1), "b": right_scale.reshape(1)}
-    key = (total.shape, left.shape[1], total.dtype, total.device)
+    # cuBLASLt chooses the algorithm of a plan by the alignment of the sum
+    key = (total.shape, left.shape[1], total.dtype, total.device, total.data_ptr() % 256)
     if key in _plans:
         _plans[key].reset_operands_unchecked(a=a, b=b, c=total, quantization_scales=scales)
     else:
-        _plans[key] = Matmul(a, b, total, beta=1.0, quantization_scales=scales, options={"inplace": True})
-        _plans[key].plan()
+        product = Matmul(a, b, total, beta=1.0, quantization_scales=scales, options={"inplace": True})
+        product.plan()
+        _plans[key] = product
     _plans[key].execute(release_workspace=True)
     _plans[key].release_operands()

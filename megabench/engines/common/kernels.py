@@ -12,6 +12,7 @@ import torch
 
 from megabench.config import ResolvedConfig
 from megabench.engines.common.fp8 import has_nvmath
+from megabench.engines.common.norm import NARROW
 from megabench.record import KernelTraits
 from megabench.runtime.attention import FLASH_2, kernel_name
 from megabench.runtime.device import DTYPES
@@ -33,8 +34,8 @@ _PLAIN_OF = {
         "activation": "transformers unfused BLOOM GELU",
     },
 }
-# Liger's patch functions by transformers model family
-_LIGER = ("llama", "mistral", "qwen2", "qwen3")
+# families of transformers models with RMSNorm, SwiGLU and rotary embedding, which Liger supports
+_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 FUSED_CROSS_ENTROPY = "megabench linear_cross_entropy, in chunks"
 
 
@@ -53,12 +54,12 @@ def fuses_bloom(run: ResolvedConfig) -> bool:
 
 def fuses_norms(run: ResolvedConfig) -> bool:
     """Return whether norm.py replaces the RMSNorms of a transformers model, and the additions before them."""
-    return run.kernels == "auto" and run.shape.family in _LIGER and run.shape.foreign is None
+    return run.kernels == "auto" and run.shape.family in _LLAMA_LIKE and run.shape.foreign is None
 
 
 def uses_liger(run: ResolvedConfig) -> bool:
     """Return whether Liger's kernels replace modules of transformers."""
-    serves = run.kernels == "auto" and run.device == "cuda" and run.shape.family in _LIGER
+    serves = run.kernels == "auto" and run.device == "cuda" and run.shape.family in _LLAMA_LIKE
     return serves and find_spec("liger_kernel") is not None
 
 
@@ -67,7 +68,7 @@ def swiglu_finds_amax(run: ResolvedConfig) -> bool:
 
     A compiled block computes SwiGLU with other operations, in kernels of torch.compile.
     """
-    has_swiglu = run.shape.family in _LIGER and run.shape.foreign is None
+    has_swiglu = run.shape.family in _LLAMA_LIKE and run.shape.foreign is None
     return bool(run.fp8_layers) and has_swiglu and not run.options.get("compile")
 
 
@@ -101,7 +102,7 @@ def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
     if uses_liger(run):
         names |= {"rope": "Liger rotary embedding", "activation": "Liger SwiGLU"}
     if fuses_norms(run):
-        names["norm"] = "torch.compile" if run.options.get("compile") else _norm(run)
+        names["norm"] = f"torch.compile; the last one: {_norm(run)}" if run.options.get("compile") else _norm(run)
     if swiglu_finds_amax(run):
         names["activation"] = f"{_elementwise(run)} SwiGLU"
     return names
@@ -112,7 +113,6 @@ def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
     if run.shape.foreign:
         own = KernelTraits(fused_loss=False)
     else:
-        # without Liger, use torch's norm, which is a single kernel
         has_plain_norm = "norm" not in _PLAIN_OF.get(run.shape.family, {}) and not fuses_norms(run)
         own = KernelTraits(
             flash_attention=(run.shape.family != "bloom" or fuses_bloom(run)) and "unfused" not in _attention(run),
@@ -128,7 +128,10 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
     elementwise, norm, weight_gradient = "megatron-core unfused", "torch rms_norm", "megatron-core, then added"
     if fuses_blocks(run):
         elementwise = _elementwise(run)
-        weight_gradient = "summed up by its product" if fuses_weight_gradient(run) else "added after its product"
+        is_summed = not has_fp8_gradients(run) or fuses_fp8_weight_gradient(run)
+        weight_gradient = "summed up by its product" if is_summed else "added after its product"
+        if not adds_output_gradient(run):
+            weight_gradient += ", except that of the output layer"
         norm = _norm(run)
     attention = _attention(run)
     if _exchanges_heads(run):
@@ -150,7 +153,8 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
 
 
 def _norm(run: ResolvedConfig) -> str:
-    return "megabench fused RMSNorm" if run.device == "cuda" else "torch rms_norm"
+    is_own = run.device == "cuda" and run.shape.hidden_size >= NARROW
+    return "megabench fused RMSNorm" if is_own else "torch rms_norm"
 
 
 def _elementwise(run: ResolvedConfig) -> str:
@@ -177,7 +181,8 @@ def traits_for_megatron(run: ResolvedConfig) -> KernelTraits:
         fused_activation=fuses_blocks(run) and run.device == "cuda",
         fused_loss=fuses_cross_entropy(run),
         exchanges_heads=_exchanges_heads(run),
-        fuses_weight_gradient=fuses_weight_gradient(run),
+        fuses_weight_gradient=fuses_blocks(run),
+        fuses_fp8_weight_gradient=fuses_fp8_weight_gradient(run),
     )
 
 
@@ -186,14 +191,28 @@ def _exchanges_heads(run: ResolvedConfig) -> bool:
     return run.layout.cp > 1 and run.shape.num_kv_heads % (run.layout.tp * run.layout.cp) == 0
 
 
-def fuses_weight_gradient(run: ResolvedConfig) -> bool:
-    """Return whether the products of the tensor-parallel blocks add to the weight gradients."""
-    has_fp8_gradients = bool(run.fp8_layers) and run.fp8_recipe == "tensorwise"
-    return fuses_blocks(run) and (not has_fp8_gradients or (run.device == "cuda" and has_nvmath()))
+def adds_output_gradient(run: ResolvedConfig) -> bool:
+    """Return whether the output layer's matrix product accumulates the weight gradient under the megatron engine.
+
+    The gradient of a tied weight also has a part from the embedding. In fp16, the factor of the loss changes. If the
+    sum is bf16, each chunk of tokens would be rounded.
+    """
+    is_tied = run.shape.tied_embeddings
+    return fuses_cross_entropy(run) and not is_tied and not run.policy.scales_loss and run.grad_dtype == "fp32"
+
+
+def fuses_fp8_weight_gradient(run: ResolvedConfig) -> bool:
+    """Return whether the fp8 products of the tensor-parallel blocks accumulate the weight gradients."""
+    return fuses_blocks(run) and has_fp8_gradients(run) and run.device == "cuda" and has_nvmath()
+
+
+def has_fp8_gradients(run: ResolvedConfig) -> bool:
+    """Return whether fp8 products compute weight gradients."""
+    return bool(run.fp8_layers) and run.fp8_recipe == "tensorwise"
 
 
 def fuses_blocks(run: ResolvedConfig) -> bool:
-    """Return whether the tensor-parallel blocks use megabench's linear layers, attention and SwiGLU.
+    """Return whether the tensor-parallel blocks use megabench's layers, linear layers, attention, norms and SwiGLU.
 
     Otherwise, they use those of megatron-core.
     """

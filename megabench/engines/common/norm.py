@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megabench.engines.common.fp8 import remember_largest_value
 
-_NARROW = 1024  # for smaller H, as in query and key norms, torch's kernel is used, which processes several rows at once
+NARROW = 1024  # for smaller H, as in query and key norms, torch's kernel is used, which processes several rows at once
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,7 +33,7 @@ def norm_of_sum(left: Tensor, right: Tensor, weight: Tensor, eps: float) -> tupl
 
 def _uses_torch(hidden: Tensor, weight: Tensor) -> bool:
     # torch.compile fuses torch's operations
-    return hidden.device.type == "cpu" or weight.numel() < _NARROW or torch.compiler.is_compiling()
+    return hidden.device.type == "cpu" or weight.numel() < NARROW or torch.compiler.is_compiling()
 
 
 class _Norm(torch.autograd.Function):

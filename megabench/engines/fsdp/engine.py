@@ -65,10 +65,8 @@ class FsdpEngine(TransformersEngine):
         mesh = self._mesh()
         offload = CPUOffloadPolicy(pin_memory=run.device == "cuda") if self.own.offload == "all" else OffloadPolicy()
         transformers_blocks.fuse(model, run)
-        blocks, ends = (
-            transformers_blocks.blocks(model, run),
-            [model.get_input_embeddings(), model.get_output_embeddings()],
-        )
+        blocks = transformers_blocks.blocks(model, run)
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
         if run.shape.tied_embeddings:
             ends = []  # a tied weight belongs to the FSDP unit of the whole model
         for unit in [*blocks, *ends, model]:

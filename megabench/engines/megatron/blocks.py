@@ -69,9 +69,10 @@ class LlamaLayer(TransformerLayer):
     """megatron-core's TransformerLayer with a fused residual addition and RMSNorm. It supports only training."""
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **inference: Any
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **unsupported: Any
     ) -> tuple[Tensor, None]:
         """[S/tp, B, H], and angles [S, 1, 1, D] -> [S/tp, B, H]."""
+        assert all(value is None for value in unsupported.values()), unsupported
         attended, _ = self.self_attention(
             self.input_layernorm(hidden_states), attention_mask, rotary_pos_emb=rotary_pos_emb
         )

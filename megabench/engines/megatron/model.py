@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megabench.config import ResolvedConfig
 from megabench.engines.common.cross_entropy import linear_cross_entropy
-from megabench.engines.common.kernels import fuses_blocks, fuses_cross_entropy
+from megabench.engines.common.kernels import adds_output_gradient, fuses_blocks, fuses_cross_entropy
 from megabench.engines.megatron.blocks import llama_blocks
 from megabench.engines.megatron.linear import added
 from megabench.models.mapping import padded_vocab_size, shard
@@ -50,20 +50,22 @@ class ParallelLossHead(ColumnParallelLinear):
             return compute(hidden, weight), None
         main_grad: Tensor = weight.main_grad  # type: ignore[union-attr]
         loss = compute(hidden, weight.detach(), weight_gradient=main_grad, weight_factor=self.loss_factor)
-        return _WithAddedGradient.apply(loss, weight), None
+        return _WithAddedGradient.apply(loss, weight, self.loss_factor), None
 
 
 class _WithAddedGradient(torch.autograd.Function):
     """Returns the loss. The backward pass tells megatron-core that `main_grad` contains the gradient of the weight."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, loss: Tensor, weight: Tensor, factor: float) -> Tensor:
+        ctx.weight, ctx.factor = weight, factor
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor]:
-        return grad_loss, added(ctx.weight)
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        # another factor would make the gradient of the weight wrong; the host does not wait for this check
+        torch._assert_async(torch.isclose(grad_loss, torch.full_like(grad_loss, ctx.factor)))
+        return grad_loss, added(ctx.weight), None
 
 
 class ParallelLlama(GPTModel):
@@ -101,8 +103,7 @@ class ParallelLlama(GPTModel):
         self.num_real_rows = max(0, min(held, self.vocab_size // layout.tp))
         if self.post_process and fuses_cross_entropy(run):
             self.output_layer.__class__ = ParallelLossHead  # tied weights share one name
-            # the gradient of a tied weight also has a part from the embedding
-            if fuses_blocks(run) and not shape.tied_embeddings and not run.policy.scales_loss:
+            if adds_output_gradient(run):
                 self.output_layer.loss_factor = loss_factor(run, groups)
 
     def forward(self, *args: Any, labels: Tensor | None, **kwargs: Any) -> Tensor:
