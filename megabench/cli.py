@@ -152,7 +152,9 @@ def doctor(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --out directory of megabench compare.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The --out directory of megabench compare or launch/pretrain.py.")
+    ],
     beside: Annotated[
         Path | None, typer.Option("--compare", metavar="DIR2", help="A second study, shown next to the first.")
     ] = None,
@@ -172,6 +174,7 @@ def report(
     from megabench.terminal import standard_output
 
     path, study = out or folder / "report.html", read_folder(folder)
+    second = read_folder(beside) if beside else None
     if tensorboard:
         from megabench.compare.hparams import write_hparams
         from megabench.compare.tensorboard_export import check_output, export_scalars
@@ -181,8 +184,11 @@ def report(
         number = export_scalars(study.records, tensorboard)
         write_hparams(tensorboard, summarize(study.records, study.reference))
     findings = examine(study.records, study.reference)
-    write_report(path, study, findings, read_folder(beside) if beside else None)
-    show(standard_output(), study.records, study.reference)
+    write_report(path, study, findings, second)
+    for shown in (study, second) if second else (study,):
+        if second:
+            print(f"{shown.name}:")
+        show(standard_output(), shown.records, shown.reference)
     print(path)
     if tensorboard:
         print(f"{tensorboard}: the scalars of {number} runs, for tensorboard --logdir {tensorboard}")

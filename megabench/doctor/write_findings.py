@@ -13,7 +13,6 @@ from megabench.doctor.examine import examine
 from megabench.doctor.finding import Finding, Kind, names
 from megabench.doctor.plan_rules import plan
 from megabench.record import RunRecord
-from megabench.study.parity import judge_parity
 from megabench.study.results_directory import read_folder
 
 _STYLES: dict[Kind, str] = {"untrustworthy": "bold red", "slow": "yellow", "note": "cyan"}
@@ -35,25 +34,13 @@ def findings_at(path: Path, num_processes: int | None = None, cluster: str | Non
             raise DoctorError(
                 f"--nproc and --cluster apply only to a study file, but {path} is a directory. Remove both options."
             )
-        return _of_folder(path)
+        study = read_folder(path)
+        return examine(study.records, study.reference)
     if not path.is_file():
         raise DoctorError(f"{path} does not exist. Give a study file, or a directory with results.jsonl.")
     if path.suffix not in (".yaml", ".yml"):
         raise DoctorError(f"{path} is not a study file (.yaml). Give a study file, or a directory with results.jsonl.")
     return examine(*plan(path, num_processes, cluster))
-
-
-def _of_folder(folder: Path) -> list[Finding]:
-    """Return the findings for a study directory, or for a single run if the directory contains no study."""
-    single = folder / "record.json"
-    if (folder / "results.jsonl").exists() or not single.exists():
-        study = read_folder(folder)
-        return examine(study.records, study.reference)
-    try:
-        record = RunRecord.read(single)
-    except ValueError as error:
-        raise DoctorError(f"{single} is not a valid record ({str(error).splitlines()[0]})") from None
-    return examine(judge_parity([record], record.trial), record.trial)
 
 
 def write(console: Console, findings: Sequence[Finding], as_json: bool) -> None:

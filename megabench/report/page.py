@@ -136,7 +136,7 @@ def _place(trial: Shown, slug: str) -> dict[str, Any]:
         "trial": trial,
         "hosts": draw_hosts(slug, record),
         "left_out": hosts_left_out(record),
-        "groups": group_lines(record.groups),
+        "groups": group_lines(record),
         "policy": record.placement.policy if record.placement else None,
         "bandwidth": link and _bandwidth(link),
     }

@@ -52,10 +52,10 @@ def hosts_left_out(record: RunRecord) -> int:
     return max(0, len(hosts_of(record)) - _MOST_HOSTS)
 
 
-def group_lines(groups: Sequence[Group]) -> list[GroupLine]:
+def group_lines(record: RunRecord) -> list[GroupLine]:
     """Combine process groups with equal kind, link and transport into one line."""
     alike: dict[tuple[str, str | None, str | None], list[Group]] = {}
-    for group in groups:
+    for group in record.groups:
         alike.setdefault((group.kind, group.link, group.transport), []).append(group)
     return [
         GroupLine(
@@ -64,7 +64,7 @@ def group_lines(groups: Sequence[Group]) -> list[GroupLine]:
             num_groups=len(members),
             ranks="; ".join(number_ranges(group.ranks) for group in members[:4]) + "; …" * (len(members) > 4),
             link=LINK_NAMES.get(link or "", link or "not known"),
-            transport=transport or "not known",
+            transport=transport or ("gloo" if record.device == "cpu" else "not known"),
         )
         for (kind, link, transport), members in alike.items()
     ]

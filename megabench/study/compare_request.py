@@ -64,6 +64,12 @@ class Request:
         if self.planning:
             file, predictor = self.planning.extend(file, self.source, num_processes)
         study = plan_study(file, self.source, num_processes, device, self.only)
+        planned = predictor.planned if predictor else ()
+        if planned and not {trial.name for trial in study.select(self.only)} & set(planned):
+            raise StudyError(
+                f"--only selects none of the {len(planned)} trials that --plan added; add --only 'plan-*' to run them, "
+                f"or remove --plan"
+            )
         if not self.planning and not self.settings and not self.emulate_hosts:
             return study
         named = file.model_copy(update={"name": study.name})

@@ -1,4 +1,4 @@
-"""Read the output directory of a study."""
+"""Read the output directory of a study or of a single run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from megabench.study.study import StudyFile
 
 
 class FolderError(UserError):
-    """Raised if the directory contains no study. The message names the missing file."""
+    """Raised if the directory contains no records. The message names the missing or invalid file."""
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,12 @@ class StudyRecords:
 
 
 def read_folder(folder: Path) -> StudyRecords:
-    """Read the output directory of `megabench compare`. Without study.yaml, the study has the name of the directory.
+    """Read the output directory of `megabench compare`, or of launch/pretrain.py as a study of one trial.
 
-    Raises FolderError if there are no records, and RecordError or StudyError if a file is invalid.
+    Without study.yaml, the study has the name of the directory. Raises FolderError if there are no records, and
+    RecordError or StudyError if a file is invalid.
     """
-    path = folder / "results.jsonl"
-    if not path.is_file():
-        raise FolderError(f"{folder} contains no results.jsonl; use the --out directory of megabench compare")
-    records = read_records(path)
-    if not records:
-        raise FolderError(f"{path} contains no record yet; wait until the first trial has ended")
+    records = _read_records(folder)
     source = folder / "study.yaml"
     file = StudyFile.read(source) if source.is_file() else None
     reference = (file and file.reference) or default_reference(records)
@@ -43,3 +39,20 @@ def read_folder(folder: Path) -> StudyRecords:
         reference=reference,
         records=tuple(judge_parity(records, reference)),
     )
+
+
+def _read_records(folder: Path) -> list[RunRecord]:
+    path, single = folder / "results.jsonl", folder / "record.json"
+    if path.is_file():
+        if records := read_records(path):
+            return records
+        raise FolderError(f"{path} contains no record yet; wait until the first trial has ended")
+    if not single.is_file():
+        raise FolderError(
+            f"{folder} contains no results.jsonl or record.json; use the --out directory of megabench compare or of "
+            f"launch/pretrain.py"
+        )
+    try:
+        return [RunRecord.read(single)]
+    except ValueError as error:
+        raise FolderError(f"{single} is not a valid record ({str(error).splitlines()[0]})") from None

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from megabench.atomic_write import write_atomically
 from megabench.parallel.layout import Layout
@@ -23,7 +24,8 @@ class Row:
     """One trial, with medians over its successful runs. Unknown values are None.
 
     `ratio` is the tokens/s per device relative to the reference trial of the same work class. A trial that is not ok
-    has no ratio. `work_class` is None for a trial without a result; `num_skipped_steps` is the maximum over all runs.
+    has no ratio. A trial without a result has the `work_class` of the trials that requested equal work, or None
+    if these have several; `num_skipped_steps` is the maximum over all runs.
     `loss_difference_from_bf16` is the signed relative difference of the mean loss of an fp8 trial from that of its bf16
     reference (study/bf16_reference.py).
     """
@@ -78,11 +80,13 @@ def summarize(records: Sequence[RunRecord], reference: str) -> list[Row]:
     """One row a trial.
 
     The work class of the reference comes first. Within a class, successful trials come first, sorted by throughput.
-    Trials without a result come last.
+    Trials without a work class come last.
     """
     by_trial = runs_by_trial(records)
     references = _references(records, reference)
-    rows = [_row(runs, records, by_trial, references.get(_class_of(runs), reference)) for runs in by_trial.values()]
+    rows = [
+        _row(runs, records, by_trial, references.get(_class_of(runs, records), reference)) for runs in by_trial.values()
+    ]
     reference_first = sorted(rows, key=lambda row: row.trial != reference)
     classes = list(dict.fromkeys(row.work_class for row in reference_first if row.work_class))
     place: dict[str | None, int] = {work_class: number for number, work_class in enumerate(classes)}
@@ -140,7 +144,7 @@ def _row(
     worst = max(runs, key=lambda record: _SEVERITY.index(record.status))
     num_bad = sum(record.status != "ok" for record in runs)
     measured = [record for record in runs if record.work_class]
-    work_class = _class_of(runs)
+    work_class = _class_of(runs, records)
     speeds = speeds_of(measured)
     expected = speeds_of(
         [run for run in by_trial.get(reference, ()) if run.status == "ok" and _class(run) == work_class]
@@ -185,8 +189,17 @@ def _row(
     )
 
 
-def _class_of(runs: Sequence[RunRecord]) -> str | None:
-    return next((_class(record) for record in runs if record.work_class), None)
+def _class_of(runs: Sequence[RunRecord], records: Sequence[RunRecord]) -> str | None:
+    """Return the work class of a trial. Without a result, it is the only class of trials that requested equal work."""
+    if found := [_class(record) for record in runs if record.work_class]:
+        return found[0]
+    requested = _requested_work(runs[0])
+    alike = {_class(record) for record in records if record.work_class and _requested_work(record) == requested}
+    return alike.pop() if len(alike) == 1 else None
+
+
+def _requested_work(record: RunRecord) -> tuple[Any, ...]:
+    return record.model, record.precision, record.grad_dtype, record.global_batch, record.seq_length, record.world_size
 
 
 def _class(record: RunRecord) -> str | None:

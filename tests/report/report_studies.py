@@ -140,7 +140,8 @@ def two_classes() -> StudyRecords:
     other = {"work_class": GPU_CLASS.model_copy(update={"global_batch": 256}), "global_batch": 256}
     records = [zero3(), gpu_record("tp8", 8000, on(8)), zero3(7000, trial="zero3-256", **other)]
     fast = gpu_record("tp8-256", 7700, on(8), **other)
-    broken = lost(gpu_record("broken", 1.0, on(2)), "failed", "rank 0 was killed by signal 9 (SIGKILL)")
+    broken = gpu_record("broken", 1.0, on(2), global_batch=512)
+    broken = lost(broken, "failed", "rank 0 was killed by signal 9 (SIGKILL)")
     return study([*records, fast, broken])
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from megabench.doctor import examine
-from megabench.record import RecordError, read_records, write_records
+from megabench.record import Group, RecordError, read_records, write_records
 from megabench.report import render, write_report
+from megabench.report.placement_drawing import group_lines
 from megabench.report.trials import StudyView, where_it_ran
 from megabench.study.parity import judge_parity
 from megabench.study.results_directory import StudyRecords, read_folder
@@ -285,7 +286,7 @@ def test_measured_studies_are_drawn(folder):
     assert "per GPU" in headlines(text)[0] or "as fast as bf16" in headlines(text)[0]
 
 
-def test_a_trial_without_a_result_joins_no_work_class_of_several():
+def test_a_trial_without_a_result_joins_no_class_of_other_work():
     text = page(STUDIES["two_classes"]())
     assert "These trials have no result and are not compared: broken failed." in text and "SIGKILL" in text
 
@@ -320,8 +321,29 @@ def test_the_command_writes_the_page_beside_the_records_or_where_it_is_told(tmp_
     assert (status, stderr) == (0, "") and stdout.endswith(f"\n{folder / 'report.html'}\n")
     assert "| zero3 " in stdout and "best: zero3" in stdout, "who has no browser reads the table"
     assert "<h1>Which?</h1>" in (folder / "report.html").read_text()
-    assert command(folder, "--compare", folder, "--out", out)[0] == 0
+    status, stdout, _ = command(folder, "--compare", folder, "--out", out)
+    assert status == 0 and stdout.count("asked:") == stdout.count("best: zero3") == 2
     assert "asked (first) and asked (second)" in out.read_text()
+
+
+def test_a_single_run_is_a_study_of_one_trial(tmp_path):
+    (tmp_path / "record.json").write_text(STUDIES["on_cpu"]().records[0].model_dump_json())
+    status, stdout, stderr = command(tmp_path)
+    assert (status, stderr) == (0, "") and "\nbest: " in stdout
+    text = (tmp_path / "report.html").read_text()
+    assert f"<h1>{tmp_path.name}" in text or tmp_path.name in text
+    (tmp_path / "record.json").write_text("{}")
+    status, stdout, stderr = command(tmp_path)
+    assert (status, stdout) == (2, "") and "record.json is not a valid record" in stderr and stderr.count("\n") == 1
+
+
+def test_cpu_runs_communicate_over_gloo():
+    group = Group(kind="tp", ranks=[0, 1])
+    on_cpu = STUDIES["on_cpu"]().records[0].model_copy(update={"groups": (group,)})
+    assert [line.transport for line in group_lines(on_cpu)] == ["gloo"]
+    assert [line.transport for line in group_lines(on_cpu.model_copy(update={"device": "NVIDIA H200"}))] == [
+        "not known"
+    ]
 
 
 def test_a_folder_without_a_study_is_one_sentence_and_2(tmp_path):

@@ -1,5 +1,6 @@
 """`compare --plan N`: which trials it adds, what records carry, what the end says."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,14 @@ def test_the_same_layout_on_fewer_ranks_is_another(study: Path, profile: Path):
     study.write_text(STUDY + f"  - {best | {'world_size': 1}}\n")
     again, predictor = Planning(1, profile=profile).extend(StudyFile.read(study), study, 2)
     assert len(again.trials) == 4 and list(predictor.planned) == ["plan-1"]
+
+
+def test_a_plan_whose_trials_are_not_selected_is_refused(study: Path, profile: Path) -> None:
+    request = Request(study, study.parent / "out", only=("zero3",), planning=Planning(3, profile=profile))
+    with pytest.raises(StudyError, match=r"--only selects none of the \d trials that --plan added"):
+        request.plan_here(2)
+    both = replace(request, only=("zero3", "plan-*"))
+    assert len(both.plan_here(2)[0].trials) >= 4
 
 
 def test_a_plan_for_other_machines_is_refused(study: Path):

@@ -108,6 +108,19 @@ def test_no_ratio_without_a_result_of_the_reference():
     assert "best: none, no trial is ok" in shown([lost(**ZERO3)])
 
 
+def test_a_trial_without_a_result_joins_the_trials_that_requested_equal_work():
+    other = {"work_class": work_class(precision="fp8"), "precision": "fp8"}
+    text = shown(
+        [
+            make_record([5.0], 9000, trial="fp8", **other),
+            lost(trial="broken-fp8", precision="fp8"),
+            make_record([6.0], 1000, **ZERO3),
+            lost(trial="broken"),
+        ]
+    )
+    assert trials_in(text) == ["zero3", "broken", "fp8", "broken-fp8"]
+
+
 def test_work_classes_are_never_ranked_together():
     other = work_class(seed=2)
     text = shown(
