@@ -75,7 +75,7 @@ def test_multiplies_as_on_cpu(dtype: torch.dtype, is_fast: bool) -> None:
 
 @pytest.mark.parametrize("has_nvmath", [False, True])
 def test_sums_over_many_tokens_are_not_too_small(has_nvmath: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The terms of a sum have the same sign, as many terms of a weight gradient. Fast accumulation loses some of it."""
+    """All terms of the sum have the same sign, like many terms of a weight gradient. Fast accumulation loses a part."""
     if has_nvmath:
         pytest.importorskip("nvmath")
     monkeypatch.setattr(fp8, "has_nvmath", lambda: has_nvmath)

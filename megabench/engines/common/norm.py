@@ -32,7 +32,7 @@ def norm_of_sum(left: Tensor, right: Tensor, weight: Tensor, eps: float) -> tupl
 
 
 def _uses_torch(hidden: Tensor, weight: Tensor) -> bool:
-    # torch.compile fuses torch's operations
+    # torch.compile fuses torch's operations, but not a Triton kernel
     return hidden.device.type == "cpu" or weight.numel() < NARROW or torch.compiler.is_compiling()
 
 

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from megabench.engines.common.fp8_kernels import magnitude
 
-_PROGRAMS_PER_PROCESSOR = 2  # of the backward pass, in which each program sums up the weight gradients of many rows
+_PROGRAMS_PER_PROCESSOR = 2  # in the backward pass, where each program sums up the weight gradients of many rows
 
 
 def forward(
     left: Tensor, right: Tensor | None, weight: Tensor, eps: float, total: Tensor, normed: Tensor, amax: Tensor
 ) -> Tensor:
-    """Write left + right to `total`, and its norm to `normed`. Without `right`, `total` is `left`.
+    """Write left + right to `total`, and the RMSNorm of `total` to `normed`. Without `right`, `total` is `left`.
 
-    The largest absolute value of the norm is written to the fp32 scalar `amax`, which is zero. Return the inverse
-    root-mean-squares [M] in fp32.
+    `amax` is an fp32 scalar that contains zero. The kernel replaces it by the largest absolute value of `normed`. Return
+    the inverse root-mean-squares [M] in fp32.
     """
     width = weight.numel()
     num_rows = left.numel() // width
@@ -40,10 +40,10 @@ def backward(
     grad: Tensor,
     amax: Tensor,
 ) -> Tensor:
-    """Write the gradient of the sum to `grad`, and its largest absolute value to `amax`, which is zero.
+    """Write the gradient of `total` to `grad`, given those of `normed` and of `total` as a result of `forward`.
 
-    `grad_normed` and `grad_total` are the gradients of the results of `forward`. Return the gradient of the weight, [H]
-    in fp32.
+    `amax` is an fp32 scalar that contains zero. The kernel replaces it by the largest absolute value of `grad`. Return
+    the gradient of the weight, [H] in fp32.
     """
     width = weight.numel()
     num_rows = inverse_rms.numel()
