@@ -274,8 +274,9 @@ def accumulated_bytes(job: Job, fp8_share: float = 0.0) -> float:
     """Return the bytes per parameter for adding a gradient to its buffer.
 
     The buffer is read and written. The gradient is also written and read in 16 bits, unless its matrix product adds to
-    the buffer. If an fp8 product does not, the gradient is written in fp32, which is part of the time of the product,
-    and read: again 4 bytes. `fp8_share` is the share of gradients that fp8 products compute.
+    the buffer. If an fp8 product does not add to the buffer, it writes its result in fp32, which is counted in the time
+    of the product. The addition then reads the result, which is 4 bytes. `fp8_share` is the share of gradients that fp8
+    products compute.
     """
     stack = job.stack
     added = (1 - fp8_share) * (not stack.fuses_weight_gradient) + fp8_share * (not stack.fuses_fp8_weight_gradient)

@@ -24,7 +24,7 @@ class StudyRecords:
 
 
 def read_folder(folder: Path) -> StudyRecords:
-    """Read the output directory of `megabench compare`, or of launch/pretrain.py as a study of one trial.
+    """Read the output directory of `megabench compare`. That of launch/pretrain.py is read as a study of one trial.
 
     Without study.yaml, the study has the name of the directory. Raises FolderError if there are no records, and
     RecordError or StudyError if a file is invalid.

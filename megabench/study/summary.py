@@ -190,7 +190,11 @@ def _row(
 
 
 def _class_of(runs: Sequence[RunRecord], records: Sequence[RunRecord]) -> str | None:
-    """Return the work class of a trial. Without a result, it is the only class of trials that requested equal work."""
+    """Return the work class of a trial.
+
+    If the trial has no result, return the class of the trials that requested equal work, or None if they have no class
+    or several.
+    """
     if found := [_class(record) for record in runs if record.work_class]:
         return found[0]
     requested = _requested_work(runs[0])

@@ -194,8 +194,9 @@ def _exchanges_heads(run: ResolvedConfig) -> bool:
 def adds_output_gradient(run: ResolvedConfig) -> bool:
     """Return whether the output layer's matrix product accumulates the weight gradient under the megatron engine.
 
-    The gradient of a tied weight also has a part from the embedding. In fp16, the factor of the loss changes. If the
-    sum is bf16, each chunk of tokens would be rounded.
+    It does not in three cases: if the weight is tied, because the embedding also contributes to its gradient; in fp16,
+    because the loss scale changes; and if gradients are accumulated in bf16, because the sum would be rounded after
+    each chunk of tokens.
     """
     is_tied = run.shape.tied_embeddings
     return fuses_cross_entropy(run) and not is_tied and not run.policy.scales_loss and run.grad_dtype == "fp32"

@@ -20,9 +20,10 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_of_sum(left: Tensor, right: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return left + right and the RMSNorm of this sum, all [..., H].
+    """Return left + right and the RMSNorm of this sum. Inputs and outputs are [..., H].
 
-    The kernels also store the amaxes of the normalized sum and of the gradient of the sum for `fp8.largest_value`.
+    The kernels also compute the amax of the normalized sum, and that of the gradient with respect to the sum, and store
+    them where `fp8.largest_value` finds them.
     """
     if _uses_torch(left, weight):
         total = left + right

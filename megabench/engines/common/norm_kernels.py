@@ -18,8 +18,8 @@ def forward(
 ) -> Tensor:
     """Write left + right to `total`, and the RMSNorm of `total` to `normed`. Without `right`, `total` is `left`.
 
-    `amax` is an fp32 scalar that contains zero. The kernel replaces it by the largest absolute value of `normed`. Return
-    the inverse root-mean-squares [M] in fp32.
+    `amax` is an fp32 scalar that contains zero. The kernel replaces it by the largest absolute value of `normed`.
+    Return the inverse root-mean-squares [M] in fp32.
     """
     width = weight.numel()
     num_rows = left.numel() // width
