@@ -16,7 +16,7 @@ from megabench.study.machine import describe, gpu_names
 from megabench.study.parity import judge_parity
 from megabench.study.results_directory import StudyRecords
 from megabench.study.study import Attempt, Study, StudyError, Trial
-from megabench.study.summary import summarize, write_csv
+from megabench.study.summary import write_csv
 from megabench.supervisor.root_cause import Verdict
 
 
@@ -198,7 +198,7 @@ class Results:
         records = self.records
         try:
             write_records(self._jsonl, records)
-            write_csv(self.out / "summary.csv", summarize(records, self.study.reference))
+            write_csv(self.out / "summary.csv", records, self.study.reference)
             self.write_report()
             self.not_written = None
         except OSError as error:

@@ -3,7 +3,7 @@
 import csv
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -96,16 +96,57 @@ def summarize(records: Sequence[RunRecord], reference: str) -> list[Row]:
     )
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write the rows as CSV, atomically."""
+def write_csv(path: Path, records: Sequence[RunRecord], reference: str) -> None:
+    """Write a line per trial with the columns of `Row`, its work and layout, and what was measured; atomically."""
     table = io.StringIO(newline="")
-    writer = csv.writer(table)
-    names = [field.name for field in fields(Row)]
-    writer.writerow(names)
-    for row in rows:
-        values = {name: getattr(row, name) for name in names} | {"warnings": "; ".join(row.warnings)}
-        writer.writerow(values.values())
+    by_trial = runs_by_trial(records)
+    lines = [
+        {field.name: getattr(row, field.name) for field in fields(Row)}
+        | {"warnings": "; ".join(row.warnings)}
+        | _requested(by_trial[row.trial][0])
+        | _measured(by_trial[row.trial])
+        for row in summarize(records, reference)
+    ]
+    writer = csv.DictWriter(table, lines[0] if lines else ())
+    writer.writeheader()
+    writer.writerows(lines)
     write_atomically(path, table.getvalue())
+
+
+def _requested(record: RunRecord) -> dict[str, Any]:
+    """Return the model, the work and the layout of a run by column."""
+    return {
+        "model": record.model,
+        "precision": record.precision,
+        "seq_length": record.seq_length,
+        "global_batch": record.global_batch,
+        "optimizer": record.optimizer,
+        **record.layout.model_dump(),
+        "device": record.device,
+    }
+
+
+def _measured(runs: Sequence[RunRecord]) -> dict[str, float | None]:
+    """Return the medians of the measured values of a trial's runs by column."""
+
+    def median(read: Callable[[RunRecord], float | None]) -> float | None:
+        return _median([value for run in runs if (value := read(run)) is not None])
+
+    return {
+        "samples_per_second": median(lambda run: run.samples_per_second),
+        "gpu_utilization": median(lambda run: run.gpu_utilization),
+        "gpu_watts": median(lambda run: run.gpu_watts),
+        "gpu_joules_per_token": median(_joules_per_token),
+        "first_step_seconds": median(lambda run: run.first_step_seconds),
+        "warmup_seconds": median(lambda run: run.warmup_seconds),
+        "sent_gb_per_rank_and_step": median(lambda run: sum(run.wire_bytes.values()) / 1e9 if run.wire_bytes else None),
+        "days_per_100b_tokens": median(lambda run: run.days_per_100b_tokens),
+    }
+
+
+def _joules_per_token(run: RunRecord) -> float | None:
+    speed = run.tokens_per_second_per_device
+    return run.gpu_watts / speed if run.gpu_watts and speed else None
 
 
 def layout_name(record: RunRecord) -> str:

@@ -260,7 +260,7 @@ def test_files_reread_to_the_same_table(tmp_path):
     reread = judge_parity(read_records(tmp_path / "results.jsonl"), "zero3")
     assert reread == records
     rows = summarize(records, "zero3")
-    write_csv(tmp_path / "summary.csv", rows)
+    write_csv(tmp_path / "summary.csv", records, "zero3")
     with (tmp_path / "summary.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
     assert [(row["trial"], row["status"], row["ratio"]) for row in found] == [

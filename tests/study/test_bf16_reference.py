@@ -9,7 +9,7 @@ from rich.console import Console
 from megabench.record import Fp8Work, LayoutSizes, RunRecord
 from megabench.study.bf16_reference import bf16_reference, classes_compared_with_bf16, compare_with_bf16
 from megabench.study.parity import judge_parity
-from megabench.study.summary import summarize, write_csv
+from megabench.study.summary import write_csv
 from megabench.study.table import class_titles, show
 from tests.study.records import make_record, work_class
 
@@ -207,7 +207,7 @@ def test_repeats_are_compared_by_their_median():
 
 def test_the_csv_has_the_difference(tmp_path):
     records = judge_parity([bf16("bf16"), fp8(), fp8(repeat=1, factor=1.0)], "bf16")
-    write_csv(tmp_path / "summary.csv", summarize(records, "bf16"))
+    write_csv(tmp_path / "summary.csv", records, "bf16")
     with (tmp_path / "summary.csv").open() as file:
         found = {row["trial"]: row["loss_difference_from_bf16"] for row in csv.DictReader(file)}
     assert found["bf16"] == "" and float(found["fp8"]) == pytest.approx(0.01)

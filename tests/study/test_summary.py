@@ -185,11 +185,22 @@ def test_a_narrow_terminal_keeps_what_matters(width):
 
 
 def test_the_csv_has_the_same_rows(tmp_path):
-    rows = summarize([make_record([6.0], 1000, **ZERO3), lost(trial="tp2")], "zero3")
-    write_csv(tmp_path / "summary.csv", rows)
+    records = [
+        make_record([6.0], 1000, **ZERO3, gpu_watts=500.0, samples_per_second=2.0, wire_bytes={"dp": 3e9, "tp": 1e9}),
+        lost(trial="tp2"),
+    ]
+    write_csv(tmp_path / "summary.csv", records, "zero3")
     with (tmp_path / "summary.csv").open() as file:
         found = list(csv.DictReader(file))
     assert [(row["trial"], row["status"], row["tokens_per_second_per_device"]) for row in found] == [
         ("zero3", "ok", "1000.0"),
         ("tp2", "failed", ""),
     ]
+    first, second = found
+    assert (first["gpu_joules_per_token"], first["sent_gb_per_rank_and_step"]) == ("0.5", "4.0")
+    assert (first["samples_per_second"], first["model"], first["dp"]) == (
+        "2.0",
+        records[0].model,
+        str(records[0].layout.dp),
+    )
+    assert (second["gpu_watts"], second["precision"]) == ("", records[1].precision)
