@@ -202,7 +202,7 @@ def leaf_modules(run: ResolvedConfig) -> list[str]:
 @pytest.mark.distributed
 def test_whole_layers_are_leaves() -> None:
     run = resolve(2, engine="deepspeed", zero_leaf_layers=True)
-    assert distributed.run(leaf_modules, 2, run)[0] == ["LlamaDecoderLayer"] * 4
+    assert distributed.run(leaf_modules, 2, run)[0] == ["FusedLlamaDecoderLayer"] * 4
 
 
 def buffer_dtypes(run: ResolvedConfig) -> set[torch.dtype]:
