@@ -54,7 +54,11 @@ def fuses_bloom(run: ResolvedConfig) -> bool:
 
 def fuses_norms(run: ResolvedConfig) -> bool:
     """Return whether norm.py replaces the RMSNorms of a transformers model, and the additions before them."""
-    return run.kernels == "auto" and run.shape.family in _LLAMA_LIKE and run.shape.foreign is None
+    return run.kernels == "auto" and _is_llama_like(run)
+
+
+def _is_llama_like(run: ResolvedConfig) -> bool:
+    return run.shape.family in _LLAMA_LIKE and run.shape.foreign is None
 
 
 def uses_liger(run: ResolvedConfig) -> bool:
@@ -68,8 +72,7 @@ def swiglu_finds_amax(run: ResolvedConfig) -> bool:
 
     A compiled block computes SwiGLU with other operations, in kernels of torch.compile.
     """
-    has_swiglu = run.shape.family in _LLAMA_LIKE and run.shape.foreign is None
-    return bool(run.fp8_layers) and has_swiglu and not run.options.get("compile")
+    return bool(run.fp8_layers) and _is_llama_like(run) and not run.options.get("compile")
 
 
 def patch_transformers(run: ResolvedConfig) -> None:

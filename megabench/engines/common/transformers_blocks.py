@@ -41,7 +41,10 @@ class Fp8SwiGLUMLP(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """The RMSNorm of a transformers model, [..., H] -> [..., H]. `fuse` turns the model's norms into this class."""
+    """The RMSNorm of a transformers model, [..., H] -> [..., H]. `fuse` turns the model's norms into this class.
+
+    The module also computes the addition, because ZeRO-3 and FSDP2 gather its weight only when the module is called.
+    """
 
     weight: Tensor
     variance_epsilon: float

@@ -54,7 +54,10 @@ class RMSNorm(nn.Module):
 
 
 class FusedNorm(RMSNorm):
-    """RMSNorm with megabench's kernels, alone or after an addition."""
+    """RMSNorm with megabench's kernels, alone or after an addition.
+
+    The module also computes the addition, because megatron-core gathers its weight only when the module is called.
+    """
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, added: Tensor | None = None
