@@ -83,9 +83,10 @@ def test_sums_over_many_tokens_are_not_too_small(has_nvmath: bool, monkeypatch: 
     expected = left.rows.double() @ right.rows.double().t() * (left.scale * right.scale)
     total = torch.zeros(256, 256, device="cuda")
     fp8.add_product(total, left.rows, left.scale, right.rows, right.scale)
-    assert abs(total.double().mean() / expected.mean() - 1) < 1e-4
+    # the tensor cores of an H200 lose 6e-4 of any sum without fast accumulation, and 0.17 of this sum with it
+    assert abs(total.double().mean() / expected.mean() - 1) < 1e-3
     fast = fp8.product(left.rows, left.scale, right.rows, right.scale, torch.float32, is_fast=True)
-    assert fast.double().mean() / expected.mean() < 0.99
+    assert fast.double().mean() / expected.mean() < 0.9
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
