@@ -162,19 +162,32 @@ def report(
     tensorboard: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Also write the records' scalars as TensorBoard event files.")
     ] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="N", help="Show the days of a training run of N tokens, e.g. 15e12."),
+    ] = None,
+    price_per_gpu_hour: Annotated[
+        float | None, typer.Option(min=0, metavar="PRICE", help="Also show the cost of that run, in any currency.")
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,…", help="Columns of the printed table, named as in summary.csv, or all."),
+    ] = None,
 ) -> None:
-    """Print the table of a study, and write its report as one self-contained HTML page.
+    """Answer the question of a study, print its table, and write its report as one self-contained HTML page.
 
     The exit status is 2 if DIR contains no study.
     """
     from megabench.doctor import examine
     from megabench.report import write_report
+    from megabench.study.budget import Budget
     from megabench.study.results_directory import read_folder
     from megabench.study.table import show
     from megabench.terminal import standard_output
 
-    path, study = out or folder / "report.html", read_folder(folder)
-    second = read_folder(beside) if beside else None
+    budget = Budget(tokens or Budget.num_tokens, price_per_gpu_hour) if tokens or price_per_gpu_hour else None
+    path, study = out or folder / "report.html", read_folder(folder, budget)
+    second = read_folder(beside, budget) if beside else None
     if tensorboard:
         from megabench.compare.hparams import write_hparams
         from megabench.compare.tensorboard_export import check_output, export_scalars
@@ -183,12 +196,12 @@ def report(
         check_output(tensorboard)
         number = export_scalars(study.records, tensorboard)
         write_hparams(tensorboard, summarize(study.records, study.reference))
-    findings = examine(study.records, study.reference)
-    write_report(path, study, findings, second)
     for shown in (study, second) if second else (study,):
         if second:
             print(f"{shown.name}:")
-        show(standard_output(), shown.records, shown.reference)
+        chosen = columns.split(",") if columns else ()
+        show(standard_output(), shown.records, shown.reference, shown.answers, shown.budget, chosen)
+    write_report(path, study, examine(study.records, study.reference), second)
     print(path)
     if tensorboard:
         print(f"{tensorboard}: the scalars of {number} runs, for tensorboard --logdir {tensorboard}")

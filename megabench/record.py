@@ -339,6 +339,8 @@ class Environment(_Part):
     versions: dict[str, str]
     variables: dict[str, str]
     host: str | None = None
+    commit: str | None = None
+    """Git commit of megabench, followed by "+" if files differ from it, or None outside a git checkout."""
 
 
 class RunRecord(_Part):
@@ -378,6 +380,8 @@ class RunRecord(_Part):
     first_step_seconds: float | None = None
     warmup_seconds: float | None = None
     wall_seconds: float | None = None
+    ended_at: str | None = None
+    """UTC time at which the run ended, as ISO 8601."""
     step_seconds: StepSeconds | None = None
     tokens_per_second: float | None = None
     tokens_per_second_per_device: float | None = None

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from megabench.config.auto import Setting, apply_setting
@@ -213,7 +214,8 @@ class Results:
         """Write the report of the records so far, and return its path."""
         path, study, records = self.out / "report.html", self.study, tuple(self.records)
         findings = examine(records, study.reference)
-        write_report(path, StudyRecords(study.name, study.question, study.reference, records), findings)
+        shown = StudyRecords(study.name, study.question, study.reference, records, study.answers)
+        write_report(path, shown, findings)
         return path
 
 
@@ -242,4 +244,5 @@ def failed_record(
         num_hosts=num_hosts,
         probes=probes,
         device=(gpus[0] if gpus else None) if trial.resolved.device == "cuda" else "cpu",
+        ended_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )

@@ -141,7 +141,7 @@ def _run_all(queue: TrialQueue, request: Request, results: Results, attempts: Se
     if results.study.question:
         console.print(results.study.question, markup=False, highlight=False, soft_wrap=True)
     records, reference = results.records, results.study.reference
-    show(console, records, reference)
+    show(console, records, reference, results.study.answers)
     write_head(console, records, reference, results.out)
     if sentence := regret_sentence(records):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)

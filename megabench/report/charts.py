@@ -10,13 +10,12 @@ from megabench.report.parity_charts import difference_charts, losses_chart
 from megabench.report.predictions import predictions_chart
 from megabench.report.profile_chart import profiles_chart
 from megabench.report.scaling import scaling_charts
-from megabench.report.trials import WorkClassOfTrials
+from megabench.report.trials import Shown, StudyView, WorkClassOfTrials
 
 
 def charts_of(group: WorkClassOfTrials, slug: str, device: str) -> list[Chart]:
-    """Return all charts of a work class that its records contain data for, the speed chart first."""
+    """Return all charts of a work class that its records contain data for, except for the speed chart."""
     made = [
-        _speeds(group, f"{slug}-speed", device),
         losses_chart(group.measured, f"{slug}-loss"),
         *difference_charts(group, f"{slug}-difference"),
         _steps(group, f"{slug}-steps"),
@@ -28,30 +27,41 @@ def charts_of(group: WorkClassOfTrials, slug: str, device: str) -> list[Chart]:
     return [chart for chart in made if chart]
 
 
-def _speeds(group: WorkClassOfTrials, slug: str, device: str) -> Chart | None:
-    shown = group.measured
+def speed_chart(view: StudyView) -> Chart | None:
+    """Return the chart of the throughput of all trials, or None if none was measured.
+
+    With one work class, the chart marks the fastest trial and the reference, and shows the speedup over the reference.
+    """
+    shown = sorted((t for t in view.trials if t.row.tokens_per_second_per_device), key=_speed, reverse=True)
     if not shown:
         return None
+    by_trial = {trial.name: group for group in view.classes for trial in group.trials}
+    is_one_class = len(view.classes) == 1
     made = [
         Strip(
-            name=strip_name(trial, group),
-            figure=f"{trial.row.tokens_per_second_per_device:,.0f}"
-            + (f" · {trial.row.ratio:.2f} ×" if trial.row.ratio is not None else ""),
-            class_=strip_class(trial, group),
-            value=trial.row.tokens_per_second_per_device or 0.0,
+            name=strip_name(trial, by_trial[trial.name]) if is_one_class else f"{trial.letter} · {trial.name}",
+            figure=f"{_speed(trial):,.0f}"
+            + ("" if (ratio := trial.row.throughput_ratio) is None else f" · {ratio:.2f} ×"),
+            class_=strip_class(trial, by_trial[trial.name]),
+            value=_speed(trial),
             spread=trial.spread,
         )
         for trial in shown
     ]
     of = {trial.spread.of for trial in shown if trial.spread}
     line = "the slowest to the fastest run" if of == {"runs"} else "the 10% slowest to the 10% fastest steps"
-    words = f"A longer bar is better. The number is the throughput in tokens per second of one {device}" + (
-        f", followed by the speedup over {group.decision.head}." if group.decision.reference else "."
-    )
+    has_ratio = any(trial.row.throughput_ratio is not None for trial in shown)
+    words = f"A longer bar is better. The number is the throughput in tokens per second of one {view.device}"
+    words += f", followed by its ratio to {view.head}." if has_ratio else "."
     words += f" The thin line shows the spread, from {line}." if of else ""
+    words += "" if is_one_class else " The colored bars are the fastest trial and the reference of each workload."
     description = "; ".join(f"{strip.name}: {strip.figure}" for strip in made)
-    title = f"Tokens per second per {device}"
-    return Chart(title, words, bar_charts.bars(slug, title, description, made, f"tok/s per {device}"), is_wide=True)
+    title, unit = f"Tokens per second per {view.device}", f"tok/s per {view.device}"
+    return Chart(title, words, bar_charts.bars("speed", title, description, made, unit), is_wide=True)
+
+
+def _speed(trial: Shown) -> float:
+    return trial.row.tokens_per_second_per_device or 0.0
 
 
 def _steps(group: WorkClassOfTrials, slug: str) -> Chart | None:

@@ -64,7 +64,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
   [...table.tHead.rows[0].cells].forEach((cell, column) => {
     const button = document.createElement("button");
     button.type = "button";
-    button.textContent = cell.textContent;
+    button.append(...cell.childNodes);
     button.addEventListener("click", () => sortBy(table, column));
     cell.replaceChildren(button);
   });
@@ -76,6 +76,23 @@ for (const button of document.querySelectorAll("[data-copy-table]")) {
   const { copyTable, form } = button.dataset;
   button.addEventListener("click", () => copy(tableText(document.getElementById(copyTable), form), button));
 }
+function hintAtScrolling() {
+  for (const region of document.querySelectorAll(".hinted")) {
+    region.classList.toggle("overflows", region.scrollWidth > region.clientWidth);
+  }
+}
+
+for (const button of document.querySelectorAll("[data-more]")) {
+  const words = button.textContent;
+  button.addEventListener("click", () => {
+    const isOpen = document.getElementById(button.dataset.more).classList.toggle("all");
+    button.setAttribute("aria-expanded", String(isOpen));
+    button.textContent = isOpen ? "Fewer columns" : words;
+    hintAtScrolling();
+  });
+}
+addEventListener("resize", hintAtScrolling);
+hintAtScrolling();
 // Printed pages show the content of closed sections.
 const opened = new Set();
 addEventListener("beforeprint", () => {

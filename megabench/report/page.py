@@ -1,7 +1,7 @@
 """Rendering of the report page: collect the template's data and return the page as HTML text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -10,7 +10,7 @@ from megabench import __version__
 from megabench.doctor import Finding
 from megabench.record import LinkBandwidth, RunRecord
 from megabench.report import side_by_side
-from megabench.report.charts import charts_of
+from megabench.report.charts import charts_of, speed_chart
 from megabench.report.explanations import (
     command_on_real_hosts,
     explain_engine,
@@ -21,20 +21,20 @@ from megabench.report.explanations import (
 )
 from megabench.report.placement_drawing import draw_hosts, group_lines, hosts_left_out
 from megabench.report.precision_charts import precision_charts
-from megabench.report.sorted_table import heads_of, row_of
 from megabench.report.trials import Shown, StudyView, WorkClassOfTrials
+from megabench.study.answers import answer
 from megabench.study.bf16_reference import classes_compared_with_bf16
 from megabench.study.results_directory import StudyRecords
-from megabench.study.verdict import STATUS_WORDS, count_ends, ends, headline, particulars
+from megabench.study.verdict import STATUS_WORDS, count_ends, headline
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A work class with its verdict as text and the command of its best trial."""
+class Winner:
+    """The fastest trial of a work class: why it is fastest, what its layout does, and its command."""
 
     group: WorkClassOfTrials
+    best: Shown
     headline: str
-    particulars: Sequence[str]
     reasons: Sequence[str]
     layout: Sequence[tuple[str, str]]
     engine: str
@@ -55,6 +55,8 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
     source = environment.loader
     assert source is not None
     view = StudyView(study)
+    columns = view.table.choose(["all"])
+    usual = view.table.choose((), has_days=study.answers == "days" or study.budget is not None)
     return environment.get_template("page.html.jinja").render(
         style=source.get_source(environment, "page.css")[0],
         script=source.get_source(environment, "page.js")[0],
@@ -62,10 +64,16 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
         study=study,
         view=view,
         counts=count_ends([trial.row for trial in view.trials]),
-        precisions=[(group, view.precisions[group.key]) for group in view.classes if group.key in view.precisions],
+        answer=answer(study.records, study.reference, study.answers, study.budget),
+        columns=columns,
+        num_more=len(columns) - len(usual),
+        usual={column.key for column in usual},
+        by_trial={trial.name: trial for trial in view.trials},
+        has_fp8=any(record.precision == "fp8" for record in study.records),
+        speed_chart=speed_chart(view),
         precision_charts=precision_charts(view),
-        answers=_answers(view),
-        sections=[_section(group, number, view) for number, group in enumerate(view.classes)],
+        winners=_winners(view),
+        sections=[(g, charts_of(g, f"class{number}", view.device)) for number, g in enumerate(view.classes)],
         findings=findings,
         kinds=_KINDS,
         status_words=STATUS_WORDS,
@@ -85,48 +93,32 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
 _KINDS = {"untrustworthy": "Do not trust", "slow": "Slower than necessary", "note": "Note"}
 
 
-def _answers(view: StudyView) -> list[Answer]:
-    """Return one answer per work class. The first answer also lists the trials without a result.
-
-    Work classes that only show how far bf16 losses differ between seeds have no answer.
-    """
+def _winners(view: StudyView) -> list[Winner]:
+    """Return the fastest trial of each work class, except classes that only show how far losses differ by chance."""
     roles = classes_compared_with_bf16(view.study.records)
-    groups = [group for group in view.classes if group.key and roles.get(group.key) != "seed"] or view.classes
-    answers = [_answer(group, view, group.key in roles) for group in groups]
-    lost = [trial.row for group in view.classes if group not in groups and not group.key for trial in group.trials]
-    if lost:
-        said = [*answers[0].particulars, f"These trials have no result and are not compared: {ends(lost)}."]
-        answers[0] = replace(answers[0], particulars=said)
-    return answers
+    groups = [group for group in view.classes if roles.get(group.key or "") != "seed"]
+    return [
+        Winner(
+            group=group,
+            best=best,
+            headline=headline(group.decision, view.device, group.key in roles),
+            reasons=_reasons(group, best, group.reference, view),
+            layout=explain_layout(best.record, view.device),
+            engine=explain_engine(best.record),
+            command=train_command(best.record),
+            command_on_real_hosts=command_on_real_hosts(best.record),
+            layers_left_out=layers_left_out(best.record),
+        )
+        for group in groups
+        if (best := group.best)
+    ]
 
 
-def _answer(group: WorkClassOfTrials, view: StudyView, is_compared_with_bf16: bool) -> Answer:
-    best, reference = group.best, group.reference
-    return Answer(
-        group=group,
-        headline=headline(group.decision, view.device, is_compared_with_bf16),
-        particulars=particulars(group.decision, view.device),
-        reasons=_reasons(group, best, reference, view),
-        layout=explain_layout(best.record, view.device) if best else [],
-        engine=explain_engine(best.record) if best else "",
-        command=train_command(best.record) if best else "",
-        command_on_real_hosts=command_on_real_hosts(best.record) if best else "",
-        layers_left_out=layers_left_out(best.record) if best else None,
-    )
-
-
-def _reasons(group: WorkClassOfTrials, best: Shown | None, reference: Shown | None, view: StudyView) -> list[str]:
+def _reasons(group: WorkClassOfTrials, best: Shown, reference: Shown | None, view: StudyView) -> list[str]:
     """Explain why the best trial is faster than the reference, or than the second trial if the reference is best."""
     others = [trial for trial in group.trials if trial.row.is_ok and trial is not best]
     against = reference if reference is not best else next(iter(others), None)
-    return why(best.record, against.record, view.device) if best and against else []
-
-
-def _section(group: WorkClassOfTrials, number: int, view: StudyView) -> dict[str, Any]:
-    charts = charts_of(group, f"class{number}", view.device)
-    heads = heads_of(group, view)
-    rows = [row_of(trial, heads) for trial in group.trials]
-    return {"group": group, "charts": charts, "heads": heads, "rows": rows, "id": f"table{number}"}
+    return why(best.record, against.record, view.device) if against else []
 
 
 def _place(trial: Shown, slug: str) -> dict[str, Any]:
@@ -199,6 +191,10 @@ def _facts(view: StudyView) -> list[tuple[str, str]]:
         ("Timed steps", ", ".join(steps) or "none"),
         ("Trials", count_ends([trial.row for trial in view.trials])),
     ]
+    if days := sorted({record.ended_at[:10] for record in records if record.ended_at}):
+        facts.append(("Measured", " to ".join(dict.fromkeys((days[0], days[-1])))))
+    if commits := dict.fromkeys(r.environment.commit for r in records if r.environment and r.environment.commit):
+        facts.append(("megabench commit", ", ".join(commits)))
     return facts
 
 

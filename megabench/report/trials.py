@@ -6,10 +6,11 @@ from functools import cached_property
 from itertools import groupby
 
 from megabench.record import RunRecord
-from megabench.study.precision_verdict import PrecisionVerdict, precision_verdicts
+from megabench.study.budget import Budget
+from megabench.study.columns import StudyTable, study_table
 from megabench.study.results_directory import StudyRecords
 from megabench.study.summary import Row, summarize
-from megabench.study.table import class_titles, reference_name
+from megabench.study.titles import class_titles, reference_name
 from megabench.study.verdict import Decision, Spread, decide, device_word, spreads_of
 
 
@@ -92,16 +93,14 @@ class StudyView:
     def trials(self) -> list[Shown]:
         return [trial for group in self.classes for trial in group.trials]
 
-    @cached_property
-    def precisions(self) -> dict[str | None, PrecisionVerdict]:
-        """Return the comparison with bf16 of each work class in fp8."""
-        decisions = {group.key: group.decision for group in self.classes}
-        return precision_verdicts(decisions, self.study.records, self.device)
-
     @property
     def head(self) -> str:
         """Return the display name of the reference, such as "ZeRO-3"."""
         return reference_name(self.study.records, self.study.reference)
+
+    @cached_property
+    def table(self) -> StudyTable:
+        return study_table(self.study.records, self.study.reference, self.study.budget or Budget())
 
     @property
     def device(self) -> str:

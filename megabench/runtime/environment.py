@@ -4,7 +4,10 @@ import os
 import platform
 import re
 import socket
+import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import megabench
 from megabench.record import Environment
@@ -47,4 +50,23 @@ def collect() -> Environment:
         for name, value in sorted(os.environ.items())
         if name.startswith(_VARIABLES) and name not in _LOG_FILES and not is_secret(name)
     }
-    return Environment(versions=versions, variables=variables, host=socket.gethostname())
+    return Environment(versions=versions, variables=variables, host=socket.gethostname(), commit=commit())
+
+
+@cache
+def commit() -> str | None:
+    """Return megabench's git commit, followed by "+" if tracked files differ from it, or None outside a checkout."""
+    root = Path(megabench.__file__).parents[1]
+    if not (root / ".git").exists():  # another repository may contain an installed megabench
+        return None
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from megabench import UserError
 from megabench.record import RunRecord, read_records
+from megabench.study.budget import Budget
 from megabench.study.parity import default_reference, judge_parity
+from megabench.study.question import Question
 from megabench.study.study import StudyFile
 
 
@@ -15,15 +17,21 @@ class FolderError(UserError):
 
 @dataclass(frozen=True)
 class StudyRecords:
-    """The name, question and records of a study, with parity against the trial `reference`."""
+    """The name, question and records of a study, with parity against the trial `reference`.
+
+    `answers` is the kind of answer that the study file asks for, if any. `budget` is the training run whose days and
+    price are shown, by default 100 billion tokens.
+    """
 
     name: str
     question: str
     reference: str
     records: tuple[RunRecord, ...]
+    answers: Question | None = None
+    budget: Budget | None = None
 
 
-def read_folder(folder: Path) -> StudyRecords:
+def read_folder(folder: Path, budget: Budget | None = None) -> StudyRecords:
     """Read the output directory of `megabench compare`. That of launch/pretrain.py is read as a study of one trial.
 
     Without study.yaml, the study has the name of the directory. Raises FolderError if there are no records, and
@@ -38,6 +46,8 @@ def read_folder(folder: Path) -> StudyRecords:
         question=file.question if file else "",
         reference=reference,
         records=tuple(judge_parity(records, reference)),
+        answers=file.answers if file else None,
+        budget=budget,
     )
 
 

@@ -35,6 +35,7 @@ from megabench.study.expand import (
     numbered,
     with_fields,
 )
+from megabench.study.question import Question
 
 # the study sets the output paths of its trials, and trials save no checkpoints
 _TRIAL_FIELDS = [name for name, about in SETTINGS.items() if about.role != "output"]
@@ -59,6 +60,9 @@ class StudyFile(BaseModel):
     """Name of the study [default: the name of the file]."""
     question: str = ""
     """The question that the study answers, in one sentence."""
+    answers: Question | None = None
+    """The kind of answer that the report starts with [default: derived from the trials]: fastest, parity, days,
+    scaling, memory or sweep."""
     base: dict[str, Any] = {}
     """Settings of all trials: RunConfig fields, env, world_size, timeout_seconds and repeats."""
     trials: list[dict[str, Any]] = Field(min_length=1)
@@ -166,6 +170,7 @@ class Study:
     digest: str
     trials: tuple[Trial, ...]
     reference: str
+    answers: Question | None = None
     as_run: str | None = None
     predictor: Predictor | None = None
 
@@ -230,6 +235,7 @@ def plan_study(
         digest=hashlib.sha256(file.model_dump_json().encode()).hexdigest(),
         trials=trials,
         reference=_reference(file.reference, trials, source),
+        answers=file.answers,
     )
     for trial in study.select(only):
         _check_size(f"{source}: trial {trial.name}", trial.world_size, num_processes)

@@ -23,9 +23,10 @@ _SEVERITY = ("ok", "diverged", "timeout", "oom", "failed")
 class Row:
     """One trial, with medians over its successful runs. Unknown values are None.
 
-    `ratio` is the tokens/s per device relative to the reference trial of the same work class. A trial that is not ok
-    has no ratio. A trial without a result has the `work_class` of the trials that requested equal work, or None
-    if these have several; `num_skipped_steps` is the maximum over all runs.
+    `ratio` is the tokens/s per device relative to the reference trial of the same work class, and `throughput_ratio`
+    relative to the reference of the study, whatever the work is. A trial that is not ok has no ratio. A trial without a
+    result has the `work_class` of the trials that requested equal work, or None if these have several;
+    `num_skipped_steps` is the maximum over all runs.
     `loss_difference_from_bf16` is the signed relative difference of the mean loss of an fp8 trial from that of its bf16
     reference (study/bf16_reference.py).
     """
@@ -38,6 +39,12 @@ class Row:
     num_hosts: int | None
     is_emulated: bool
     micro_batch: int
+    model: str
+    precision: str
+    seq_length: int
+    global_batch: int
+    optimizer: str
+    device: str | None
     num_runs: int
     step_seconds: float | None
     tokens_per_second_per_device: float | None
@@ -46,7 +53,16 @@ class Row:
     tflops_per_device: float | None
     mfu: float | None
     peak_memory_gib: float | None
+    samples_per_second: float | None
+    gpu_utilization: float | None
+    gpu_watts: float | None
+    gpu_joules_per_token: float | None
+    first_step_seconds: float | None
+    warmup_seconds: float | None
+    sent_gb_per_rank_and_step: float | None
+    days_per_100b_tokens: float | None
     ratio: float | None
+    throughput_ratio: float | None
     reference: str
     parity: str
     max_relative_difference: float | None
@@ -56,6 +72,8 @@ class Row:
     num_skipped_steps: int
     reason: str | None
     work_class: str | None
+    ended_at: str | None
+    commit: str | None
     warnings: tuple[str, ...]
 
     @property
@@ -85,7 +103,8 @@ def summarize(records: Sequence[RunRecord], reference: str) -> list[Row]:
     by_trial = runs_by_trial(records)
     references = _references(records, reference)
     rows = [
-        _row(runs, records, by_trial, references.get(_class_of(runs, records), reference)) for runs in by_trial.values()
+        _row(runs, records, by_trial, references.get(_class_of(runs, records), reference), reference)
+        for runs in by_trial.values()
     ]
     reference_first = sorted(rows, key=lambda row: row.trial != reference)
     classes = list(dict.fromkeys(row.work_class for row in reference_first if row.work_class))
@@ -97,51 +116,19 @@ def summarize(records: Sequence[RunRecord], reference: str) -> list[Row]:
 
 
 def write_csv(path: Path, records: Sequence[RunRecord], reference: str) -> None:
-    """Write a line per trial with the columns of `Row`, its work and layout, and what was measured; atomically."""
+    """Write a line per trial with the columns of `Row` and the axes of its layout, atomically."""
     table = io.StringIO(newline="")
     by_trial = runs_by_trial(records)
     lines = [
         {field.name: getattr(row, field.name) for field in fields(Row)}
+        | by_trial[row.trial][0].layout.model_dump()
         | {"warnings": "; ".join(row.warnings)}
-        | _requested(by_trial[row.trial][0])
-        | _measured(by_trial[row.trial])
         for row in summarize(records, reference)
     ]
     writer = csv.DictWriter(table, lines[0] if lines else ())
     writer.writeheader()
     writer.writerows(lines)
     write_atomically(path, table.getvalue())
-
-
-def _requested(record: RunRecord) -> dict[str, Any]:
-    """Return the model, the work and the layout of a run by column."""
-    return {
-        "model": record.model,
-        "precision": record.precision,
-        "seq_length": record.seq_length,
-        "global_batch": record.global_batch,
-        "optimizer": record.optimizer,
-        **record.layout.model_dump(),
-        "device": record.device,
-    }
-
-
-def _measured(runs: Sequence[RunRecord]) -> dict[str, float | None]:
-    """Return the medians of the measured values of a trial's runs by column."""
-
-    def median(read: Callable[[RunRecord], float | None]) -> float | None:
-        return _median([value for run in runs if (value := read(run)) is not None])
-
-    return {
-        "samples_per_second": median(lambda run: run.samples_per_second),
-        "gpu_utilization": median(lambda run: run.gpu_utilization),
-        "gpu_watts": median(lambda run: run.gpu_watts),
-        "gpu_joules_per_token": median(_joules_per_token),
-        "first_step_seconds": median(lambda run: run.first_step_seconds),
-        "warmup_seconds": median(lambda run: run.warmup_seconds),
-        "sent_gb_per_rank_and_step": median(lambda run: sum(run.wire_bytes.values()) / 1e9 if run.wire_bytes else None),
-        "days_per_100b_tokens": median(lambda run: run.days_per_100b_tokens),
-    }
 
 
 def _joules_per_token(run: RunRecord) -> float | None:
@@ -181,6 +168,7 @@ def _row(
     records: Sequence[RunRecord],
     by_trial: Mapping[str, Sequence[RunRecord]],
     reference: str,
+    study_reference: str,
 ) -> Row:
     worst = max(runs, key=lambda record: _SEVERITY.index(record.status))
     num_bad = sum(record.status != "ok" for record in runs)
@@ -197,26 +185,46 @@ def _row(
     verdicts = {parity.verdict for parity in parities}
     if len(runs) == 1 and runs[0].trial != reference and verdicts and parities[0].reference == runs[0].trial:
         verdicts = set()  # exclude the run itself from its evidence
+    first = runs[0]
+
+    def median(read: Callable[[RunRecord], float | None]) -> float | None:
+        return _median([value for run in measured if (value := read(run)) is not None])
+
     return Row(
-        trial=runs[0].trial,
-        engine=engine_name(runs[0]),
-        zero_stage=runs[0].options.get("zero_stage"),
-        layout=layout_name(runs[0]),
-        world_size=runs[0].world_size,
-        num_hosts=runs[0].num_hosts,
-        is_emulated=runs[0].emulated_hosts is not None,
-        micro_batch=runs[0].micro_batch,
+        trial=first.trial,
+        engine=engine_name(first),
+        zero_stage=first.options.get("zero_stage"),
+        layout=layout_name(first),
+        world_size=first.world_size,
+        num_hosts=first.num_hosts,
+        is_emulated=first.emulated_hosts is not None,
+        micro_batch=first.micro_batch,
+        model=first.model,
+        precision=first.precision,
+        seq_length=first.seq_length,
+        global_batch=first.global_batch,
+        optimizer=first.optimizer,
+        device=first.device,
         num_runs=len(runs),
-        step_seconds=_median([record.step_seconds.median for record in measured if record.step_seconds]),
+        step_seconds=median(lambda run: run.step_seconds.median if run.step_seconds else None),
         tokens_per_second_per_device=_median(speeds),
         tokens_per_second_per_device_min=min(speeds, default=None),
         tokens_per_second_per_device_max=max(speeds, default=None),
-        tflops_per_device=_median(
-            [record.model_tflops_per_device.causal for record in measured if record.model_tflops_per_device]
+        tflops_per_device=median(
+            lambda run: run.model_tflops_per_device.causal if run.model_tflops_per_device else None
         ),
-        mfu=_median([record.mfu for record in measured if record.mfu is not None]),
+        mfu=median(lambda run: run.mfu),
         peak_memory_gib=max((r.peak_memory_gib.max for r in measured if r.peak_memory_gib), default=None),
-        ratio=statistics.median(speeds) / statistics.median(expected) if speeds and expected and not num_bad else None,
+        samples_per_second=median(lambda run: run.samples_per_second),
+        gpu_utilization=median(lambda run: run.gpu_utilization),
+        gpu_watts=median(lambda run: run.gpu_watts),
+        gpu_joules_per_token=median(_joules_per_token),
+        first_step_seconds=median(lambda run: run.first_step_seconds),
+        warmup_seconds=median(lambda run: run.warmup_seconds),
+        sent_gb_per_rank_and_step=median(lambda run: sum(run.wire_bytes.values()) / 1e9 if run.wire_bytes else None),
+        days_per_100b_tokens=median(lambda run: run.days_per_100b_tokens),
+        ratio=None if num_bad else _ratio(speeds, expected),
+        throughput_ratio=None if num_bad else _ratio(speeds, speeds_of(by_trial.get(study_reference, ()))),
         reference=reference,
         parity=next((verdict for verdict in ("diverged", "equal") if verdict in verdicts), "unknown"),
         max_relative_difference=max(differences, default=None),
@@ -226,6 +234,8 @@ def _row(
         num_skipped_steps=max(record.num_skipped_steps for record in runs),
         reason=worst.error and (f"{num_bad} of {len(runs)} runs: " if len(runs) > 1 else "") + worst.error,
         work_class=work_class,
+        ended_at=runs[-1].ended_at,
+        commit=first.environment.commit if first.environment else None,
         warnings=tuple(dict.fromkeys(warning for record in runs for warning in record.warnings)),
     )
 
@@ -249,6 +259,10 @@ def _requested_work(record: RunRecord) -> tuple[Any, ...]:
 
 def _class(record: RunRecord) -> str | None:
     return record.work_class.id if record.work_class else None
+
+
+def _ratio(speeds: Sequence[float], expected: Sequence[float]) -> float | None:
+    return statistics.median(speeds) / statistics.median(expected) if speeds and expected else None
 
 
 def _median(values: Sequence[float]) -> float | None:

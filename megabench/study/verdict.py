@@ -84,30 +84,11 @@ def decide(rows: Sequence[Row], spreads: Mapping[str, Spread], head: str) -> Dec
     return Decision(good, tuple(row for row in rows if not row.is_ok), tuple(equals), head, spreads)
 
 
-def best_line(decision: Decision, is_compared_with_bf16: bool = False) -> str:
-    """Return the conclusion as one line for a terminal.
-
-    With `is_compared_with_bf16`, other sentences compare fp8 and bf16 trials, so that a missing reference in the work
-    class needs no mention.
-    """
-    best = decision.best
-    if best is None:
-        return "best: none, no trial is ok"
-    equal = f"; equal within their spread: {', '.join([best.trial, *(row.trial for row in decision.equals)])}"
-    equal = equal if decision.equals else ""
-    if best.ratio is None and is_compared_with_bf16:
-        return f"best: {best.trial}{equal}"
-    if best.ratio is None:
-        return f"best: {best.trial}; the reference {best.reference} has no result here to compare with{equal}"
-    if best.trial == best.reference:
-        return f"best: {best.trial}" + (f"; no layout beat it{equal}" if len(decision.good) > 1 else "")
-    return f"best: {best.trial}, {best.ratio:.2f} × {decision.head}{equal}"
-
-
 def headline(decision: Decision, device: str, is_compared_with_bf16: bool = False) -> str:
     """Return the conclusion as a sentence. `device` is the unit of throughput figures, "GPU" or "process".
 
-    `is_compared_with_bf16` has the same meaning as for `best_line`.
+    With `is_compared_with_bf16`, other sentences compare fp8 and bf16 trials, so that a missing reference in the work
+    class needs no mention.
     """
     best, head = decision.best, decision.head
     if best is None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from megabench.config import ResolvedConfig
@@ -48,6 +49,7 @@ def build_record(
         first_step_seconds=seconds[0],
         warmup_seconds=sum(seconds[: run.warmup_steps]),
         wall_seconds=time.perf_counter() - trainer.started,
+        ended_at=datetime.now(UTC).isoformat(timespec="seconds"),
         peak_tflops=trainer.peak_tflops,
         peak_memory_gib=PeakMemory(max=max(peak_memory_gib), per_rank=list(peak_memory_gib)),
         device_memory_gib=devices.memory_gib(trainer.device),

@@ -94,7 +94,7 @@ def shown(folder: Path) -> str:
     study = read_folder(folder)
     findings = examine(study.records, study.reference)
     terminal = Console(file=StringIO(), width=WIDTH)
-    show(terminal, study.records, study.reference)
+    show(terminal, study.records, study.reference, study.answers)
     write_findings(terminal, findings, as_json=False)
     assert isinstance(terminal.file, StringIO)
     page = render(study, findings)

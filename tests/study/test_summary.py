@@ -16,7 +16,7 @@ ZERO3 = {"trial": "zero3", "engine": "deepspeed", "options": {"zero_stage": 3}}
 
 def shown(records, reference="zero3", width=250) -> str:
     console = Console(file=io.StringIO(), width=width)
-    show(console, judge_parity(records, reference), reference)
+    show(console, judge_parity(records, reference), reference, "fastest")
     return console.file.getvalue()
 
 
@@ -43,7 +43,8 @@ def test_best_first_and_the_others_behind():
     ]
     text = shown(records)
     assert trials_in(text) == ["tp2", "zero3", "tp4", "wrong", "broken"]
-    assert "best: tp2, 1.43 × ZeRO-3\n" in text and "× ZeRO-3 |" in text
+    assert text.startswith("tp2 trains fastest: 1,430 tokens/s per process, 1.43 × ZeRO-3 (zero3: 1,000).\n")
+    assert "× ZeRO-3 |" in text
     assert "DIVERGED 0.5 | DIVERGED" in text and "broken (failed): rank 1 failed" in text
     assert "wrong (DIVERGED): its losses differ from those of zero3" in text
     assert [row.ratio for row in summarize(judge_parity(records, "zero3"), "zero3")] == [1.43, 1.0, 0.5, None, None]
@@ -51,7 +52,7 @@ def test_best_first_and_the_others_behind():
 
 def test_zero3_wins_in_the_same_words():
     text = shown([make_record([6.0], 1000, **ZERO3), make_record([6.0], 900, trial="tp2")])
-    assert "best: zero3; no layout beat it\n" in text
+    assert "No layout beat it; the next, tp2, reached 0.90 × ZeRO-3.\n" in text
 
 
 ONE_HOST = {"num_hosts": 1, "world_size": 2, "device": "NVIDIA H200"}
@@ -67,7 +68,7 @@ def test_each_number_of_hosts_has_its_own_fastest():
         make_record([6.0], 1100, trial="pp2-across", **TWO_HOSTS),
     ]
     text = shown(records)
-    assert "best: dp, 1.20 × ZeRO-3\n" in text
+    assert text.startswith("dp trains fastest: 1,200 tokens/s per GPU, 1.20 × ZeRO-3 (zero3: 1,000).\n")
     assert "On 2 GPUs of 1 host, dp is fastest, 1.20 × ZeRO-3 there (zero3).\n" in text
     assert "On 2 GPUs of 2 emulated hosts, pp2-across is fastest, 2.75 × ZeRO-3 there (zero3-across).\n" in text
     assert "On 2" not in shown(records[:2])
@@ -99,13 +100,19 @@ def test_the_first_of_a_class_is_no_evidence_of_itself():
 
 def test_another_reference_is_named_in_the_head():
     text = shown([make_record([6.0], 1000, trial="tp2"), make_record([6.0], 1500, trial="tp4")], "tp2")
-    assert "| × tp2 |" in text and "best: tp4, 1.50 × tp2\n" in text and "ZeRO" not in text
+    assert (
+        "| × tp2 |" in text
+        and "tp4 trains fastest: 1,500 tokens/s per process, 1.50 × tp2 (1,000).\n" in text
+        and "ZeRO" not in text
+    )
 
 
 def test_no_ratio_without_a_result_of_the_reference():
     text = shown([lost(**ZERO3), make_record([6.0], 1000, trial="tp2")])
-    assert "best: tp2; the reference zero3 has no result here to compare with\n" in text
-    assert "best: none, no trial is ok" in shown([lost(**ZERO3)])
+    assert (
+        "tp2 is the only trial with a result: 1,000 tokens/s per process. There was nothing to compare it with." in text
+    )
+    assert "No trial has a result that counts: zero3 failed." in shown([lost(**ZERO3)])
 
 
 def test_a_trial_without_a_result_joins_the_trials_that_requested_equal_work():
@@ -132,8 +139,10 @@ def test_work_classes_are_never_ranked_together():
         ]
     )
     assert trials_in(text) == ["tp2", "zero3", "other", "broken"]
-    assert text.count("× ZeRO-3 |") == 2 and "seed=1234" in text and "seed=2" in text
-    assert "best: tp2, 1.10 × ZeRO-3" in text and "best: other; the reference zero3 has no result here" in text
+    assert "work 1: llama-tiny" in text and "seed=1234" in text and "seed=2" in text
+    assert "tp2 trains fastest: 1,100 tokens/s per process, 1.10 × ZeRO-3" in text
+    assert "seed=2: other is the only trial with a result: 9,000 tokens/s" in text
+    assert "throughput × ZeRO-3 |" in text and "equal work" not in text, "no class but the first has a reference"
 
 
 def test_each_work_class_is_measured_by_a_zero3_trial_of_its_own():

@@ -1,0 +1,251 @@
+"""Answer the question of a study in sentences. Does not import torch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from megabench.record import RunRecord
+from megabench.study.budget import Budget
+from megabench.study.precision_verdict import precision_verdicts
+from megabench.study.question import Question
+from megabench.study.summary import Row, runs_by_trial, summarize
+from megabench.study.sweep import is_sweep, setup_name, sweep_sentences
+from megabench.study.titles import class_titles, reference_name
+from megabench.study.verdict import (
+    Decision,
+    by_place,
+    decide,
+    device_word,
+    ends,
+    headline,
+    listed,
+    particulars,
+    spreads_of,
+)
+
+_MOST_NAMED = 4  # a sentence with more trials is hard to read
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a study's question as one headline, and what else a reader should know, a sentence each."""
+
+    headline: str
+    particulars: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Results:
+    """The rows and records of a study."""
+
+    records: Sequence[RunRecord]
+    reference: str
+    budget: Budget
+    rows: Sequence[Row]
+
+    @property
+    def good(self) -> list[Row]:
+        """The trials with a result, fastest first."""
+        good = [row for row in self.rows if row.is_ok and row.tokens_per_second_per_device]
+        return sorted(good, key=_speed, reverse=True)
+
+    @property
+    def lost(self) -> list[Row]:
+        return [row for row in self.rows if not row.is_ok]
+
+    @property
+    def device(self) -> str:
+        return device_word(self.records)
+
+    @property
+    def devices(self) -> str:
+        return "GPUs" if self.device == "GPU" else "processes"
+
+
+def answer(
+    records: Sequence[RunRecord], reference: str, question: Question | None = None, budget: Budget | None = None
+) -> Answer:
+    """Return the answer to `question`, or to the question that the trials ask if None (see `question_of`)."""
+    results = _Results(records, reference, budget or Budget(), summarize(records, reference))
+    if not results.good:
+        return Answer(f"No trial has a result that counts: {ends(results.lost)}.", ())
+    return _ANSWERS[question or question_of(records, results.rows)](results)
+
+
+def question_of(records: Sequence[RunRecord], rows: Sequence[Row]) -> Question:
+    """Return the question that the trials of a study ask.
+
+    Speeds of CPU processes answer no question, so trials on CPUs ask for parity. Trials on several numbers of devices
+    ask for scaling. If most trials repeat an engine and layout with another micro-batch or precision, they ask what
+    these bring, unless the study compares fp8 with bf16. All other studies ask for the fastest trial.
+    """
+    good = [row for row in rows if row.is_ok]
+    if device_word(records) == "process":
+        return "parity"
+    if len({row.world_size for row in good}) > 1:
+        return "scaling"
+    has_fp8 = any(row.precision == "fp8" for row in good)
+    return "sweep" if not has_fp8 and is_sweep(good, records) else "fastest"
+
+
+def _fastest(results: _Results) -> Answer:
+    """Name the fastest trial of the reference's work class, and of every other class in a sentence each."""
+    records, device = results.records, results.device
+    spreads, titles = spreads_of(records), class_titles(records)
+    head = reference_name(records, results.reference)
+    decisions = {
+        key: decide(list(rows), spreads, head)
+        for key, rows in groupby(results.rows, key=lambda row: row.work_class)
+        if key
+    }
+    precisions = precision_verdicts(decisions, records, device)
+    first = next(iter(decisions.values()))
+    if precisions:
+        verdict = next(iter(precisions.values()))
+        return Answer(verdict.headline, (*verdict.particulars, *_said_of_lost(results)))
+    others = [
+        f"{titles[key]}: {headline(decision, device)}"
+        for key, decision in decisions.items()
+        if decision is not first and decision.best
+    ]
+    unplaced = [row for row in results.lost if row.work_class is None]
+    if len(decisions) == 1:
+        first = Decision(first.good, (*first.bad, *unplaced), first.equals, first.head, first.spreads)
+    elif unplaced:
+        others.append(f"These trials have no result and are not compared: {ends(unplaced)}.")
+    return Answer(headline(first, device), (*particulars(first, device), *others))
+
+
+def _parity(results: _Results) -> Answer:
+    """Say whether all trials reach the losses of the reference of their work class."""
+    compared = [row for row in results.rows if row.parity == "equal"]
+    diverged = [row for row in results.rows if row.status == "diverged" or row.parity == "diverged"]
+    lost = [row for row in results.lost if row not in diverged]
+    alone = [row.trial for row in results.rows if row.is_ok and row.parity != "equal"]
+    classes = {row.work_class for row in compared}
+    place = f", within each of the {len(classes)} workloads" if len(classes) > 1 else ""
+    differences = [row.max_relative_difference for row in compared if row.max_relative_difference is not None]
+    figure = f" (relative differences up to {max(differences):.1g})" if differences else ""
+    said = [f"Not compared: {ends(lost)}."] if lost else []
+    if alone:
+        said.append(f"No other trial did the same work as {listed(alone)}.")
+    if diverged:
+        names = listed([row.trial for row in diverged])
+        return Answer(f"No: {names} reached other losses than the reference {results.reference}.", tuple(said))
+    if len(compared) < 2:
+        return Answer("Not known: fewer than two trials with equal work have a result.", tuple(said))
+    every = "all" if len(compared) == len(results.rows) else f"{len(compared)} of"
+    return Answer(f"Yes: {every} {len(results.rows)} trials reach the same losses{place}{figure}.", tuple(said))
+
+
+def _days(results: _Results) -> Answer:
+    """Give the days of a whole training run, the reference first, and the price if it is known."""
+    budget, good = results.budget, results.good
+    ordered = sorted(good, key=lambda row: (row.trial != results.reference, budget.days(row) or 0.0))
+    names, shown = _names(results), ordered[:_MOST_NAMED]
+    places = {(row.world_size, row.device) for row in good}
+
+    def place(row: Row, is_first: bool) -> str:
+        return f" on {row.world_size} × {row.device}" if is_first or len(places) > 1 else ""
+
+    first, *others = [
+        f"{budget.days(row):,.1f}{f' days for {budget.words}' if row is shown[0] else ''}"
+        f"{place(row, row is shown[0])} with {names[row.trial]}"
+        for row in shown
+    ]
+    said = []
+    if budget.price_per_gpu_hour:
+        costs = listed([f"{budget.cost(row):,.0f} with {names[row.trial]}" for row in shown])
+        said.append(f"At {budget.price_per_gpu_hour:,.2f} per {results.device} and hour, the run costs {costs}.")
+    said.append("The days are those of an uninterrupted run at the measured throughput, without saves.")
+    if len({row.work_class for row in good}) > 1:
+        said.append("The trials do different work, e.g. with different optimizers, so only throughput is compared.")
+    return Answer(f"{', '.join([first, *others])}.", (*said, *_said_of_lost(results)))
+
+
+def _scaling(results: _Results) -> Answer:
+    """Compare the throughput per device on the most devices with that of the fastest trial on the fewest."""
+    good = results.good
+    fewest, most = min(row.world_size for row in good), max(row.world_size for row in good)
+    base = next(row for row in good if row.world_size == fewest)
+    largest = [row for row in good if row.world_size == most]
+    kept = [f"{row.trial} {_speed(row) / _speed(base):.0%}" for row in largest[:_MOST_NAMED]]
+    on = f"{fewest} {results.devices if fewest > 1 else results.device}"
+    first = (
+        f"From {fewest} to {most} {results.devices}, {largest[0].trial} keeps "
+        f"{_speed(largest[0]) / _speed(base):.0%} of the throughput per {results.device}."
+        if fewest != most
+        else f"All trials ran on {most} {results.devices}."
+    )
+    said = [
+        f"Of the {_speed(base):,.0f} tokens/s per {results.device} of {base.trial} on {on}, the fastest trials on "
+        f"{most} keep: {', '.join(kept)}."
+    ]
+    by_class = {key: list(rows) for key, rows in groupby(results.rows, key=lambda row: row.work_class) if key}
+    head = reference_name(results.records, results.reference)
+    for rows in by_class.values():
+        said += by_place(decide(rows, spreads_of(results.records), head), results.device)[1:]
+    return Answer(first, (*dict.fromkeys(said), *_said_of_lost(results)))
+
+
+def _memory(results: _Results) -> Answer:
+    """Name the trial with the least peak memory, beside the reference and the fastest trial."""
+    measured = [row for row in results.good if row.peak_memory_gib]
+    if not measured:
+        return Answer("No trial measured its memory.", _said_of_lost(results))
+    least = min(measured, key=_memory_of)
+    reference = next((row for row in measured if row.trial == results.reference), None)
+    beside = ""
+    if reference and reference is not least:
+        ratio = _memory_of(least) / _memory_of(reference)
+        beside = f", {ratio:.2f} × the {_memory_of(reference):.1f} GiB of {reference.trial}"
+    first = f"{least.trial} needs the least memory: {_memory_of(least):.1f} GiB per {results.device}{beside}."
+    fastest = measured[0]
+    said = [
+        f"The fastest trial, {fastest.trial}, needs {_memory_of(fastest):.1f} GiB and reaches "
+        f"{_speed(fastest) / _speed(least):.2f} × the throughput of {least.trial}."
+    ]
+    return Answer(first, (*(said if fastest is not least else []), *_said_of_lost(results)))
+
+
+def _sweep(results: _Results) -> Answer:
+    """Compare the engines and layouts at equal settings, and say what each varied setting brings."""
+    said = [*sweep_sentences(results.good, results.records, results.reference), *_said_of_lost(results)]
+    fastest = results.good[0]
+    said.append(f"{fastest.trial} has the highest throughput: {_speed(fastest):,.0f} tokens/s per {results.device}.")
+    return Answer(said[0], tuple(said[1:]))
+
+
+def _names(results: _Results) -> dict[str, str]:
+    """Return the name of each trial in a sentence: "ZeRO-3" or "DDP and Adafactor", unless several have that name."""
+    first = {trial: runs[0] for trial, runs in runs_by_trial(results.records).items()}
+    names = {
+        trial: setup_name(record) + f" and {record.optimizer.capitalize()}" * (record.optimizer != "adamw")
+        for trial, record in first.items()
+    }
+    repeated = {name for name in names.values() if [*names.values()].count(name) > 1}
+    return {trial: trial if name in repeated else name for trial, name in names.items()}
+
+
+def _said_of_lost(results: _Results) -> tuple[str, ...]:
+    return (f"Without a result: {ends(results.lost)}.",) if results.lost else ()
+
+
+def _speed(row: Row) -> float:
+    assert row.tokens_per_second_per_device is not None
+    return row.tokens_per_second_per_device
+
+
+def _memory_of(row: Row) -> float:
+    assert row.peak_memory_gib is not None
+    return row.peak_memory_gib
+
+
+_ANSWERS: Mapping[str, Callable[[_Results], Answer]] = {
+    "fastest": _fastest,
+    "parity": _parity,
+    "days": _days,
+    "scaling": _scaling,
+    "memory": _memory,
+    "sweep": _sweep,
+}

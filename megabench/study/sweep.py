@@ -1,0 +1,154 @@
+"""Sentences about a sweep: engines and layouts at equal settings, and what a micro-batch or a precision brings."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from megabench.record import RunRecord
+from megabench.specs.registry import ENGINES
+from megabench.study.summary import Row, runs_by_trial
+from megabench.study.verdict import listed
+
+_LEAST_SHARE = 2 / 3  # of the trials; a study with fewer repeated layouts mainly compares layouts
+_SMALL_GAIN = 1.05
+
+
+@dataclass(frozen=True, order=True)
+class _Point:
+    """A value of the settings that a sweep varies."""
+
+    precision: str
+    micro_batch: int
+
+
+_Points = Mapping[_Point, Row]
+
+
+def is_sweep(good: Sequence[Row], records: Sequence[RunRecord]) -> bool:
+    """Return whether most trials with a result repeat an engine and layout with another micro-batch or precision."""
+    repeated = sum(len(rows) for rows in _points(good, records).values() if len(rows) > 1)
+    return repeated > _LEAST_SHARE * len(good)
+
+
+def sweep_sentences(good: Sequence[Row], records: Sequence[RunRecord], reference: str) -> list[str]:
+    """Compare the engines and layouts at equal settings, and say what each varied setting brings, a sentence each.
+
+    `good` has the trials with a result, fastest first. Speeds in different precisions are compared as throughput.
+    """
+    points = _points(good, records)
+    names = _setup_names(points, records)
+    mine = next(
+        (key for key, rows in points.items() if any(row.trial == reference for row in rows.values())),
+        next(iter(points)),
+    )
+    compared = _compared(mine, points, names)
+    return [
+        *([compared] if compared else []),
+        *_micro_batch_gains(points, names),
+        *_precision_gains(points, names),
+    ]
+
+
+def _compared(reference: object, points: Mapping[object, _Points], names: Mapping[object, str]) -> str:
+    """Compare all other engines and layouts with that of the reference, at the settings that both ran with."""
+    parts, ratios = [], []
+    mine = points[reference]
+    common = {key: sorted(set(rows) & set(mine)) for key, rows in points.items() if key != reference}
+    words = _point_words({point for its in common.values() for point in its})
+    for key in sorted((key for key, its in common.items() if its), key=names.__getitem__):
+        found = [_speed(points[key][point]) / _speed(mine[point]) for point in common[key]]
+        places = [f"{ratio:.2f} ×{words[point]}" for ratio, point in zip(found, common[key], strict=True)]
+        parts.append((names[key], places))
+        ratios += found
+    if not parts:
+        return ""
+    name, (first, places), *others = names[reference], *parts
+    if min(ratios) > 1:
+        is_zero = any(row.zero_stage for row in mine.values())
+        lead = f"{name} brings nothing here: " if is_zero else f"{name} is slower than all others: "
+        verb = "is"
+    elif max(ratios) < 1:
+        lead, verb = f"Nothing is as fast as {name}: ", "reaches"
+    else:
+        lead, verb = f"Compared with {name}, ", "reaches"
+    fast = " as fast" if verb == "is" else ""
+    said = [f"{first} {verb} {listed([places[0].replace(' ×', f' ×{fast}', 1), *places[1:]])}"]
+    said += [f"{other} {listed(its)}" for other, its in others]
+    return f"{lead}{'; '.join(said)}."
+
+
+def _point_words(points: Collection[_Point]) -> dict[_Point, str]:
+    """Return " in fp16 at micro-batch 4" for each point, with only what varies between the points."""
+    several_precisions = len({point.precision for point in points}) > 1
+    several_batches = len({point.micro_batch for point in points}) > 1
+    return {
+        point: f" in {point.precision}" * several_precisions + f" at micro-batch {point.micro_batch}" * several_batches
+        for point in points
+    }
+
+
+def _micro_batch_gains(points: Mapping[object, _Points], names: Mapping[object, str]) -> Iterator[str]:
+    """Say what a larger micro-batch brings each engine and layout, in one sentence."""
+    gains = []
+    for key, rows in points.items():
+        for _, group in groupby(sorted(rows), key=lambda point: point.precision):
+            batches = list(group)
+            if len(batches) > 1:
+                first, best = batches[0], max(batches[1:], key=lambda point: _speed(rows[point]))
+                ratio = _speed(rows[best]) / _speed(rows[first])
+                gains.append((ratio, f"{names[key]} gains {ratio:.2f} ×", first.micro_batch, best.micro_batch))
+    if gains:
+        helps = max(ratio for ratio, *_ in gains) > _SMALL_GAIN
+        lead = "What helps is the micro-batch" if helps else "The micro-batch changes little"
+        yield f"{lead}: {listed([f'{words} from {first} to {best}' for _, words, first, best in gains])}."
+
+
+def _precision_gains(points: Mapping[object, _Points], names: Mapping[object, str]) -> Iterator[str]:
+    """Say how much faster each precision is than fp32, or than the last one without fp32, in one sentence each."""
+    pairs: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for key, rows in points.items():
+        for _, group in groupby(sorted(rows, key=lambda point: point.micro_batch), key=lambda point: point.micro_batch):
+            mine = {point.precision: rows[point] for point in group}
+            base = "fp32" if "fp32" in mine else max(mine)
+            for precision in sorted(set(mine) - {base}):
+                ratio = _speed(mine[precision]) / _speed(mine[base])
+                pairs.setdefault((precision, base), []).append((f"{ratio:.2f} ×", names[key]))
+    for (precision, base), ((ratio_words, name), *others) in pairs.items():
+        more = [f"{words} with {other}" for words, other in others]
+        yield f"{precision} is {listed([f'{ratio_words} as fast as {base} with {name}', *more])}."
+
+
+def _points(good: Sequence[Row], records: Sequence[RunRecord]) -> dict[object, dict[_Point, Row]]:
+    """Return the trials with a result by engine and layout, and then by precision and micro-batch."""
+    by_trial = runs_by_trial(records)
+    found: dict[object, dict[_Point, Row]] = {}
+    for row in good:
+        record = by_trial[row.trial][0]
+        work = (row.model, row.seq_length, row.global_batch, row.optimizer)
+        key = (*work, row.engine, str(record.options), row.layout, row.num_hosts, row.is_emulated)
+        found.setdefault(key, {}).setdefault(_Point(row.precision, row.micro_batch), row)
+    return found
+
+
+def _setup_names(points: Mapping[object, _Points], records: Sequence[RunRecord]) -> dict[object, str]:
+    """Return the name of each engine and layout: "ZeRO-2", or the name of a trial if several have that name."""
+    by_trial = runs_by_trial(records)
+    names = {key: setup_name(by_trial[next(iter(rows.values())).trial][0]) for key, rows in points.items()}
+    repeated = {name for name in names.values() if [*names.values()].count(name) > 1}
+    return {key: next(iter(points[key].values())).trial if name in repeated else name for key, name in names.items()}
+
+
+def setup_name(record: RunRecord) -> str:
+    """Return the layout of a megatron run, and the name of the method of other engines: "ZeRO-2" or "DDP"."""
+    spec = ENGINES.get(record.engine)
+    if spec is None:
+        return record.engine
+    sizes = {axis: size for axis, size in record.layout.model_dump().items() if size > 1}
+    if len(spec.axes) > 1 and sizes:
+        return "·".join(f"{axis}{size}" for axis, size in sizes.items())
+    return spec.mode(record.options) or spec.title
+
+
+def _speed(row: Row) -> float:
+    assert row.tokens_per_second_per_device is not None
+    return row.tokens_per_second_per_device
