@@ -126,9 +126,8 @@ def test_columns_of_work_are_shown_where_it_differs():
     records = judge_parity(sweep(), "zero2-mb4")
     keys = [column.key for column in study_table(records, "zero2-mb4", Budget()).choose(())]
     assert "ratio" in keys and not {"work", "throughput_ratio", "precision", "optimizer", "status"} & set(keys)
-    other = make_record(
-        [6.0], 10, trial="b", optimizer="adafactor", work_class=work_class(optimizer="adafactor"), **DDP
-    )
+    work = {"optimizer": "adafactor", "work_class": work_class(optimizer="adafactor")}
+    other = make_record([6.0], 10, trial="b", days_per_100b_tokens=9.0, **work, **DDP)
     records = judge_parity([*sweep(), other], "zero2-mb4")
     table = study_table(records, "zero2-mb4", Budget())
     keys = [column.key for column in table.choose(())]
