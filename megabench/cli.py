@@ -176,12 +176,13 @@ def report(
 ) -> None:
     """Answer the question of a study, print its table, and write its report as one self-contained HTML page.
 
-    The exit status is 2 if DIR contains no study.
+    Without --out and --compare, DIR/summary.csv is written, too. The exit status is 2 if DIR contains no study.
     """
     from megabench.doctor import examine
     from megabench.report import write_report
     from megabench.study.budget import Budget
     from megabench.study.results_directory import read_folder
+    from megabench.study.summary import summarize, write_csv
     from megabench.study.table import show
     from megabench.terminal import standard_output
 
@@ -191,7 +192,6 @@ def report(
     if tensorboard:
         from megabench.compare.hparams import write_hparams
         from megabench.compare.tensorboard_export import check_output, export_scalars
-        from megabench.study.summary import summarize
 
         check_output(tensorboard)
         number = export_scalars(study.records, tensorboard)
@@ -202,6 +202,8 @@ def report(
         chosen = columns.split(",") if columns else ()
         show(standard_output(), shown.records, shown.reference, shown.answers, shown.budget, chosen)
     write_report(path, study, examine(study.records, study.reference), second)
+    if out is None and second is None:
+        write_csv(folder / "summary.csv", study.records, study.reference)
     print(path)
     if tensorboard:
         print(f"{tensorboard}: the scalars of {number} runs, for tensorboard --logdir {tensorboard}")
