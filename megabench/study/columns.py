@@ -98,7 +98,7 @@ def study_table(records: Sequence[RunRecord], reference: str, budget: Budget) ->
     if len(classes) > 1 and all(row.ratio in (None, row.throughput_ratio) for row in rows):
         unused.add("ratio")
     kept = tuple(c for c in made if c.key not in unused and (c.key in _ALWAYS or _is_informative(c, rows)))
-    return StudyTable(rows, kept, tuple(titles[key] for key in classes) if len(classes) > 1 else ())
+    return StudyTable(rows, kept, tuple(titles[key] for key in classes))
 
 
 def _is_informative(column: Column, rows: Sequence[Row]) -> bool:

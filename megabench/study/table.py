@@ -59,7 +59,7 @@ def markdown(records: Sequence[RunRecord], reference: str, question: Question | 
     output = StringIO()
     Console(file=output, width=10_000, color_system=None).print(_drawn(table.choose(()), table.rows))
     lines = [line.rstrip() for line in output.getvalue().splitlines() if line.strip()]
-    parts = [" ".join([f"**{found.headline}**", *found.particulars]), "\n".join(lines), *_about_works(table)]
+    parts = [f"**{found.headline}** {' '.join(found.particulars)}".strip(), "\n".join(lines), *_about_works(table)]
     parts += [f"{row.trial}: {warning}." for row in table.rows for warning in row.warnings]
     if any(record.device == "cpu" for record in records):
         parts.append(_CPU_TIMINGS)
@@ -67,9 +67,9 @@ def markdown(records: Sequence[RunRecord], reference: str, question: Question | 
 
 
 def _about_works(table: StudyTable) -> list[str]:
-    """Return the titles of the workloads, and a sentence about what is compared within each of them."""
-    if not table.works:
-        return []
+    """Return the title of the workload, or of several, and a sentence about what is compared within each of them."""
+    if len(table.works) < 2:
+        return list(table.works)
     titles = [f"work {number}: {title}" for number, title in enumerate(table.works, 1)]
     return [*titles, "Losses and speedups are compared within each workload, and throughput across all of them."]
 
