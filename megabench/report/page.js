@@ -31,7 +31,9 @@ function cellText(cell) {
 }
 
 function tableText(table, form) {
-  const rows = [...table.rows].map((row) => [...row.cells].map(cellText));
+  // A spreadsheet gets the hidden columns, too.
+  const isCopied = (cell) => form === "tsv" || getComputedStyle(cell).display !== "none";
+  const rows = [...table.rows].map((row) => [...row.cells].filter(isCopied).map(cellText));
   if (form === "tsv") return rows.map((row) => row.join("\t")).join("\n") + "\n";
   rows.splice(1, 0, rows[0].map(() => "---"));
   return rows.map((row) => `| ${row.map((cell) => cell.replaceAll("|", "\\|")).join(" | ")} |`).join("\n") + "\n";

@@ -69,7 +69,7 @@ class Opened:
 
     def column(self, head: str) -> list[str]:
         """The cells of the table of figures under `head`."""
-        table = self.page.locator("#table0")
+        table = self.page.locator("#trials")
         number = [words.strip() for words in table.locator("thead th").all_inner_texts()].index(head)
         return [row.locator("th, td").nth(number).inner_text().strip() for row in table.locator("tbody tr").all()]
 
@@ -133,7 +133,7 @@ def test_text_has_contrast(show, name, scheme):
 def test_the_table_sorts_by_mouse_and_by_keyboard(show):
     opened = show("faults")
     assert opened.column("tok/s per GPU") == ["8,000", "6,000", "9,900", "–", "–"]
-    head = opened.page.locator("#table0 thead th", has_text="tok/s per GPU")
+    head = opened.page.locator("#trials thead th", has_text="tok/s per GPU")
     head.get_by_role("button").click()
     assert opened.column("tok/s per GPU") == ["9,900", "8,000", "6,000", "–", "–"]
     assert head.get_attribute("aria-sort") == "descending"
@@ -153,9 +153,26 @@ def test_the_table_and_the_commands_can_be_copied(show):
     opened.page.get_by_role("button", name="Copy for a spreadsheet").click()
     opened.page.get_by_role("button", name="Copied").wait_for()
     lines = opened.page.evaluate("navigator.clipboard.readText()").splitlines()
-    assert lines[0].startswith("trial\ttok/s per GPU\tspread\t× ZeRO-3") and lines[1].startswith("zero3\t8,000\t")
+    assert lines[0].startswith("trial\ttok/s per GPU\t× ZeRO-3\tparity") and lines[1].startswith("zero3\t8,000\t")
+    assert "\tspread of tok/s\t" in lines[0], "a spreadsheet gets the hidden columns, too"
     opened.page.get_by_role("button", name="Copy", exact=True).first.click()
     opened.page.wait_for_function("async () => (await navigator.clipboard.readText()).startsWith('torchrun')")
+
+
+def test_more_columns_are_shown_on_request(show):
+    page = show("zero3_wins").page
+    head = page.locator("#trials thead th", has_text="spread of tok/s")
+    assert not head.is_visible()
+    page.get_by_role("button", name="more columns").click()
+    assert head.is_visible()
+    page.get_by_role("button", name="Fewer columns").click()
+    assert not head.is_visible()
+
+
+def test_a_wide_table_says_that_it_scrolls(show):
+    hint = "Scroll the table sideways to see all columns."
+    assert show("zero3_wins", width=400).page.get_by_text(hint).is_visible()
+    assert not show("zero3_wins", width=1800).page.get_by_text(hint).is_visible()
 
 
 def test_paper_shows_what_is_folded_away_and_no_button(show):
