@@ -82,7 +82,12 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
     )
 
 
-_KINDS = {"untrustworthy": "Do not trust", "slow": "Slower than necessary", "note": "Note"}
+_KINDS = {
+    "untrustworthy": "Do not trust",
+    "preliminary": "Preliminary",
+    "slow": "Slower than necessary",
+    "note": "Note",
+}
 
 
 def _answers(view: StudyView) -> list[Answer]:
