@@ -46,13 +46,16 @@ def failed(case: Case) -> Iterator[Finding]:
         if record.status == "failed" and not _is_hang(record):
             error = record.error or "no reason was recorded"
             kind = record.failure.kind if record.failure else "error"
+            cause = ""
             if kind == "shared-memory":
+                cause = ": it ran out of shared memory"
                 change = "increase the container's shared memory: --shm-size=1g, or an emptyDir with medium: Memory"
             elif kind == "killed":
+                cause = ": a process was killed"
                 change = "check dmesg for the out-of-memory killer; add host memory, or offload less state"
             else:
                 change = f"read {_log(_rank(record))}"
-            yield Finding("preliminary", (record.trial,), "the trial failed and has no result", error, change)
+            yield Finding("preliminary", (record.trial,), f"the trial failed and has no result{cause}", error, change)
 
 
 def hung(case: Case) -> Iterator[Finding]:

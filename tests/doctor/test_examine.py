@@ -587,17 +587,21 @@ def test_what_to_do_when_memory_runs_out(changes, words):
 
 
 def test_shared_memory_and_the_killer_have_words_of_their_own():
-    found = only(
-        look(
-            zero3(),
-            lost("bus", "failed", "rank 1 was killed by signal 7 (SIGBUS)"),
-            lost("killed", "failed", "rank 1 was killed by signal 9 (SIGKILL)"),
-            tp(),
-        )
+    bus, killed = look(
+        zero3(),
+        lost("bus", "failed", "rank 1 was killed by signal 7 (SIGBUS)"),
+        lost("killed", "failed", "rank 1 was killed by signal 9 (SIGKILL)"),
+        tp(),
     )
-    assert found.trials == ("bus", "killed")
-    assert found.change.startswith("bus: increase the container's shared memory: --shm-size")
-    assert "; killed: check dmesg" in found.change
+    assert "--shm-size" in bus.change and "dmesg" in killed.change
+    assert bus.what.endswith("out of shared memory") and killed.what.endswith("was killed")
+
+
+def test_remedies_that_differ_are_shown_for_each_trial():
+    few = {"step_seconds": seconds(2.0), "speeds": (9100.0,)}
+    found = only(look(zero3(), tp(**few), named(tp(**few, warmup_steps=2), "short")))
+    assert found.trials == ("tp4-pp2", "short") and found.evidence == "1 timed step"
+    assert found.change == "tp4-pp2: set steps: 15 or more; short: set steps: 12 or more"
 
 
 @pytest.mark.parametrize(
