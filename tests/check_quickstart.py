@@ -5,13 +5,14 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megabench.doctor.write_findings import findings_at
 from megabench.record import read_records
 
 TRIALS = {"tp2-pp2", "tp4", "pp2-vp2-dp2", "tp2-dp2", "zero3"}
 
 
 def check(folder: Path) -> None:
-    """Five trials, all ok and in parity, with throughput in TensorBoard; AssertionError otherwise."""
+    """Five trials, all ok and in parity, with throughput in TensorBoard, and no finding; AssertionError otherwise."""
     records = {record.trial: record for record in read_records(folder / "results.jsonl")}
     assert records.keys() == TRIALS, records.keys() ^ TRIALS
     page = (folder / "report.html").read_text()
@@ -24,6 +25,7 @@ def check(folder: Path) -> None:
         assert len(timed) == record.num_steps - record.warmup_steps, f"{name}: {len(timed)} steps in TensorBoard"
         assert name in page, f"{name} is not in the report"
         print(f"{name}: ok, parity {record.parity.max_relative_difference:.1e}, {len(timed)} steps in TensorBoard")
+    assert findings_at(folder) == []
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""Diagnosis rules for trials without a valid result: report the failure and suggest a remedy."""
+"""Diagnosis rules for trials without a valid result: report the failure and suggest a remedy.
+
+A missing result makes no other figure wrong. Failed and hung trials leave the ranking incomplete, so their findings are
+preliminary. Running out of memory is a result in itself, and its finding is a note.
+"""
 
 from collections.abc import Iterator
 
-from megabench.doctor.finding import Case, Finding, is_on_gpu
+from megabench.doctor.finding import Case, Finding, is_on_gpu, variants
 from megabench.record import RunRecord
 from megabench.specs.registry import ENGINES
 
@@ -15,7 +19,7 @@ def lost_reference(case: Case) -> Iterator[Finding]:
     ended = f"the reference trial ended with status {runs[0].status}" if runs else "the reference trial has no record"
     change = "fix the reference trial" if runs else "run the reference trial (megabench compare … --resume)"
     yield Finding(
-        "untrustworthy",
+        "preliminary",
         (),
         f"the reference {case.reference} has no valid result, so no trial can be compared with it",
         ended,
@@ -42,13 +46,16 @@ def failed(case: Case) -> Iterator[Finding]:
         if record.status == "failed" and not _is_hang(record):
             error = record.error or "no reason was recorded"
             kind = record.failure.kind if record.failure else "error"
+            cause = ""
             if kind == "shared-memory":
+                cause = ": it ran out of shared memory"
                 change = "increase the container's shared memory: --shm-size=1g, or an emptyDir with medium: Memory"
             elif kind == "killed":
+                cause = ": a process was killed"
                 change = "check dmesg for the out-of-memory killer; add host memory, or offload less state"
             else:
                 change = f"read {_log(_rank(record))}"
-            yield Finding("untrustworthy", (record.trial,), "the trial failed and has no result", error, change)
+            yield Finding("preliminary", (record.trial,), f"the trial failed and has no result{cause}", error, change)
 
 
 def hung(case: Case) -> Iterator[Finding]:
@@ -59,7 +66,7 @@ def hung(case: Case) -> Iterator[Finding]:
             rank = _rank(record)
             who = "an unidentified rank" if rank is None else f"rank {rank}"
             yield Finding(
-                "untrustworthy",
+                "preliminary",
                 (record.trial,),
                 f"the trial hung or exceeded the time limit, perhaps because the other ranks waited for {who}",
                 error,
@@ -68,16 +75,23 @@ def hung(case: Case) -> Iterator[Finding]:
 
 
 def out_of_memory(case: Case) -> Iterator[Finding]:
-    """Report trials that ran out of memory."""
+    """Report trials that ran out of memory, unless a sweep of the study shows how much fits."""
     for record in case.records:
-        if record.status == "oom":
+        if record.status == "oom" and not any(_needs_less(other, record) for other in variants(case, record)):
+            error = record.error or "status oom"
             yield Finding(
-                "untrustworthy",
+                "note",
                 (record.trial,),
                 "the trial ran out of memory and has no result",
-                record.error or "status oom",
+                error.partition(" Including non-PyTorch memory")[0],  # PyTorch's advice about its allocator follows
                 _less_memory(record),
             )
+
+
+def _needs_less(other: RunRecord, record: RunRecord) -> bool:
+    """Return whether a variant of `record` has a result with a smaller micro-batch or in another precision."""
+    is_other = other.micro_batch < record.micro_batch or other.precision != record.precision
+    return other.status == "ok" and is_other and other.micro_batch <= record.micro_batch
 
 
 def _is_hang(record: RunRecord) -> bool:

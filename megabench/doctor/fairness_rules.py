@@ -1,18 +1,18 @@
-"""Diagnosis rules for fair comparison: equal work, equal kernels, and a well-tuned baseline."""
+"""Diagnosis rules for fair comparison: equal work, equal kernels, and a well-tuned baseline.
+
+A sweep measures one engine with one layout and equal options in several precisions or with several micro-batches. It is
+deliberate, and its trials make no comparison unfair.
+"""
 
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megabench.doctor.finding import Case, Finding, is_on_gpu, is_tried_larger, names, was_tuned
+from megabench.doctor.finding import AS_FAST, Case, Finding, Kind, is_on_gpu, is_swept, names, variants, was_tuned
 from megabench.record import KernelTraits, RunRecord, WorkClass
 from megabench.study.bf16_reference import bf16_reference, classes_compared_with_bf16, has_fp8
 from megabench.study.parity import is_zero3
 from megabench.study.summary import speeds_of
-
-# A ZeRO-3 trial counts as faster than the reference only if its gain exceeds this fraction, because repeated runs of
-# one trial differ by as much.
-AS_FAST = 0.02
 
 # Above this fraction of used GPU memory, a larger micro-batch may run out of memory.
 _FULL = 0.9
@@ -25,11 +25,14 @@ def precision(case: Case) -> Iterator[Finding]:
 
 
 def fp8_without_bf16(case: Case) -> Iterator[Finding]:
-    """Report fp8 trials without a bf16 trial of otherwise equal work, so that their losses cannot be judged."""
+    """Report fp8 trials without a bf16 trial of otherwise equal work, so that their losses cannot be judged.
+
+    The finding is preliminary: the speeds are right, but a trial is missing.
+    """
     for record in case.good:
         if has_fp8(record) and bf16_reference(record, case.records) is None:
             yield Finding(
-                "untrustworthy",
+                "preliminary",
                 (record.trial,),
                 "the trial trains in fp8, and the study has no bf16 result of otherwise equal work, so it is unknown "
                 "what fp8 costs in loss",
@@ -44,16 +47,19 @@ def gradient_dtype(case: Case) -> Iterator[Finding]:
 
 
 def _unequal(case: Case, what: str, value: Callable[[RunRecord], str], setting: str | None = None) -> Iterator[Finding]:
-    """Report a setting that differs between trials, unless the study varies the setting on purpose."""
+    """Report a setting that differs between trials, unless the study varies the setting on purpose.
+
+    It does so if every trial with another value than the reference belongs to a sweep with the reference's value, or if
+    each value has its own ZeRO-3 baseline.
+    """
     trials_of: dict[str, list[str]] = {}
     for trial, runs in case.by_trial.items():
         trials_of.setdefault(value(runs[0]), []).append(trial)
-    measured = {
-        value(record) for record in case.records if is_zero3(record)
-    }  # each precision or gradient dtype may have its own ZeRO-3 baseline
-    twins = [{_else(case.by_trial[trial][0]) for trial in trials} for trials in trials_of.values()]
-    is_meant = trials_of.keys() <= measured or all(others == twins[0] for others in twins)
-    if len(trials_of) > 1 and not is_meant:
+    measured = {value(record) for record in case.records if is_zero3(record)}
+    if trials_of.keys() <= measured:
+        return
+    expected = value(case.by_trial.get(case.reference, case.records)[0])
+    if any(all(value(run) != expected for run in (record, *variants(case, record))) for record in case.records):
         yield Finding(
             "untrustworthy",
             (),
@@ -61,14 +67,6 @@ def _unequal(case: Case, what: str, value: Callable[[RunRecord], str], setting: 
             "; ".join(f"{word}: {names(trials)}" for word, trials in trials_of.items()),
             f"set the same {setting or what} for all trials, under `base` in the study file",
         )
-
-
-def _else(record: RunRecord) -> str:
-    """Return a text of the trial's settings except precision and gradient dtype.
-
-    A study varies the precision on purpose if the trials of every precision have the same texts.
-    """
-    return repr((record.engine, record.layout, record.options, record.optimizer, record.micro_batch))
 
 
 def other_work(case: Case) -> Iterator[Finding]:
@@ -148,42 +146,72 @@ def _plain_operations(record: RunRecord) -> list[str]:
 
 
 def weaker_reference(case: Case) -> Iterator[Finding]:
-    """Report a ZeRO-3 trial that is faster than the ZeRO-3 reference of the study."""
+    """Report the fastest ZeRO-3 trial if it is faster than the ZeRO-3 reference of the study.
+
+    The finding is a note if only trials of the reference's own sweep are faster: the study file had to name one of
+    them, and the table shows the others beside it.
+    """
     mine = _speed(case.reference_runs)
     if mine is None or not is_zero3(case.reference_runs[0]) or not case.reference_runs[0].work_class:
         return
-    for trial, runs in case.good_by_trial.items():
-        theirs, work = _speed(runs), runs[0].work_class
-        same = work is not None and work.id == case.reference_runs[0].work_class.id
-        if theirs and same and trial != case.reference and is_zero3(runs[0]) and theirs > mine * (1 + AS_FAST):
-            yield Finding(
-                "untrustworthy",
-                (),
-                f"the reference {case.reference} is not the fastest ZeRO-3 trial, so all speedups are too high",
-                f"{trial} reaches {theirs:,.0f} tok/s per device, and {case.reference} {mine:,.0f} tok/s per device",
-                f"reference: {trial}",
-            )
+    reference = case.reference_runs[0]
+    swept = {record.trial for record in variants(case, reference)}
+    faster = {
+        trial: speed
+        for trial, runs in case.good_by_trial.items()
+        if is_zero3(runs[0])
+        and _is_same_work(runs[0], reference)
+        and (speed := _speed(runs))
+        and speed > mine * (1 + AS_FAST)
+    }
+    if not faster:
+        return
+    trial = max(faster, key=faster.__getitem__)
+    kind: Kind = "note" if faster.keys() <= swept else "untrustworthy"
+    yield Finding(
+        kind,
+        (),
+        f"the reference {case.reference} is not the fastest ZeRO-3 trial, so all speedups are too high",
+        f"{trial} reaches {faster[trial]:,.0f} tok/s per device, and {case.reference} {mine:,.0f} tok/s per device",
+        f"reference: {trial}",
+    )
+
+
+def _is_same_work(record: RunRecord, other: RunRecord) -> bool:
+    """Return whether two runs may be compared. Planned runs have no work class and count as comparable."""
+    return (record.work_class and record.work_class.id) == (other.work_class and other.work_class.id)
 
 
 def untuned_reference(case: Case) -> Iterator[Finding]:
-    """Report a baseline with a fixed micro-batch while other trials have a tuned or larger micro-batch."""
+    """Report a baseline with one fixed micro-batch while comparable trials were tuned or have a larger one.
+
+    A trial is tuned with `micro_batch: auto`, or by a sweep that includes a larger micro-batch than the reference's. If
+    the study sweeps the micro-batch of the reference, its trials show the effect, and nothing is reported.
+    """
     if not case.reference_runs or not is_on_gpu(case.reference_runs[0]):
         return
     reference = case.reference_runs[0]
-    others = [record for record in case.good if record.trial != case.reference and is_on_gpu(record)]
-    tuned = [record.trial for record in others if was_tuned(record)]
-    larger = [record.trial for record in others if record.micro_batch > reference.micro_batch]
+    if was_tuned(reference) or is_swept(case, reference) or not _may_grow(reference):
+        return
+    others = [record for record in case.on_gpus if record.trial != case.reference and _is_same_work(record, reference)]
+    larger = [record for record in others if _sequences_per_gpu(record) > _sequences_per_gpu(reference)]
+    tuned = [record for record in others if was_tuned(record)] + [record for record in larger if is_swept(case, record)]
     better = tuned or (larger if reference.micro_batch == 1 else [])
-    if better and not was_tuned(reference) and _may_grow(case, reference):
-        how = "tuned micro-batch" if tuned else "larger micro-batch"
+    if better:
+        how = "tuned" if tuned else "larger"
         yield Finding(
             "untrustworthy",
             (),
-            f"the reference {case.reference} has a fixed micro-batch of {reference.micro_batch} while other trials are "
-            "tuned, so all speedups are too high",
-            f"{names(list(dict.fromkeys(better)))}: {how}",
+            f"the reference {case.reference} has a fixed micro-batch of {reference.micro_batch} while other trials "
+            f"have a {how} one, so all speedups are too high",
+            f"{names(list(dict.fromkeys(record.trial for record in better)))}: {how} micro-batch",
             "set micro_batch: auto for all trials, under `base` in the study file",
         )
+
+
+def _sequences_per_gpu(record: RunRecord) -> float:
+    """Return the micro-batch size per GPU: tensor and context parallelism divide a micro-batch's activations."""
+    return record.micro_batch / (record.layout.tp * record.layout.cp)
 
 
 def gathers_by_parts(case: Case) -> Iterator[Finding]:
@@ -238,12 +266,12 @@ def losses_that_stand_still(case: Case) -> Iterator[Finding]:
             return
 
 
-def _may_grow(case: Case, record: RunRecord) -> bool:
-    """Return whether a larger micro-batch is valid, may fit in memory, and is not measured by another trial."""
+def _may_grow(record: RunRecord) -> bool:
+    """Return whether a larger micro-batch is valid and may fit in memory."""
     is_legal = record.micro_batch * record.layout.dp < record.global_batch
     peak, all_of_it = record.peak_memory_gib, record.device_memory_gib
     is_full = peak is not None and all_of_it is not None and peak.max > _FULL * all_of_it
-    return is_legal and not is_full and not is_tried_larger(case, record)
+    return is_legal and not is_full
 
 
 def skipped_steps(case: Case) -> Iterator[Finding]:

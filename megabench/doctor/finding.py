@@ -8,10 +8,18 @@ from typing import Literal
 from megabench.record import RunRecord
 from megabench.study.summary import runs_by_trial
 
-Kind = Literal["untrustworthy", "slow", "note"]
-KINDS: tuple[Kind, ...] = ("untrustworthy", "slow", "note")  # most severe first
+# untrustworthy: a figure is wrong, or a comparison is unfair.
+# preliminary: every figure is right as far as it goes, but trials, runs or steps are missing for a firm ranking.
+# slow: a trial is slower than necessary.
+# note: everything else that a reader of the results should know.
+Kind = Literal["untrustworthy", "preliminary", "slow", "note"]
+KINDS: tuple[Kind, ...] = ("untrustworthy", "preliminary", "slow", "note")  # most severe first
 
-_MOST_SHOWN = 4  # maximum number of trial names, and of different evidence texts, shown for one finding
+# A trial counts as faster than another only if its gain exceeds this fraction, because repeated runs of one trial
+# differ by as much.
+AS_FAST = 0.02
+
+_MOST_SHOWN = 4  # maximum number of trial names, and of different texts, shown for one finding
 
 
 @dataclass(frozen=True)
@@ -72,14 +80,28 @@ def was_tuned(record: RunRecord) -> bool:
     return bool(record.probes) or "micro_batch" in (record.auto_settings or ())
 
 
+def variants(case: Case, record: RunRecord) -> list[RunRecord]:
+    """Return the records of other trials with the same engine, layout, options and optimizer.
+
+    The trials of a sweep over micro-batches or precisions are variants of each other.
+    """
+    return [other for other in case.records if other.trial != record.trial and _settings(other) == _settings(record)]
+
+
+def _settings(record: RunRecord) -> tuple[object, ...]:
+    # Older records lack options that were added later, which are off by default.
+    options = {name: value for name, value in record.options.items() if value}
+    return record.engine, record.layout, options, record.optimizer
+
+
+def is_swept(case: Case, record: RunRecord) -> bool:
+    """Return whether the study measures the settings of a run with several micro-batches."""
+    return any(other.micro_batch != record.micro_batch for other in variants(case, record))
+
+
 def is_tried_larger(case: Case, record: RunRecord) -> bool:
-    """Return whether another trial has the same engine, layout and options with a larger micro-batch."""
-    return any(
-        other.micro_batch > record.micro_batch
-        and (other.engine, other.layout, other.options) == (record.engine, record.layout, record.options)
-        for other in case.records
-        if is_on_gpu(other)
-    )
+    """Return whether another trial has the same settings with a larger micro-batch."""
+    return any(other.micro_batch > record.micro_batch for other in variants(case, record))
 
 
 def sequences_of_a_replica(record: RunRecord) -> int:
@@ -89,18 +111,20 @@ def sequences_of_a_replica(record: RunRecord) -> int:
 
 def joined(findings: Iterable[Finding]) -> Iterator[Finding]:
     """Merge findings that report the same problem for different trials into one finding."""
-    by_fault: dict[tuple[Kind, str, str], dict[str, str]] = {}
+    by_fault: dict[tuple[Kind, str], dict[str, Finding]] = {}
     for finding in findings:
-        seen = by_fault.setdefault((finding.kind, finding.what, finding.change), {})
+        seen = by_fault.setdefault((finding.kind, finding.what), {})
         for trial in finding.trials or ("",):
-            seen.setdefault(trial, finding.evidence)
-    for (kind, what, change), seen in by_fault.items():
+            seen.setdefault(trial, finding)
+    for (kind, what), seen in by_fault.items():
         trials = tuple(trial for trial in seen if trial)
-        yield Finding(kind, trials, what, _together(seen), change)
+        evidence = _together({trial: finding.evidence for trial, finding in seen.items()})
+        change = _together({trial: finding.change for trial, finding in seen.items()})
+        yield Finding(kind, trials, what, evidence, change)
 
 
 def _together(seen: dict[str, str]) -> str:
-    """Join the evidence of several trials into one text. Trials with the same evidence share one entry in the text."""
+    """Join the texts of several trials, by trial, into one. Trials with the same text share one entry."""
     trials_of: dict[str, list[str]] = {}
     for trial, text in seen.items():
         trials_of.setdefault(text, []).append(trial)

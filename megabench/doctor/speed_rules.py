@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from megabench.doctor.finding import Case, Finding, is_tried_larger, sequences_of_a_replica, was_tuned
+from megabench.doctor.finding import Case, Finding, is_tried_larger, sequences_of_a_replica, variants, was_tuned
 from megabench.hardware.gpus import find_gpu
 from megabench.precision import POLICIES
 from megabench.record import RunRecord
@@ -38,11 +38,10 @@ _SLOWING = {
 
 
 def fp32(case: Case) -> Iterator[Finding]:
-    """Report fp32 training on GPUs, unless another trial measures the same configuration in 16 bits."""
-    halves = [record for record in case.records if record.precision != "fp32"]
-    tried = [(record.engine, record.layout, record.options) for record in halves]
-    for record in case.on_gpus:
-        if record.precision == "fp32" and (record.engine, record.layout, record.options) not in tried:
+    """Report fp32 training on GPUs, unless the study sweeps the precision of a trial from fp32 to 16 bits."""
+    in_fp32 = [record for record in case.on_gpus if record.precision == "fp32"]
+    if all(twin.precision == "fp32" for record in in_fp32 for twin in variants(case, record)):
+        for record in in_fp32:
             gpu = find_gpu(record.device or "")
             half = "fp16" if gpu and gpu.bf16_tflops is None else "bf16"
             peaks = (
@@ -124,7 +123,8 @@ def small_micro_batch(case: Case) -> Iterator[Finding]:
     """Report micro-batches with too few tokens to keep a GPU busy."""
     for record in case.on_gpus:
         tokens = record.micro_batch * record.seq_length // record.layout.cp
-        if tokens < FEWEST_TOKENS and _may_grow(record) and not was_tuned(record):
+        is_open = _may_grow(record) and not was_tuned(record) and not is_tried_larger(case, record)
+        if tokens < FEWEST_TOKENS and is_open:
             yield Finding(
                 "slow",
                 (record.trial,),

@@ -15,7 +15,12 @@ from megabench.doctor.plan_rules import plan
 from megabench.record import RunRecord
 from megabench.study.results_directory import read_folder
 
-_STYLES: dict[Kind, str] = {"untrustworthy": "bold red", "slow": "yellow", "note": "cyan"}
+_STYLES: dict[Kind, str] = {
+    "untrustworthy": "bold red",
+    "preliminary": "magenta",
+    "slow": "yellow",
+    "note": "cyan",
+}
 _NUM_AT_THE_TABLE = 2
 WELL = "no problems found"
 

@@ -90,7 +90,12 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
     )
 
 
-_KINDS = {"untrustworthy": "Do not trust", "slow": "Slower than necessary", "note": "Note"}
+_KINDS = {
+    "untrustworthy": "Do not trust",
+    "preliminary": "Preliminary",
+    "slow": "Slower than necessary",
+    "note": "Note",
+}
 
 
 def _winners(view: StudyView) -> list[Winner]:

@@ -143,7 +143,7 @@ def test_the_doctor_names_each(faults):
     assert "ran out of memory" in findings["memory",].what and "CUDA out of memory" in findings["memory",].evidence
     assert findings["drifted",].change.startswith("do not use the speed of this trial")
     assert "perhaps because the other ranks waited for rank 1" in findings["hung",].what
-    without_record = findings["exited", "unwritten"]
+    without_record = findings["raised", "exited", "unwritten"]
     assert (
         "exited: rank 0 ended with exit status 3" in without_record.evidence and "rank-0.log" in without_record.change
     )

@@ -161,6 +161,7 @@ def test_a_good_study_on_cpu_is_silent():
 
 SLOW_START = seconds(4.0, 3.0, *[2.0] * 8)
 WIDE = seconds(2.0, 2.6, 1.9, 2.5, 2.0, 2.4, 2.1, 2.6, 1.9, 2.3)
+ERRATIC = seconds(2.0, 3.6, 1.9, 3.5, 2.0, 3.4, 2.1, 3.6, 1.9, 3.3)
 TP_ACROSS = [Group(kind="tp", ranks=[0, 1, 2, 3], link="efa", transport="NET/Libfabric/GDRDMA")]
 SMALL = {"num_parameters": 100_000_000}
 CPU_LAYOUT = LayoutSizes(tp=1, cp=1, pp=8, vp=1, dp=1)
@@ -178,20 +179,28 @@ FAULTS = {
     ),
     "too few steps": (
         {"step_seconds": seconds(2.0), "speeds": (9100.0,)},
-        ("untrustworthy", "too few timed steps to determine", "1 timed step", "steps: 15"),
+        ("preliminary", "too few timed steps to determine", "1 timed step", "steps: 15"),
     ),
     "too few steps for the spread": (
         {"step_seconds": WIDE},
-        ("untrustworthy", "too few timed steps for the large variation", "took 1.9 to 2.6 s", "more steps"),
+        ("preliminary", "too few timed steps for the large variation", "took 1.9 to 2.6 s", "more steps"),
+    ),
+    "steps that vary beyond use": (
+        {"step_seconds": ERRATIC},
+        ("untrustworthy", "too few timed steps for the large variation", "the median is ±19.1%", "more steps"),
     ),
     "repeats disagree": (
         {"speeds": (9100.0, 9900.0, 9200.0)},
         (
-            "untrustworthy",
+            "preliminary",
             "repeated runs of the trial disagree",
             "9,100 to 9,900 tok/s per device over 3 runs, a difference of 9%",
             "throttled",
         ),
+    ),
+    "repeats far apart": (
+        {"speeds": (9100.0, 12100.0, 9200.0)},
+        ("untrustworthy", "repeated runs of the trial disagree", "a difference of 33%", "throttled"),
     ),
     "old cuDNN": (
         {"kernels": KERNELS | {"attention": "torch scaled_dot_product_attention: FlashAttention-2"}},
@@ -357,7 +366,7 @@ def in_fp8(runs: list[RunRecord], **work: object) -> list[RunRecord]:
 
 def test_fp8_needs_a_bf16_trial_of_the_same_work():
     found = only(look(in_fp8(zero3()), in_fp8(tp()), reference="zero3-fp8"))
-    assert (found.kind, found.trials) == ("untrustworthy", ("zero3-fp8", "tp4-pp2-fp8"))
+    assert (found.kind, found.trials) == ("preliminary", ("zero3-fp8", "tp4-pp2-fp8"))
     assert "the study has no bf16 result of otherwise equal work" in found.what
     assert found.change == "add a trial with precision: bf16 and otherwise equal settings"
     other, missing = sorted(look(zero3(), tp(), in_fp8(tp(), seed=7)), key=lambda finding: finding.kind)
@@ -426,10 +435,76 @@ def test_a_baseline_that_was_not_tuned():
     found = only(look(zero3(micro_batch=1), tp(probes=probes)))
     assert found.kind == "untrustworthy" and "fixed micro-batch of 1" in found.what
     assert found.evidence == "tp4-pp2: tuned micro-batch"
-    assert "larger micro-batch" in only(look(zero3(micro_batch=1), tp(micro_batch=2))).evidence
+    assert "larger micro-batch" in only(look(zero3(micro_batch=1), tp(micro_batch=8))).evidence
+    assert look(zero3(micro_batch=1), tp(micro_batch=4)) == [], "TP4 splits the activations of a micro-batch by four"
     assert look(zero3(micro_batch=1), tp()) == [], "all alike"
     full = {"peak_memory_gib": PeakMemory(max=135.0, per_rank=[135.0])}
-    assert look(zero3(micro_batch=1, **full), tp(micro_batch=2)) == [], "no more would fit"
+    assert look(zero3(micro_batch=1, **full), tp(micro_batch=8)) == [], "no more would fit"
+    other = tp(probes=probes, work_class=work_class(**WORK, compression="PowerSGD, rank 4"))
+    assert look(zero3(micro_batch=1), other) == [], "other work has no speedup over the reference"
+
+
+def test_a_baseline_without_the_sweep_of_the_others():
+    """A sweep with a larger micro-batch than that of the reference tunes the other trials."""
+    sweep = [named(tp(micro_batch=size), f"tp-{size}") for size in (4, 16)]
+    found = [finding for finding in look(zero3(), *sweep) if finding.kind == "untrustworthy"]
+    assert "fixed micro-batch of 2 while other trials have a tuned one" in only(found).what
+    assert only(found).evidence == "tp-16: tuned micro-batch"
+    swept = look(zero3(), named(zero3(micro_batch=1), "zero3-1"), *sweep)
+    assert not [finding for finding in swept if finding.kind == "untrustworthy"], "its own sweep tried another"
+
+
+def test_a_sweep_over_micro_batches_is_no_fault():
+    ddp = {"engine": "ddp", "options": {"compile": False}, "layout": ZERO3["layout"], "groups": DP}
+    sweep = [named(tp(micro_batch=size, speeds=(6000.0 + 600 * size,) * 3, **ddp), f"ddp-{size}") for size in (1, 2, 4)]
+    findings = look(*sweep, zero3(micro_batch=4), reference="ddp-1")
+    assert [finding.kind for finding in findings] == ["note"] and "not ZeRO-3" in findings[0].what
+    small = [named(zero3(micro_batch=size, speeds=(8000.0 + 500 * size,) * 3), f"zero3-{size}") for size in (1, 2)]
+    faster = only(look(*small, tp(), reference="zero3-1"))
+    assert faster.kind == "note" and faster.change == "reference: zero3-2"
+
+
+def test_a_sweep_over_precisions_is_no_fault():
+    """The sweep of one layout shows the effect of the precision; the other layouts need no fp32 trial."""
+    changes = {"precision": "fp32", "work_class": work_class(**WORK | {"precision": "fp32"}), "micro_batch": 2}
+    assert look(zero3(), tp(), named(tp(**changes), "tp-fp32")) == []
+    unequal, slow = look(zero3(), tp(), named(tp(**changes, options={"compile": True}), "compiled-fp32"))
+    assert unequal.evidence == "bf16: zero3, tp4-pp2; fp32: compiled-fp32" and slow.kind == "slow"
+
+
+def named(runs: list[RunRecord], trial: str) -> list[RunRecord]:
+    return [run.model_copy(update={"trial": trial}) for run in runs]
+
+
+def test_one_slow_step_among_steps_that_vary_is_no_warm_up():
+    varying = seconds(2.5, 2.0, 1.9, 2.5, 2.0, 2.4, 2.1, 2.3, 1.9, 2.2)
+    assert "variation" in only(look(zero3(), tp(step_seconds=varying))).what
+
+
+def test_timings_on_cpus_have_no_findings():
+    """They say nothing about GPUs; whether the losses agree does not depend on the device."""
+    cpu = {"device": "cpu", "device_memory_gib": None, "precision": "fp32"}
+    once = tp(**cpu, step_seconds=ERRATIC, warmup_steps=0, speeds=(8000.0,))
+    assert look(zero3(**cpu), once, named(tp(**cpu, speeds=(9000.0, 14000.0)), "far")) == []
+    wrong = named(tp(**cpu, losses=[9.0, 9.0, 9.0]), "wrong")
+    assert only(look(zero3(**cpu), once, wrong)).kind == "untrustworthy"
+
+
+def test_speeds_that_are_equal_without_repeats_are_preliminary():
+    close = {"speeds": (8010.0, 8060.0)}
+    assert only(look(zero3(), tp(**close))).kind == "preliminary"
+    led = only(look(zero3(speeds=(8000.0,)), tp(speeds=(8125.0,))))
+    assert led.kind == "preliminary" and "tp4-pp2 is 1.6% faster than zero3" in led.evidence
+
+
+def test_running_out_of_memory_is_a_result():
+    big = {"micro_batch": 4, "options": {"recompute": "full"}}
+    text = "OutOfMemoryError: CUDA out of memory. 1.4 GiB is free. Including non-PyTorch memory, this process has 138"
+    found = only(look(zero3(), tp(), lost("big", "oom", text, **big)))
+    assert found.kind == "note" and found.evidence.endswith("1.4 GiB is free.")
+    alone = look(zero3(), tp(**big | {"micro_batch": 8}), lost("big", "oom", text, **big))
+    assert "ran out of memory" in only(alone).what, "a larger micro-batch shows nothing"
+    assert look(zero3(), tp(**big | {"micro_batch": 2}), lost("big", "oom", text, **big)) == [], "the sweep shows it"
 
 
 def test_a_reference_that_is_not_the_best_zero3():
@@ -488,13 +563,13 @@ def test_trials_without_a_result_are_named():
     findings = look(
         zero3(),
         [run.model_copy(update={"trial": "wrong"}) for run in wrong],
-        lost("big", "oom", OOM, micro_batch=4),
+        lost("big", "oom", OOM, micro_batch=4, options={"recompute": "selective"}),
         lost("hung", "timeout", HANG),
         lost("stuck", "failed", STALL),
         lost("broken", "failed", "rank 2 failed after step 1 of 10: ValueError: no"),
         tp(),
     )
-    assert all(finding.kind == "untrustworthy" for finding in findings)
+    assert [finding.kind for finding in findings] == ["untrustworthy", *["preliminary"] * 3, "note"]
     by_trial = {finding.trials: finding for finding in findings}
     assert list(by_trial) == [("wrong",), ("broken",), ("hung",), ("stuck",), ("big",)]
     assert by_trial["wrong",].change.startswith("do not use the speed of this trial")
@@ -519,6 +594,14 @@ def test_shared_memory_and_the_killer_have_words_of_their_own():
         tp(),
     )
     assert "--shm-size" in bus.change and "dmesg" in killed.change
+    assert bus.what.endswith("out of shared memory") and killed.what.endswith("was killed")
+
+
+def test_remedies_that_differ_are_shown_for_each_trial():
+    few = {"step_seconds": seconds(2.0), "speeds": (9100.0,)}
+    found = only(look(zero3(), tp(**few), named(tp(**few, warmup_steps=2), "short")))
+    assert found.trials == ("tp4-pp2", "short") and found.evidence == "1 timed step"
+    assert found.change == "tp4-pp2: set steps: 15 or more; short: set steps: 12 or more"
 
 
 @pytest.mark.parametrize(
@@ -536,7 +619,8 @@ def test_shared_memory_and_the_killer_have_words_of_their_own():
 )
 @pytest.mark.parametrize("error", ["reworded", "SIGKILL: rank 7 made no progress for 9 s in /dev/shm", None])
 def test_the_cause_is_found_whatever_the_words(status, failure, what, change, error):
-    found = only(look(zero3(), tp(), lost("bad", status, error, failure=failure, micro_batch=2)))
+    options = {"recompute": "selective"}
+    found = only(look(zero3(), tp(), lost("bad", status, error, failure=failure, micro_batch=2, options=options)))
     assert found.trials == ("bad",) and what in found.what and change in found.change
     assert error is None or found.evidence == error
 
@@ -592,12 +676,17 @@ def test_the_same_fault_of_several_trials_is_one_finding():
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("engines-bf16", ["slow", "note", "note", "note"]),
-        ("llama3-8b-two-gpus", ["untrustworthy", "note", "note"]),
-        ("llama3-8b-two-gpus-synthetic", ["untrustworthy", "untrustworthy", "slow", "note", "note", "note", "note"]),
+        ("engines-bf16", ["preliminary", "slow", "note", "note"]),
+        ("llama3-8b-two-gpus", ["preliminary", "preliminary", "note"]),
+        ("llama3-8b-two-gpus-synthetic", ["preliminary", "preliminary", "slow", "note", "note", "note", "note"]),
         ("llama3-8b-first-look", ["untrustworthy", "note", "note"]),
         ("nccl-parity-bf16", ["untrustworthy", "note", "note"]),
         ("placement-two-hosts", ["note", "note", "note"]),
+        ("qwen3-0.6b-dp", ["preliminary", "preliminary", "note"]),
+        ("gpt2-zero", ["preliminary", "preliminary", "slow", "note"]),
+        ("bloom-7b1-scale", ["note"]),
+        ("llama3-8b-nvlink", ["note"]),
+        ("llama3-8b-fp8", ["preliminary", "note"]),
     ],
 )
 def test_measured_studies(name, kinds):
@@ -606,7 +695,7 @@ def test_measured_studies(name, kinds):
 
 
 def test_measured_studies_in_words():
-    unused, kernels, close, once = findings_at(REPOSITORY / "benchmarks/engines-bf16")
+    close, unused, kernels, once = findings_at(REPOSITORY / "benchmarks/engines-bf16")
     assert unused.trials == ("pp2",) and "of 140 GiB" in unused.evidence
     assert kernels.trials == ("zero3-reference", "dp2-reference", "tp2-reference")
     assert (
@@ -694,11 +783,11 @@ def test_the_head_of_a_table_names_the_worst(tmp_path):
     good = judge_parity(study(zero3(), tp()), "zero3")
     write_head(console, good, "zero3", tmp_path)
     assert console.file.getvalue() == ""
-    bad = study(zero3(gpu_utilization=0.4), tp(seq_length=512), lost("big", "oom", OOM))
+    bad = study(zero3(gpu_utilization=0.4), tp(seq_length=512), lost("big", "failed", "rank 0 failed"))
     write_head(console, judge_parity(bad, "zero3"), "zero3", tmp_path)
     lines = console.file.getvalue().splitlines()
     assert lines[0] == f"doctor: 3 findings. Run megabench doctor {tmp_path} for details." and len(lines) == 3
-    assert lines[1] == "  untrustworthy: big: the trial ran out of memory and has no result"
+    assert lines[1] == "  preliminary: big: the trial failed and has no result"
 
 
 def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
