@@ -176,13 +176,10 @@ def report(
     path, study = out or folder / "report.html", read_folder(folder)
     second = read_folder(beside) if beside else None
     if tensorboard:
-        from megabench.compare.hparams import write_hparams
-        from megabench.compare.tensorboard_export import check_output, export_scalars
-        from megabench.study.summary import summarize
+        from megabench.compare.tensorboard_export import check_output, export_records
 
         check_output(tensorboard)
-        number = export_scalars(study.records, tensorboard)
-        write_hparams(tensorboard, summarize(study.records, study.reference))
+        number = export_records(study.records, tensorboard)
     findings = examine(study.records, study.reference)
     write_report(path, study, findings, second)
     for shown in (study, second) if second else (study,):
