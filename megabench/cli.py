@@ -182,7 +182,7 @@ def report(
     from megabench.report import write_report
     from megabench.study.budget import Budget
     from megabench.study.results_directory import read_folder
-    from megabench.study.summary import summarize, write_csv
+    from megabench.study.summary import write_csv
     from megabench.study.table import show
     from megabench.terminal import standard_output
 
@@ -190,12 +190,10 @@ def report(
     path, study = out or folder / "report.html", read_folder(folder, budget)
     second = read_folder(beside, budget) if beside else None
     if tensorboard:
-        from megabench.compare.hparams import write_hparams
-        from megabench.compare.tensorboard_export import check_output, export_scalars
+        from megabench.compare.tensorboard_export import check_output, export_records
 
         check_output(tensorboard)
-        number = export_scalars(study.records, tensorboard)
-        write_hparams(tensorboard, summarize(study.records, study.reference))
+        number = export_records(study.records, tensorboard)
     for shown in (study, second) if second else (study,):
         if second:
             print(f"{shown.name}:")

@@ -86,6 +86,12 @@ class Results:
         return judge_parity(ordered, self.study.reference)
 
     @property
+    def by_folder(self) -> dict[Path, RunRecord]:
+        """The records so far by the directories of their runs under `logs` and `tensorboard`."""
+        attempts = self.study.attempts
+        return {attempt.folder: self._by_key[attempt.key] for attempt in attempts if attempt.key in self._by_key}
+
+    @property
     def _jsonl(self) -> Path:
         return self.out / "results.jsonl"
 

@@ -8,7 +8,6 @@ from typing import Any
 from megabench import UserError
 from megabench.autotune.tune import NothingFitsError, tune
 from megabench.compare.display import RunDisplay
-from megabench.compare.hparams import write_hparams
 from megabench.compare.results import Results, failed_record
 from megabench.config.auto import apply_setting
 from megabench.doctor.write_findings import write_head
@@ -17,7 +16,6 @@ from megabench.runtime.run_lock import RunLockedError
 from megabench.study.compare_request import Request
 from megabench.study.planned_trials import regret_sentence
 from megabench.study.study import Attempt, Study
-from megabench.study.summary import summarize
 from megabench.study.table import show
 from megabench.supervisor.coordinator import Coordinator, StudyStopped, note_signals
 from megabench.supervisor.launch import join_launcher, open_here
@@ -145,9 +143,12 @@ def _run_all(queue: TrialQueue, request: Request, results: Results, attempts: Se
     write_head(console, records, reference, results.out)
     if sentence := regret_sentence(records):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-    write_hparams(results.out / "tensorboard", summarize(records, reference))
     console.print(f"records: {results.out / 'results.jsonl'}", markup=False, highlight=False, soft_wrap=True)
     if records:
+        # importing torch takes seconds, so it is done only at the end of a study
+        from megabench.compare.hparams import write_hparams
+
+        write_hparams(results.out / "tensorboard", results.by_folder)
         console.print(f"report: {results.write_report()}", markup=False, highlight=False, soft_wrap=True)
     results.close()
     return 0 if results.all_ok(results.select(request.only)) else 1

@@ -1,4 +1,4 @@
-"""Write the scalars of a study's records as TensorBoard event files."""
+"""Write the records of a study as TensorBoard event files."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from megabench import UserError
+from megabench.compare.hparams import write_hparams
 from megabench.record import RunRecord
 from megabench.study.expand import SAFE_NAME
 from megabench.train.callbacks.tensorboard import speed_scalars, step_scalars
@@ -23,46 +24,45 @@ def check_output(out: Path) -> None:
         raise UserError(f"--tensorboard {out} already contains event files. Give a new directory.")
 
 
-def export_scalars(records: Sequence[RunRecord], out: Path) -> int:
-    """Write a TensorBoard run for each record with losses, with the tags of training. Return the number of runs.
+def export_records(records: Sequence[RunRecord], out: Path) -> int:
+    """Write a TensorBoard run for each record: the scalars of its steps with the tags of training, and HPARAMS.
 
-    Raises UserError if no record has losses, if a trial's name is not a valid directory name, or if `out` is not
-    writable.
+    Return the number of runs with steps. Raises UserError if no record contains a step, if a trial's name is not a
+    valid directory name, or if `out` is not writable.
     """
-    with_losses = [record for record in records if record.losses]
-    if not with_losses:
+    runs = {_folder_of(record, records): record for record in records}
+    with_steps = {name: record for name, record in runs.items() if record.losses}
+    if not with_steps:
         raise UserError("no record contains a step, so there are no scalars to write. Omit --tensorboard.")
-    for record in with_losses:
+    for record in records:
         if not SAFE_NAME.fullmatch(record.trial):
             raise UserError(f"trial {record.trial!r} cannot name a directory. Rename it in results.jsonl.")
-    for record in with_losses:
-        has_repeats = any(other.trial == record.trial and other.repeat != record.repeat for other in with_losses)
-        name = Path(record.trial, f"repeat-{record.repeat}") if has_repeats else Path(record.trial)
-        try:
+    try:
+        for name, record in with_steps.items():
             with SummaryWriter(str(out / name)) as writer:
                 for step, values in scalars_of(record):
                     for tag, value in values.items():
                         if value is not None:
                             writer.add_scalar(tag, value, step)
-        except OSError as error:
-            reason = error.strerror
-            raise UserError(f"--tensorboard {out} cannot be written: {reason}. Give another directory.") from None
-    return len(with_losses)
+        write_hparams(out, runs)
+    except OSError as error:
+        reason = error.strerror
+        raise UserError(f"--tensorboard {out} cannot be written: {reason}. Give another directory.") from None
+    return len(with_steps)
+
+
+def _folder_of(record: RunRecord, records: Sequence[RunRecord]) -> Path:
+    """Return the directory of a run as in the output directory of a study."""
+    has_repeats = any(other.trial == record.trial and other.repeat != record.repeat for other in records)
+    return Path(record.trial, f"repeat-{record.repeat}") if has_repeats else Path(record.trial)
 
 
 def scalars_of(record: RunRecord) -> Iterator[tuple[int, dict[str, float | None]]]:
     """Yield each step's number, counted from 1, and its scalars by tag. A scalar that the record lacks is None.
 
-    Step times are those of the slowest rank. During training, rank 0 writes its own step times. Records of version
-    0.1.0 contain memory and utilization only for the whole run. These values are written for the last step.
+    Step times are those of the slowest rank. During training, rank 0 writes its own step times.
     """
-    count = len(record.losses)
     memory, utilization = record.peak_memory_gib_by_step, record.gpu_utilization_by_step
-    unknown: list[float | None] = [None] * (count - 1)
-    if memory is None and record.peak_memory_gib:
-        memory = [*unknown, record.peak_memory_gib.per_rank[0]]
-    if utilization is None:
-        utilization = [*unknown, record.gpu_utilization]
     rates = record.learning_rates or _scheduled_rates(record)
     timed = record.step_seconds.all if record.step_seconds else []
     for index, loss in enumerate(record.losses):
@@ -71,7 +71,7 @@ def scalars_of(record: RunRecord) -> Iterator[tuple[int, dict[str, float | None]
             grad_norm=_measured(record.grad_norms[index]) if index < len(record.grad_norms) else None,
             learning_rate=rates[index] if rates else None,
             peak_memory_gib=memory[index] if memory and record.device != "cpu" else None,
-            gpu_utilization=utilization[index],
+            gpu_utilization=utilization[index] if utilization else None,
         )
         if index >= record.warmup_steps and index - record.warmup_steps < len(timed):
             values |= _speed(record, timed[index - record.warmup_steps])

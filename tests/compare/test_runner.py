@@ -161,7 +161,7 @@ def test_what_a_study_leaves(faults):
     assert (faults.out / "study.yaml").read_text() == FAULTS
     assert json.loads((faults.out / "environment.json").read_text())["versions"]["python"]
     assert (faults.out / "summary.csv").read_text().count("\n") == 1 + len(ENDS)
-    assert list((faults.out / "tensorboard" / "first").iterdir())
+    assert all(list((faults.out / "tensorboard" / name).glob("*.hparams")) for name in ENDS)
     assert all((faults.out / "logs" / name / f"rank-{rank}.log").exists() for name in ENDS for rank in (0, 1))
 
 

@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megabench import UserError
-from megabench.compare.tensorboard_export import check_output, export_scalars, scalars_of
+from megabench.compare.tensorboard_export import check_output, export_records, scalars_of
 from megabench.record import RunRecord, read_records
 from tests.study.records import make_record
 from tests.train.test_pretrain import ROOT, pretrain
@@ -22,9 +22,11 @@ def scalars_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_a_run_s_record_holds_all_that_training_wrote(tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert pretrain("--steps", "6", "--warmup-steps", "2", "--data", "synthetic", "--out", str(out)).returncode == 0
-    assert export_scalars([RunRecord.read(out / "record.json")], tmp_path / "exported") == 1
+    assert export_records([RunRecord.read(out / "record.json")], tmp_path / "exported") == 1
     written, exported = scalars_in(out / "tensorboard"), scalars_in(tmp_path / "exported" / "run")
-    assert written.keys() == exported.keys() and len(written["time/step_seconds"]) == 4
+    assert written.keys() == {tag for tag in exported if not tag.startswith("trial/")}
+    assert [step for step, _ in written["train/loss"]] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in written["throughput/step_seconds"]] == [3, 4, 5, 6]
     for tag, points in written.items():
         assert exported[tag] == [(step, pytest.approx(value, rel=1e-5)) for step, value in points], tag
 
@@ -33,9 +35,9 @@ def test_memory_and_utilization_of_gpus() -> None:
     fields = {"device": "NVIDIA H200", "warmup_steps": 1, "peak_memory_gib_by_step": [1.0, 2.0]}
     record = make_record([6.0, 5.0], gpu_utilization_by_step=[None, 0.5], learning_rates=[0.1, 0.2], **fields)
     (_, first), (_, second) = scalars_of(record)
-    assert (first["memory/peak_reserved_gib"], first["gpu/utilization"]) == (1.0, None)
-    assert (second["memory/peak_reserved_gib"], second["gpu/utilization"]) == (2.0, 0.5)
-    assert "time/step_seconds" not in first and second["optim/learning_rate"] == 0.2
+    assert (first["usage/peak_reserved_gib"], first["usage/gpu_utilization"]) == (1.0, None)
+    assert (second["usage/peak_reserved_gib"], second["usage/gpu_utilization"]) == (2.0, 0.5)
+    assert "throughput/step_seconds" not in first and second["train/learning_rate"] == 0.2
 
 
 def test_older_records_export_what_they_hold() -> None:
@@ -43,31 +45,36 @@ def test_older_records_export_what_they_hold() -> None:
     folder = ROOT / "benchmarks" / "llama3-8b-eight"
     record = next(record for record in read_records(folder / "results.jsonl") if record.trial == "dp8")
     written, steps = scalars_in(folder / "tensorboard" / "dp8"), dict(scalars_of(record))
-    for tag in ("loss/train", "optim/grad_norm", "optim/learning_rate"):
+    # version 0.1.0 wrote other tags
+    for tag, old in (
+        ("train/loss", "loss/train"),
+        ("train/grad_norm", "optim/grad_norm"),
+        ("train/learning_rate", "optim/learning_rate"),
+    ):
         assert [(step, values[tag]) for step, values in steps.items()] == [
-            (step, pytest.approx(value, rel=1e-5)) for step, value in written[tag]
+            (step, pytest.approx(value, rel=1e-5)) for step, value in written[old]
         ]
     last = steps[max(steps)]
-    assert last["memory/peak_reserved_gib"] == pytest.approx(written["memory/peak_reserved_gib"][-1][1])
-    assert record.step_seconds and record.mfu and last["time/step_seconds"] == record.step_seconds.all[-1]
+    assert record.step_seconds and record.mfu and last["throughput/step_seconds"] == record.step_seconds.all[-1]
     faster = record.step_seconds.median / record.step_seconds.all[-1]
     assert last["throughput/mfu"] == pytest.approx(record.mfu * faster)
-    assert last["gpu/utilization"] == record.gpu_utilization
+    # memory and utilization of the whole run would be single points
+    assert last["usage/peak_reserved_gib"] is None and last["usage/gpu_utilization"] is None
 
 
 def test_a_loss_that_is_not_finite_is_written_as_such() -> None:
     (_, first), _ = scalars_of(make_record([None, 5.0]))
-    assert first["loss/train"] is not None and math.isnan(first["loss/train"])
+    assert first["train/loss"] is not None and math.isnan(first["train/loss"])
 
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file is a file\. Give a directory"):
         check_output(tmp_path / "file")
-    export_scalars([make_record([6.0])], tmp_path / "out")
+    export_records([make_record([6.0])], tmp_path / "out")
     with pytest.raises(UserError, match="already contains event files"):
         check_output(tmp_path / "out")
     with pytest.raises(UserError, match="elsewhere' cannot name a directory"):
-        export_scalars([make_record([6.0], trial="../elsewhere")], tmp_path / "out")
+        export_records([make_record([6.0], trial="../elsewhere")], tmp_path / "out")
     with pytest.raises(UserError, match="no record contains a step"):
-        export_scalars([make_record([])], tmp_path / "out")
+        export_records([make_record([])], tmp_path / "out")

@@ -63,7 +63,7 @@ def test_a_run_and_what_it_leaves(tmp_path: Path) -> None:
     assert record.command.endswith(f"--out {tmp_path / 'run'}") and "--tp 2 --pp 2" in record.command
 
     scalars = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    assert [round(event.value, 4) for event in scalars.Scalars("loss/train")] == [round(x, 4) for x in record.losses]
+    assert [round(event.value, 4) for event in scalars.Scalars("train/loss")] == [round(x, 4) for x in record.losses]
     throughput = scalars.Scalars("throughput/tokens_per_second")
     assert [event.step for event in throughput] == [6, 7, 8], "warm-up steps are in no figure"
 

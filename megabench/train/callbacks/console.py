@@ -4,10 +4,12 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+from megabench.config import ResolvedConfig
 from megabench.metrics import throughput
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import number_ranges
 from megabench.record import RunRecord, SaveTimes
+from megabench.specs.all_settings import labels
 from megabench.train.callbacks.callback import Callback, Step, TrainerState
 from megabench.train.comm_preflight import Network, describe
 
@@ -20,8 +22,7 @@ class Console(Callback):
         self._seconds_so_far, self._num_steps_so_far = 0.0, 0
         run = self._run
         what = f"{run.model}, {run.shape.num_layers} layers, {run.shape.num_parameters / 1e6:,.1f} M parameters"
-        how = " ".join(filter(None, (run.engine, run.spec.mode(run.options))))
-        print(f"{what} · {how} · {run.layout} on {run.world_size} × {trainer.device_name}")
+        print(f"{what} · {_engine(run)} · {run.layout} on {run.world_size} × {trainer.device_name}")
         print(
             f"{run.precision}, gradients {run.grad_dtype} · sequence {run.seq_length}, micro-batch {run.micro_batch}, "
             f"global batch {run.global_batch} · {run.optimizer}, lr {run.lr:g} · data {trainer.source.name}",
@@ -117,3 +118,12 @@ class Console(Callback):
         if path:
             line += f" · {path}"
         print(line, flush=True)
+
+
+def _engine(run: ResolvedConfig) -> str:
+    """Return the engine with its mode and its non-default options."""
+    options = dict(run.options)
+    file = options.pop("deepspeed_config", None)
+    mode = run.spec.mode(run.options)
+    parts = [f"{run.engine} {mode}" if mode else run.engine, *labels(options)]
+    return ", ".join([*parts, f"--deepspeed-config {file}"] if file else parts)

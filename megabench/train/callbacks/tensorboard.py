@@ -1,4 +1,8 @@
-"""TensorBoard scalars of a run."""
+"""TensorBoard scalars of a run.
+
+TensorBoard sorts the groups of tags by name, and opens the first two. So the groups are `throughput`, `train`, `trial`
+(the results of a study, written by compare/hparams.py) and `usage`.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,11 +91,11 @@ def step_scalars(
 ) -> dict[str, float | None]:
     """Return the scalars of any step by tag. A value is None if it is not known."""
     return {
-        "loss/train": loss,
-        "optim/grad_norm": grad_norm,
-        "optim/learning_rate": learning_rate,
-        "memory/peak_reserved_gib": peak_memory_gib,
-        "gpu/utilization": gpu_utilization,
+        "train/loss": loss,
+        "train/grad_norm": grad_norm,
+        "train/learning_rate": learning_rate,
+        "usage/peak_reserved_gib": peak_memory_gib,
+        "usage/gpu_utilization": gpu_utilization,
     }
 
 
@@ -100,7 +104,7 @@ def speed_scalars(
 ) -> dict[str, float | None]:
     """Return the additional scalars of a timed step, by tag."""
     return {
-        "time/step_seconds": seconds,
+        "throughput/step_seconds": seconds,
         "throughput/tokens_per_second": tokens_per_second,
         "throughput/tokens_per_second_per_device": tokens_per_second / world_size,
         "throughput/tflops_per_device": tflops_per_device,
