@@ -35,6 +35,15 @@ class Search:
         for setting in settings:
             self._sizes.setdefault(setting.recompute, []).append(setting.micro_batch)
 
+    @property
+    def most_probes(self) -> int:
+        """The maximum number of short runs: one of each level that does not fit, and several of the other levels."""
+        most = [min(len(sizes), MOST_PROBES_BESIDE) for sizes in self._sizes.values()]
+        return max(
+            num_failed + min(len(sizes), MOST_PROBES) + sum(most[num_failed + 1 :])
+            for num_failed, sizes in enumerate(self._sizes.values())
+        )
+
     def tell(self, probe: Probe, device_gib: float | None) -> None:
         """Record the result of a short run on devices with `device_gib` of memory."""
         self.probes.append(probe)

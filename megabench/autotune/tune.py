@@ -4,8 +4,6 @@ A short run that runs out of memory therefore cannot affect later runs.
 """
 
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from megabench import UserError
@@ -13,10 +11,10 @@ from megabench.autotune.probe import probe_config, probe_result
 from megabench.autotune.setting_search import Search
 from megabench.config.auto import Setting, legal_settings
 from megabench.record import Probe
-from megabench.runtime.messages import Progress
 from megabench.study.study import Trial
 from megabench.supervisor.root_cause import Verdict
 from megabench.supervisor.trial_queue import Result, TrialQueue, task_of
+from megabench.terminal import ProgressLine
 
 
 class NothingFitsError(UserError):
@@ -28,16 +26,10 @@ class NothingFitsError(UserError):
         self.verdict = Verdict(probes[-1].status, sentence, last.verdict.failure)
 
 
-def tune(
-    queue: TrialQueue,
-    trial: Trial,
-    logs: Path,
-    say: Callable[[str], None],
-    on_progress: Callable[[Progress], None] = lambda progress: None,
-) -> tuple[Setting, list[Probe]]:
+def tune(queue: TrialQueue, trial: Trial, logs: Path, display: ProgressLine) -> tuple[Setting, list[Probe]]:
     """Return the fastest setting that fits for the "auto" settings of `trial`, and the results of all short runs.
 
-    For the lead alone.
+    For the lead alone. `display` shows the current short run, and keeps a line for each result.
 
     Each short run logs to its own directory in `logs`. Raises NothingFitsError if no setting could run, or if a short
     run failed for another reason than memory before any succeeded.
@@ -50,20 +42,23 @@ def tune(
         # an earlier run that was killed during the search has left this directory
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        task = task_of(trial, short, folder)
-        result = queue.run(
-            task, lambda progress: on_progress(replace(progress, activity=f"{progress.activity}, trying {setting}"))
-        )
+        label = f"auto-tuning, short run {len(search.probes) + 1} of at most {search.most_probes}, trying {setting}"
+
+        def show(activity: object, label: str = label) -> None:
+            display.update(f"{label}: {activity}")
+
+        show("starting")
+        result = queue.run(task_of(trial, short, folder), show)
         probe = probe_result(setting, short, result.verdict.status, result.verdict.error, result.record)
         search.tell(probe, result.record.device_memory_gib if result.record else None)
-        say(f"{setting}: {_words(probe)}")
+        display.say(f"{setting}: {_words(probe)}")
         if probe.status not in ("ok", "oom") and not search.best:
             raise NothingFitsError(f"{setting}: {probe.error}", search.probes, result)
     if not (best := search.best):
         last = search.probes[-1]
         tried = Setting(last.micro_batch, last.recompute)
         raise NothingFitsError(f"no setting fits into memory; tried {tried}: {last.error}", search.probes, result)
-    say(f"chosen: {best}")
+    display.say(f"chosen: {best}")
     return best, search.probes
 
 

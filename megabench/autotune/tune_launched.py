@@ -25,6 +25,7 @@ from megabench.study.study import Trial
 from megabench.supervisor.coordinator import Coordinator, StudyStopped, note_signals
 from megabench.supervisor.launch import launch_of
 from megabench.supervisor.trial_queue import TRAINER, TrialQueue
+from megabench.terminal import ProgressLine, standard_output
 from megabench.train.stopping import StoppedError
 
 FOUND_NAME = "found.json"
@@ -108,7 +109,8 @@ def _lead(queue: TrialQueue, trial: Trial, logs: Path) -> dict[str, Any]:
             _say(f"chosen before: {before.setting} ({path})")
             return before.verdict
     try:
-        setting, probes = tune(queue, trial, logs, _say)
+        with ProgressLine(standard_output()) as display:
+            setting, probes = tune(queue, trial, logs, display)
     except NothingFitsError as error:
         return {"problem": str(error)}
     found = Found(identity=identity, micro_batch=setting.micro_batch, recompute=setting.recompute, probes=probes)

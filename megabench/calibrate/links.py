@@ -28,6 +28,7 @@ def collective_launch(bench: Bench) -> float:
             dist.all_gather_into_tensor(whole, part, async_op=True)
 
     dist.barrier()
+    bench.start("collective launch")
     synchronize(bench.device)
     many()
     synchronize(bench.device)
@@ -45,10 +46,9 @@ def interference(bench: Bench, topology: Topology, tokens: int, shape: ModelShap
     Matrix products and an all-gather are timed separately and overlapped. The fraction is the overlapped time minus the
     longer separate time, divided by the shorter separate time. All hosts run the all-gather at once.
     """
-    by_host = topology.ranks_by_host
-    if min(map(len, by_host)) < 2:
+    if not _overlaps(topology):
         return None
-    group = create_mine(by_host)
+    group = create_mine(topology.ranks_by_host)
     size = dist.get_world_size(group)
     a, b = bench.random(tokens, shape.hidden_size), bench.random(shape.hidden_size, shape.hidden_size)
     part = bench.random(_SIZES[bench.device.type][-2] // 4)
@@ -82,13 +82,7 @@ def links(bench: Bench, topology: Topology, base: Profile) -> dict[Link, LinkCos
     per host.
     """
     found: dict[Link, LinkCost] = {}
-    by_host = [sorted(ranks) for ranks in topology.ranks_by_host]
-    kinds = [[ranks[: len(ranks) // 2 * 2] for ranks in by_host if len(ranks) > 1]]
-    if len(by_host) > 1:
-        kinds.append([[ranks[0] for ranks in by_host]])
-    for groups in kinds:
-        if not groups:
-            continue
+    for groups in _groups_by_link(topology):
         pairs = [ranks[:2] for ranks in groups]
         times = {len(some[0]): _gather_times(bench, some) for some in (pairs, groups)}
         where = network.span(topology, groups)
@@ -97,6 +91,26 @@ def links(bench: Bench, topology: Topology, base: Profile) -> dict[Link, LinkCos
         found[link] = _link_cost(where, link, times, base.links[link])
         _send_times(bench, pairs)
     return found
+
+
+def num_link_measurements(topology: Topology, device: str) -> int:
+    """Return how many measurements `collective_launch`, `interference` and `links` take together."""
+    per_size = 3 * len(_groups_by_link(topology))  # two all-gathers and a send
+    return 1 + 4 * _overlaps(topology) + per_size * len(_SIZES[device])
+
+
+def _overlaps(topology: Topology) -> bool:
+    """Return whether every host has several ranks, whose communication can overlap with compute."""
+    return min(map(len, topology.ranks_by_host)) > 1
+
+
+def _groups_by_link(topology: Topology) -> list[list[list[int]]]:
+    """Return the groups of ranks that communicate inside hosts, and the group across hosts, as far as they exist."""
+    by_host = [sorted(ranks) for ranks in topology.ranks_by_host]
+    kinds = [[ranks[: len(ranks) // 2 * 2] for ranks in by_host if len(ranks) > 1]]
+    if len(by_host) > 1:
+        kinds.append([[ranks[0] for ranks in by_host]])
+    return [groups for groups in kinds if groups]
 
 
 def _gather_times(bench: Bench, groups: Sequence[Sequence[int]]) -> list[tuple[float, float]]:

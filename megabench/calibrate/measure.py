@@ -2,7 +2,8 @@
 
 import json
 import os
-import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -10,7 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megabench.calibrate.links import collective_launch, interference, links
+from megabench.calibrate.links import collective_launch, interference, links, num_link_measurements
 from megabench.calibrate.operations import (
     attention,
     dram_rate,
@@ -18,6 +19,7 @@ from megabench.calibrate.operations import (
     host_copy,
     launch,
     memory_rate,
+    num_device_measurements,
     peak,
     products,
 )
@@ -30,19 +32,30 @@ from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
 from megabench.runtime import ranks, rendezvous
 from megabench.runtime.device import choose_device, device_name, gpu_uuid, memory_gib
+from megabench.terminal import ProgressLine, standard_output
 from megabench.train.place_ranks import split_nccl
 
 _MOST_TOKENS = {"cuda": 8192, "cpu": 256}
 _ORIGIN = "megabench calibrate"
 
 
-def calibrate(shape: ModelShape, seq_length: int, device: torch.device, emulate_hosts: int | None) -> Profile:
+def calibrate(
+    shape: ModelShape,
+    seq_length: int,
+    device: torch.device,
+    emulate_hosts: int | None,
+    show: Callable[[str], None] = lambda activity: None,
+) -> Profile:
     """Measure this machine and return its profile.
 
-    Every rank of the default process group must call `calibrate`. All ranks receive equal profiles.
+    Every rank of the default process group must call `calibrate`. All ranks receive equal profiles. `show` is called
+    with the name of each measurement before the measurement starts.
     """
     topology = _topology(device, emulate_hosts)
-    bench = Bench(device)
+    total = num_device_measurements(shape)
+    if dist.get_world_size() > 1:
+        total += num_link_measurements(topology, device.type)
+    bench = Bench(device, lambda number, kind: show(f"measurement {number} of {total}: {kind}"))
     base = profile_for(device_name(device))
     found: dict[str, object] = {}
     origin = {"*": f"not measured here: from the shipped profile {base.name}"}
@@ -121,10 +134,11 @@ def run(out: Path, model: str, seq_length: int | None, num_processes: int | None
                 f"Set emulate_hosts to a divisor of {size}."
             )
         split_nccl(emulated_host(rendezvous.rank_from_environment(), size, emulate_hosts))
-    started = time.perf_counter()
-    with ranks.joined(size, device) as rank:
+    line = ProgressLine(standard_output())
+    with line if rendezvous.rank_from_environment() == 0 else nullcontext(), ranks.joined(size, device) as rank:
         here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-        profile = calibrate(shape, seq_length or shape.seq_length, here, emulate_hosts)
+        profile = calibrate(shape, seq_length or shape.seq_length, here, emulate_hosts, line.update)
         if rank == 0:
             write(profile, out)
-            print(f"{out}: {len(profile.measurements)} measurements in {time.perf_counter() - started:.0f} s")
+            line.stop()
+            line.say(f"{out}: {len(profile.measurements)} measurements in {line.elapsed}")

@@ -21,6 +21,11 @@ _COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
 _TINY_OPERATIONS = 200
 
 
+def num_device_measurements(shape: ModelShape) -> int:
+    """Return how many measurements the functions of this module take together."""
+    return 5 * len(_tensor_parallel_sizes(shape)) + 6  # attention takes two, and each other operation one
+
+
 def memory_rate(bench: Bench) -> float:
     """Return the memory bandwidth of an element-wise sum in GB/s: two tensors are read and one is written."""
     count = _COPY_BYTES[bench.device.type] // 2 // (4 if bench.precision == "fp32" else 2)
@@ -30,6 +35,11 @@ def memory_rate(bench: Bench) -> float:
     return 3 * a.nbytes / seconds / 1e9
 
 
+def _tensor_parallel_sizes(shape: ModelShape) -> list[int]:
+    """Return the tensor-parallel sizes whose matrix products are timed."""
+    return [tp for tp in (1, 2, 4, 8) if shape.num_kv_heads % tp == 0 and shape.ffn_size % tp == 0]
+
+
 def products(bench: Bench, shape: ModelShape, tokens: int) -> list[Measurement]:
     """Time the matrix products of a layer and of the output layer.
 
@@ -37,7 +47,7 @@ def products(bench: Bench, shape: ModelShape, tokens: int) -> list[Measurement]:
     """
     h, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     begun = len(bench.measurements)
-    for tp in (tp for tp in (1, 2, 4, 8) if shape.num_kv_heads % tp == 0 and shape.ffn_size % tp == 0):
+    for tp in _tensor_parallel_sizes(shape):
         sizes = [((q + 2 * kv) // tp, h), (h, q // tp), (2 * shape.ffn_size // tp, h), (h, shape.ffn_size // tp)]
         for n, k in [*sizes, (shape.vocab_size // tp, h)]:
             a, b = bench.random(tokens, k), bench.random(n, k)

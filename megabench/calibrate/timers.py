@@ -17,21 +17,30 @@ _TARGET_SECONDS = {"cuda": 0.2, "cpu": 0.01}
 
 
 class Bench:
-    """Time operations on all ranks simultaneously and append the results to `measurements`."""
+    """Time operations on all ranks simultaneously and append the results to `measurements`.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    `on_start` is called with the number of each measurement, counted from 1, and its kind before the measurement
+    starts.
+    """
+
+    def __init__(self, device: torch.device, on_start: Callable[[int, str], None] = lambda number, kind: None) -> None:
+        self.device, self._on_start = device, on_start
         self.precision = "bf16" if device.type == "cuda" else "fp32"
         self.measurements: list[Measurement] = []
 
     def seconds(self, kind: str, operation: Callable[[], object], **sizes: float) -> float:
         """Return the median time of an operation on the slowest rank, in seconds. Repetition hides launch latency."""
+        self.start(kind)
         operation()
         once = self.agreed(self._timed(operation, 1))
         repeats = max(1, min(1000, int(_TARGET_SECONDS[self.device.type] / max(once, 1e-7))))
         found = self.agreed(statistics.median(self._timed(operation, repeats) for _ in range(3)))
         self.measurements.append(Measurement(kind=kind, sizes=sizes, seconds=found))
         return found
+
+    def start(self, kind: str) -> None:
+        """Report that the next measurement starts."""
+        self._on_start(len(self.measurements) + 1, kind)
 
     def _timed(self, operation: Callable[[], object], repeats: int) -> float:
         dist.barrier()

@@ -161,7 +161,8 @@ def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display:
     try:
         results.clear(attempt)
         if trial.config.auto_settings:
-            found, probes = results.found(trial) or tune(queue, trial, logs, display.note, display.update)
+            found, probes = results.found(trial) or tune(queue, trial, logs, display)
+            display.update("starting")
         config = apply_setting(trial.config, found) if found else trial.config
         task = task_of(trial, config.model_copy(update={"tensorboard": results.tensorboard(attempt)}), logs)
         result = queue.run(task, display.update)

@@ -22,12 +22,19 @@ FailureKind = Literal["invalid", "oom", "hang", "failed"]
 class Progress:
     """The progress of a rank.
 
-    The rank has finished `step` of `num_steps` steps, and `activity` describes its current work.
+    The rank has finished `step` of `num_steps` steps, and `activity` describes its current work. `step_seconds` is the
+    time of the last step, or None before the first step has ended.
     """
 
     activity: str
     step: int
     num_steps: int
+    step_seconds: float | None = None
+
+    def __str__(self) -> str:
+        step = f", step {self.step}/{self.num_steps}" if self.step else ""
+        seconds = "" if self.step_seconds is None else f", {self.step_seconds:.4g} s per step"
+        return f"{self.activity}{step}{seconds}"
 
 
 @dataclass(frozen=True)

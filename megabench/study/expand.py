@@ -2,16 +2,34 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import product
 from math import prod
 from typing import Any
 
-from megabench.config import ResolvedConfig
+from megabench.config import SETTINGS, ResolvedConfig
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 _IN_THE_LAYOUT = {"engine", "zero_stage", "tp", "cp", "pp", "vp"}
+
+# settings whose value alone is clear in a name
+_VALUE_ALONE = {"engine", "model", "optimizer", "precision"}
+# what a name has before the number of a setting
+_BEFORE_NUMBER = {
+    **{name: name for name in ("tp", "cp", "pp", "vp", "lr", "seed", "steps")},
+    "micro_batch": "mb",
+    "global_batch": "gbs",
+    "seq_length": "seq",
+    "num_layers": "layers",
+    "zero_stage": "zero",
+    "shard_size": "shard",
+    "hpz_size": "hpz",
+    "emulate_hosts": "hosts",
+    "world_size": "ranks",
+}
+# "-micro_batch" in "ddp-micro_batch4": the longest name comes first, so that "data_seed" is not read as "data"
+_FULL_FIELD = re.compile(f"-({'|'.join(sorted([*SETTINGS, 'world_size'], key=len, reverse=True))})(?:_|(?=[0-9]))")
 
 
 def list_fields(entry: Mapping[str, Any]) -> list[str]:
@@ -46,13 +64,54 @@ def automatic_name(config: ResolvedConfig, shown: Mapping[str, Any]) -> str:
     return with_fields(stem, {field: value for field, value in shown.items() if field not in _IN_THE_LAYOUT})
 
 
-def with_fields(stem: str, fields: Mapping[str, Any]) -> str:
-    """Append fields and values to `stem`, valid in a path: ("tp2", {"micro_batch": 4}) → "tp2-micro_batch4"."""
-    parts = [stem]
+def short_form(field: str, word: str) -> str:
+    """Return a setting as people write it: "mb4", "fp16", "no-compile", "recompute-full"."""
+    name = field.replace("_", "-")
+    if field in _VALUE_ALONE:
+        return word
+    if word in ("True", "False"):
+        return name if word == "True" else f"no-{name}"
+    if field in _BEFORE_NUMBER and word[:1].isdigit():
+        return f"{_BEFORE_NUMBER[field]}{word}"
+    return f"{_BEFORE_NUMBER.get(field, name)}-{word}"
+
+
+def full_form(field: str, word: str) -> str:
+    """Return a setting with its whole name, as in all generated names of earlier versions: "micro_batch4"."""
+    return f"{field}{word}" if word[:1].isdigit() else f"{field}_{word}"
+
+
+def with_fields(stem: str, fields: Mapping[str, Any], form: Callable[[str, str], str] = short_form) -> str:
+    """Append fields and values to `stem`, valid in a path: ("tp2", {"micro_batch": 4}) → "tp2-mb4".
+
+    A form that `stem` already contains is not repeated, and a number is appended to a stem that ends with the word
+    before the number: ("zero", {"zero_stage": 1}) → "zero1".
+    """
+    parts = []
     for field, value in fields.items():
-        word = re.sub(r"[^A-Za-z0-9._+=-]+", "_", str(value)).strip("_")
-        parts.append(f"{field}{word}" if word[:1].isdigit() else f"{field}_{word}")
-    return "-".join(parts)
+        part = form(field, re.sub(r"[^A-Za-z0-9._+=-]+", "_", str(value)).strip("_"))
+        last = stem.rpartition("-")[2]
+        if last.isalpha() and part.startswith(last) and part[len(last) :][:1].isdigit():
+            stem += part[len(last) :]
+        elif f"-{part}-" not in f"-{stem}-":
+            parts.append(part)
+    return "-".join([stem, *parts])
+
+
+def find_name(wanted: str, names: Collection[str]) -> str | None:
+    """Return the name in `names` that is `wanted`, or that is the same generated name in the form of another version.
+
+    "ddp-precision_fp16" finds "ddp-fp16", and the other way round.
+    """
+    if wanted in names:
+        return wanted
+    return next((name for name in names if _in_short(name) == _in_short(wanted)), None)
+
+
+def _in_short(name: str) -> str:
+    """Return a generated name with the short forms of its settings: "zero-zero_stage1" → "zero1"."""
+    stem, *fields = _FULL_FIELD.split(name)
+    return with_fields(stem, dict(zip(fields[::2], fields[1::2], strict=True)))
 
 
 def numbered(names: Iterable[str]) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from megabench import UserError
 from megabench.record import RunRecord, read_records
 from megabench.study.budget import Budget
+from megabench.study.expand import find_name
 from megabench.study.parity import default_reference, judge_parity
 from megabench.study.question import Question
 from megabench.study.study import StudyFile
@@ -40,7 +41,10 @@ def read_folder(folder: Path, budget: Budget | None = None) -> StudyRecords:
     records = _read_records(folder)
     source = folder / "study.yaml"
     file = StudyFile.read(source) if source.is_file() else None
-    reference = (file and file.reference) or default_reference(records)
+    reference = file.reference if file else None
+    if reference:  # the study file or the records may have the generated names of an earlier version
+        reference = find_name(reference, [record.trial for record in records]) or reference
+    reference = reference or default_reference(records)
     return StudyRecords(
         name=(file and file.name) or folder.absolute().name,
         question=file.question if file else "",

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -30,6 +31,8 @@ from megabench.study.expand import (
     SAFE_NAME,
     automatic_name,
     expand,
+    find_name,
+    full_form,
     list_fields,
     num_combinations,
     numbered,
@@ -199,10 +202,13 @@ class Study:
         Raises StudyError if a pattern matches no trial.
         """
         names = [trial.name for trial in self.trials]
+        chosen: set[str] = set()
         for pattern in only:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            alias = find_name(pattern, names)
+            if not (found := [name for name in names if fnmatchcase(name, pattern) or name == alias]):
                 raise StudyError(f"--only {pattern} matches no trial of {self.source}; {near_matches(pattern, names)}")
-        return [trial for trial in self.trials if not only or any(fnmatchcase(trial.name, pattern) for pattern in only)]
+            chosen.update(found)
+        return [trial for trial in self.trials if not only or trial.name in chosen]
 
 
 def plan_study(
@@ -253,10 +259,14 @@ def _check_size(where: str, world_size: int, num_processes: int) -> None:
 
 @dataclass(frozen=True)
 class _Draft:
-    """A checked trial that has no name yet."""
+    """A checked trial that has no name yet.
+
+    `stem` is the name of its entry, if there is one, and `varied` are the fields that vary in that entry.
+    """
 
     where: str
-    name: str | None
+    stem: str | None
+    varied: dict[str, Any]
     given: dict[str, Any]
     config: RunConfig
     resolved: ResolvedConfig
@@ -311,7 +321,8 @@ def _draft(
         )
     return _Draft(
         where=where,
-        name=_given_name(entry, values, where),
+        stem=_given_name(values, where),
+        varied={field: values[field] for field in list_fields(entry) if field not in ("name", "env")},
         given={field: value for field, value in values.items() if field in _TRIAL_FIELDS or field == "world_size"},
         config=config,
         resolved=resolved,
@@ -330,8 +341,8 @@ def _is(kind: Any, value: object) -> bool:
     return True
 
 
-def _given_name(entry: dict[str, Any], values: dict[str, Any], where: str) -> str | None:
-    """Return the name of the entry, followed by the fields that vary in the entry, or None if it has no name."""
+def _given_name(values: dict[str, Any], where: str) -> str | None:
+    """Return the name of an entry, or None if it has no name."""
     if "name" not in values:
         return None
     name = values["name"]
@@ -340,8 +351,7 @@ def _given_name(entry: dict[str, Any], values: dict[str, Any], where: str) -> st
             f"{where}: name {name!r} cannot be used as a directory name; use letters, digits and . _ + = -, and "
             "begin with a letter or digit"
         )
-    varied = [field for field in list_fields(entry) if field not in ("name", "env")]
-    return with_fields(name, {field: values[field] for field in varied})
+    return name
 
 
 def _variables(value: Any, where: str) -> dict[str, str]:
@@ -366,18 +376,27 @@ def _variables(value: Any, where: str) -> dict[str, str]:
 
 
 def _named(drafts: Sequence[_Draft], source: Path) -> tuple[Trial, ...]:
-    """Return trials with names: the given names, or names from the layout and the settings that vary over the study."""
+    """Return trials with names: the given names, or names from the layout and the settings that vary over the study.
+
+    Fields that vary in an entry follow its given name, in full if another trial has their short form.
+    """
     settings = [draft.resolved.every() for draft in drafts]
     varying = {name for name in [*_TRIAL_FIELDS, "world_size"] if len({str(each[name]) for each in settings}) > 1}
     proposals = [
-        draft.name
-        or automatic_name(draft.resolved, {field: draft.given[field] for field in draft.given if field in varying})
+        with_fields(draft.stem, draft.varied)
+        if draft.stem
+        else automatic_name(draft.resolved, {field: draft.given[field] for field in draft.given if field in varying})
         for draft in drafts
+    ]
+    count = Counter(proposals)
+    proposals = [
+        with_fields(draft.stem, draft.varied, full_form) if draft.stem and count[proposal] > 1 else proposal
+        for proposal, draft in zip(proposals, drafts, strict=True)
     ]
     trials: dict[str, Trial] = {}
     by_id: dict[str, str] = {}
     for name, proposal, draft in zip(numbered(proposals), proposals, drafts, strict=True):
-        if name in trials or (draft.name and name != proposal):
+        if name in trials or (draft.stem and name != proposal):
             raise StudyError(f"{draft.where}: an earlier trial is also called {proposal!r}; use another name")
         if len(name) > _LONGEST_NAME:
             raise StudyError(f"{draft.where}: {name} is too long for a directory name; add a shorter name")
@@ -393,7 +412,8 @@ def _named(drafts: Sequence[_Draft], source: Path) -> tuple[Trial, ...]:
 
 def _reference(wanted: str | None, trials: Sequence[Trial], source: Path) -> str:
     names = [trial.name for trial in trials]
-    if wanted is not None and wanted not in names:
+    found = None if wanted is None else find_name(wanted, names)
+    if wanted is not None and found is None:
         raise StudyError(f"{source}: reference {wanted!r} is not a trial of the study; {near_matches(wanted, names)}")
     zero3 = [trial.name for trial in trials if is_zero3(trial.resolved.engine, trial.resolved.options)]
-    return wanted or (zero3 or names)[0]
+    return found or (zero3 or names)[0]

@@ -43,7 +43,7 @@ def search(config: RunConfig, machine: Machine) -> Search:
     run = apply_setting(config, legal_settings(config, WORLD_SIZE, "cpu")[0]).resolve(WORLD_SIZE, "cpu")
     found = Search(legal_settings(config, WORLD_SIZE, "cpu"), run)
     while setting := found.next():
-        assert len(found.probes) < 12
+        assert len(found.probes) < found.most_probes <= 10
         found.tell(machine.run(probe_config(config, setting, WORLD_SIZE, "cpu"), setting), machine.device_gib)
     return found
 

@@ -2,6 +2,7 @@
 
 `FAULT_STEPS` keeps the fault to runs of so many steps: probes have fewer.
 `SECONDS` tells the step time at each micro-batch, "1:2.5 2:2 4:oom": out of memory at the last.
+`SLEEP` is a time in seconds that passes before anything else, without a message, as while a model loads.
 It writes the same files and messages as the trainer, without a model, so that a trial takes a second.
 """
 
@@ -32,6 +33,7 @@ def main() -> int:
     fields = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
     out = Path(fields["--out"])
     note_pid(out, str(rank), os.getpid())
+    time.sleep(float(os.environ.get("SLEEP", "0")))
     seconds = dict(entry.split(":") for entry in os.environ.get("SECONDS", "").split())
     step_seconds = seconds.get(fields.get("--micro-batch", ""), "0.5")
     has_fault = os.environ.get("FAULT_STEPS", fields["--steps"]) == fields["--steps"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megabench.study.compare_request import Request
-from megabench.study.expand import expand, numbered, with_fields
+from megabench.study.expand import SAFE_NAME, expand, find_name, full_form, numbered, with_fields
 from megabench.study.study import Study, StudyError, StudyFile, plan_study
 
 BASE = "base: {model: llama-tiny, world_size: 4}\n"
@@ -49,10 +49,74 @@ trials:
 """
     )
     assert names(study) == [
-        *("tp2-pp2", "dp4-micro_batch2", "dp4-micro_batch4", "tp2-dp2-micro_batch2", "tp2-dp2-micro_batch4"),
-        *("pp2-vp2-dp2-recompute_full", "zero3", "zero2", "mine", "both-seed1", "both-seed2"),
+        *("tp2-pp2", "dp4-mb2", "dp4-mb4", "tp2-dp2-mb2", "tp2-dp2-mb4"),
+        *("pp2-vp2-dp2-recompute-full", "zero3", "zero2", "mine", "both-seed1", "both-seed2"),
     ]
     assert study.reference == "zero3"
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        (
+            "name: zero, engine: deepspeed, zero_stage: [1, 2], precision: [bf16, fp32]",
+            "zero1-bf16 zero1-fp32 zero2-bf16",
+        ),
+        ("name: zero, engine: deepspeed, precision: [bf16, fp32], zero_stage: [1, 2]", "zero1-bf16 zero2-bf16"),
+        ("name: ddp, precision: [bf16, fp32]", "ddp-bf16 ddp-fp32"),
+        ("name: ddp, micro_batch: [2, 4]", "ddp-mb2 ddp-mb4"),
+        ("name: ddp-bf16, precision: [bf16]", "ddp-bf16"),
+        ("name: a, micro_batch: [auto, 4]", "a-mb-auto a-mb4"),
+        ("name: a, global_batch: [16, 64], seq_length: [32]", "a-gbs16-seq32 a-gbs64-seq32"),
+        ("name: a, compile: [true, false], engine: [fsdp]", "a-compile-fsdp a-no-compile-fsdp"),
+        ("name: a, weight_decay: [0.1, 0.0]", "a-weight-decay-0.1 a-weight-decay-0.0"),
+        ("name: a, betas: [[0.9, 0.95], [0.8, 0.9]]", "a-betas-0.9_0.95 a-betas-0.8_0.9"),
+        ("pp: 4, vp: [1, 2]", "pp4 pp4-vp2"),
+        ("tp: 2, pp: 2, micro_batch: [2, 4]", "tp2-pp2-mb2 tp2-pp2-mb4"),
+        ("engine: deepspeed, zero_stage: 1, precision: [bf16, fp32]", "zero1-bf16 zero1-fp32"),
+    ],
+)
+def test_names_read_as_people_write_them(plan, entry, expected):
+    found = names(plan(BASE + f"trials: [{{{entry}}}]"))
+    assert set(expected.split()) <= set(found) and len(set(found)) == len(found)
+    assert all(SAFE_NAME.fullmatch(name) for name in found)
+
+
+def test_a_short_name_that_another_trial_has_is_written_in_full(plan):
+    sweep, zero1 = "{name: zero, engine: deepspeed, zero_stage: [1, 2]}", "{name: zero1, tp: 2}"
+    assert names(plan(BASE + f"trials: [{sweep}, {zero1}]")) == ["zero-zero_stage1", "zero2", "zero1"]
+    assert names(plan(BASE + f"trials: [{zero1}, {sweep}]")) == ["zero1", "zero-zero_stage1", "zero2"]
+
+
+@pytest.mark.parametrize(
+    ("stem", "fields"),
+    [
+        ("zero", {"zero_stage": 1, "precision": "fp16"}),
+        ("zero3-leaf", {"global_batch": 16, "data_seed": 3, "lr": 1e-05}),
+        ("tp2-dp4", {"recompute": "full", "compile": False, "lr_warmup": 5, "world_size": 8}),
+        ("a", {"data": "../file-tp2.txt", "betas": [0.9, 0.95], "grad_dtype": "bf16", "micro_batch": "auto"}),
+    ],
+)
+def test_a_generated_name_of_an_earlier_version_finds_its_trial(stem, fields):
+    former, name = with_fields(stem, fields, full_form), with_fields(stem, fields)
+    assert former != name
+    assert find_name(former, ["other", name]) == name and find_name(name, ["other", former]) == former
+    assert find_name(former, ["other", stem]) is None
+
+
+def test_a_study_may_use_generated_names_of_an_earlier_version(plan):
+    trials = "trials: [{name: ddp, precision: [bf16, fp32]}, {tp: 2, micro_batch: [2, 4]}]"
+    study = plan(BASE + f"reference: ddp-precision_fp32\n{trials}")
+    assert study.reference == "ddp-fp32"
+    assert plan(BASE + f"reference: tp2-dp2-micro_batch4\n{trials}").reference == "tp2-dp2-mb4"
+    chosen = study.select(["ddp-precision_bf16", "tp2-*"])
+    assert [trial.name for trial in chosen] == ["ddp-bf16", "tp2-dp2-mb2", "tp2-dp2-mb4"]
+    with pytest.raises(
+        StudyError, match=r"reference 'ddp-precision_fp16' is not a trial of the study; known: ddp-bf16"
+    ):
+        plan(BASE + f"reference: ddp-precision_fp16\n{trials}")
+    with pytest.raises(StudyError, match=r"--only ddp-precision_fp16 matches no trial"):
+        study.select(["ddp-precision_fp16"])
 
 
 def test_a_name_must_name_a_folder(plan):
@@ -63,7 +127,7 @@ def test_a_name_must_name_a_folder(plan):
 
 def test_names_are_unique_and_safe(plan):
     assert numbered(["a", "b", "a", "a"]) == ["a", "b", "a-2", "a-3"]
-    assert with_fields("tp2", {"data": "../other file.txt", "lr": 0.001}) == "tp2-data_.._other_file.txt-lr0.001"
+    assert with_fields("tp2", {"data": "../other file.txt", "lr": 0.001}) == "tp2-data-.._other_file.txt-lr0.001"
     study = plan(BASE + "trials: [{tp: 2}, {tp: 2, env: {A: 1}}]")
     assert names(study) == ["tp2-dp2", "tp2-dp2-2"]
 
@@ -83,7 +147,7 @@ trials: [{tp: 2}, {tp: 2, world_size: 2, env: {B: 2.5}}]
     )
     assert [trial.env for trial in study.trials] == [{"A": "1", "B": "base"}, {"A": "1", "B": "2.5"}]
     assert [trial.world_size for trial in study.trials] == [8, 2]
-    assert names(study) == ["tp2-dp4", "tp2-world_size2"]
+    assert names(study) == ["tp2-dp4", "tp2-ranks2"]
 
 
 def test_a_trial_may_have_a_time_limit_of_its_own(plan):
