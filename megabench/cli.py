@@ -77,7 +77,7 @@ def compare(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="TYPE:COUNT|FILE", help="Cluster for which --plan predicts [default: this machine]."),
+        typer.Option(metavar="TYPE:COUNT[:GPUS]|FILE", help="Cluster for which --plan predicts [default: this machine]."),
     ] = None,
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Profile written by megabench calibrate, for --plan.")
@@ -135,7 +135,7 @@ def doctor(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="TYPE:COUNT|FILE", help="Cluster on which the study will run [default: this machine]."),
+        typer.Option(metavar="TYPE:COUNT[:GPUS]|FILE", help="Cluster on which the study will run [default: this machine]."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
@@ -197,7 +197,7 @@ def report(
 @app.command()
 def topo(
     cluster: Annotated[
-        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="Cluster to plan for [default: this machine].")
+        str | None, typer.Option(metavar="TYPE:COUNT[:GPUS]|FILE", help="Cluster to plan for [default: this machine].")
     ] = None,
     nproc: Annotated[
         int | None,
@@ -277,7 +277,7 @@ def calibrate(
 def plan(
     model: Annotated[str, typer.Option(help="Model name, or a Hugging Face or checkpoint directory.")] = ("llama3-8b"),
     cluster: Annotated[
-        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="Cluster to plan for [default: this machine].")
+        str | None, typer.Option(metavar="TYPE:COUNT[:GPUS]|FILE", help="Cluster to plan for [default: this machine].")
     ] = None,
     seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence [default: the model's].")] = None,
     global_batch: Annotated[

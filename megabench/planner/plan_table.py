@@ -62,6 +62,8 @@ def write(console: Console, plan: Plan, top: int) -> None:
         console.print(Text(f"fp8 products: {origin.get('fp8') or origin['*']}", style="dim"), soft_wrap=True)
     if plan.ranked:
         console.print(_table(plan, top))
+        if unnamed := _unnamed_engine(plan, top):
+            console.print(Text(unnamed), soft_wrap=True)
         console.print(Text(sweet_spot(plan)), soft_wrap=True)
         console.print(Text(certainty(plan)), soft_wrap=True)
         console.print(Text(f"To train it: {command(plan)}"), soft_wrap=True)
@@ -71,17 +73,16 @@ def write(console: Console, plan: Plan, top: int) -> None:
 
 def _table(plan: Plan, top: int) -> Table:
     """Return the table of the `top` fastest layouts, followed by the best layout of each missing data-parallel kind."""
-    best = plan.ranked[:top]
     heads = ("", "trial", "step s", "tok/s per GPU", "MFU", "GiB", "state", "activations", "rest", "bubble", "exposed")
     table = Table(*heads, box=box.MARKDOWN)
     for column in table.columns[2:10]:
         column.justify = "right"
-    for number, estimate in enumerate([*best, *(one for one in plan.baselines if one not in best)], 1):
+    for number, estimate in enumerate(_shown(plan, top), 1):
         rank = f"{number}{'=' * (number <= plan.equals and plan.equals > 1)}"
         memory = estimate.memory
         state = memory.weights + memory.gradients + memory.optimizer
         table.add_row(
-            rank if number <= len(best) else "",
+            rank if number <= min(top, len(plan.ranked)) else "",
             estimate.candidate.name,
             f"{estimate.step_seconds:.3f}",
             f"{estimate.tokens_per_second_per_device:,.0f}",
@@ -94,6 +95,24 @@ def _table(plan: Plan, top: int) -> Table:
             _exposed(estimate),
         )
     return table
+
+
+def _shown(plan: Plan, top: int) -> list[Estimate]:
+    """Return the layouts in the table."""
+    best = plan.ranked[:top]
+    return best + [one for one in plan.baselines if one not in best]
+
+
+def _unnamed_engine(plan: Plan, top: int) -> str | None:
+    """Return a sentence that tells megatron-core's data parallelism from DDP, if the table contains both."""
+    shown = _shown(plan, top)
+    alone = [one.candidate.name for one in shown if _is_parallel(one) and str(one.candidate.layout).startswith("dp")]
+    if not alone or not any(one.candidate.engine == "ddp" for one in shown):
+        return None
+    return (
+        f"{alone[0]} is data parallelism of {ENGINES['megatron'].title}, which shards the optimizer state; ddp is "
+        f"PyTorch's DDP, which does not."
+    )
 
 
 def _exposed(estimate: Estimate) -> str:
