@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 from megabench import UserError
 from megabench.config import ResolvedConfig, RunConfig
@@ -17,7 +17,6 @@ from megabench.hardware.topology import Topology
 from megabench.parallel.layout import LayoutError
 from megabench.planner.engines import Costs, Estimate
 from megabench.planner.predict import candidate_of, job_of
-from megabench.precision import Fp8Recipe
 from megabench.record import RunRecord
 from megabench.specs.all_settings import engines_with
 from megabench.specs.engine_spec import EngineSpec
@@ -87,7 +86,7 @@ def _adviser(trial: PlannedTrial) -> "_Adviser | None":
     job = replace(
         job_of(trial.record),
         shape=run.shape,
-        fp8_recipe=cast(Fp8Recipe, run.fp8_recipe or "tensorwise"),
+        fp8_recipe=run.fp8_recipe or "tensorwise",
         num_bf16_layers=run.shape.num_layers - len(run.fp8_layers) if run.policy.has_fp8_products else 0,
     )
     estimate = _predict(job, trial.topology, candidate_of(trial.record))

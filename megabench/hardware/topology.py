@@ -164,7 +164,7 @@ def from_cluster(text: str) -> Topology:
     name, *numbers = text.split(":")
     if len(numbers) > 2:
         raise TopologyError(f"cluster {text!r} has more than two numbers; use TYPE:COUNT or TYPE:COUNT:GPUS")
-    count, num_used = (numbers + ["", ""])[:2]
+    count, num_used = [*numbers, "", ""][:2]
     if (number := _positive(count or "1", MOST_HOSTS)) is None:
         raise TopologyError(f"cluster {text!r}: the number of instances must be 1 to {MOST_HOSTS}, e.g. {name}:2")
     host, num_gpus, domain_size = instance_host(name)
