@@ -77,7 +77,9 @@ def compare(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="TYPE:COUNT|FILE", help="Cluster for which --plan predicts [default: this machine]."),
+        typer.Option(
+            metavar="TYPE:COUNT[:GPUS]|FILE", help="Cluster for which --plan predicts [default: this machine]."
+        ),
     ] = None,
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Profile written by megabench calibrate, for --plan.")
@@ -135,7 +137,9 @@ def doctor(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="TYPE:COUNT|FILE", help="Cluster on which the study will run [default: this machine]."),
+        typer.Option(
+            metavar="TYPE:COUNT[:GPUS]|FILE", help="Cluster on which the study will run [default: this machine]."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
@@ -210,7 +214,7 @@ def report(
 @app.command()
 def topo(
     cluster: Annotated[
-        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="Cluster to plan for [default: this machine].")
+        str | None, typer.Option(metavar="TYPE:COUNT[:GPUS]|FILE", help="Cluster to plan for [default: this machine].")
     ] = None,
     nproc: Annotated[
         int | None,
@@ -290,7 +294,11 @@ def calibrate(
 def plan(
     model: Annotated[str, typer.Option(help="Model name, or a Hugging Face or checkpoint directory.")] = ("llama3-8b"),
     cluster: Annotated[
-        str | None, typer.Option(metavar="TYPE:COUNT|FILE", help="Cluster to plan for [default: this machine].")
+        list[str] | None,
+        typer.Option(
+            metavar="TYPE:COUNT[:GPUS]|FILE",
+            help="Cluster to plan for [default: this machine]. Can be repeated to compare clusters.",
+        ),
     ] = None,
     seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence [default: the model's].")] = None,
     global_batch: Annotated[
@@ -321,35 +329,58 @@ def plan(
     explain: Annotated[
         str | None, typer.Option(metavar="TRIAL", help="Show the time of each part of one trial's step.")
     ] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            max=1e18,
+            help="Tokens of the whole training, to predict its days [default: 100e9 for several clusters].",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
     """Predict the step time of every layout, ZeRO, FSDP2 and DDP on a cluster, and name the best one.
 
-    The exit status is 0 if a layout fits, 1 if no layout fits, and 2 for invalid input.
+    With several clusters, compare the best layout of each cluster, and explain the ratios of their speeds. The exit
+    status is 0 if a layout fits on every cluster, 1 if no layout fits on one, and 2 for invalid input.
     """
+    from functools import partial
+
+    from megabench.planner import compare_clusters
     from megabench.planner import plan_table as room
     from megabench.planner.make_plan import make_plan
     from megabench.terminal import standard_output
 
-    kept = max(top, room.MOST_TOLD)
-    found = make_plan(
+    if explain is not None and (tokens or len(cluster or ()) > 1):
+        other = "--tokens" if tokens else "several --cluster"
+        raise UserError(f"--explain shows one trial on one cluster and does not work with {other}. Omit one of them.")
+    make = partial(
+        make_plan,
         model,
-        cluster,
-        seq_length,
-        global_batch,
-        num_layers,
-        grad_dtype,
-        profile,
-        kept,
-        emulate_hosts,
+        seq_length=seq_length,
+        global_batch=global_batch,
+        num_layers=num_layers,
+        grad_dtype=grad_dtype,
+        profile=profile,
+        top=max(top, room.MOST_TOLD),
+        emulate_hosts=emulate_hosts,
         precision=precision,
     )
+    if cluster and len(cluster) > 1:
+        plans = compare_clusters.make_plans(cluster, make)
+        of = tokens or compare_clusters.DEFAULT_TOKENS
+        if as_json:
+            print(compare_clusters.as_json(plans, of, top))
+        else:
+            compare_clusters.write(standard_output(), plans, of)
+        sys.exit(0 if all(one.plan.ranked for one in plans) else 1)
+    found = make(cluster[0] if cluster else None)
     if as_json:
-        print(room.as_json(found, top, explain))
+        print(room.as_json(found, top, explain, tokens))
     elif explain is not None:
         room.explain(standard_output(), found, explain)
     else:
-        room.write(standard_output(), found, top)
+        room.write(standard_output(), found, top, tokens)
     sys.exit(0 if found.ranked else 1)
 
 

@@ -69,7 +69,10 @@ class ClusterFile(BaseModel):
 
 
 def read_cluster(text: str) -> Topology:
-    """Return the topology of "TYPE:COUNT" or of a YAML file. Raises ConfigError or TopologyError for any other text."""
+    """Return the topology of "TYPE:COUNT[:GPUS]" or of a YAML file.
+
+    Raises ConfigError or TopologyError for any other text.
+    """
     path = Path(text)
     if path.suffix not in (".yaml", ".yml"):
         return from_cluster(text)

@@ -56,8 +56,11 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def examine(records: Sequence[RunRecord], reference: str) -> list[Finding]:
-    """Return the findings for the records of a study with the baseline trial `reference`, most severe first."""
+def examine(records: Sequence[RunRecord], reference: str, more_rules: Sequence[Rule] = ()) -> list[Finding]:
+    """Return the findings for the records of a study with the baseline trial `reference`, most severe first.
+
+    `more_rules` apply to this study only.
+    """
     case = Case(tuple(records), reference)
-    found = [finding for rule in RULES for finding in joined(rule(case))]
+    found = [finding for rule in (*RULES, *more_rules) for finding in joined(rule(case))]
     return sorted(found, key=lambda finding: KINDS.index(finding.kind))

@@ -1,10 +1,12 @@
-"""Records of a planned study: the requested settings of every run, without measurements."""
+"""Records of a planned study: the requested settings of every run, without measurements. Rules of the planner."""
 
 from dataclasses import replace
 from pathlib import Path
 
 from megabench.config.clusters import read_cluster
 from megabench.config.requested_fields import auto_fields, requested_fields
+from megabench.doctor.finding import Rule
+from megabench.doctor.planner_rules import PlannedTrial, rules_for
 from megabench.hardware.facts import read_facts, visible_gpus
 from megabench.hardware.topology import Host, Topology, build, from_facts, split
 from megabench.parallel.groups import groups_on
@@ -14,10 +16,10 @@ from megabench.study.compare_request import Request
 from megabench.study.study import Study, StudyFile, Trial, plan_study
 
 
-def plan(source: Path, num_processes: int | None, cluster: str | None) -> tuple[list[RunRecord], str]:
-    """Return the planned records of the study file `source` and the name of its reference trial.
+def plan(source: Path, num_processes: int | None, cluster: str | None) -> tuple[list[RunRecord], str, tuple[Rule, ...]]:
+    """Return the planned records of the study file `source`, the name of its reference trial, and the planner's rules.
 
-    With `cluster` (TYPE:COUNT, or a file), plan one process on each GPU of the cluster; otherwise plan for this
+    With `cluster` (TYPE:COUNT[:GPUS], or a file), plan one process on each GPU of the cluster; otherwise plan for this
     machine. Raises UserError if the study cannot be run.
     """
     if cluster:
@@ -26,26 +28,23 @@ def plan(source: Path, num_processes: int | None, cluster: str | None) -> tuple[
     else:
         study, size = Request(source, Path()).plan_here(num_processes)
         topology = _this_machine(study, size)
-    return planned_records(study, topology), study.reference
-
-
-def planned_records(study: Study, topology: Topology) -> list[RunRecord]:
-    """Return a record for each run of `study`, placed on `topology`. A smaller trial uses the first ranks."""
-    return [
-        record.model_copy(update={"repeat": repeat})
-        for trial in study.trials
-        for record in [_record(trial, topology)]
+    trials = [_planned(trial, topology) for trial in study.trials]
+    records = [
+        planned.record.model_copy(update={"repeat": repeat})
+        for trial, planned in zip(study.trials, trials, strict=True)
         for repeat in range(trial.repeats)
     ]
+    return records, study.reference, rules_for(trials)
 
 
-def _record(trial: Trial, topology: Topology) -> RunRecord:
+def _planned(trial: Trial, topology: Topology) -> PlannedTrial:
+    """Place a trial on the first ranks of `topology`."""
     run = trial.resolved
     here = _first_ranks(topology, trial.world_size)
     if run.emulate_hosts:
         here = split(here, run.emulate_hosts)
     placed = place(here, run.layout, run.placement)
-    return RunRecord(
+    record = RunRecord(
         **requested_fields(run, trial.config),
         **auto_fields(trial.config),
         trial=trial.name,
@@ -58,6 +57,7 @@ def _record(trial: Trial, topology: Topology) -> RunRecord:
         groups=groups_on(run.layout, placed.topology),
         environment=Environment(versions={}, variables=trial.env),
     )
+    return PlannedTrial(record, trial.config, run, here)
 
 
 def _first_ranks(topology: Topology, size: int) -> Topology:

@@ -156,14 +156,32 @@ MOST_HOSTS = 1024  # maximum number of hosts of a cluster for planning
 
 
 def from_cluster(text: str) -> Topology:
-    """Return the topology of "TYPE:COUNT". For example, "p5.48xlarge:4" means four p5.48xlarge instances."""
-    name, _, count = text.partition(":")
-    if not (count or "1").isdecimal() or len(count) > 9 or not 1 <= int(count or "1") <= MOST_HOSTS:
+    """Return the topology of "TYPE:COUNT", or of "TYPE:COUNT:GPUS" with the first GPUS GPUs of every instance.
+
+    For example, "p5.48xlarge:4" means four p5.48xlarge instances, and "p5.48xlarge:1:4" means half of one. The hosts
+    keep the NICs of whole instances.
+    """
+    name, *numbers = text.split(":")
+    if len(numbers) > 2:
+        raise TopologyError(f"cluster {text!r} has more than two numbers; use TYPE:COUNT or TYPE:COUNT:GPUS")
+    count, num_used = [*numbers, "", ""][:2]
+    if (number := _positive(count or "1", MOST_HOSTS)) is None:
         raise TopologyError(f"cluster {text!r}: the number of instances must be 1 to {MOST_HOSTS}, e.g. {name}:2")
     host, num_gpus, domain_size = instance_host(name)
-    return build(
-        [(replace(host, name=f"{host.name}-{number}"), num_gpus, domain_size) for number in range(int(count or 1))]
-    )
+    if len(numbers) == 2:
+        if (used := _positive(num_used, num_gpus)) is None:
+            raise TopologyError(
+                f"cluster {text!r}: the number of GPUs per instance must be 1 to {num_gpus}, e.g. {name}:{number}:"
+                f"{max(1, num_gpus // 2)}"
+            )
+        num_gpus = used
+    return build([(replace(host, name=f"{host.name}-{index}"), num_gpus, domain_size) for index in range(number)])
+
+
+def _positive(text: str, most: int) -> int | None:
+    """Return the decimal number in `text` if it is 1 to `most`, or None."""
+    is_number = text.isascii() and text.isdecimal() and len(text) <= 9
+    return int(text) if is_number and 1 <= int(text) <= most else None
 
 
 def instance_host(instance_type: str) -> tuple[Host, int, int]:

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -21,6 +22,7 @@ from megabench.planner.search import Plan, candidates
 from megabench.specs.registry import ENGINES
 
 _GIB = 2**30
+_SECONDS_PER_DAY = 86400
 MOST_TOLD = 12  # maximum number of layouts that are reported as equal, for any --top
 _BAR = 48  # number of characters of the longest bar
 _KINDS = {
@@ -29,7 +31,7 @@ _KINDS = {
     "assumed": "assumed, not measured",
 }
 # the words for the parts of a step in sentences
-_WORDS = {
+PART_WORDS = {
     "compute": "computing",
     "recompute": "recomputing activations",
     "launch": "waiting for the host to launch kernels",
@@ -40,7 +42,7 @@ _WORDS = {
 }
 
 
-def _origin(plan: Plan) -> str:
+def origin(plan: Plan) -> str:
     """Return the source of the profile, and a note if it describes other devices."""
     device, devices = plan.topology.hosts[0].device, plan.profile.devices
     if plan.profile.kind == "measured" and device not in devices:
@@ -48,40 +50,47 @@ def _origin(plan: Plan) -> str:
     return _KINDS[plan.profile.kind]
 
 
-def write(console: Console, plan: Plan, top: int) -> None:
-    """Print the `top` fastest layouts, the recommendation and its command, and the layouts that do not fit."""
+def write(console: Console, plan: Plan, top: int, tokens: float | None = None) -> None:
+    """Print the `top` fastest layouts, the recommendation and its command, and the layouts that do not fit.
+
+    Also print the duration of training on this number of tokens, if it is given.
+    """
     job, topology = plan.job, plan.topology
     head = f"{job.shape.name} on {topology.world_size} × {topology.hosts[0].device}, {len(topology.hosts)} host"
     head += f"{'s' * (len(topology.hosts) > 1)} · sequence {job.seq_length}, global batch {job.global_batch}"
     head += f" · {job.precision}" * (job.precision != "bf16")
     console.print(Text(head, style="bold"), soft_wrap=True)
     told = f"{plan.num_candidates:,} candidates, {plan.num_fitting:,} fit in {plan.usable_bytes / _GIB:.1f} GiB"
-    console.print(Text(f"{told} · profile {plan.profile.name}: {_origin(plan)}", style="dim"), soft_wrap=True)
+    console.print(Text(f"{told} · profile {plan.profile.name}: {origin(plan)}", style="dim"), soft_wrap=True)
     if job.has_fp8_products:
-        origin = plan.profile.origin
-        console.print(Text(f"fp8 products: {origin.get('fp8') or origin['*']}", style="dim"), soft_wrap=True)
+        sources = plan.profile.origin
+        console.print(Text(f"fp8 products: {sources.get('fp8') or sources['*']}", style="dim"), soft_wrap=True)
     if plan.ranked:
         console.print(_table(plan, top))
+        if note := megatron_note(_shown(plan, top)):
+            console.print(Text(note), soft_wrap=True)
         console.print(Text(sweet_spot(plan)), soft_wrap=True)
         console.print(Text(certainty(plan)), soft_wrap=True)
         console.print(Text(f"To train it: {command(plan)}"), soft_wrap=True)
+        if tokens:
+            text = f"Training on {billions(tokens)} tokens takes {training_days(plan, tokens):,.1f} days."
+            console.print(Text(text), soft_wrap=True)
     for line in what_is_missing(plan):
         console.print(Text(line), soft_wrap=True)
 
 
 def _table(plan: Plan, top: int) -> Table:
     """Return the table of the `top` fastest layouts, followed by the best layout of each missing data-parallel kind."""
-    best = plan.ranked[:top]
     heads = ("", "trial", "step s", "tok/s per GPU", "MFU", "GiB", "state", "activations", "rest", "bubble", "exposed")
     table = Table(*heads, box=box.MARKDOWN)
     for column in table.columns[2:10]:
         column.justify = "right"
-    for number, estimate in enumerate([*best, *(one for one in plan.baselines if one not in best)], 1):
+    for number, estimate in enumerate(_shown(plan, top), 1):
         rank = f"{number}{'=' * (number <= plan.equals and plan.equals > 1)}"
         memory = estimate.memory
         state = memory.weights + memory.gradients + memory.optimizer
         table.add_row(
-            rank if number <= len(best) else "",
+            rank if number <= min(top, len(plan.ranked)) else "",
             estimate.candidate.name,
             f"{estimate.step_seconds:.3f}",
             f"{estimate.tokens_per_second_per_device:,.0f}",
@@ -96,6 +105,25 @@ def _table(plan: Plan, top: int) -> Table:
     return table
 
 
+def _shown(plan: Plan, top: int) -> list[Estimate]:
+    """Return the layouts in the table."""
+    best = plan.ranked[:top]
+    return best + [one for one in plan.baselines if one not in best]
+
+
+def megatron_note(estimates: Sequence[Estimate]) -> str | None:
+    """Return a sentence that tells megatron-core's data parallelism from DDP, if a layout is such data parallelism."""
+    names = [
+        one.candidate.name
+        for one in estimates
+        if _is_parallel(one) and one.candidate.layout.dp == one.candidate.layout.world_size
+    ]
+    if not names:
+        return None
+    engine = ENGINES["megatron"].title
+    return f"{names[0]} is data parallelism of {engine}, which shards the optimizer state; DDP (ddp) does not."
+
+
 def _exposed(estimate: Estimate) -> str:
     """Return the exposed communication by group, as shares of the step."""
     shares = {axis: seconds / estimate.step_seconds for axis, seconds in estimate.exposed.items()}
@@ -106,6 +134,21 @@ def chosen(plan: Plan) -> Estimate:
     """Return the recommended layout: the fastest, or the first of equal layouts that uses no host memory."""
     equal = plan.ranked[: plan.equals]
     return next((estimate for estimate in equal if not estimate.host_bytes), equal[0])
+
+
+def billions(tokens: float) -> str:
+    """Return a number of tokens as text, e.g. "100 billion"."""
+    return f"{tokens / 1e9:,.10g} billion"
+
+
+def tokens_per_second(plan: Plan) -> float:
+    """Return the predicted throughput of all GPUs with the recommended layout."""
+    return chosen(plan).tokens_per_second_per_device * plan.topology.world_size
+
+
+def training_days(plan: Plan, tokens: float) -> float:
+    """Return the predicted days of training with the recommended layout."""
+    return tokens / tokens_per_second(plan) / _SECONDS_PER_DAY
 
 
 def sweet_spot(plan: Plan) -> str:
@@ -120,10 +163,10 @@ def sweet_spot(plan: Plan) -> str:
     ratio = other.step_seconds / best.step_seconds
     loses = {part: other.parts.get(part, 0.0) - best.parts.get(part, 0.0) for part in (*other.parts, *best.parts)}
     worst = max(loses, key=lambda part: loses[part])
-    why = f"{other.candidate.name} spends {loses[worst]:.2f} s more of a step on {_WORDS[worst]}"
+    why = f"{other.candidate.name} spends {loses[worst]:.2f} s more of a step on {PART_WORDS[worst]}"
     saved = min(loses, key=lambda part: loses[part])
     if -loses[saved] > 0.01 * best.step_seconds:
-        why += f" and {-loses[saved]:.2f} s less on {_WORDS[saved]}"
+        why += f" and {-loses[saved]:.2f} s less on {PART_WORDS[saved]}"
     if best is not plan.ranked[0]:
         said += ", equal to the fastest within the model's error, and without host memory"
     return f"{said}, {ratio:.2f} × the best {'data-parallel' if is_parallel else 'parallel'} alternative: {why}."
@@ -292,7 +335,9 @@ def describe_estimate(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def as_json(plan: Plan, top: int, trial: str | None = None) -> str:
+def as_json(plan: Plan, top: int, trial: str | None = None, tokens: float | None = None) -> str:
     """Return the `top` best estimates as JSON, or one trial. Raises ConfigError if the trial is not a candidate."""
     found = describe(plan, top) if trial is None else describe_estimate(estimate_of(plan, trial))
+    if tokens:
+        found |= {"tokens": tokens, "days": training_days(plan, tokens) if plan.ranked else None}
     return json.dumps(found, indent=2)

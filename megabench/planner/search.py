@@ -155,7 +155,8 @@ def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candid
 
     world, shape = topology.world_size, job.shape
     policies: tuple[Policy, ...] = ("topology", "spread-tp")
-    several = len(topology.ranks_by_domain) > 1
+    # with one domain, or one GPU per domain, spread-tp places the ranks as topology does
+    can_spread = 1 < len(topology.ranks_by_domain) < world
     for tp in sizes("tp", world):
         for cp in sizes("cp", world // tp, _MOST_CP):
             for pp in sizes("pp", world // (tp * cp)):
@@ -166,7 +167,7 @@ def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candid
                     variants = list(_variants(spec, topology, layout))
                     for micro_batch in _micro_batches(job, layout):
                         for recompute, variant in variants:
-                            for policy in policies if tp > 1 and several else policies[:1]:
+                            for policy in policies if tp > 1 and can_spread else policies[:1]:
                                 yield Candidate(spec.name, layout, micro_batch, variant, recompute, policy)
 
 

@@ -713,7 +713,6 @@ def test_measured_studies_in_words():
 BASE = "base: {model: llama3-8b, steps: 20, warmup_steps: 5, seq_length: 4096, micro_batch: auto}\nrepeats: 3\n"
 PLANS = {
     "good": ("{ZERO3}, {tp: 8, pp: 2}", "", None),
-    "fp32": ("{ZERO3, precision: fp32}, {tp: 8, precision: fp32}", "", "trains in fp32"),
     "fp8": ("{ZERO3, precision: fp8}, {tp: 8, precision: fp8}", "", "no bf16 result of otherwise equal work"),
     "fp8-and-bf16": ("{ZERO3}, {name: fp8, tp: 8, precision: fp8}", "", None),
     "unequal": ("{ZERO3}, {tp: 8, grad_dtype: bf16}", "", "gradient dtype"),

@@ -191,6 +191,10 @@ def test_cuda_visible_devices_is_respected():
     [
         ("p9.huge:2", "instance type 'p9.huge' is not known; use one of"),
         ("p5.48xlarge:none", "1 to 1024, e.g. p5.48xlarge:2"),
+        ("p5.48xlarge:1:9", "GPUs per instance must be 1 to 8, e.g. p5.48xlarge:1:4"),
+        ("p5.48xlarge:1:0", "GPUs per instance must be 1 to 8"),
+        ("p5.48xlarge:1:", "GPUs per instance must be 1 to 8"),
+        ("p5.48xlarge:1:4:2", "use TYPE:COUNT or TYPE:COUNT:GPUS"),
     ],
 )
 def test_clusters_that_cannot_be(text, words):
@@ -203,6 +207,13 @@ def test_an_instance_of_the_catalogue():
     assert [len(ranks) for ranks in topology.ranks_by_domain] == [8] * 4
     assert topology.hosts[3].name == "p5-3" and topology.hosts[0].network_gbits == 3200
     assert topology.link(0, 8) == "efa"
+
+
+def test_a_part_of_an_instance_keeps_the_nics():
+    topology = from_cluster("p4d.24xlarge:2:4")
+    assert [len(ranks) for ranks in topology.ranks_by_domain] == [4, 4]
+    assert topology.hosts == from_cluster("p4d.24xlarge:2").hosts
+    assert from_cluster("g5.48xlarge:1:2").count_links() == {"pcie": 1}
 
 
 def test_gpu_facts_hold_nothing_unknown():

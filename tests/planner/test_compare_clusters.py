@@ -1,0 +1,119 @@
+"""`megabench plan` with several clusters: the same work, the ratios, and reasons that follow from the predictions."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from megabench.config import ConfigError
+from megabench.planner.compare_clusters import ClusterPlan, as_json, make_plans, reasons, write
+from megabench.planner.make_plan import make_plan
+from megabench.planner.plan_table import training_days
+from megabench.planner.search import plan
+from tests.planner.jobs import cluster, costs, job
+from tests.planner.test_plan import megabench
+
+A100, H100, H200 = "p4d.24xlarge:1:4", "p5.48xlarge:1:4", "p5e.48xlarge:1:4"
+
+
+def plans(*clusters: str, model: str = "qwen3-0.6b", global_batch: int | None = 128) -> list[ClusterPlan]:
+    return make_plans(
+        clusters, lambda one: make_plan(model, one, None, global_batch, None, "fp32", None, top=12, emulate_hosts=None)
+    )
+
+
+def shown(compared: list[ClusterPlan], tokens: float = 100e9) -> str:
+    console = Console(file=io.StringIO(), width=220)
+    write(console, compared, tokens)
+    return console.file.getvalue()
+
+
+def test_every_pair_is_compared_and_the_faster_comes_first():
+    found = json.loads(as_json(plans(A100, H100, H200), 100e9, top=3))
+    speeds = {one["cluster"]: one["tokens_per_second"] for one in found["clusters"]}
+    assert [(one["faster"], one["slower"]) for one in found["ratios"]] == [(H200, H100), (H200, A100), (H100, A100)]
+    for one in found["ratios"]:
+        assert one["ratio"] == pytest.approx(speeds[one["faster"]] / speeds[one["slower"]]) and one["ratio"] > 1
+        assert one["reasons"]
+    days = found["clusters"][0]["days"]
+    assert days == pytest.approx(100e9 / speeds[A100] / 86400)
+    assert training_days(plans(A100)[0].plan, 200e9) == pytest.approx(2 * days)
+    assert all(len(one["plan"]["ranked"]) == 3 for one in found["clusters"])
+
+
+def test_reasons_name_the_parts_and_the_constants():
+    slow, fast = plans(A100, H200)
+    found = reasons(fast, slow)
+    assert found[0].startswith("matrix products and attention take") and "at peaks of 989 and 312" in found[0]
+    assert found[1].startswith("memory-bound kernels take") and "GB/s of memory bandwidth" in found[1]
+    assert f"lacks 44.2 GiB per GPU on {A100}" in found[-1]
+    own = costs(slow.plan.job, cluster(A100)).missing_bytes(fast.best.candidate)
+    assert own / 2**30 == pytest.approx(44.2, abs=0.05)
+
+
+def test_a_constant_that_does_not_explain_the_difference_is_left_out():
+    slow, fast = plans(H100, H200)
+    for reason in reasons(fast, slow):
+        if reason.startswith("the optimizer"):
+            assert "bandwidth" not in reason
+    assert "at the same peak of 989 TFLOP/s" in reasons(fast, slow)[0]
+
+
+def test_recomputation_that_memory_forces_is_a_reason():
+    slow, fast = plans("p4d.24xlarge:8", "p5e.48xlarge:4", model="llama3-70b", global_batch=64)
+    found = reasons(fast, slow)
+    assert slow.best.candidate.recompute == "full"
+    assert any(one.startswith("recomputing activations takes 0.000 s") for one in found)
+    assert any("p4d.24xlarge:8 needs recomputation" in one and "without it" in one for one in found)
+    text = shown([slow, fast], 15e12)
+    assert "(32 instead of 64 GPUs" in text and "days for 15,000 billion tokens" in text
+
+
+def test_a_batch_that_does_not_divide_is_said():
+    uneven = "configs/clusters/h200-uneven.yaml"
+    text = shown(plans(uneven, "p5e.48xlarge:1", model="llama3-8b", global_batch=64))
+    assert f"not a multiple of the 20 GPUs of {uneven}" in text and "--global-batch 80 works" in text
+    with pytest.raises(ConfigError, match=r"--cluster configs/clusters/h200-uneven.yaml: 20 GPUs cannot divide gpt2"):
+        plans("p4d.24xlarge:1", uneven, model="gpt2", global_batch=32)
+
+
+def test_a_cluster_that_is_too_small_has_no_row():
+    text = shown(plans("p4d.24xlarge:1", "p5e.48xlarge:16", model="llama3-405b", global_batch=128))
+    assert "p4d.24xlarge:1: no layout of llama3-405b fits" in text and "× as fast" not in text
+
+
+def test_equal_clusters_are_called_equal():
+    (one, other) = plans(H200, H200)
+    assert reasons(one, other) == [] and "equal within the model's error" in shown([one, other])
+
+
+@pytest.mark.parametrize("name", ["g5.48xlarge:1", "g6e.48xlarge:2", "p5.48xlarge:1", "p4d.24xlarge:2"])
+def test_no_layout_is_listed_twice(name):
+    topology = cluster(name)
+    found = plan(job("llama-tiny", 256, 16), topology, costs(job(), topology).profile, keep=24)
+    candidates = [one.candidate for one in found.ranked]
+    assert len({one.name for one in candidates}) == len(candidates)
+    spread = [one.name for one in candidates if one.placement == "spread-tp"]
+    assert not spread or max(len(ranks) for ranks in topology.ranks_by_domain) > 1
+
+
+@pytest.mark.e2e
+def test_the_command():
+    two = ("--model", "qwen3-0.6b", "--cluster", A100, "--cluster", H200)
+    ended = megabench("plan", *two)
+    assert ended.returncode == 0 and f"{H200} is " in ended.stdout and "  - matrix products" in ended.stdout
+    found = json.loads(megabench("plan", *two, "--json", "--tokens", "1e9").stdout)
+    assert found["tokens"] == 1e9 and found["clusters"][1]["cluster"] == H200
+    small = megabench("plan", "--model", "llama3-405b", "--cluster", A100, "--cluster", H200)
+    assert small.returncode == 1
+    one = megabench("plan", "--model", "qwen3-0.6b", "--cluster", H200, "--tokens", "100e9")
+    assert one.returncode == 0 and "Training on 100 billion tokens takes" in one.stdout
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("arguments", [("--cluster", H200), ("--tokens", "1e9")])
+def test_explain_shows_one_trial_on_one_cluster(arguments):
+    ended = megabench("plan", "--cluster", A100, "--explain", "dp4 mb1", *arguments)
+    assert ended.returncode == 2 and ended.stderr.startswith("Error: --explain shows one trial on one cluster")
+    assert len(ended.stderr.strip().splitlines()) == 1
