@@ -82,9 +82,9 @@ class Communicator:
 class CommInit:
     """The creation of a communicator by one rank. `handle` is the address of the communicator in `process`.
 
-    `comm_id` is equal for all ranks of a communicator. A communicator from ncclCommSplit has `split` instead: the handle
-    of its parent, the number of the split and the color. NCCL before 2.17 logs neither. `devices` are the names of the
-    rank's GPU in channel lines. `is_start` is False if NCCL logged only the end of the creation.
+    `comm_id` is equal for all ranks of a communicator. A communicator from ncclCommSplit has `split` instead: the
+    handle of its parent, the number of the split and the color. NCCL before 2.17 logs neither. `devices` are the names
+    of the rank's GPU in channel lines. `is_start` is False if NCCL logged only the end of the creation.
     """
 
     process: Process
@@ -171,7 +171,7 @@ def _read_message(message: str, process: Process, is_warning: bool, line: str, l
         if match[6].startswith("P2P") and "/read" in match[6]:  # NCCL reads from the peer only over NVLink
             log.intra_host_paths.add("NVL")
     elif match := _COMMUNICATOR.match(message):
-        log.communicators.append(Communicator(*map(int, match.groups()[1:]), process, match[1]))
+        log.communicators.append(_communicator(match, process))
     elif match := _INIT.match(message):
         _add_init(match, process, log)
     elif match := _NETWORK.match(message):
@@ -201,6 +201,11 @@ def _read_plugin(message: str, is_warning: bool, log: NcclLog) -> None:
         log.platform = match[1]
     elif (_NO_PLUGIN.match(message) or (is_warning and "NET/" in message)) and message not in log.complaints:
         log.complaints.append(message)
+
+
+def _communicator(match: re.Match[str], process: Process) -> Communicator:
+    rank, num_ranks, num_nodes, local_ranks = map(int, match.groups()[1:])
+    return Communicator(rank, num_ranks, num_nodes, local_ranks, process, match[1])
 
 
 def _add_init(match: re.Match[str], process: Process, log: NcclLog) -> None:
