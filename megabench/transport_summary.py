@@ -231,7 +231,7 @@ def _why_sockets(job: Job) -> str:
     proof = f' (log: "{complaints[-1]}")' if complaints else ""
     advice = disagreement("", "efa", ["NET/Socket"]) or ""
     return (
-        f"the EFA plugin was not loaded, and NCCL found no InfiniBand device{proof}. "
+        f"the EFA plugin (aws-ofi-nccl) was not loaded, and NCCL found no InfiniBand device{proof}. "
         f"{advice[advice.index('Check') :]} With InfiniBand, check NCCL_IB_DISABLE and NCCL_IB_HCA."
     )
 

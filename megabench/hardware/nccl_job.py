@@ -1,13 +1,13 @@
 """The communicators of a job, merged from the NCCL logs of its processes. Loads no torch."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megabench.hardware.gpus import Network, find_instance
 from megabench.hardware.topology import Host, Topology, components
-from megabench.hardware.transport import CommInit, Connection, NcclLog, Process, in_order
+from megabench.hardware.transport import CommInit, Communicator, Connection, NcclLog, Process, in_order
 
 Where = Literal["inside", "between"]
 _Key = tuple[object, ...]
@@ -102,16 +102,14 @@ def merge(logs: Sequence[NcclLog]) -> Job:
         )
         for key, ranks in members.items()
     }
-    for connection, creation in _assign(events, keys, members):
+    told = {(one.process, one.handle): one for log in logs for one in log.communicators}
+    for init, key in keys.items():
+        if (init.process, init.handle) in told:
+            described = told[init.process, init.handle]
+            made[key].num_nodes, made[key].local_ranks = described.num_nodes, described.local_ranks
+    for connection, creation in _assign(events, keys, members, told):
         key = keys[creation] if creation else ("no communicator",)
-        communicator = made.setdefault(key, JobCommunicator(0))
-        _add(communicator, connection)
-    handles: dict[object, _Key] = {(init.process, init.handle): key for init, key in keys.items()}
-    for log in logs:
-        for told in log.communicators:
-            key = handles.get((told.process, told.handle), ("no communicator",))
-            if key in made and made[key].num_ranks in (0, told.num_ranks):
-                made[key].num_nodes, made[key].local_ranks = told.num_nodes, told.local_ranks
+        _add(made.setdefault(key, JobCommunicator(0)), connection)
     for communicator in made.values():
         _complete_hosts(communicator)
     order = sorted(made.values(), key=lambda one: (-one.num_ranks, -len(one.transports)))
@@ -145,12 +143,16 @@ def _keys(inits: Iterable[CommInit]) -> dict[CommInit, _Key]:
 
 
 def _assign(
-    events: Iterable[CommInit | Connection], keys: dict[CommInit, _Key], members: dict[_Key, dict[int, CommInit]]
+    events: Iterable[CommInit | Connection],
+    keys: Mapping[CommInit, _Key],
+    members: Mapping[_Key, Mapping[int, CommInit]],
+    told: Mapping[tuple[Process | None, str | None], Communicator],
 ) -> list[tuple[Connection, CommInit | None]]:
     """Return the communicator of each connection. A line of NCCL's log does not name it.
 
     It is the last communicator that the process created, in which the process has the rank of the line, and in which
-    the peer has the GPU of the line.
+    the peer has the GPU of the line. Communicators in which the two ranks are probably on one host for P2P and SHM, and
+    on two hosts for the network, take precedence.
     """
     by_process: dict[Process | None, list[CommInit | Connection]] = {}
     for event in events:
@@ -168,11 +170,12 @@ def _assign(
             candidates = [
                 init for init in later[:1] + inits[:num_created][::-1] if _fits(event, init, members[keys[init]])
             ]
+            candidates.sort(key=lambda init: not _is_likely(event, told.get((init.process, init.handle))))
             assigned.append((event, candidates[0] if candidates else None))
     return assigned
 
 
-def _fits(connection: Connection, init: CommInit, ranks: dict[int, CommInit]) -> bool:
+def _fits(connection: Connection, init: CommInit, ranks: Mapping[int, CommInit]) -> bool:
     own, peer = connection.sender, connection.receiver
     devices = connection.devices
     if connection.is_received:
@@ -182,6 +185,14 @@ def _fits(connection: Connection, init: CommInit, ranks: dict[int, CommInit]) ->
     if init.rank != own or peer >= init.num_ranks or devices[0] not in init.devices:
         return False
     return peer not in ranks or devices[1] in ranks[peer].devices
+
+
+def _is_likely(connection: Connection, communicator: Communicator | None) -> bool:
+    """Return whether a transport fits the places of its ranks if the ranks are numbered host by host."""
+    if communicator is None:
+        return True
+    hosts = {rank // communicator.local_ranks for rank in (connection.sender, connection.receiver)}
+    return (len(hosts) == 1) == _is_inside(connection.transport)
 
 
 def _add(communicator: JobCommunicator, connection: Connection) -> None:
@@ -209,7 +220,7 @@ def _complete_hosts(communicator: JobCommunicator) -> None:
     if missing and num_nodes and local_ranks and len(missing) == (num_nodes - len(known)) * local_ranks:
         # Launchers number the ranks host by host.
         for index, rank in enumerate(missing):
-            communicator.hosts[rank] = f"host {len(known) + index // local_ranks + 1}, not in the logs"
+            communicator.hosts[rank] = f"host-{len(known) + index // local_ranks + 1} (not in the logs)"
     elif not missing and num_nodes and len(known) < num_nodes == len(joined):
         # NCCL_HOSTID or containers with equal names: NCCL counts more hosts than there are names.
         for number, ranks in enumerate(joined):
