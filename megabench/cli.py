@@ -251,7 +251,7 @@ def transport(
     files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE…",
+            metavar="FILE",
             help="NCCL logs (NCCL_DEBUG=INFO), outputs of nvidia-smi topo -m, or NCCL topology XML files.",
         ),
     ],

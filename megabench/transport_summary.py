@@ -34,6 +34,8 @@ _ACCEPTED = (
     "(NCCL_TOPO_DUMP_FILE)"
 )
 _MOST_PAIRS = 6  # largest number of pairs of ranks in a table row
+_MOST_HOSTS = 8  # largest number of hosts in the summary
+_MOST_RANKS = 4096  # of a diagram
 _WHERE: dict[Where, str] = {"inside": "inside hosts", "between": "between hosts"}
 _DISTANCE_NAMES = {
     "switch": "same PCIe switch",
@@ -119,6 +121,8 @@ def write(console: Console, paths: Sequence[Path], layout: Layout, default_tp: b
 def _drawing(inputs: Inputs, job: Job | None, layout: Layout, default_tp: bool) -> tuple[_Drawing | None, str | None]:
     """Return the diagram, or None and the reason why there is none."""
     if job:
+        if any(made.num_ranks > _MOST_RANKS for made in job.communicators):
+            return None, f"no diagram: the job has more than {_MOST_RANKS} ranks."
         topology = topology_of(job, p2p_is_nvlink=_intra_host_link(job, inputs) != "pcie")
         if topology is None:
             return None, (
@@ -188,7 +192,9 @@ def _job_lead(job: Job, inputs: Inputs) -> Iterator[str]:
     plugin = job.first("plugin")
     facts = [f"NCCL {job.first('version')}" if job.first("version") else "", f"plugin {plugin}" if plugin else ""]
     facts += [f"libfabric provider {provider}" for provider in [job.first("provider")] if provider]
-    facts += [f"{len(job.hosts)} host{'s' * (len(job.hosts) != 1)}: {', '.join(job.hosts)}"]
+    hosts = job.hosts
+    shown = ", ".join(hosts[:_MOST_HOSTS]) + f", … and {len(hosts) - _MOST_HOSTS} more" * (len(hosts) > _MOST_HOSTS)
+    facts += [f"{len(hosts)} host{'s' * (len(hosts) != 1)}: {shown}"]
     yield " · ".join(filter(None, facts))
 
 

@@ -38,8 +38,8 @@ def test_efa_with_gpudirect(transport):
     assert lines[1] == "Inside hosts: NVLink (P2P/CUMEM). TP inside a host is fine."
     assert "plugin aws-ofi-nccl 1.16.2 · libfabric provider efa · 2 hosts: train-node-0-0, train-node-0-1" in lines[2]
     assert "tp4·dp2 on 8 ranks, 2 hosts" in out and "WARNING" not in out
-    assert "| tp    | 4–7   | train-node-0-1                 | NVLink       | P2P/CUMEM              |" in out
-    assert "| dp    | 0, 4  | train-node-0-0, train-node-0-1 | EFA          | NET/Libfabric/GDRDMA   |" in out
+    assert "| tp    | 4–7   | train-node-0-1                 | NVLink       | P2P/CUMEM            |" in out
+    assert "| dp    | 0, 4  | train-node-0-0, train-node-0-1 | EFA          | NET/Libfabric/GDRDMA |" in out
 
 
 def test_sockets_because_the_plugin_is_missing(transport):
@@ -130,6 +130,12 @@ def test_topology_files(transport):
 def test_a_pod_log_with_a_matrix_and_nccl_lines(transport):
     status, out, _ = transport(H100 + job_log(0, num_hosts=1, inside="P2P/IPC", start=()))
     assert status == 0 and "Inside hosts: NVLink (P2P/IPC)" in out and "one NVLink domain of 4 GPUs" in out
+
+
+def test_absurd_rank_numbers(transport):
+    start = "a:1:1 [0] NCCL INFO Channel 00 : 0[0] -> "
+    status, out, _ = transport(f"{start}99999[1] via P2P/IPC\n{start}{10**30}[1] via P2P/IPC\n")
+    assert status == 0 and "more than 4096 ranks" in out and "1 channel lines of the logs have an unknown" in out
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-_LINE = re.compile(r"(?:^|[^\w.-])([\w.-]+):(\d+):\d+ \[-?\d+\] (?:\S+ )?NCCL (INFO|WARN) (.*)$")
+_LINE = re.compile(r"(?:^|[^\w.-])([\w.-]+):(\d{1,10}):\d+ \[-?\d+\] (?:\S+ )?NCCL (INFO|WARN) (.*)$")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
 _NETWORK = re.compile(r"Using network (.+)$")
-_COMMUNICATOR = re.compile(r"comm (0x\w+) rank (\d+) nRanks (\d+) nNodes (\d+) localRanks (\d+)")
+_COMMUNICATOR = re.compile(r"comm (0x\w+) rank (\d{1,6}) nRanks (\d{1,6}) nNodes (\d{1,6}) localRanks ([1-9]\d{0,5})")
 _INIT = re.compile(
-    r"(?:\S+ )?comm (0x\w+) rank (\d+) nranks (\d+) cudaDev (\d+)(?: nvmlDev (\d+))? busId (\w+)"
-    r"(?: commId (0x\w+))?(?: parent (0x\w+) splitCount (\d+) color (-?\d+) key -?\d+)? ?- Init (START|COMPLETE)"
+    r"(?:\S+ )?comm (0x\w+) rank (\d{1,6}) nranks (\d{1,6}) cudaDev (\d+)(?: nvmlDev (\d+))? busId (\w+)"
+    r"(?: commId (0x\w+))?(?: parent (0x\w+) splitCount (\d{1,9}) color (-?\d{1,19}) key -?\d+)?"
+    r" ?- Init (START|COMPLETE)"
 )
 # RCCL appends the communicator to a channel line.
 _CHANNEL = re.compile(
-    r"Channel \d+(?:/\d+)? : (\d+)\[(\w+)\] -> (\d+)\[(\w+)\](?: \[(send|receive)\])? via (.+?)"
+    r"Channel \d+(?:/\d+)? : (\d{1,6})\[(\w+)\] -> (\d{1,6})\[(\w+)\](?: \[(send|receive)\])? via (.+?)"
     r"(?: comm (0x\w+) nRanks \d+)?$"
 )
 _NVLS = re.compile(r"Connected NVLS tree")
