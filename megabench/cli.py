@@ -264,6 +264,34 @@ def topo(
 
 
 @app.command()
+def transport(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE",
+            help="NCCL logs (NCCL_DEBUG=INFO), outputs of nvidia-smi topo -m, or NCCL topology XML files.",
+        ),
+    ],
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel size [default: the GPUs of a host].")] = None,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    vp: Annotated[int, typer.Option(min=1, help="Model chunks per pipeline stage.")] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="Context-parallel size.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+) -> None:
+    """Report the transports between GPUs from existing logs, and draw which process groups use them.
+
+    Several NCCL logs, for example one per pod, are merged into one job. The exit status is 2 for an unreadable file or
+    an impossible layout.
+    """
+    from megabench import transport_summary
+    from megabench.parallel.layout import Layout
+    from megabench.terminal import standard_output
+
+    layout = Layout(tp=tp or 1, cp=cp, pp=pp, vp=vp)
+    transport_summary.write(standard_output(), files, layout, default_tp=tp is None, as_json=as_json)
+
+
+@app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Output file: the profile for megabench plan --profile.")],
     model: Annotated[str, typer.Option(help="Model whose matrix product sizes are timed.")] = "llama3-8b",

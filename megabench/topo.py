@@ -82,12 +82,15 @@ def _of_launch() -> Topology:
     return topology
 
 
-def describe(placement: Placement, layout: Layout) -> dict[str, Any]:
+def describe(placement: Placement, layout: Layout, groups: Sequence[RankGroup] | None = None) -> dict[str, Any]:
     """Return hosts, NVLink domains, links, process groups, placement and warnings for JSON output.
 
-    Ranks are numbered as in the run, not as in the launcher.
+    Ranks are numbered as in the run, not as in the launcher. `groups` are the process groups if their transports are
+    known.
     """
     topology = placement.topology
+    if groups is None:
+        groups = groups_on(layout, topology)
     return {
         "hosts": [
             {
@@ -108,7 +111,9 @@ def describe(placement: Placement, layout: Layout) -> dict[str, Any]:
             for kind, count in topology.count_links().items()
         ],
         "groups": [
-            {"kind": group.kind, "ranks": group.ranks, "link": group.link} for group in groups_on(layout, topology)
+            {"kind": group.kind, "ranks": group.ranks, "link": group.link}
+            | ({"transport": group.transport} if group.transport else {})
+            for group in groups
         ],
         "placement": {
             "policy": placement.policy,
@@ -119,8 +124,11 @@ def describe(placement: Placement, layout: Layout) -> dict[str, Any]:
     }
 
 
-def show(console: Console, placement: Placement, layout: Layout) -> None:
-    """Print the diagram, the tables of links and process groups, and the warnings."""
+def show(console: Console, placement: Placement, layout: Layout, groups: Sequence[RankGroup] | None = None) -> None:
+    """Print the diagram, the tables of links and process groups, and the warnings.
+
+    `groups` are the process groups if their transports are known.
+    """
     topology = placement.topology
     count = f"{len(topology.hosts)} host{'s' * (len(topology.hosts) != 1)}{', emulated' * topology.emulated}"
     console.print(Text(f"{layout} on {topology.world_size} ranks, {count}, placement {placement.policy}", style="bold"))
@@ -131,7 +139,7 @@ def show(console: Console, placement: Placement, layout: Layout) -> None:
     if layout.tp > 1:
         console.print(Text("GPUs with the same colour and letter form one tensor-parallel group.", style="dim"))
     console.print(_links_table(topology))
-    if groups := groups_on(layout, topology):
+    if groups := groups_on(layout, topology) if groups is None else groups:
         console.print(_groups_table(topology, groups))
     for warning in placement.warnings:
         console.print(Text(f"WARNING: {warning}", style="bold red"), soft_wrap=True)
@@ -213,12 +221,15 @@ def _links_table(topology: Topology) -> Table:
 
 
 def _groups_table(topology: Topology, groups: Sequence[RankGroup]) -> Table:
-    table = Table("group", "ranks", "hosts", "slowest link", box=box.MARKDOWN)
+    has_transports = any(group.transport for group in groups)
+    columns = ["group", "ranks", "hosts", "slowest link"] + ["NCCL transports"] * has_transports
+    table = Table(*columns, box=box.MARKDOWN)
     for kind in dict.fromkeys(group.kind for group in groups):
         same = [group for group in groups if group.kind == kind]
         for group in same[:_MOST_GROUPS]:
             hosts = ", ".join(_host_names(topology, group.ranks))
-            table.add_row(kind, number_ranges(group.ranks), hosts, LINK_NAMES[group.link or "socket"])
+            cells = [kind, number_ranges(group.ranks), hosts, LINK_NAMES[group.link or "socket"]]
+            table.add_row(*cells, *[group.transport or ""] * has_transports)
         if len(same) > _MOST_GROUPS:
             table.add_row(kind, f"and {len(same) - _MOST_GROUPS} more groups (see --json)", "", "")
     return table

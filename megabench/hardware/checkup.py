@@ -6,7 +6,6 @@ Loads no torch. A container or a virtual machine may hide some of the values. A 
 import os
 import re
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from getpass import getuser
 from pathlib import Path
@@ -14,9 +13,8 @@ from pathlib import Path
 import pynvml
 
 from megabench.hardware.facts import ask, bus_id, known_instance_type, nvml
+from megabench.hardware.topo_files import NIC_DISTANCES, distance_in_nccl_topology, short_bus_id
 from megabench.record import Machine, NicDistance
-
-_NIC_DISTANCES: tuple[NicDistance, ...] = ("switch", "host bridge", "other bridge")  # nearest first
 
 # The bits of nvmlClocksEventReasons (nvml.h) that indicate throttling, i.e. clocks below their usual value.
 _THROTTLE = {
@@ -88,7 +86,7 @@ def _worse(a: Machine, b: Machine) -> Machine:
             "num_other_gpu_processes": most.num_other_gpu_processes,
             "other_gpu_processes_gib": most.other_gpu_processes_gib,
             "throttle": reasons,
-            "nic_distance": max(distances, key=_NIC_DISTANCES.index, default=None),
+            "nic_distance": max(distances, key=NIC_DISTANCES.index, default=None),
             "power_limit_share": min(limits, default=None),
         }
     )
@@ -210,13 +208,13 @@ def distance_in_sys(sys: Path, address: str) -> NicDistance | None:
     A device path contains the host bridge, the PCIe bridges and the device: …/pci0000:3a/0000:3a:00.0/0000:3b:00.0.
     The part that the paths of the GPU and of a NIC have in common determines the distance.
     """
-    gpu = _pci_path(sys / "bus/pci/devices" / _short(address))
+    gpu = _pci_path(sys / "bus/pci/devices" / (short_bus_id(address) or address))
     try:
         nics = sorted((sys / "class/infiniband").iterdir())
     except OSError:
         return None
     found = [_distance(gpu, path) for nic in nics if gpu and (path := _pci_path(nic / "device"))]
-    return min(found, key=_NIC_DISTANCES.index, default=None)
+    return min(found, key=NIC_DISTANCES.index, default=None)
 
 
 def _pci_path(device: Path) -> tuple[str, ...] | None:
@@ -233,54 +231,3 @@ def _distance(a: tuple[str, ...], b: tuple[str, ...]) -> NicDistance:
         (n for n, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b))
     )
     return "other bridge" if num_common == 0 else "host bridge" if num_common == 1 else "switch"
-
-
-def _short(address: str) -> str:
-    """Return a PCI address with a four-digit domain, the format of Linux."""
-    domain, rest = address.lower().split(":", 1)
-    return f"{int(domain, 16):04x}:{rest}"
-
-
-def distance_in_nccl_topology(file: Path, address: str) -> NicDistance | None:
-    """Return the PCIe distance from the GPU to the nearest NIC, computed from a topology file of NCCL.
-
-    GPUs are nested as system > cpu > pci > … > pci > gpu, NICs as system > cpu > pci > … > pci > nic > net.
-    """
-    try:
-        root = ElementTree.parse(file).getroot()
-    except (OSError, ElementTree.ParseError):
-        return None
-    above: dict[ElementTree.Element, ElementTree.Element] = {
-        child: parent for parent in root.iter() for child in parent
-    }
-
-    def path(element: ElementTree.Element) -> list[ElementTree.Element]:
-        line = [element]
-        while line[0] in above:
-            line.insert(0, above[line[0]])
-        return line
-
-    gpus = [
-        element for element in root.iter("pci") if _same_address(element.get("busid"), address) and _holds_gpu(element)
-    ]
-    nics = list(root.iter("nic"))
-    if not gpus or not nics:
-        return None
-    return min((_distance_of_lines(path(gpus[0]), path(nic)) for nic in nics), key=_NIC_DISTANCES.index)
-
-
-def _holds_gpu(element: ElementTree.Element) -> bool:
-    return element.find("gpu") is not None or (element.get("class") or "").startswith("0x03")
-
-
-def _distance_of_lines(a: Sequence[ElementTree.Element], b: Sequence[ElementTree.Element]) -> NicDistance:
-    common = [one for one, other in zip(a, b, strict=False) if one is other]
-    kinds = {element.tag for element in common}
-    return "switch" if "pci" in kinds else "host bridge" if "cpu" in kinds else "other bridge"
-
-
-def _same_address(text: str | None, address: str) -> bool:
-    try:
-        return text is not None and _short(text) == _short(address)
-    except ValueError:
-        return False

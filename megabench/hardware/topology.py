@@ -254,6 +254,19 @@ def emulated_host(rank: int, world_size: int, num_hosts: int) -> int:
     return rank * num_hosts // world_size
 
 
+def components(size: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the connected components of the graph with the nodes 0 to size - 1, each in ascending order."""
+    label = list(range(size))
+    for a, b in pairs:
+        old, new = max(label[a], label[b]), min(label[a], label[b])
+        if old != new:
+            label = [new if number == old else number for number in label]
+    members: dict[int, list[int]] = {}
+    for node, number in enumerate(label):
+        members.setdefault(number, []).append(node)
+    return tuple(map(tuple, members.values()))
+
+
 def _host_identity(fact: RankFacts) -> str:
     """Return a key that is equal for ranks that NCCL counts as one node and connects inside that node."""
     return f"{fact.nccl_hostid or fact.hostname + fact.boot_id} {fact.shm_device}"

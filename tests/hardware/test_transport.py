@@ -51,11 +51,82 @@ def test_four_emulated_hosts_of_one():
         ),
         ("Channel 00/0 : 7[7] -> 8[0] [send] via NET/AWS Libfabric/0", "NET/AWS Libfabric", False),
         ("Channel 04/0 : 1[1] -> 9[1] [send] via NET/IB/2(3)/GDRDMA", "NET/IB/GDRDMA", True),
+        ("Channel 00 : 0[1b000] -> 1[1c000] via direct shared memory", "SHM", False),
+        (
+            "Channel 00/0 : 4[d6000] -> 0[d6000] [receive] via NET/AWS Libfabric/2/GDRDMA comm 0x9bbf3b0 nRanks 8",
+            "NET/AWS Libfabric/GDRDMA",
+            False,
+        ),
     ],
 )
 def test_lines_of_many_versions(line, expected, pxn):
     (connection,) = read(PREFIX + line + "\n").connections
     assert (connection.transport, connection.pxn) == (expected, pxn)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "pod-1: ",
+        "[rank3]:",
+        "0: ",
+        "[1,0]<stdout>:",
+        "(MeshHostWorker pid=1706083) ",
+        "[2026-04-28 14:14:47] ",
+        "2026-04-28T14:14:47.123456789Z stderr F ",
+        "[pod/train-worker-0/pytorch] ",
+    ],
+)
+def test_lines_with_the_prefix_of_a_launcher(prefix):
+    log = read(f"{prefix}gpu-node.example-1:21:26 [0] NCCL INFO Channel 00/0 : 0[35000] -> 1[f5000] via P2P/IPC/read\n")
+    (connection,) = log.connections
+    assert connection.process == ("gpu-node.example-1", 21) and connection.transport == "P2P/IPC"
+    assert log.hosts == ["gpu-node.example-1"] and log.intra_host_paths == {"NVL"} and not log.unknown
+
+
+@pytest.mark.parametrize(
+    ("line", "comm_id", "split"),
+    [
+        ("comm 0x7f5e rank 1 nranks 2 cudaDev 1 busId 1b000 - Init COMPLETE", None, None),  # NCCL 2.10
+        ("comm 0x7f5e rank 1 nranks 2 cudaDev 1 nvmlDev 3 busId 1b000 commId 0x9 - Init START", "0x9", None),
+        (
+            "ncclCommSplit comm 0x7f5e rank 1 nranks 2 cudaDev 1 nvmlDev 3 busId 1b000 parent 0xa splitCount 4 "
+            "color -7 key 0- Init START",
+            None,
+            ("0xa", 4, -7),
+        ),
+    ],
+)
+def test_the_creation_of_communicators(line, comm_id, split):
+    (init,) = read(PREFIX + line + "\n").events
+    assert (init.rank, init.num_ranks, init.comm_id, init.split) == (1, 2, comm_id, split)
+    assert init.devices >= {"1", "1b000"}
+
+
+def test_the_end_of_a_creation_is_not_another_one():
+    lines = [
+        f"comm 0x7f5e rank 1 nranks 2 cudaDev 1 nvmlDev 1 busId 1b000 commId 0x9 - Init {state}\n"
+        for state in ("START", "COMPLETE")
+    ]
+    assert len(read("".join(PREFIX + line for line in lines)).events) == 1
+
+
+def test_plugins_providers_and_the_environment():
+    log = read(
+        "".join(
+            PREFIX + line + "\n"
+            for line in (
+                "NCCL_IB_DISABLE set by environment to 1.",
+                "NET/Plugin : No plugin found (libnccl-net.so), using internal implementation",
+                "NET/OFI Using aws-ofi-nccl 1.5.0aws",
+                "NET/OFI Selected Provider is efa (found 4 nics)",
+                "Using network AWS Libfabric",
+            )
+        )
+        + "host:101:202 [0] nccl_net_ofi_init:1444 NCCL WARN NET/OFI No eligible providers were found\n"
+    )
+    assert (log.plugin, log.provider, log.network) == ("aws-ofi-nccl 1.5.0aws", "efa", "AWS Libfabric")
+    assert log.environment == {"NCCL_IB_DISABLE": "1"} and len(log.complaints) == 2
 
 
 def test_lines_that_are_no_connections():
