@@ -57,7 +57,8 @@ def with_tables(text: str) -> str:
                 f"<!-- records: {folder} --> must be followed by exactly one {_END}. Add {_END} after the table."
             )
         study, rest = read_folder(ROOT / folder), behind.partition(_END)[2]
-        parts.append(f"<!-- records: {folder} -->\n\n{markdown(study.records, study.reference, study.answers)}\n\n{_END}{rest}")
+        table = markdown(study.records, study.reference, study.answers)
+        parts.append(f"<!-- records: {folder} -->\n\n{table}\n\n{_END}{rest}")
     return "".join(parts)
 
 

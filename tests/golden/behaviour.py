@@ -33,7 +33,10 @@ COMMANDS = {
     "pretrain": ["launch/pretrain.py"],
     "compare-launched": ["launch/compare.py"],
     "megabench": ["-m", "megabench.cli"],
-    **{name: ["-m", "megabench.cli", name] for name in ("compare", "doctor", "report", "topo", "calibrate", "plan")},
+    **{
+        name: ["-m", "megabench.cli", name]
+        for name in ("compare", "doctor", "report", "topo", "transport", "calibrate", "plan")
+    },
     "convert": ["tools/convert.py"],
     **{f"convert-{name}": ["tools/convert.py", name] for name in ("import", "export", "verify", "inspect")},
     "preprocess": ["tools/preprocess.py"],
