@@ -143,7 +143,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Report problems that make a study's numbers untrustworthy or slow, with evidence and a remedy.
+    """Report what makes a study's numbers untrustworthy, preliminary or slow, with evidence and a remedy.
 
     Reads the records of compare or pretrain, or checks a study before it runs. The worst comes first. The exit status
     is 0 with or without findings, and 2 if there are no records.
