@@ -1,4 +1,4 @@
-"""Diagnosis of a study: find untrustworthy, preliminary or slow results from the study's records. Does not import torch.
+"""Diagnosis of a study: find untrustworthy, preliminary or slow results in its records. Does not import torch.
 
 A rule reports a finding only if a record contains the evidence. Rules ignore record fields that are None.
 """

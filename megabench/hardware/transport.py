@@ -125,7 +125,7 @@ class NcclLog:
 
     @property
     def connections(self) -> list[Connection]:
-        """The connections in the order of the log."""
+        """Return the connections, in the order in which the log lists them."""
         return [event for event in self.events if isinstance(event, Connection)]
 
     @property

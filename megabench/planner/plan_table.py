@@ -23,7 +23,7 @@ from megabench.specs.registry import ENGINES
 
 _GIB = 2**30
 _SECONDS_PER_DAY = 86400
-MOST_TOLD = 12  # maximum number of layouts that are reported as equal, for any --top
+MOST_TOLD = 12  # at most this many equal layouts are listed, even with a larger --top
 _BAR = 48  # number of characters of the longest bar
 _KINDS = {
     "measured": "measured on this kind of GPU",

@@ -13,7 +13,7 @@ SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 _IN_THE_LAYOUT = {"engine", "zero_stage", "tp", "cp", "pp", "vp"}
 
-# settings whose value alone is clear in a name
+# a trial name contains only the values of these settings, because the values are clear without the setting's name
 _VALUE_ALONE = {"engine", "model", "optimizer", "precision"}
 # what a name has before the number of a setting
 _BEFORE_NUMBER = {

@@ -62,18 +62,16 @@ def _compared(reference: object, points: Mapping[object, _Points], names: Mappin
         ratios += found
     if not parts:
         return ""
-    name, (first, places), *others = names[reference], *parts
+    name, is_zero = names[reference], any(row.zero_stage for row in mine.values())
+    lead, verb, of = "", "reaches", f" the throughput of {name}"
     if min(ratios) > 1:
-        is_zero = any(row.zero_stage for row in mine.values())
         lead = f"{name} brings nothing here: " if is_zero else f"{name} is slower than all others: "
-        verb = "is"
+        verb, of = "is", " as fast"
     elif max(ratios) < 1:
-        lead, verb = f"Nothing is as fast as {name}: ", "reaches"
-    else:
-        lead, verb = f"Compared with {name}, ", "reaches"
-    fast = " as fast" if verb == "is" else ""
-    said = [f"{first} {verb} {listed([places[0].replace(' ×', f' ×{fast}', 1), *places[1:]])}"]
-    said += [f"{other} {listed(its)}" for other, its in others]
+        lead, of = f"Nothing is as fast as {name}: ", " its throughput"
+    (first, places), *others = parts
+    places[0] = places[0].replace(" ×", f" ×{of}", 1)
+    said = [f"{first} {verb} {listed(places)}", *(f"{other} {listed(its)}" for other, its in others)]
     return f"{lead}{'; '.join(said)}."
 
 
