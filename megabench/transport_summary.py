@@ -97,7 +97,7 @@ class _Drawing:
 
 
 def write(console: Console, paths: Sequence[Path], layout: Layout, default_tp: bool, as_json: bool) -> None:
-    """Print the answer, the tables and the diagram of the files, or JSON. With `default_tp`, TP is the GPUs per host."""
+    """Print the answer, the tables and the diagram of the files, or JSON. With `default_tp`, TP spans a host."""
     inputs = read_files(paths)
     job = merge(inputs.logs) if inputs.logs else None
     drawing, reason = _drawing(inputs, job, layout, default_tp)

@@ -18,7 +18,7 @@ from megabench.terminal import ProgressLine
 
 
 class NothingFitsError(UserError):
-    """Raised if no setting could run. `verdict` is the failure of the last short run, and `probes` has all short runs."""
+    """Raised if no setting could run. `probes` has all short runs, and `verdict` is the failure of the last one."""
 
     def __init__(self, sentence: str, probes: list[Probe], last: Result) -> None:
         super().__init__(sentence)

@@ -30,16 +30,17 @@ def charts_of(group: WorkClassOfTrials, slug: str, device: str) -> list[Chart]:
 def speed_chart(view: StudyView) -> Chart | None:
     """Return the chart of the throughput of all trials, or None if none was measured.
 
-    With one work class, the chart marks the fastest trial and the reference, and shows the speedup over the reference.
+    With one work class on GPUs, the chart names the fastest trial and the reference.
     """
     shown = sorted((t for t in view.trials if t.row.tokens_per_second_per_device), key=_speed, reverse=True)
     if not shown:
         return None
     by_trial = {trial.name: group for group in view.classes for trial in group.trials}
     is_one_class = len(view.classes) == 1
+    is_ranked = is_one_class and not view.is_cpu
     made = [
         Strip(
-            name=strip_name(trial, by_trial[trial.name]) if is_one_class else f"{trial.letter} · {trial.name}",
+            name=strip_name(trial, by_trial[trial.name]) if is_ranked else f"{trial.letter} · {trial.name}",
             figure=f"{_speed(trial):,.0f}"
             + ("" if (ratio := trial.row.throughput_ratio) is None else f" · {ratio:.2f} ×"),
             class_=strip_class(trial, by_trial[trial.name]),

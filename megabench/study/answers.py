@@ -213,6 +213,8 @@ def _sweep(results: _Results) -> Answer:
     said = [*sweep_sentences(results.good, results.records, results.reference), *_said_of_lost(results)]
     fastest = results.good[0]
     said.append(f"{fastest.trial} has the highest throughput: {_speed(fastest):,.0f} tokens/s per {results.device}.")
+    if all(row.num_runs == 1 for row in results.good):
+        said.append("Each trial ran once, so small differences may be chance.")
     return Answer(said[0], tuple(said[1:]))
 
 

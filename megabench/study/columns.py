@@ -94,6 +94,8 @@ def study_table(records: Sequence[RunRecord], reference: str, budget: Budget) ->
     titles = class_titles(records)
     classes = [key for key in dict.fromkeys(row.work_class for row in rows) if key]
     made = _columns(records, reference, budget, {key: number for number, key in enumerate(classes, 1)})
+    if len({row.micro_batch for row in rows}) == 1:  # without a sweep, other columns matter more
+        made.sort(key=lambda column: column.key == "micro_batch")
     unused = set() if len(classes) > 1 else {"work", "throughput_ratio"}
     if len(classes) > 1 and all(row.ratio in (None, row.throughput_ratio) for row in rows):
         unused.add("ratio")
@@ -126,6 +128,7 @@ def _columns(
         _text("optimizer", "optimizer", lambda row: row.optimizer),
         _number("global_batch", "batch", lambda row: row.global_batch, "d"),
         _number("seq_length", "sequence", lambda row: row.seq_length, "d"),
+        _number("micro_batch", "micro-batch", lambda row: row.micro_batch, "d", 6),
         _number("world_size", devices, lambda row: row.world_size, "d"),
         Column("tokens_per_second_per_device", f"tok/s per {device}", _speed, _sort(_tokens)),
         _number("days_per_100b_tokens", f"days for {budget.words}", budget.days, ",.1f"),
@@ -141,7 +144,6 @@ def _columns(
         _text("layout", "layout", lambda row: row.layout, 3),
         _text("engine", "engine", lambda row: row.engine, 7),
         Column("num_hosts", "hosts", _hosts, _sort(lambda row: row.num_hosts)),
-        _number("micro_batch", "micro-batch", lambda row: row.micro_batch, "d", 6),
         _number("tflops_per_device", f"TFLOP/s per {device}", lambda row: row.tflops_per_device, ".3g", 5),
         Column("spread", "spread of tok/s", *_spread(spreads)),
         _number("samples_per_second", "samples/s", lambda row: row.samples_per_second, ".3g"),
