@@ -189,7 +189,7 @@ def test_resume_runs_only_what_has_no_good_record(tmp_path):
     assert (out / "logs/a/pid-0").read_text() == pid
 
     status, stdout, _ = compare(study, "--out", out, "--nproc", 1, "--resume", "--only", "a")
-    assert status == 0 and "[1/" not in stdout and "best: a" in stdout
+    assert status == 0 and "[1/" not in stdout and "| a " in stdout
 
     status, stdout, stderr = compare(study, "--out", out, "--nproc", 1)
     assert (status, stdout) == (2, "") and "--resume" in stderr
@@ -298,7 +298,7 @@ trials:
     found = records(out)
     assert {name: record.status for name, record in found.items()} == {"killed": "failed", "two": "ok", "all": "ok"}
     assert found["killed"].error.startswith("rank 3 was killed by signal 9")
-    assert sum(stdout.count("best:") for _, stdout, _ in ends) == 1
+    assert sum(stdout.count("tok/s per process") for _, stdout, _ in ends) == 1
     assert not running(out)
 
 
