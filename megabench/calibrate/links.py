@@ -95,7 +95,7 @@ def links(bench: Bench, topology: Topology, base: Profile) -> dict[Link, LinkCos
 
 def num_link_measurements(topology: Topology, device: str) -> int:
     """Return how many measurements `collective_launch`, `interference` and `links` take together."""
-    per_size = 3 * len(_groups_by_link(topology))  # two all-gathers and a send
+    per_size = 3 * len(_groups_by_link(topology))  # each size is measured with two all-gathers and one send
     return 1 + 4 * _overlaps(topology) + per_size * len(_SIZES[device])
 
 

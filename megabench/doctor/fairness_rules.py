@@ -148,8 +148,8 @@ def _plain_operations(record: RunRecord) -> list[str]:
 def weaker_reference(case: Case) -> Iterator[Finding]:
     """Report the fastest ZeRO-3 trial if it is faster than the ZeRO-3 reference of the study.
 
-    The finding is a note if only trials of the reference's own sweep are faster: the study file had to name one of
-    them, and the table shows the others beside it.
+    The finding is only a note if the faster trials belong to the same sweep as the reference. A study file can name
+    only one trial of a sweep as the reference, and the table shows the other trials of the sweep, too.
     """
     mine = _speed(case.reference_runs)
     if mine is None or not is_zero3(case.reference_runs[0]) or not case.reference_runs[0].work_class:

@@ -232,7 +232,7 @@ def _is_inside(transport: str) -> bool:
 
 
 def network_of(transports: Sequence[str], provider: str | None) -> Network:
-    """Return the network of the slowest of the transports between hosts.
+    """Return the network (EFA, InfiniBand or sockets) of the slowest transport between hosts.
 
     The libfabric provider tells EFA from TCP. Other RDMA networks (RoCE, Slingshot, plugins) count as InfiniBand.
     """

@@ -1,4 +1,4 @@
-"""`megabench plan`: print the predicted layouts of a cluster as a ranked table or as JSON. Loads no torch."""
+"""`megabench plan`: print the layouts for a cluster, ranked by prediction, as a table or as JSON. Loads no torch."""
 
 import json
 import re
