@@ -172,7 +172,7 @@ class LinkBandwidth(_Part):
 
 
 class Straggler(_Part):
-    """A rank that was slow at local work. From step `step` on, the rank took `slowdown` times as long as the median rank.
+    """A rank that was slow at local work. From `step` on, the rank took `slowdown` times as long as the median rank.
 
     `gpu` is the index of the GPU on the host, or None on CPU.
     """

@@ -55,4 +55,5 @@ def test_faults_are_named_and_harm_no_other_trial_of_two_agents(tmp_path):
         "after": None,
     }
     assert found["after"].parity.verdict == "equal" and found["after"].parity.reference == "before"
-    assert "Yes: 2 of 6 trials reach the same losses" in stdout and all(found[name].error in stdout for name in ("raises", "killed", "hangs"))
+    assert "Yes: 2 of 6 trials reach the same losses" in stdout
+    assert all(found[name].error in stdout for name in ("raises", "killed", "hangs"))
