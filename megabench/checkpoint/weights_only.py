@@ -86,7 +86,7 @@ def weights_manifest(shape: ModelShape, files: Iterable[FileEntry]) -> Manifest:
         model=ModelEntry.of(shape),
         training=None,
         num_elements={"weight": shape.num_parameters},
-        versions=environment.collect().versions,
+        versions=environment.versions(),
         files=tuple(files),
     )
 

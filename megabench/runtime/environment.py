@@ -37,20 +37,25 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(name))
 
 
-def collect() -> Environment:
-    """Collect the library versions and environment variables of this process."""
-    versions = {"megabench": megabench.__version__, "python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Return the versions of the installed libraries that affect a run."""
+    found = {"megabench": megabench.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            versions[package] = version(package)
+            found[package] = version(package)
         except PackageNotFoundError:
             continue
+    return found
+
+
+def collect() -> Environment:
+    """Collect the library versions, megabench's commit and the environment variables of this process."""
     variables = {
         name: value
         for name, value in sorted(os.environ.items())
         if name.startswith(_VARIABLES) and name not in _LOG_FILES and not is_secret(name)
     }
-    return Environment(versions=versions, variables=variables, host=socket.gethostname(), commit=commit())
+    return Environment(versions=versions(), variables=variables, host=socket.gethostname(), commit=commit())
 
 
 @cache

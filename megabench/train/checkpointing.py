@@ -351,6 +351,6 @@ class Checkpoints:
                 recent_losses=recent_losses,
             ),
             num_elements=elements,
-            versions=environment.collect().versions,
+            versions=environment.versions(),
             files=tuple(files),
         )
