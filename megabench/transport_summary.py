@@ -23,7 +23,7 @@ from megabench.hardware.topo_files import (
     topology_of_hosts,
 )
 from megabench.hardware.topology import Topology
-from megabench.hardware.transport import NcclLog, disagreement, in_order, read_line
+from megabench.hardware.transport import CHECK_EFA, CHECK_INFINIBAND, NcclLog, in_order, read_line
 from megabench.parallel.groups import groups_on, neighbours
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Placement, number_ranges, place
@@ -211,7 +211,7 @@ def _between_lead(job: Job) -> str:
     network = network_of(names, job.first("provider"))
     if network == "socket":
         return f"Between hosts: TCP sockets ({on_network[0]}). Training across hosts will be slow: {_why_sockets(job)}"
-    shown = network_of(names, job.first("provider")).replace("infiniband", "InfiniBand or RoCE").replace("efa", "EFA")
+    shown = "EFA" if network == "efa" else "InfiniBand or RoCE"
     if network == "infiniband" and not on_network[0].startswith("NET/IB"):
         shown = f"an RDMA network, provider {job.first('provider')}" if job.first("provider") else "a network plugin"
     direct = [name for name in on_network if name.endswith("/GDRDMA")]
@@ -235,10 +235,9 @@ def _why_sockets(job: Job) -> str:
         return "NCCL_IB_DISABLE is set. Unset it if the hosts have InfiniBand."
     complaints = list(dict.fromkeys(text for log in job.logs for text in log.complaints))
     proof = f' (log: "{complaints[-1]}")' if complaints else ""
-    advice = disagreement("", "efa", ["NET/Socket"]) or ""
     return (
         f"the EFA plugin (aws-ofi-nccl) was not loaded, and NCCL found no InfiniBand device{proof}. "
-        f"{advice[advice.index('Check') :]} With InfiniBand, check NCCL_IB_DISABLE and NCCL_IB_HCA."
+        f"{CHECK_EFA} With InfiniBand: {CHECK_INFINIBAND}"
     )
 
 

@@ -39,6 +39,12 @@ _P2P = re.compile(r"P2P/(CUMEM|IPC|direct pointer|MNNVL|indirect)(?:/[\w.\[\]]+)
 _SHM = re.compile(r"SHM(?:/\w+)*|direct shared memory")
 _NET = re.compile(r"(NET|COLLNET)/([A-Za-z][\w .-]*)/\d+(\(\d+\))?((?:/\w+)*)")
 
+CHECK_EFA = (
+    "Check that the aws-ofi-nccl plugin is installed and, under Kubernetes, that the pod requests "
+    "vpc.amazonaws.com/efa."
+)
+CHECK_INFINIBAND = "Check NCCL_IB_DISABLE and NCCL_IB_HCA."
+
 
 class Process(NamedTuple):
     """A process that wrote to NCCL's log."""
@@ -268,12 +274,9 @@ def disagreement(kind: str, link: str | None, transports: Sequence[str]) -> str 
     if link == "nvlink" and "SHM" in transports:
         return "NCCL uses SHM where nvlink was expected"
     if link == "efa" and "NET/Socket" in on_network:
-        return (
-            "EFA was expected, but NCCL uses NET/Socket. Check that the aws-ofi-nccl plugin is installed and, under "
-            "Kubernetes, that the pod requests vpc.amazonaws.com/efa."
-        )
+        return f"EFA was expected, but NCCL uses NET/Socket. {CHECK_EFA}"
     if link == "infiniband" and "NET/Socket" in on_network:
-        return "InfiniBand was expected, but NCCL uses NET/Socket. Check NCCL_IB_DISABLE and NCCL_IB_HCA."
+        return f"InfiniBand was expected, but NCCL uses NET/Socket. {CHECK_INFINIBAND}"
     if on_network and kind == "tp":
         return f"tensor parallelism communicates over {on_network[0]}, a slow link that every layer waits for"
     return None
