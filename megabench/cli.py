@@ -374,6 +374,7 @@ def plan(
     """
     from functools import partial
 
+    from megabench.metrics import DEFAULT_TOKENS
     from megabench.planner import compare_clusters
     from megabench.planner import plan_table as room
     from megabench.planner.make_plan import make_plan
@@ -396,7 +397,7 @@ def plan(
     )
     if cluster and len(cluster) > 1:
         plans = compare_clusters.make_plans(cluster, make)
-        of = tokens or compare_clusters.DEFAULT_TOKENS
+        of = tokens or DEFAULT_TOKENS
         if as_json:
             print(compare_clusters.as_json(plans, of, top))
         else:

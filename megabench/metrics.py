@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from megabench.models.shape import ModelShape
 
+DEFAULT_TOKENS = 100e9  # of the training runs whose days are shown
+
 
 @dataclass(frozen=True)
 class FlopsPerToken:
@@ -36,6 +38,19 @@ def output_layer_cost(shape: ModelShape, seq_length: int) -> float:
     output = 6.0 * shape.vocab_size * shape.hidden_size
     layers = flops_per_token(shape, seq_length).causal - output
     return output / (layers / shape.num_layers)
+
+
+def training_days(tokens_per_second: float, num_tokens: float = DEFAULT_TOKENS) -> float:
+    """Return the days of an uninterrupted training run."""
+    return num_tokens / tokens_per_second / 86400
+
+
+def token_words(num_tokens: float) -> str:
+    """Return a number of tokens as text: "100 billion tokens"."""
+    for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if num_tokens >= unit:
+            return f"{num_tokens / unit:,.10g} {name} tokens"
+    return f"{num_tokens:,.0f} tokens"
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -84,5 +99,5 @@ def throughput(
         samples_per_second=global_batch / seconds,
         tflops_per_device_causal=per_device * flops.causal / 1e12,
         tflops_per_device_full=per_device * flops.full / 1e12,
-        days_per_100b_tokens=100e9 / tokens_per_second / 86400,
+        days_per_100b_tokens=training_days(tokens_per_second),
     )

@@ -16,11 +16,11 @@ from rich.text import Text
 from megabench.config import ConfigError
 from megabench.cost.job import Candidate
 from megabench.cost.network import ring_bandwidth
+from megabench.metrics import token_words
 from megabench.parallel.axes import AXIS_BY_NAME
 from megabench.planner.engines import Costs, Estimate
 from megabench.planner.plan_table import (
     PART_WORDS,
-    billions,
     chosen,
     describe,
     describe_estimate,
@@ -32,7 +32,6 @@ from megabench.planner.plan_table import (
 )
 from megabench.planner.search import Plan
 
-DEFAULT_TOKENS = 100e9
 _GIB = 2**30
 # Smallest difference of a part to report as a reason, as a fraction of the difference and of the longer of the steps.
 _SHARE_OF_DIFFERENCE, _SHARE_OF_STEP = 0.05, 0.01
@@ -101,7 +100,7 @@ def write(console: Console, plans: Sequence[ClusterPlan], tokens: float) -> None
 
 
 def _table(plans: Sequence[ClusterPlan], tokens: float) -> Table:
-    days = f"days for {billions(tokens)} tokens"
+    days = f"days for {token_words(tokens)}"
     heads = ("cluster", "best layout", "step s", "tok/s per GPU", "tok/s", "× first", "MFU", "GiB", days)
     table = Table(*heads, box=box.MARKDOWN)
     for column in table.columns[2:]:

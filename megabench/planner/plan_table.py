@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megabench import metrics
 from megabench.config import ConfigError, RunConfig, near_matches
 from megabench.cost.job import Candidate
 from megabench.models.find import find_model
@@ -22,7 +23,6 @@ from megabench.planner.search import Plan, candidates
 from megabench.specs.registry import ENGINES
 
 _GIB = 2**30
-_SECONDS_PER_DAY = 86400
 MOST_TOLD = 12  # at most this many equal layouts are listed, even with a larger --top
 _BAR = 48  # number of characters of the longest bar
 _KINDS = {
@@ -73,7 +73,7 @@ def write(console: Console, plan: Plan, top: int, tokens: float | None = None) -
         console.print(Text(certainty(plan)), soft_wrap=True)
         console.print(Text(f"To train it: {command(plan)}"), soft_wrap=True)
         if tokens:
-            text = f"Training on {billions(tokens)} tokens takes {training_days(plan, tokens):,.1f} days."
+            text = f"Training on {metrics.token_words(tokens)} takes {training_days(plan, tokens):,.1f} days."
             console.print(Text(text), soft_wrap=True)
     for line in what_is_missing(plan):
         console.print(Text(line), soft_wrap=True)
@@ -136,11 +136,6 @@ def chosen(plan: Plan) -> Estimate:
     return next((estimate for estimate in equal if not estimate.host_bytes), equal[0])
 
 
-def billions(tokens: float) -> str:
-    """Return a number of tokens as text, e.g. "100 billion"."""
-    return f"{tokens / 1e9:,.10g} billion"
-
-
 def tokens_per_second(plan: Plan) -> float:
     """Return the predicted throughput of all GPUs with the recommended layout."""
     return chosen(plan).tokens_per_second_per_device * plan.topology.world_size
@@ -148,7 +143,7 @@ def tokens_per_second(plan: Plan) -> float:
 
 def training_days(plan: Plan, tokens: float) -> float:
     """Return the predicted days of training with the recommended layout."""
-    return tokens / tokens_per_second(plan) / _SECONDS_PER_DAY
+    return metrics.training_days(tokens_per_second(plan), tokens)
 
 
 def sweet_spot(plan: Plan) -> str:

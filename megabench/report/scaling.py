@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from megabench.metrics import training_days
 from megabench.report import line_charts
 from megabench.report.chart import Chart, Figures, letter_legend
 from megabench.report.trials import Shown, WorkClassOfTrials
@@ -19,7 +20,7 @@ def scaling_charts(group: WorkClassOfTrials, slug: str, device: str) -> list[Cha
     ideal = [(size, first[2] / first[1] * size) for size in (min(sizes), max(sizes))]
     table = Figures(
         ("trial", units, "tok/s", "days for 100 B tokens"),
-        tuple((t.name, str(size), f"{speed:,.0f}", f"{_days(speed):,.1f}") for t, size, speed in speeds),
+        tuple((t.name, str(size), f"{speed:,.0f}", f"{training_days(speed):,.1f}") for t, size, speed in speeds),
     )
     top = 1.08 * max(speed for _, speed in [*ideal, *((size, speed) for _, size, speed in speeds)])
     described = "; ".join(f"{trial.name}: {speed:,.0f} tokens/s on {size}" for trial, size, speed in speeds)
@@ -33,7 +34,7 @@ def scaling_charts(group: WorkClassOfTrials, slug: str, device: str) -> list[Cha
         letter_legend(shown),
         table,
     )
-    days = [(trial, size, _days(speed)) for trial, size, speed in speeds]
+    days = [(trial, size, training_days(speed)) for trial, size, speed in speeds]
     top = 1.08 * max(count for _, _, count in days)
     described = "; ".join(f"{trial.name}: {count:,.1f} days on {size}" for trial, size, count in days)
     heading = f"Days for 100 billion tokens by number of {units}"
@@ -59,7 +60,3 @@ def _with_families(points: Sequence[tuple[Shown, int, float]]) -> list[line_char
         families.setdefault(family, []).append((size, value))
     joined = [line_charts.Line("", 0, members, "family") for members in families.values()]
     return joined + [line_charts.Line(trial.letter, trial.number, [(size, value)]) for trial, size, value in points]
-
-
-def _days(tokens_per_second: float) -> float:
-    return 100e9 / tokens_per_second / 86400

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megabench.metrics import DEFAULT_TOKENS, token_words
 from megabench.study.summary import Row
 
 
@@ -9,20 +10,17 @@ from megabench.study.summary import Row
 class Budget:
     """A number of training tokens, and the price of a GPU for an hour in any currency, if known."""
 
-    num_tokens: float = 100e9
+    num_tokens: float = DEFAULT_TOKENS
     price_per_gpu_hour: float | None = None
 
     @property
     def words(self) -> str:
         """Return the number of tokens as text: "100 billion tokens"."""
-        for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-            if self.num_tokens >= unit:
-                return f"{self.num_tokens / unit:,.4g} {name} tokens"
-        return f"{self.num_tokens:,.0f} tokens"
+        return token_words(self.num_tokens)
 
     def days(self, row: Row) -> float | None:
         """Return the days of an uninterrupted run."""
-        return row.days_per_100b_tokens and row.days_per_100b_tokens * self.num_tokens / 100e9
+        return row.days_per_100b_tokens and row.days_per_100b_tokens * self.num_tokens / DEFAULT_TOKENS
 
     def cost(self, row: Row) -> float | None:
         """Return the price of the run on all GPUs of the trial."""

@@ -67,7 +67,7 @@ def test_recomputation_that_memory_forces_is_a_reason():
     assert any(one.startswith("recomputing activations takes 0.000 s") for one in found)
     assert any("p4d.24xlarge:8 needs recomputation" in one and "without it" in one for one in found)
     text = shown([slow, fast], 15e12)
-    assert "(32 instead of 64 GPUs" in text and "days for 15,000 billion tokens" in text
+    assert "(32 instead of 64 GPUs" in text and "days for 15 trillion tokens" in text
 
 
 def test_a_batch_that_does_not_divide_is_said():
