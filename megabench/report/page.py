@@ -56,7 +56,7 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
     assert source is not None
     view = StudyView(study)
     columns = view.table.choose(["all"])
-    usual = view.table.choose((), has_days=study.answers == "days" or study.budget is not None)
+    usual = view.table.choose()
     return environment.get_template("page.html.jinja").render(
         style=source.get_source(environment, "page.css")[0],
         script=source.get_source(environment, "page.js")[0],

@@ -6,7 +6,6 @@ from functools import cached_property
 from itertools import groupby
 
 from megabench.record import RunRecord
-from megabench.study.budget import Budget
 from megabench.study.columns import StudyTable, study_table
 from megabench.study.results_directory import StudyRecords
 from megabench.study.summary import Row, summarize
@@ -100,7 +99,7 @@ class StudyView:
 
     @cached_property
     def table(self) -> StudyTable:
-        return study_table(self.study.records, self.study.reference, self.study.budget or Budget())
+        return study_table(self.study.records, self.study.reference, self.study.answers, self.study.budget)
 
     @property
     def device(self) -> str:

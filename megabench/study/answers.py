@@ -1,7 +1,7 @@
 """Answer the question of a study in sentences. Does not import torch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megabench.record import RunRecord
@@ -9,13 +9,14 @@ from megabench.study.budget import Budget
 from megabench.study.precision_verdict import precision_verdicts
 from megabench.study.question import Question
 from megabench.study.summary import Row, runs_by_trial, summarize
-from megabench.study.sweep import is_sweep, setup_name, sweep_sentences
+from megabench.study.sweep import is_sweep, setup_name, sweep_sentences, unless_repeated
 from megabench.study.titles import class_titles, reference_name
 from megabench.study.verdict import (
     Decision,
     by_place,
     decide,
     device_word,
+    devices_word,
     ends,
     headline,
     listed,
@@ -47,7 +48,7 @@ class _Results:
     def good(self) -> list[Row]:
         """The trials with a result, fastest first."""
         good = [row for row in self.rows if row.is_ok and row.tokens_per_second_per_device]
-        return sorted(good, key=_speed, reverse=True)
+        return sorted(good, key=lambda row: row.speed, reverse=True)
 
     @property
     def lost(self) -> list[Row]:
@@ -59,7 +60,14 @@ class _Results:
 
     @property
     def devices(self) -> str:
-        return "GPUs" if self.device == "GPU" else "processes"
+        return devices_word(self.device)
+
+    @property
+    def decisions(self) -> dict[str | None, Decision]:
+        """The conclusion about each work class, that of the reference first."""
+        spreads, head = spreads_of(self.records), reference_name(self.records, self.reference)
+        by_class = groupby(self.rows, key=lambda row: row.work_class)
+        return {key: decide(list(rows), spreads, head) for key, rows in by_class if key}
 
 
 def answer(
@@ -90,14 +98,8 @@ def question_of(records: Sequence[RunRecord], rows: Sequence[Row]) -> Question:
 
 def _fastest(results: _Results) -> Answer:
     """Name the fastest trial of the reference's work class, and of every other class in a sentence each."""
-    records, device = results.records, results.device
-    spreads, titles = spreads_of(records), class_titles(records)
-    head = reference_name(records, results.reference)
-    decisions = {
-        key: decide(list(rows), spreads, head)
-        for key, rows in groupby(results.rows, key=lambda row: row.work_class)
-        if key
-    }
+    records, device, decisions = results.records, results.device, results.decisions
+    titles = class_titles(records)
     precisions = precision_verdicts(decisions, records, device)
     first = next(iter(decisions.values()))
     if precisions:
@@ -110,7 +112,7 @@ def _fastest(results: _Results) -> Answer:
     ]
     unplaced = [row for row in results.lost if row.work_class is None]
     if len(decisions) == 1:
-        first = Decision(first.good, (*first.bad, *unplaced), first.equals, first.head, first.spreads)
+        first = replace(first, bad=(*first.bad, *unplaced))
     elif unplaced:
         others.append(f"These trials have no result and are not compared: {ends(unplaced)}.")
     return Answer(headline(first, device), (*particulars(first, device), *others))
@@ -118,12 +120,16 @@ def _fastest(results: _Results) -> Answer:
 
 def _parity(results: _Results) -> Answer:
     """Say whether all trials reach the losses of the reference of their work class."""
-    compared = [row for row in results.rows if row.parity == "equal"]
     diverged = [row for row in results.rows if row.status == "diverged" or row.parity == "diverged"]
     lost = [row for row in results.lost if row not in diverged]
-    alone = [row.trial for row in results.rows if row.is_ok and row.parity != "equal"]
-    classes = {row.work_class for row in compared}
-    place = f", within each of the {len(classes)} workloads" if len(classes) > 1 else ""
+    by_class: dict[str | None, list[Row]] = {}
+    for row in results.rows:
+        if row not in lost:
+            by_class.setdefault(row.work_class, []).append(row)
+    comparisons = [rows for rows in by_class.values() if len(rows) > 1 or rows[0].num_runs > 1]
+    compared = [row for rows in comparisons for row in rows]
+    alone = [rows[0].trial for rows in by_class.values() if rows not in comparisons]
+    place = f", within each of the {len(comparisons)} workloads" if len(comparisons) > 1 else ""
     differences = [row.max_relative_difference for row in compared if row.max_relative_difference is not None]
     figure = f" (relative differences up to {max(differences):.1g})" if differences else ""
     said = [f"Not compared: {ends(lost)}."] if lost else []
@@ -132,7 +138,7 @@ def _parity(results: _Results) -> Answer:
     if diverged:
         names = listed([row.trial for row in diverged])
         return Answer(f"No: {names} reached other losses than the reference {results.reference}.", tuple(said))
-    if len(compared) < 2:
+    if not compared:
         return Answer("Not known: fewer than two trials with equal work have a result.", tuple(said))
     every = "all" if len(compared) == len(results.rows) else f"{len(compared)} of"
     return Answer(f"Yes: {every} {len(results.rows)} trials reach the same losses{place}{figure}.", tuple(said))
@@ -140,7 +146,10 @@ def _parity(results: _Results) -> Answer:
 
 def _days(results: _Results) -> Answer:
     """Give the days of a whole training run, the reference first, and the price if it is known."""
-    budget, good = results.budget, results.good
+    budget = results.budget
+    good = [row for row in results.good if budget.days(row)]  # records of older versions may lack them
+    if not good:
+        return Answer("Not known: no trial measured its throughput.", _said_of_lost(results))
     ordered = sorted(good, key=lambda row: (row.trial != results.reference, budget.days(row) or 0.0))
     names, shown = _names(results), ordered[:_MOST_NAMED]
     places = {(row.world_size, row.device) for row in good}
@@ -165,27 +174,30 @@ def _days(results: _Results) -> Answer:
 
 def _scaling(results: _Results) -> Answer:
     """Compare the throughput per device on the most devices with that of the fastest trial on the fewest."""
-    good = results.good
+    first = next((row for row in results.good if row.trial == results.reference), results.good[0])
+    good = [row for row in results.good if _tokens_alike(row) == _tokens_alike(first)]
     fewest, most = min(row.world_size for row in good), max(row.world_size for row in good)
+    if fewest == most:
+        return _fastest(results)
     base = next(row for row in good if row.world_size == fewest)
     largest = [row for row in good if row.world_size == most]
-    kept = [f"{row.trial} {_speed(row) / _speed(base):.0%}" for row in largest[:_MOST_NAMED]]
-    on = f"{fewest} {results.devices if fewest > 1 else results.device}"
-    first = (
-        f"From {fewest} to {most} {results.devices}, {largest[0].trial} keeps "
-        f"{_speed(largest[0]) / _speed(base):.0%} of the throughput per {results.device}."
-        if fewest != most
-        else f"All trials ran on {most} {results.devices}."
-    )
+    kept = [f"{row.trial} {row.speed / base.speed:.0%}" for row in largest[:_MOST_NAMED]]
     said = [
-        f"Of the {_speed(base):,.0f} tokens/s per {results.device} of {base.trial} on {on}, the fastest trials on "
-        f"{most} keep: {', '.join(kept)}."
+        f"Of the {base.speed:,.0f} tokens/s per {results.device} of {base.trial} on {fewest} "
+        f"{results.devices if fewest > 1 else results.device}, the fastest trials on {most} keep: {', '.join(kept)}."
     ]
-    by_class = {key: list(rows) for key, rows in groupby(results.rows, key=lambda row: row.work_class) if key}
-    head = reference_name(results.records, results.reference)
-    for rows in by_class.values():
-        said += by_place(decide(rows, spreads_of(results.records), head), results.device)[1:]
-    return Answer(first, (*dict.fromkeys(said), *_said_of_lost(results)))
+    for decision in results.decisions.values():
+        said += by_place(decision, results.device)
+    return Answer(
+        f"From {fewest} to {most} {results.devices}, {largest[0].trial} keeps {largest[0].speed / base.speed:.0%} of "
+        f"the throughput per {results.device}.",
+        (*dict.fromkeys(said), *_said_of_lost(results)),
+    )
+
+
+def _tokens_alike(row: Row) -> tuple[str, str, int]:
+    """Return what decides how much work a token is. Only trials that agree in it scale from one to the other."""
+    return row.model, row.precision, row.seq_length
 
 
 def _memory(results: _Results) -> Answer:
@@ -203,7 +215,7 @@ def _memory(results: _Results) -> Answer:
     fastest = measured[0]
     said = [
         f"The fastest trial, {fastest.trial}, needs {_memory_of(fastest):.1f} GiB and reaches "
-        f"{_speed(fastest) / _speed(least):.2f} × the throughput of {least.trial}."
+        f"{fastest.speed / least.speed:.2f} × the throughput of {least.trial}."
     ]
     return Answer(first, (*(said if fastest is not least else []), *_said_of_lost(results)))
 
@@ -212,7 +224,7 @@ def _sweep(results: _Results) -> Answer:
     """Compare the engines and layouts at equal settings, and say what each varied setting brings."""
     said = [*sweep_sentences(results.good, results.records, results.reference), *_said_of_lost(results)]
     fastest = results.good[0]
-    said.append(f"{fastest.trial} has the highest throughput: {_speed(fastest):,.0f} tokens/s per {results.device}.")
+    said.append(f"{fastest.trial} has the highest throughput: {fastest.speed:,.0f} tokens/s per {results.device}.")
     if all(row.num_runs == 1 for row in results.good):
         said.append("Each trial ran once, so small differences may be chance.")
     return Answer(said[0], tuple(said[1:]))
@@ -225,17 +237,11 @@ def _names(results: _Results) -> dict[str, str]:
         trial: setup_name(record) + f" and {record.optimizer.capitalize()}" * (record.optimizer != "adamw")
         for trial, record in first.items()
     }
-    repeated = {name for name in names.values() if [*names.values()].count(name) > 1}
-    return {trial: trial if name in repeated else name for trial, name in names.items()}
+    return unless_repeated(names, lambda trial: trial)
 
 
 def _said_of_lost(results: _Results) -> tuple[str, ...]:
     return (f"Without a result: {ends(results.lost)}.",) if results.lost else ()
-
-
-def _speed(row: Row) -> float:
-    assert row.tokens_per_second_per_device is not None
-    return row.tokens_per_second_per_device
 
 
 def _memory_of(row: Row) -> float:

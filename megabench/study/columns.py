@@ -7,33 +7,25 @@ from megabench import UserError
 from megabench.config import near_matches
 from megabench.record import RunRecord
 from megabench.study.budget import Budget
+from megabench.study.question import Question
 from megabench.study.summary import Row, summarize
 from megabench.study.titles import class_titles, reference_name
 from megabench.study.verdict import Spread, device_word, spreads_of
 
 _UNKNOWN = "–"
 _ALWAYS = ("trial", "tokens_per_second_per_device", "ratio", "parity")
-_USUAL = (
-    *_ALWAYS,
-    "work",
-    "model",
-    "precision",
-    "optimizer",
-    "global_batch",
-    "seq_length",
-    "world_size",
-    "throughput_ratio",
-    "cost",
-    "loss_difference_from_bf16",
-    "step_seconds",
-    "mfu",
-    "peak_memory_gib",
-    "layout",
-    "engine",
-    "num_hosts",
-    "micro_batch",
-    "tflops_per_device",
-    "status",
+_EXTRA = (  # shown on request
+    "days_per_100b_tokens",
+    "spread",
+    "samples_per_second",
+    "gpu_utilization",
+    "gpu_watts",
+    "gpu_joules_per_token",
+    "first_step_seconds",
+    "warmup_seconds",
+    "sent_gb_per_rank_and_step",
+    "ended_at",
+    "commit",
 )
 
 
@@ -57,26 +49,28 @@ class Column:
     rank: int = 0
     is_number: bool = True
 
-    @property
-    def is_usual(self) -> bool:
-        return self.key in _USUAL
-
 
 @dataclass(frozen=True)
 class StudyTable:
-    """The rows of a study and all columns with a known value. `works` are the titles of the work classes."""
+    """The rows of a study and all columns with a known value. `works` are the titles of the work classes.
+
+    With `has_days`, the usual columns include the days of a run.
+    """
 
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
     works: tuple[str, ...]
+    has_days: bool
 
-    def choose(self, names: Sequence[str], has_days: bool = False) -> list[Column]:
+    def choose(self, names: Sequence[str] = ()) -> list[Column]:
         """Return the columns with these keys in this order, all columns for "all", and the usual ones without names.
 
-        With `has_days`, the usual columns include the days of a run. Raises ColumnError for another name.
+        Raises ColumnError for another name.
         """
         if not names:
-            return [c for c in self.columns if c.is_usual or (has_days and c.key == "days_per_100b_tokens")]
+            return [
+                c for c in self.columns if c.key not in _EXTRA or (self.has_days and c.key == "days_per_100b_tokens")
+            ]
         if "all" in names:
             return list(self.columns)
         by_key = {column.key: column for column in self.columns}
@@ -88,8 +82,11 @@ class StudyTable:
         return [by_key[name] for name in dict.fromkeys(names)]
 
 
-def study_table(records: Sequence[RunRecord], reference: str, budget: Budget) -> StudyTable:
+def study_table(
+    records: Sequence[RunRecord], reference: str, question: Question | None = None, budget: Budget | None = None
+) -> StudyTable:
     """Return the table of a study: one row per trial, and the columns with a known value or that always appear."""
+    has_days, budget = question == "days" or budget is not None, budget or Budget()
     rows = tuple(summarize(records, reference))
     titles = class_titles(records)
     classes = [key for key in dict.fromkeys(row.work_class for row in rows) if key]
@@ -100,7 +97,7 @@ def study_table(records: Sequence[RunRecord], reference: str, budget: Budget) ->
     if len(classes) > 1 and all(row.ratio in (None, row.throughput_ratio) for row in rows):
         unused.add("ratio")
     kept = tuple(c for c in made if c.key not in unused and (c.key in _ALWAYS or _is_informative(c, rows)))
-    return StudyTable(rows, kept, tuple(titles[key] for key in classes))
+    return StudyTable(rows, kept, tuple(titles[key] for key in classes), has_days)
 
 
 def _is_informative(column: Column, rows: Sequence[Row]) -> bool:
@@ -137,7 +134,7 @@ def _columns(
         _number("ratio", f"× {head}{equal_work}", lambda row: row.ratio, ".2f"),
         Column("parity", "parity", _parity, _sort(lambda row: row.max_relative_difference), is_number=False),
         _number("loss_difference_from_bf16", "loss minus bf16", lambda row: row.loss_difference_from_bf16, "+.1%", 4),
-        _text("status", "status", _status),
+        _text("status", "status", status_words),
         _number("step_seconds", "step s", lambda row: row.step_seconds, ".4g", 2),
         _number("mfu", "MFU", lambda row: row.mfu, ".1%", 1),
         _number("peak_memory_gib", "peak GiB", lambda row: row.peak_memory_gib, ".2f", 4),
@@ -205,7 +202,7 @@ def _hosts(row: Row) -> str:
     return _UNKNOWN if row.num_hosts is None else f"{row.num_hosts}{' emulated' * row.is_emulated}"
 
 
-def _status(row: Row) -> str:
+def status_words(row: Row) -> str:
     status = "DIVERGED" if row.status == "diverged" else row.status
     return f"{status}, {row.num_skipped_steps} steps skipped" if row.num_skipped_steps else status
 

@@ -80,6 +80,12 @@ class Row:
     def is_ok(self) -> bool:
         return self.status == "ok"
 
+    @property
+    def speed(self) -> float:
+        """The tokens/s per device of a trial with a result."""
+        assert self.tokens_per_second_per_device is not None
+        return self.tokens_per_second_per_device
+
 
 def runs_by_trial(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Return the runs of each trial, in the order of the records."""

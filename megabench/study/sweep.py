@@ -1,8 +1,10 @@
 """Sentences about a sweep: engines and layouts at equal settings, and what a micro-batch or a precision brings."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 from megabench.record import RunRecord
 from megabench.specs.registry import ENGINES
@@ -22,6 +24,8 @@ class _Point:
 
 
 _Points = Mapping[_Point, Row]
+_Setup = tuple[object, object]  # (the work of a token and of a step, the engine with its options, layout and hosts)
+Key = TypeVar("Key")
 
 
 def is_sweep(good: Sequence[Row], records: Sequence[RunRecord]) -> bool:
@@ -49,14 +53,15 @@ def sweep_sentences(good: Sequence[Row], records: Sequence[RunRecord], reference
     ]
 
 
-def _compared(reference: object, points: Mapping[object, _Points], names: Mapping[object, str]) -> str:
-    """Compare all other engines and layouts with that of the reference, at the settings that both ran with."""
+def _compared(reference: _Setup, points: Mapping[_Setup, _Points], names: Mapping[_Setup, str]) -> str:
+    """Compare the engines and layouts of equal work with that of the reference, at the settings that both ran with."""
     parts, ratios = [], []
     mine = points[reference]
-    common = {key: sorted(set(rows) & set(mine)) for key, rows in points.items() if key != reference}
+    others = {key: rows for key, rows in points.items() if key != reference and key[0] == reference[0]}
+    common = {key: sorted(set(rows) & set(mine)) for key, rows in others.items()}
     words = _point_words({point for its in common.values() for point in its})
     for key in sorted((key for key, its in common.items() if its), key=names.__getitem__):
-        found = [_speed(points[key][point]) / _speed(mine[point]) for point in common[key]]
+        found = [points[key][point].speed / mine[point].speed for point in common[key]]
         places = [f"{ratio:.2f} ×{words[point]}" for ratio, point in zip(found, common[key], strict=True)]
         parts.append((names[key], places))
         ratios += found
@@ -69,9 +74,9 @@ def _compared(reference: object, points: Mapping[object, _Points], names: Mappin
         verb, of = "is", " as fast"
     elif max(ratios) < 1:
         lead, of = f"Nothing is as fast as {name}: ", " its throughput"
-    (first, places), *others = parts
+    (first, places), *more = parts
     places[0] = places[0].replace(" ×", f" ×{of}", 1)
-    said = [f"{first} {verb} {listed(places)}", *(f"{other} {listed(its)}" for other, its in others)]
+    said = [f"{first} {verb} {listed(places)}", *(f"{other} {listed(its)}" for other, its in more)]
     return f"{lead}{'; '.join(said)}."
 
 
@@ -85,15 +90,15 @@ def _point_words(points: Collection[_Point]) -> dict[_Point, str]:
     }
 
 
-def _micro_batch_gains(points: Mapping[object, _Points], names: Mapping[object, str]) -> Iterator[str]:
+def _micro_batch_gains(points: Mapping[_Setup, _Points], names: Mapping[_Setup, str]) -> Iterator[str]:
     """Say what a larger micro-batch brings each engine and layout, in one sentence."""
     gains = []
     for key, rows in points.items():
         for _, group in groupby(sorted(rows), key=lambda point: point.precision):
             batches = list(group)
             if len(batches) > 1:
-                first, best = batches[0], max(batches[1:], key=lambda point: _speed(rows[point]))
-                ratio = _speed(rows[best]) / _speed(rows[first])
+                first, best = batches[0], max(batches[1:], key=lambda point: rows[point].speed)
+                ratio = rows[best].speed / rows[first].speed
                 gains.append((ratio, f"{names[key]} gains {ratio:.2f} ×", first.micro_batch, best.micro_batch))
     if gains:
         helps = max(ratio for ratio, *_ in gains) > _SMALL_GAIN
@@ -101,7 +106,7 @@ def _micro_batch_gains(points: Mapping[object, _Points], names: Mapping[object, 
         yield f"{lead}: {listed([f'{words} from {first} to {best}' for _, words, first, best in gains])}."
 
 
-def _precision_gains(points: Mapping[object, _Points], names: Mapping[object, str]) -> Iterator[str]:
+def _precision_gains(points: Mapping[_Setup, _Points], names: Mapping[_Setup, str]) -> Iterator[str]:
     """Say how much faster each precision is than fp32, or than the last one without fp32, in one sentence each."""
     pairs: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for key, rows in points.items():
@@ -109,31 +114,36 @@ def _precision_gains(points: Mapping[object, _Points], names: Mapping[object, st
             mine = {point.precision: rows[point] for point in group}
             base = "fp32" if "fp32" in mine else max(mine)
             for precision in sorted(set(mine) - {base}):
-                ratio = _speed(mine[precision]) / _speed(mine[base])
+                ratio = mine[precision].speed / mine[base].speed
                 pairs.setdefault((precision, base), []).append((f"{ratio:.2f} ×", names[key]))
     for (precision, base), ((ratio_words, name), *others) in pairs.items():
         more = [f"{words} with {other}" for words, other in others]
         yield f"{precision} is {listed([f'{ratio_words} as fast as {base} with {name}', *more])}."
 
 
-def _points(good: Sequence[Row], records: Sequence[RunRecord]) -> dict[object, dict[_Point, Row]]:
+def _points(good: Sequence[Row], records: Sequence[RunRecord]) -> dict[_Setup, dict[_Point, Row]]:
     """Return the trials with a result by engine and layout, and then by precision and micro-batch."""
     by_trial = runs_by_trial(records)
-    found: dict[object, dict[_Point, Row]] = {}
+    found: dict[_Setup, dict[_Point, Row]] = {}
     for row in good:
         record = by_trial[row.trial][0]
         work = (row.model, row.seq_length, row.global_batch, row.optimizer)
-        key = (*work, row.engine, str(record.options), row.layout, row.num_hosts, row.is_emulated)
+        key = (work, (row.engine, str(record.options), row.layout, row.num_hosts, row.is_emulated))
         found.setdefault(key, {}).setdefault(_Point(row.precision, row.micro_batch), row)
     return found
 
 
-def _setup_names(points: Mapping[object, _Points], records: Sequence[RunRecord]) -> dict[object, str]:
+def _setup_names(points: Mapping[_Setup, _Points], records: Sequence[RunRecord]) -> dict[_Setup, str]:
     """Return the name of each engine and layout: "ZeRO-2", or the name of a trial if several have that name."""
     by_trial = runs_by_trial(records)
     names = {key: setup_name(by_trial[next(iter(rows.values())).trial][0]) for key, rows in points.items()}
-    repeated = {name for name in names.values() if [*names.values()].count(name) > 1}
-    return {key: next(iter(points[key].values())).trial if name in repeated else name for key, name in names.items()}
+    return unless_repeated(names, lambda key: next(iter(points[key].values())).trial)
+
+
+def unless_repeated(names: Mapping[Key, str], distinct: Callable[[Key], str]) -> dict[Key, str]:
+    """Return the names, with the distinct name in place of each name that occurs more than once."""
+    count = Counter(names.values())
+    return {key: name if count[name] == 1 else distinct(key) for key, name in names.items()}
 
 
 def setup_name(record: RunRecord) -> str:
@@ -145,8 +155,3 @@ def setup_name(record: RunRecord) -> str:
     if len(spec.axes) > 1 and sizes:
         return "·".join(f"{axis}{size}" for axis, size in sizes.items())
     return spec.mode(record.options) or spec.title
-
-
-def _speed(row: Row) -> float:
-    assert row.tokens_per_second_per_device is not None
-    return row.tokens_per_second_per_device

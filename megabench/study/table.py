@@ -12,7 +12,7 @@ from rich.text import Text
 from megabench.record import RunRecord
 from megabench.study.answers import answer
 from megabench.study.budget import Budget
-from megabench.study.columns import Column, StudyTable, study_table
+from megabench.study.columns import Column, StudyTable, status_words, study_table
 from megabench.study.question import Question
 from megabench.study.summary import Row
 
@@ -32,8 +32,8 @@ def show(
     `question` is the kind of the answer, by default the one that the trials ask for. `columns` are the names of the
     columns in summary.csv, by default the usual ones that fit in the terminal. Raises ColumnError for another name.
     """
-    table = study_table(records, reference, budget or Budget())
-    chosen = table.choose(columns, has_days=question == "days" or budget is not None)
+    table = study_table(records, reference, question, budget)
+    chosen = table.choose(columns)
     found = answer(records, reference, question, budget)
     console.print(Text(found.headline, style="bold"), soft_wrap=True)
     for sentence in found.particulars:
@@ -46,7 +46,7 @@ def show(
         _say(console, sentence)
     for row in table.rows:
         if not row.is_ok:
-            _say(console, f"{row.trial} ({'DIVERGED' if row.status == 'diverged' else row.status}): {row.reason}")
+            _say(console, f"{row.trial} ({status_words(row)}): {row.reason}")
         for warning in row.warnings:
             console.print(Text(f"WARNING {row.trial}: {warning}", style="bold red"), soft_wrap=True)
     if any(record.device == "cpu" for record in records):
@@ -55,9 +55,9 @@ def show(
 
 def markdown(records: Sequence[RunRecord], reference: str, question: Question | None = None) -> str:
     """Return the answer and the table as Markdown, with all usual columns."""
-    table, found = study_table(records, reference, Budget()), answer(records, reference, question)
+    table, found = study_table(records, reference, question), answer(records, reference, question)
     output = StringIO()
-    Console(file=output, width=10_000, color_system=None).print(_drawn(table.choose(()), table.rows))
+    Console(file=output, width=10_000, color_system=None).print(_drawn(table.choose(), table.rows))
     lines = [line.rstrip() for line in output.getvalue().splitlines() if line.strip()]
     parts = [f"**{found.headline}** {' '.join(found.particulars)}".strip(), "\n".join(lines), *_about_works(table)]
     parts += [f"{row.trial}: {warning}." for row in table.rows for warning in row.warnings]

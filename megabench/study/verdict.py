@@ -24,6 +24,11 @@ def device_word(records: Sequence[RunRecord]) -> str:
     return "process" if any(record.device == "cpu" for record in records) else "GPU"
 
 
+def devices_word(device: str) -> str:
+    """Return the plural of `device_word`."""
+    return "GPUs" if device == "GPU" else "processes"
+
+
 @dataclass(frozen=True)
 class Spread:
     """The range of tokens/s per device, over several runs or over the steps of a single run (p90 to p10)."""
@@ -119,10 +124,13 @@ def headline(decision: Decision, device: str, is_compared_with_bf16: bool = Fals
 def particulars(decision: Decision, device: str) -> list[str]:
     """Return the caveats of the headline, one sentence each."""
     said = by_place(decision, device)
+    if len({row.world_size for row in decision.good}) > 1:
+        units = devices_word(device)
+        said.insert(0, f"Trials ran on different numbers of {units}, and the figures are of one {device}.")
     best, reference = decision.best, decision.reference
     zero3 = next((row for row in decision.good if _is_zero3(row)), None)
     if best and zero3 and reference and zero3 not in (best, reference) and not _is_zero3(best):
-        times = _speed_of(best) / _speed_of(zero3)
+        times = best.speed / zero3.speed
         said.append(f"{best.trial} reaches {times:.2f} × the speed of the fastest ZeRO-3 trial, {zero3.trial}.")
     if best and decision.bad:
         said.append(f"Not ranked: {ends(decision.bad)}.")
@@ -148,12 +156,11 @@ def by_place(decision: Decision, device: str) -> list[str]:
     sizes = {size for size, *_ in places}
     if len(places) < 2:
         return []
-    unit, units = ("GPU", "GPUs") if device == "GPU" else ("process", "processes")
-    said = [f"Trials ran on different numbers of {units}, and the figures are of one {device}."] * (len(sizes) > 1)
+    said = []
     for (size, count, is_emulated), rows in sorted(places.items()):
         on_hosts = f" of {count}{' emulated' * is_emulated} host{'s' * (count > 1)}" * (len(places) > len(sizes))
         fastest = _fastest(rows, decision, "there" if on_hosts else "on as many")
-        said.append(f"On {size} {units if size > 1 else unit}{on_hosts}, {fastest}.")
+        said.append(f"On {size} {device if size == 1 else devices_word(device)}{on_hosts}, {fastest}.")
     return said
 
 
@@ -167,7 +174,7 @@ def _fastest(rows: Sequence[Row], decision: Decision, place: str) -> str:
     said = f"{rows[0].trial} {'is fastest' if len(rows) > 1 else 'is the only trial'}"
     if zero3 is None or zero3 is rows[0]:
         return said
-    return f"{said}, {_speed_of(rows[0]) / _speed_of(zero3):.2f} × ZeRO-3 {place} ({zero3.trial})"
+    return f"{said}, {rows[0].speed / zero3.speed:.2f} × ZeRO-3 {place} ({zero3.trial})"
 
 
 def ends(rows: Sequence[Row]) -> str:
@@ -207,13 +214,8 @@ def _name(row: Row) -> str:
     return f"{row.trial} (ZeRO-3)" if _is_zero3(row) else row.trial
 
 
-def _speed_of(row: Row) -> float:
-    assert row.tokens_per_second_per_device is not None
-    return row.tokens_per_second_per_device
-
-
 def _speed(row: Row) -> str:
-    return f"{_speed_of(row):,.0f}"
+    return f"{row.speed:,.0f}"
 
 
 def _speeds(rows: Sequence[Row]) -> str:

@@ -748,6 +748,15 @@ def test_a_planned_study(tmp_path, name):
         assert words in only(findings).what
 
 
+def test_fp32_is_known_before(tmp_path):
+    """The planner also predicts the gain of bf16, in findings of its own."""
+    path = tmp_path / "study.yaml"
+    path.write_text(plan("{ZERO3, precision: fp32}, {tp: 8, precision: fp32}"))
+    found, *predicted = findings_at(path, cluster="p5.48xlarge:2")
+    assert "trains in fp32" in found.what
+    assert predicted and all("bf16 is predicted to be faster than fp32" in finding.what for finding in predicted)
+
+
 def test_tensor_parallelism_beyond_a_host_is_known_before(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text(plan("{ZERO3}, {tp: 8}"))

@@ -92,6 +92,48 @@ def test_parity_says_yes_or_no_and_what_was_not_compared():
     assert answered([alone], "alone", "parity").headline.startswith("Not known: ")
 
 
+def test_the_first_of_another_workload_was_compared_too():
+    """Its row has no parity of its own, because the others are compared with it."""
+    others = [make_record([5.0], trial=name, work_class=work_class(seed=2)) for name in ("b", "c")]
+    found = answered([make_record([6.0], trial="a"), *others], "a", "parity")
+    assert found.headline.startswith("Yes: 2 of 3 trials reach the same losses (")
+    assert found.particulars == ("No other trial did the same work as a.",)
+
+
+def test_records_without_days_are_not_known():
+    found = answered([make_record([6.0], trial="ddp", **DDP)], "ddp", "days")
+    assert found.headline == "Not known: no trial measured its throughput."
+
+
+def test_a_sweep_compares_no_trials_of_other_work():
+    other = make_record([6.0], 5000, trial="ddp-128", micro_batch=4, seq_length=128, **DDP)
+    headline = answered([*sweep(), other], "zero2-mb4", "sweep").headline
+    assert headline.startswith("ZeRO-2 brings nothing here: ddp-mb16 is 1.08 ×") and "ddp-128" not in headline
+
+
+def test_scaling_compares_trials_with_equal_tokens():
+    def dp(size, speed, **changes):
+        return make_record([6.0], speed, trial=f"dp{size}", world_size=size, **changes, **DDP)
+
+    records = [dp(1, 1000), dp(2, 950), dp(4, 9000, seq_length=128)]
+    assert answered(records, "dp1").headline == "From 1 to 2 GPUs, dp2 keeps 95% of the throughput per GPU."
+    alone = answered([dp(1, 1000), dp(4, 9000, seq_length=128)], "dp1", "scaling")
+    assert "keeps" not in alone.headline
+
+
+def test_scaling_names_the_fastest_on_each_number_of_hosts():
+    hosts = {"num_hosts": 2, "emulated_hosts": 2}
+    work = {"work_class": work_class(seed=2)}
+    records = [
+        make_record([6.0], 1000, trial="dp1", world_size=1, **DDP),
+        make_record([6.0], 900, trial="dp4", world_size=4, **work, **DDP),
+        make_record([6.0], 500, trial="across", world_size=4, **work, **hosts, **DDP),
+    ]
+    said = answered(records, "dp1").particulars
+    assert "On 4 GPUs of 1 host, dp4 is the only trial." in said
+    assert "On 4 GPUs of 2 emulated hosts, across is the only trial." in said
+
+
 def test_days_and_the_price_of_a_run():
     records = [
         make_record([6.0], 1000, trial="ddp", optimizer="adafactor", days_per_100b_tokens=66.1, world_size=2, **DDP),
@@ -125,15 +167,15 @@ def test_scaling_and_memory():
 
 def test_columns_of_work_are_shown_where_it_differs():
     records = judge_parity(sweep(), "zero2-mb4")
-    keys = [column.key for column in study_table(records, "zero2-mb4", Budget()).choose(())]
+    keys = [column.key for column in study_table(records, "zero2-mb4").choose()]
     assert "ratio" in keys and not {"work", "throughput_ratio", "precision", "optimizer", "status"} & set(keys)
     work = {"optimizer": "adafactor", "work_class": work_class(optimizer="adafactor")}
     other = make_record([6.0], 10, trial="b", days_per_100b_tokens=9.0, **work, **DDP)
     records = judge_parity([*sweep(), other], "zero2-mb4")
-    table = study_table(records, "zero2-mb4", Budget())
-    keys = [column.key for column in table.choose(())]
+    table = study_table(records, "zero2-mb4")
+    keys = [column.key for column in table.choose()]
     assert {"work", "throughput_ratio", "optimizer"} <= set(keys) and len(table.works) == 2
-    assert "cost" in [column.key for column in study_table(records, "zero2-mb4", Budget(1e9, 2.0)).choose(())]
+    assert "cost" in [column.key for column in study_table(records, "zero2-mb4", budget=Budget(1e9, 2.0)).choose()]
     assert [column.key for column in table.choose(["parity", "trial"])] == ["parity", "trial"]
     with pytest.raises(UserError, match="--columns partiy is not a column with values here; did you mean parity"):
         table.choose(["partiy"])
