@@ -175,7 +175,9 @@ def report(
     ] = None,
     columns: Annotated[
         str | None,
-        typer.Option(metavar="NAME,…", help="Columns of the printed table, named as in summary.csv, or all."),
+        typer.Option(
+            metavar="NAME,…", help="Columns of the printed table: all, or names. A wrong name lists the names."
+        ),
     ] = None,
 ) -> None:
     """Answer the question of a study, print its table, and write its report as one self-contained HTML page.

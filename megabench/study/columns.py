@@ -52,40 +52,40 @@ class Column:
 
 @dataclass(frozen=True)
 class StudyTable:
-    """The rows of a study and all columns with a known value. `works` are the titles of the work classes.
+    """The rows of a study and all columns. `works` are the titles of the work classes.
 
+    `informative` are the columns that tell something: those with a known value, and of the settings those that vary.
     With `has_days`, the usual columns include the days of a run.
     """
 
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
+    informative: tuple[Column, ...]
     works: tuple[str, ...]
     has_days: bool
 
     def choose(self, names: Sequence[str] = ()) -> list[Column]:
-        """Return the columns with these keys in this order, all columns for "all", and the usual ones without names.
+        """Return the columns with these keys in this order.
 
-        Raises ColumnError for another name.
+        Return the usual informative columns without names, and all informative columns for "all". Raises ColumnError
+        for another name.
         """
         if not names:
-            return [
-                c for c in self.columns if c.key not in _EXTRA or (self.has_days and c.key == "days_per_100b_tokens")
-            ]
+            shown = {"days_per_100b_tokens"} if self.has_days else set()
+            return [column for column in self.informative if column.key not in _EXTRA or column.key in shown]
         if "all" in names:
-            return list(self.columns)
+            return list(self.informative)
         by_key = {column.key: column for column in self.columns}
         for name in names:
             if name not in by_key:
-                raise ColumnError(
-                    f"--columns {name} is not a column with values here; {near_matches(name, [*by_key, 'all'])}"
-                )
+                raise ColumnError(f"--columns {name} is not a column; {near_matches(name, [*by_key, 'all'])}")
         return [by_key[name] for name in dict.fromkeys(names)]
 
 
 def study_table(
     records: Sequence[RunRecord], reference: str, question: Question | None = None, budget: Budget | None = None
 ) -> StudyTable:
-    """Return the table of a study: one row per trial, and the columns with a known value or that always appear."""
+    """Return the table of a study, with one row per trial."""
     has_days, budget = question == "days" or budget is not None, budget or Budget()
     rows = tuple(summarize(records, reference))
     titles = class_titles(records)
@@ -97,7 +97,7 @@ def study_table(
     if len(classes) > 1 and all(row.ratio in (None, row.throughput_ratio) for row in rows):
         unused.add("ratio")
     kept = tuple(c for c in made if c.key not in unused and (c.key in _ALWAYS or _is_informative(c, rows)))
-    return StudyTable(rows, kept, tuple(titles[key] for key in classes), has_days)
+    return StudyTable(rows, tuple(made), kept, tuple(titles[key] for key in classes), has_days)
 
 
 def _is_informative(column: Column, rows: Sequence[Row]) -> bool:

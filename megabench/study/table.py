@@ -29,8 +29,8 @@ def show(
 ) -> None:
     """Print the answer, the table of all trials, and the reasons for trials without a result.
 
-    `question` is the kind of the answer, by default the one that the trials ask for. `columns` are the names of the
-    columns in summary.csv, by default the usual ones that fit in the terminal. Raises ColumnError for another name.
+    `question` is the kind of the answer, by default the one that the trials ask for. `columns` are keys
+    of columns, by default those of the usual ones that fit in the terminal. Raises ColumnError for another name.
     """
     table = study_table(records, reference, question, budget)
     chosen = table.choose(columns)
