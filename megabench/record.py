@@ -128,7 +128,7 @@ class RunFailure(_Part):
 
 
 class KernelTraits(_Part):
-    """Traits of the kernels in `RunRecord.kernels`. Unknown traits are None.
+    """What is known about the kernels that `RunRecord.kernels` names. An unknown trait is None.
 
     `flash_attention` means that no S×S scores are stored; `fused_norm` and `fused_activation` read and write their
     tensors once; `fused_loss` means that the logits of a micro-batch are never stored at once. With `exchanges_heads`,

@@ -23,7 +23,7 @@ from megabench.hardware.topo_files import (
     topology_of_hosts,
 )
 from megabench.hardware.topology import Topology
-from megabench.hardware.transport import CHECK_EFA, CHECK_INFINIBAND, NcclLog, in_order, read_line
+from megabench.hardware.transport import CHECK_EFA, INFINIBAND_VARIABLES, NcclLog, in_order, read_line
 from megabench.parallel.groups import groups_on, neighbours
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Placement, number_ranges, place
@@ -237,7 +237,7 @@ def _why_sockets(job: Job) -> str:
     proof = f' (log: "{complaints[-1]}")' if complaints else ""
     return (
         f"the EFA plugin (aws-ofi-nccl) was not loaded, and NCCL found no InfiniBand device{proof}. "
-        f"{CHECK_EFA} With InfiniBand: {CHECK_INFINIBAND}"
+        f"{CHECK_EFA} With InfiniBand, check {INFINIBAND_VARIABLES}."
     )
 
 

@@ -15,7 +15,8 @@ MOST_PROBES = 4  # maximum number of short runs that fit into memory, and of sho
 MOST_PROBES_BESIDE = 3  # maximum number of short runs of a level with more recomputation than a level that fits
 
 _LEAST_GAIN = 0.003  # smaller gains are measurement noise, even on one GPU
-# gain that justifies a short run, even if it is predicted only under the largest estimate of the fixed part
+# A short run is made for a predicted gain of this size, even if only the largest estimate of a step's fixed time
+# predicts the gain.
 _HOPED_GAIN = 0.1
 
 # With recomputation, a micro-batch is measured if it is at most this many times as large as one that fits without …

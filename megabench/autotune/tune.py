@@ -39,7 +39,7 @@ def tune(queue: TrialQueue, trial: Trial, logs: Path, display: ProgressLine) -> 
     while setting := search.next():
         short = probe_config(config, setting, run.world_size, run.device)
         folder = logs / "probes" / f"micro-batch{setting.micro_batch}-{setting.recompute}"
-        # an earlier run that was killed during the search has left this directory
+        # the directory exists if an earlier run was killed during the search
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         label = f"auto-tuning, short run {len(search.probes) + 1} of at most {search.most_probes}, trying {setting}"

@@ -158,8 +158,8 @@ def _link_cost(
 ) -> LinkCost:
     """Return the cost of a link. `times` maps a number of ranks to the (bytes, seconds) of their all-gathers.
 
-    The largest all-gathers determine the bandwidth. The smallest all-gathers, over two ranks and over the largest
-    group, determine the base time and the time per hop.
+    The all-gathers of the most bytes determine the bandwidth. The all-gathers of the fewest bytes, once over two ranks
+    and once over the largest group, determine the base time and the time per hop.
     """
     most = max(times)
     rates = {ranks: _bus_gb_per_s(ranks, found) for ranks, found in times.items()}

@@ -25,7 +25,7 @@ _PATHS: dict[str, NicDistance] = {
     "NODE": "host bridge",
     "SYS": "other bridge",
 }
-_P2P_PATHS = ("PIX", "PXB", "PHB")  # NCCL uses shared memory between GPUs with a longer path
+_P2P_PATHS = ("PIX", "PXB", "PHB")  # on longer paths between GPUs, NCCL uses host memory instead
 _CELL = re.compile(r"X|NV\d+|SYS|NODE|PHB|PXB|PIX|N/A")
 _GPU = re.compile(r"GPU\d+")
 _LEGEND = re.compile(r"^.*?\b(NIC\d+): *(\S+)\s*$")

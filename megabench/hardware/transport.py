@@ -43,7 +43,7 @@ CHECK_EFA = (
     "Check that the aws-ofi-nccl plugin is installed and, under Kubernetes, that the pod requests "
     "vpc.amazonaws.com/efa."
 )
-CHECK_INFINIBAND = "Check NCCL_IB_DISABLE and NCCL_IB_HCA."
+INFINIBAND_VARIABLES = "NCCL_IB_DISABLE and NCCL_IB_HCA"
 
 
 class Process(NamedTuple):
@@ -276,7 +276,7 @@ def disagreement(kind: str, link: str | None, transports: Sequence[str]) -> str 
     if link == "efa" and "NET/Socket" in on_network:
         return f"EFA was expected, but NCCL uses NET/Socket. {CHECK_EFA}"
     if link == "infiniband" and "NET/Socket" in on_network:
-        return f"InfiniBand was expected, but NCCL uses NET/Socket. {CHECK_INFINIBAND}"
+        return f"InfiniBand was expected, but NCCL uses NET/Socket. Check {INFINIBAND_VARIABLES}."
     if on_network and kind == "tp":
         return f"tensor parallelism communicates over {on_network[0]}, a slow link that every layer waits for"
     return None
