@@ -110,7 +110,7 @@ def compare(
             raise UserError(
                 "--dry-run starts no processes. Run megabench compare without torchrun, with --nproc N for N processes."
             )
-        from megabench.compare.runner import run_launched
+        from megabench.comparison.runner import run_launched
 
         sys.exit(run_launched(request))
     planned, num_processes = request.plan_here(nproc)
@@ -119,7 +119,7 @@ def compare(
 
         standard_output().print(planned.outline(request.only), markup=False, highlight=False, soft_wrap=True)
         return
-    from megabench.compare.runner import run_here
+    from megabench.comparison.runner import run_here
 
     sys.exit(run_here(request, planned, num_processes))
 
@@ -196,7 +196,7 @@ def report(
     path, study = out or folder / "report.html", read_folder(folder, budget)
     second = read_folder(beside, budget) if beside else None
     if tensorboard:
-        from megabench.compare.tensorboard_export import check_output, export_records
+        from megabench.comparison.tensorboard_export import check_output, export_records
 
         check_output(tensorboard)
         number = export_records(study.records, tensorboard)

@@ -10,7 +10,7 @@ from megabench.calibrate.links import _link_cost
 from megabench.cost import network
 from megabench.cost.profile import LinkCost, read_profile
 from megabench.hardware.topology import Host, build
-from tests.compare.compare_process import REPOSITORY
+from tests.comparison.compare_process import REPOSITORY
 
 
 def megabench(*arguments: str) -> subprocess.CompletedProcess[str]:

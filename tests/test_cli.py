@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.compare.compare_process import REAL, REPOSITORY, compare
+from tests.comparison.compare_process import REAL, REPOSITORY, compare
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ import yaml
 
 from megabench.config import SETTINGS
 from megabench.record import RunRecord
-from tests.compare.compare_process import REPOSITORY, free_port, start
+from tests.comparison.compare_process import REPOSITORY, free_port, start
 
 pytestmark = pytest.mark.e2e
 

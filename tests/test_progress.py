@@ -15,11 +15,11 @@ from rich.console import Console
 from megabench import terminal
 from megabench.runtime.messages import Progress
 from megabench.terminal import ProgressLine
-from tests.compare.compare_process import BASE, FAKE, REPOSITORY, compare
-from tests.compare.test_runner import write
+from tests.comparison.compare_process import BASE, FAKE, REPOSITORY, compare
+from tests.comparison.test_runner import write
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-PRETRAIN = [sys.executable, "tests/compare/pretrain_fake.py", "--model", "llama-tiny", "--device", "cpu"]
+PRETRAIN = [sys.executable, "tests/comparison/pretrain_fake.py", "--model", "llama-tiny", "--device", "cpu"]
 
 
 def in_terminal(command: list[str], **variables: str) -> list[tuple[float, str]]:

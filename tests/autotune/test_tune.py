@@ -5,8 +5,8 @@ import re
 import pytest
 
 from megabench.record import RunFailure, RunRecord, read_records
-from tests.compare.compare_process import BASE, compare, finish, running, start, torchrun
-from tests.compare.test_runner import records, write
+from tests.comparison.compare_process import BASE, compare, finish, running, start, torchrun
+from tests.comparison.test_runner import records, write
 
 pytestmark = pytest.mark.distributed
 

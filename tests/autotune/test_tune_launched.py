@@ -12,18 +12,18 @@ from megabench.config.auto import Setting
 from megabench.record import Probe
 from megabench.runtime import rendezvous
 from megabench.supervisor import coordinator
-from tests.compare.compare_process import finish, free_port, start, torchrun, wait_until_gone, wait_until_running
+from tests.comparison.compare_process import finish, free_port, start, torchrun, wait_until_gone, wait_until_running
 
 pytestmark = pytest.mark.distributed
 
-FAKE_PRETRAIN = [sys.executable, "tests/compare/pretrain_fake.py"]
+FAKE_PRETRAIN = [sys.executable, "tests/comparison/pretrain_fake.py"]
 FLAGS = ("--model", "llama-tiny", "--global-batch", "8", "--micro-batch", "auto", "--device", "cpu")
 
 
 @pytest.fixture
 def find(monkeypatch):
     """tune_launched for a launch of one process: what it has found, and what it tried for that."""
-    monkeypatch.setattr(tune_launched, "TRAINER", (sys.executable, "-m", "tests.compare.fake_trainer"))
+    monkeypatch.setattr(tune_launched, "TRAINER", (sys.executable, "-m", "tests.comparison.fake_trainer"))
     monkeypatch.setattr(coordinator, "POLL_SECONDS", 0.05)
     monkeypatch.setenv("SECONDS", "1:4.0 2:3.0 4:2.7 8:oom")
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from tests.compare.compare_process import free_port
+from tests.comparison.compare_process import free_port
 
 
 def main(size: int, command: list[str]) -> int:

@@ -27,7 +27,7 @@ from megabench.record import (
     write_records,
 )
 from megabench.study.parity import judge_parity
-from tests.compare.compare_process import REPOSITORY
+from tests.comparison.compare_process import REPOSITORY
 from tests.engines.cases import cases
 from tests.study.records import make_record, work_class
 

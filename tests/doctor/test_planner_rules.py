@@ -16,7 +16,7 @@ from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
 from megabench.planner.engines import Costs
 from megabench.specs.sharding import Sharding
-from tests.compare.compare_process import REPOSITORY
+from tests.comparison.compare_process import REPOSITORY
 from tests.planner.jobs import cluster
 
 HALF_P5E = "p5e.48xlarge:1:4"

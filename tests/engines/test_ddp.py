@@ -24,7 +24,7 @@ from megabench.engines.common.loss_scale import LossScale
 from megabench.specs.ddp import POWERSGD_PLAIN_STEPS
 from tests import distributed
 from tests.autotune.test_probe import SETTING, WORLD_SIZE, config
-from tests.compare.compare_process import finish, start, torchrun
+from tests.comparison.compare_process import finish, start, torchrun
 from tests.doctor.test_examine import SMALL, look, only, tp, zero3
 from tests.engines.equivalence import OPTIMIZERS, assert_equal_to_reference, resolve
 from tests.engines.reference import Reference

@@ -17,7 +17,7 @@ from megabench.planner.candidates import settings_of
 from megabench.planner.plan_table import certainty, chosen, find_trial, sweet_spot
 from megabench.planner.search import candidates, plan
 from megabench.train.flags import parse_flags
-from tests.compare.compare_process import REPOSITORY
+from tests.comparison.compare_process import REPOSITORY
 from tests.planner.jobs import cluster, costs, hosts, job
 
 

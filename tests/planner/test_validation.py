@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megabench.cost.profile import profile_for, shipped_profiles
-from tests.compare.compare_process import REPOSITORY
+from tests.comparison.compare_process import REPOSITORY
 from tests.planner.jobs import costs
 from tools.planner_validation.__main__ import _parts
 from tools.planner_validation.fit import MEMORY, predicted_gib

@@ -19,7 +19,7 @@ from megabench.report.trials import StudyView, where_it_ran
 from megabench.study.parity import judge_parity
 from megabench.study.results_directory import StudyRecords, read_folder
 from megabench.study.summary import summarize, write_csv
-from tests.compare.compare_process import REPOSITORY
+from tests.comparison.compare_process import REPOSITORY
 from tests.report import report_studies
 from tests.report.report_studies import FINDINGS, STUDIES
 from tests.study.records import make_record

@@ -14,7 +14,7 @@ from megabench.report import StudyRecords, write_report
 from megabench.study.compare_request import Request
 from megabench.study.planned_trials import Planning, regret_sentence
 from megabench.study.study import StudyError, StudyFile
-from tests.compare.compare_process import REAL, compare
+from tests.comparison.compare_process import REAL, compare
 from tests.planner.jobs import hosts
 from tests.study.records import make_record
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megabench.study.study import Study, StudyFile, plan_study
-from tests.compare.compare_process import REPOSITORY
+from tests.comparison.compare_process import REPOSITORY
 
 STUDIES = {path.stem: path for path in sorted((REPOSITORY / "configs/studies").glob("*.yaml"))}
 LARGE = [name for name in STUDIES if f"{name}-small" in STUDIES]

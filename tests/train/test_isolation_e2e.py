@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.compare.compare_process import REAL, start
+from tests.comparison.compare_process import REAL, start
 from tests.train.resilience import Run
 
 pytestmark = pytest.mark.e2e

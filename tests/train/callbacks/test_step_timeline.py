@@ -9,7 +9,7 @@ from megabench.parallel.groups import differing_axes
 from megabench.parallel.layout import Layout
 from megabench.record import RunRecord
 from megabench.train.callbacks.step_timeline import STEP, UPDATE, split
-from tests.compare.compare_process import finish, start, torchrun
+from tests.comparison.compare_process import finish, start, torchrun
 
 LAYOUT = Layout(tp=2, pp=2).with_world_size(4)
 

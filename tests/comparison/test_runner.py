@@ -11,7 +11,7 @@ import pytest
 from megabench.doctor.write_findings import findings_at
 from megabench.record import RunFailure, RunRecord, read_records
 from megabench.study.results_directory import read_folder
-from tests.compare.compare_process import (
+from tests.comparison.compare_process import (
     BASE,
     FAKE,
     compare,

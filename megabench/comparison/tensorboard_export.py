@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from megabench import UserError
-from megabench.compare.hparams import write_hparams
+from megabench.comparison.hparams import write_hparams
 from megabench.record import RunRecord
 from megabench.study.expand import SAFE_NAME
 from megabench.train.callbacks.tensorboard import speed_scalars, step_scalars

@@ -6,7 +6,7 @@ import sys
 from megabench.autotune import tune_launched
 from megabench.supervisor import coordinator
 
-tune_launched.TRAINER = (sys.executable, "-m", "tests.compare.fake_trainer")
+tune_launched.TRAINER = (sys.executable, "-m", "tests.comparison.fake_trainer")
 coordinator.LOST_AFTER_SECONDS = 8.0
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 import sys
 
 from megabench import cli
-from megabench.compare import runner
+from megabench.comparison import runner
 from megabench.supervisor import coordinator, trial_process
 
 runner.run_here.__defaults__ = runner.run_launched.__defaults__ = (
-    (sys.executable, "-m", "tests.compare.fake_trainer"),
+    (sys.executable, "-m", "tests.comparison.fake_trainer"),
 )
 coordinator.LOST_AFTER_SECONDS = 8.0
 coordinator.ANSWER_SECONDS = trial_process.ANSWER_SECONDS = 12.0

@@ -3,7 +3,7 @@
 import pytest
 
 from megabench.record import RunFailure, read_records
-from tests.compare.compare_process import REPOSITORY, finish, start, torchrun
+from tests.comparison.compare_process import REPOSITORY, finish, start, torchrun
 
 pytestmark = pytest.mark.e2e
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 REPOSITORY = Path(__file__).parents[2]
-FAKE = [sys.executable, "tests/compare/compare_fake.py"]
+FAKE = [sys.executable, "tests/comparison/compare_fake.py"]
 REAL = [sys.executable, "-m", "megabench.cli", "compare"]
 
 BASE = "base: {model: llama-tiny, steps: 4, warmup_steps: 1, device: cpu}\n"
@@ -44,7 +44,7 @@ def compare(*arguments: object, command: list[str] = FAKE, **variables: str) -> 
 
 
 def torchrun(
-    nodes: int, processes: int, *arguments: object, script: str = "tests/compare/compare_fake.py"
+    nodes: int, processes: int, *arguments: object, script: str = "tests/comparison/compare_fake.py"
 ) -> list[str]:
     """The command of one of `nodes` torchrun agents that meet at a free port."""
     return [

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compare.compare_process import BASE, FAKE, compare, finish, start, torchrun, wait_until_running
+from tests.comparison.compare_process import BASE, FAKE, compare, finish, start, torchrun, wait_until_running
 
 pytestmark = pytest.mark.distributed
 WAITS = BASE + (

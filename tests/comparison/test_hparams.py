@@ -13,8 +13,8 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins.hparams import api_pb2, get_experiment, list_session_groups
 from tensorboard.plugins.hparams.backend_context import Context
 
-from megabench.compare.hparams import write_hparams
-from megabench.compare.tensorboard_export import export_records
+from megabench.comparison.hparams import write_hparams
+from megabench.comparison.tensorboard_export import export_records
 from megabench.record import LayoutSizes
 from tests.study.records import make_record
 

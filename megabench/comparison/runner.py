@@ -7,8 +7,8 @@ from typing import Any
 
 from megabench import UserError
 from megabench.autotune.tune import NothingFitsError, tune
-from megabench.compare.display import RunDisplay
-from megabench.compare.results import Results, failed_record
+from megabench.comparison.display import RunDisplay
+from megabench.comparison.results import Results, failed_record
 from megabench.config.auto import apply_setting
 from megabench.doctor.write_findings import write_head
 from megabench.record import RunFailure
@@ -146,7 +146,7 @@ def _run_all(queue: TrialQueue, request: Request, results: Results, attempts: Se
     console.print(f"records: {results.out / 'results.jsonl'}", markup=False, highlight=False, soft_wrap=True)
     if records:
         # importing torch takes seconds, so it is done only at the end of a study
-        from megabench.compare.hparams import write_hparams
+        from megabench.comparison.hparams import write_hparams
 
         write_hparams(results.out / "tensorboard", results.by_folder)
         console.print(f"report: {results.write_report()}", markup=False, highlight=False, soft_wrap=True)
