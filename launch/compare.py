@@ -3,7 +3,7 @@
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
     launch/compare.py configs/studies/quickstart.yaml --out runs/quickstart
 
-Without torchrun, this script is equivalent to `megabench compare`.
+The same command as `megabench compare`, for a checkout that is not installed.
 """
 
 import sys
@@ -14,5 +14,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import megabench
 from megabench.cli import main
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "compare")
-    main()
+    main("compare")

@@ -6,8 +6,10 @@ __version__ = "0.1.0"
 class UserError(ValueError):
     """Raised for invalid input from the user. The message says what is wrong, where, and what to do.
 
-    Command lines print the sentence without a traceback and exit with status 2.
+    Command lines print the sentence without a traceback and exit with `exit_status`.
     """
+
+    exit_status = 2
 
     def __str__(self) -> str:
         return " ".join(super().__str__().splitlines())  # names that are read from files may contain line breaks

@@ -14,7 +14,7 @@ from tests.comparison.compare_process import REPOSITORY
 
 
 def megabench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megabench.cli", *arguments]
+    command = [sys.executable, "-m", "megabench", *arguments]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
 

@@ -16,8 +16,8 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "module",
     [
-        "megabench",
         "megabench.cli",
+        "megabench.cli.train",
         "tools.planner_validation.__main__",
     ],
 )
@@ -48,7 +48,7 @@ def test_help_is_instant():
     def seconds() -> float:
         """CPU time: one process on an idle machine takes as long; what else runs beside the tests does not count."""
         before = os.times()
-        assert "compare" in python("-m", "megabench.cli", "--help").stdout
+        assert "compare" in python("-m", "megabench", "--help").stdout
         after = os.times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
@@ -56,7 +56,7 @@ def test_help_is_instant():
 
 
 def test_help_tells_the_exit_statuses():
-    text = " ".join(python("-m", "megabench.cli", "compare", "--help").stdout.split())
+    text = " ".join(python("-m", "megabench", "compare", "--help").stdout.split())
     assert "2 if the study cannot be run" in text and "--resume" in text
 
 
@@ -104,7 +104,7 @@ def test_a_dry_run_prints_what_would_run_and_leaves_nothing(tmp_path):
         "  - {name: zero3, engine: deepspeed}\n"
     )
     arguments = ["--out", str(out), "--nproc", "2", "--dry-run", "--only", "[dt]p"]
-    result = python("-m", "megabench.cli", "compare", str(study), *arguments)
+    result = python("-m", "megabench", "compare", str(study), *arguments)
     assert result.returncode == 0, result.stderr
     head, dp, tp = result.stdout.splitlines()
     assert head == "study: 3 runs, against zero3"

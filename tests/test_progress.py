@@ -78,7 +78,7 @@ def test_short_runs_keep_the_line_moving(tmp_path):
 @pytest.mark.e2e
 def test_calibration_shows_each_measurement(tmp_path):
     flags = ["calibrate", "--out", str(tmp_path / "here.json"), "--model", "llama-tiny", "--nproc", "2"]
-    pieces = in_terminal([sys.executable, "-m", "megabench.cli", *flags])
+    pieces = in_terminal([sys.executable, "-m", "megabench", *flags])
     assert largest_gap(pieces, "measurements in") < 2
     shown = re.findall(r"measurement (\d+) of (\d+): [a-z -]+", text_of(pieces))
     measured = re.search(r"(\d+) measurements in", text_of(pieces))

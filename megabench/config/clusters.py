@@ -1,11 +1,11 @@
-"""Read clusters for planning: an instance type and a count, or a file of configs/clusters/. Loads no torch."""
+"""Read clusters for planning: an instance type and a count, or a file. Loads no torch."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
+from megabench import shipped
 from megabench.hardware.gpus import Network
 from megabench.hardware.topology import MOST_HOSTS, Host, Topology, build, from_cluster, instance_host
 from megabench.settings.reading import ConfigError, explain, read_yaml_mapping
@@ -69,11 +69,11 @@ class ClusterFile(BaseModel):
 
 
 def read_cluster(text: str) -> Topology:
-    """Return the topology of "TYPE:COUNT[:GPUS]" or of a YAML file.
+    """Return the topology of "TYPE:COUNT[:GPUS]", of a YAML file, or of a shipped file with this name.
 
     Raises ConfigError or TopologyError for any other text.
     """
-    path = Path(text)
+    path = shipped.find("clusters", text)
     if path.suffix not in (".yaml", ".yml"):
         return from_cluster(text)
     file = _validate(ClusterFile, read_yaml_mapping(path), str(path))

@@ -245,7 +245,7 @@ class RunConfig(RunSettings):
             f'{name}="${name}"' if is_secret(name) else f"{name}={shlex.quote(value)}"
             for name, value in (env or {}).items()
         ]
-        words = ["torchrun", "--nproc-per-node", str(world_size), "launch/pretrain.py", *self.flags()]
+        words = ["torchrun", "--nproc-per-node", str(world_size), "-m", "megabench.train", *self.flags()]
         return " ".join([*variables, shlex.join(words)])
 
 

@@ -9,3 +9,5 @@ class ConvertError(UserError):
 
 class UnequalError(ConvertError):
     """Raised if the logits of two models differ by more than rounding."""
+
+    exit_status = 1

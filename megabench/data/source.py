@@ -127,7 +127,7 @@ def _load(data: str, tokenizer: str) -> tuple[str, NDArray[Any], TokenFacts]:
         if path.stat().st_size > MAX_TEXT_BYTES:
             raise DataError(
                 f"{path} is {path.stat().st_size / 2**30:.1f} GiB of text, too much to tokenize on every rank. Convert "
-                f"the text to a token file with tools/preprocess.py, and give the prefix of the token file."
+                f"the text to a token file with megabench preprocess, and give the prefix of the token file."
             )
         tokens = _tokenize_all(read_text(path), tokenizer)
     elif prefix := token_file_prefix(path):
@@ -139,7 +139,7 @@ def _load(data: str, tokenizer: str) -> tuple[str, NDArray[Any], TokenFacts]:
         )
         raise DataError(
             f"data={data} {what}. Use stdlib, synthetic, a .txt, .jsonl or .parquet file, or the prefix of a token "
-            f"file made with tools/preprocess.py."
+            f"file made with megabench preprocess."
         )
     return path.name, tokens, scan(tokens)
 

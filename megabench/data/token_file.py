@@ -1,6 +1,6 @@
 """Token files in the format of megatron-core's IndexedDataset (.bin and .idx), opened as one memory-mapped stream.
 
-The reader does not import megatron-core, because runs of other engines do not need megatron-core. tools/preprocess.py
+The reader does not import megatron-core, because runs of other engines do not need megatron-core. megabench preprocess
 also writes a .json file with the token count, the largest token and the checksum. If the .json file is missing, the
 reader computes its contents by reading all tokens once.
 """
@@ -70,13 +70,13 @@ def open_token_file(prefix: Path) -> NDArray[Any]:
     bin_path, idx_path = beside(prefix, ".bin"), beside(prefix, ".idx")
     for path, other in ((bin_path, idx_path), (idx_path, bin_path)):
         if not path.is_file():
-            raise DataError(f"{other} exists, but {path} does not. Create both files with tools/preprocess.py.")
+            raise DataError(f"{other} exists, but {path} does not. Create both files with megabench preprocess.")
     dtype, num_tokens = _read_index(idx_path)
     expected = num_tokens * np.dtype(dtype).itemsize
     if bin_path.stat().st_size != expected:
         raise DataError(
             f"{bin_path} has {bin_path.stat().st_size} bytes, but {idx_path.name} requires {expected}. "
-            f"Create both files again with tools/preprocess.py."
+            f"Create both files again with megabench preprocess."
         )
     if num_tokens == 0:
         raise DataError(f"{bin_path} is empty. Give a token file that contains tokens.")
@@ -110,7 +110,7 @@ def scan(tokens: NDArray[Any]) -> TokenFacts:
 
 def _read_index(path: Path) -> tuple[type[np.integer[Any]], int]:
     """Return the dtype and the number of tokens according to an .idx file."""
-    damaged = DataError(f"{path} is damaged or is not a token index. Create it again with tools/preprocess.py.")
+    damaged = DataError(f"{path} is damaged or is not a token index. Create it again with megabench preprocess.")
     size = path.stat().st_size
     if size < _HEADER.itemsize:
         raise damaged

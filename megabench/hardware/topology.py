@@ -11,7 +11,7 @@ from datetime import timedelta
 from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
-from megabench import UserError
+from megabench import UserError, shipped
 from megabench.hardware.facts import GpuFacts, RankFacts
 from megabench.hardware.gpus import INSTANCE_NAMES, Network, find_instance
 
@@ -191,7 +191,10 @@ def instance_host(instance_type: str) -> tuple[Host, int, int]:
     """
     instance = find_instance(instance_type)
     if instance is None:
-        raise TopologyError(f"instance type {instance_type!r} is not known; use one of {', '.join(INSTANCE_NAMES)}")
+        raise TopologyError(
+            f"instance type {instance_type!r} is not known; use one of {', '.join(INSTANCE_NAMES)}, a cluster file, or "
+            f"one of the shipped clusters {', '.join(shipped.names('clusters'))}"
+        )
     host = Host(
         name=instance.name.split(".")[0],
         device=instance.gpu,

@@ -201,7 +201,7 @@ def command(plan: Plan) -> str:
     sizes = {len(ranks) for ranks in topology.ranks_by_host}
     where = ["--nnodes", str(hosts), "--nproc-per-node", str(sizes.pop()) if len(sizes) == 1 else "gpu"]
     where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
-    return shlex.join(["torchrun", *where, "launch/pretrain.py", *run.flags()])
+    return shlex.join(["torchrun", *where, "-m", "megabench.train", *run.flags()])
 
 
 def _precision_settings(plan: Plan) -> dict[str, str]:

@@ -3,8 +3,14 @@
 import atexit
 import contextlib
 import os
+import signal
 import sys
 from typing import NoReturn
+
+
+def exit_on_sigterm() -> None:
+    """Exit normally after SIGTERM, so that temporary files are removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def exit_process(status: int) -> NoReturn:

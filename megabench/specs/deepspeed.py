@@ -50,7 +50,7 @@ class DeepSpeedSettings(EngineSettings):
     deepspeed_config: Path | None = setting(
         None, "Engine and layout", "option", "free", synonyms="deepspeed ds_config", label="own JSON"
     )
-    """Your own DeepSpeed JSON file; its settings take precedence over megabench's defaults."""
+    """A DeepSpeed JSON file, or the name of a shipped one (reduce-to-owner); its settings override megabench's."""
 
     @property
     def stage(self) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from megabench import shipped
 from megabench.models.mapping import largest_parameter
 from megabench.precision import POLICIES
 from megabench.settings.reading import ConfigError, near_matches, read_json_object
@@ -70,10 +71,11 @@ _REFUSED = {
 
 
 def read_deepspeed_json(path: Path) -> dict[str, Any]:
-    """Read a DeepSpeed configuration, without its "auto" entries.
+    """Read a DeepSpeed configuration, which is a file or the name of a shipped file, without its "auto" entries.
 
     Raise ConfigError if the file is not a DeepSpeed configuration, or has settings that would change the compared work.
     """
+    path = shipped.find("deepspeed", path)
     content = read_json_object(path)
     for section in _SECTIONS:
         _check_section(section, content.get(section, {}), path)

@@ -8,6 +8,7 @@ import yaml
 
 from megabench.config import hint
 from megabench.settings.reading import parse_yaml
+from megabench.study.expand import expand
 from megabench.study.machine import gpu_names
 from megabench.study.planned_trials import Planning
 from megabench.study.study import TRIAL_SETTINGS, Study, StudyError, StudyFile, plan_study
@@ -26,10 +27,11 @@ class Request:
     settings: tuple[str, ...] = ()
 
     def read_study(self) -> StudyFile:
-        """Read the study file, and add the settings of the command line to its base."""
+        """Read the study file, and add the settings of the command line that apply to all trials to its base."""
         file = StudyFile.read(self.source)
-        given = {"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}
-        return file.model_copy(update={"base": file.base | given | dict(map(_setting, self.settings))})
+        given: dict[str, Any] = {"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}
+        given |= {field: value for trial, field, value in map(_setting, self.settings) if not trial}
+        return file.model_copy(update={"base": file.base | given})
 
     def plan_launched(self, num_processes: int) -> Study:
         """Validate the study and return it for a launch of `num_processes`. Raises StudyError."""
@@ -61,6 +63,7 @@ class Request:
         """Validate the study and return it, with the best predicted layouts if --plan is given."""
         device: Literal["cpu", "cuda"] = "cuda" if gpu_names() else "cpu"
         predictor = None
+        file = self._with_trial_settings(file, num_processes, device)
         if self.planning:
             file, predictor = self.planning.extend(file, self.source, num_processes)
         study = plan_study(file, self.source, num_processes, device, self.only)
@@ -76,6 +79,19 @@ class Request:
         as_run = yaml.safe_dump(named.model_dump(exclude_defaults=True), sort_keys=False)
         return replace(study, predictor=predictor, as_run=as_run)
 
+    def _with_trial_settings(self, file: StudyFile, num_processes: int, device: Literal["cpu", "cuda"]) -> StudyFile:
+        """Return `file` with the settings that the command line gives for single trials (--set TRIAL.FIELD=VALUE)."""
+        given = [setting for setting in map(_setting, self.settings) if setting[0]]
+        if not given:
+            return file
+        study = plan_study(file, self.source, num_processes, device, self.only)
+        entries = [values for entry in file.trials for values in expand(entry)]
+        named = {trial.name: entry for trial, entry in zip(study.trials, entries, strict=True)}
+        for pattern, field, value in given:
+            for trial in study.select([pattern], "--set"):
+                named[trial.name] = named[trial.name] | {field: value}
+        return file.model_copy(update={"trials": [entry | {"name": name} for name, entry in named.items()]})
+
 
 def _check_data(where: str, data: str) -> None:
     """Raise StudyError unless `data` is built in or exists as a file, or as a token file without its suffix."""
@@ -83,9 +99,13 @@ def _check_data(where: str, data: str) -> None:
         raise StudyError(f"{where}: data={data} does not exist; use stdlib, synthetic, or the path of a file")
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    """Return the field and the value of "FIELD=VALUE". The value is parsed as in a study file."""
-    field, separator, value = text.partition("=")
+def _setting(text: str) -> tuple[str, str, Any]:
+    """Return the trial, the field and the value of "FIELD=VALUE" or "TRIAL.FIELD=VALUE".
+
+    The trial is "" if the setting applies to all trials. The value is parsed as in a study file.
+    """
+    key, separator, value = text.partition("=")
+    trial, _, field = key.rpartition(".")
     if not separator or not field:
         raise StudyError(f"--set {text} has no value; use FIELD=VALUE with a field of the study's base, e.g. steps=20")
     if field in ("name", "env"):
@@ -93,6 +113,6 @@ def _setting(text: str) -> tuple[str, Any]:
     if field not in TRIAL_SETTINGS:
         raise StudyError(f"--set {text}: unknown setting {field!r}; {hint(field, TRIAL_SETTINGS)}")
     try:
-        return field, parse_yaml(value)
+        return trial, field, parse_yaml(value)
     except (yaml.YAMLError, ValueError):
         raise StudyError(f"--set {text}: {value!r} is not valid YAML; quote the value as in a study file") from None

@@ -196,17 +196,19 @@ class Study:
             lines.append(f"{trial.name} ({times}{trial.timeout_seconds:g} s at most): {command}")
         return "\n".join(lines)
 
-    def select(self, only: Sequence[str]) -> list[Trial]:
+    def select(self, only: Sequence[str], option: str = "--only") -> list[Trial]:
         """Return the trials with a name or pattern in `only` (`tp2-*`), or all if `only` is empty.
 
-        Raises StudyError if a pattern matches no trial.
+        Raises StudyError if a pattern matches no trial. The message names `option`, which gave the patterns.
         """
         names = [trial.name for trial in self.trials]
         chosen: set[str] = set()
         for pattern in only:
             alias = find_name(pattern, names)
             if not (found := [name for name in names if fnmatchcase(name, pattern) or name == alias]):
-                raise StudyError(f"--only {pattern} matches no trial of {self.source}; {near_matches(pattern, names)}")
+                raise StudyError(
+                    f"{option} {pattern} matches no trial of {self.source}; {near_matches(pattern, names)}"
+                )
             chosen.update(found)
         return [trial for trial in self.trials if not only or trial.name in chosen]
 

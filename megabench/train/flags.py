@@ -19,10 +19,8 @@ def parse_flags(arguments: Sequence[str] | None = None) -> RunConfig | None:
 
     Raises ConfigError for unknown, malformed or invalid flags.
     """
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command()(_command())
     try:
-        result = app(args=arguments, standalone_mode=False)
+        result = training_command()(args=arguments, standalone_mode=False)
     except Exception as error:
         # an error of click, or of the copy of click inside newer versions of typer
         if (message := getattr(error, "format_message", None)) is None:
@@ -33,14 +31,20 @@ def parse_flags(arguments: Sequence[str] | None = None) -> RunConfig | None:
     return result if isinstance(result, RunConfig) else None
 
 
-def _command() -> Any:
-    """Return a function that has an option for every field of RunConfig and returns the configuration."""
+def training_command() -> typer.Typer:
+    """Return a command that has an option for every field of RunConfig and returns the configuration."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(_with_all_options())
+    return app
 
-    def pretrain(config_file: Path | None, **flags: Any) -> RunConfig:
+
+def _with_all_options() -> Any:
+    def train(config_file: Path | None, **flags: Any) -> RunConfig:
         """Train one model under one layout on all processes of the launcher.
 
-        On several GPUs or hosts, start this command with torchrun. The data-parallel size follows from the number of
-        processes.
+        megabench train --nproc N starts N processes on this machine; the default is one process per GPU, or tp·cp·pp
+        processes without GPUs. On several hosts, start torchrun … -m megabench.train on each host. The data-parallel
+        size follows from the number of processes.
         """
         from_file = read_yaml_mapping(config_file) if config_file else {}
         given = {name: value for name, value in flags.items() if value is not None}
@@ -56,9 +60,9 @@ def _command() -> Any:
             metavar="|".join(map(str, choices_of(name))) or None,
         )
         parameters.append(_parameter(name, _plain_type(field.annotation), option))
-    pretrain.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    pretrain.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return pretrain
+    train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    train.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return train
 
 
 def _flag(name: str) -> str:

@@ -7,11 +7,12 @@ failure.
 import contextlib
 import faulthandler
 import os
+import shlex
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from megabench import UserError, error_message
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.config.auto import resolve_first
+from megabench.hardware.facts import visible_gpus
+from megabench.parallel.layout import LayoutError
 from megabench.record import Probe, RunRecord
 from megabench.runtime.child import die_with_parent
 from megabench.runtime.exit import exit_process
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
 Find = Callable[[RunConfig, "Rendezvous", Literal["cpu", "cuda"]], tuple[RunConfig, list[Probe]]]
 
 
-def main(find: Find | None = None) -> NoReturn:
-    """Run the training that sys.argv describes, and exit with its status.
+def main(find: Find | None = None, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the training that `arguments` describe (by default those of this process), and exit with its status.
 
     Settings that are "auto" are refused unless `find` is given.
     """
@@ -47,7 +50,7 @@ def main(find: Find | None = None) -> NoReturn:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # torchrun cannot end its processes if it is killed with SIGKILL
     try:
-        given = parse_flags()
+        given = parse_flags(arguments)
         if given is not None:
             _check_launcher()
     except UserError as error:
@@ -96,7 +99,9 @@ def _run(given: RunConfig, find: Find | None) -> None:
         resume = find_resume(run, source, rendezvous)
         _check_out(run, resume)
     except MemoryCheckError as error:
-        _refuse(str(error), rendezvous, kind="oom")
+        _refuse(f"{error}{_small_run()}", rendezvous, kind="oom")
+    except LayoutError as error:
+        _refuse(f"{error}{_launch(given, rendezvous.world_size)}", rendezvous)
     except (UserError, OSError) as error:
         _refuse(error_message(error), rendezvous)
     if resume.num_done >= run.steps:
@@ -147,6 +152,38 @@ def _check_launcher() -> None:
                 f"{variable}={count} but no {needed}: each process would train a separate model; start torchrun "
                 f"once on each host, e.g. srun --ntasks-per-node 1 torchrun --nnodes … --nproc-per-node …"
             )
+
+
+def _launch(given: RunConfig, world_size: int) -> str:
+    """Return the commands that start enough processes for the layout, or "" if there are enough."""
+    needed = given.tp * given.cp * given.pp
+    if world_size >= needed:
+        return ""
+    program = ["-m", "megabench.train"] if _is_module() else [sys.argv[0]]
+    rest = shlex.join([*program, *sys.argv[1:]])
+    num_gpus = len(visible_gpus())
+    per_host = num_gpus or 8
+    text = ""
+    if needed <= per_host or not num_gpus:
+        text += f"\nTo start {needed} processes on one machine:\n  torchrun --nproc-per-node {needed} {rest}"
+    if needed > per_host:
+        hosts = -(-needed // per_host)
+        text += (
+            f"\nTo start {hosts * per_host} processes on {hosts} hosts, on each host:\n  torchrun --nnodes {hosts} "
+            f"--nproc-per-node {per_host} --rdzv-backend c10d --rdzv-endpoint HOST:29500 {rest}"
+        )
+    return text
+
+
+def _small_run() -> str:
+    """Return the command of a run that fits on any machine."""
+    program = "megabench train" if _is_module() else f"python {sys.argv[0]}"
+    return f"\nTo try training on any machine:\n  {program} --model llama-tiny --steps 20"
+
+
+def _is_module() -> bool:
+    """Return whether this process was started as a module, as in python -m megabench.train."""
+    return Path(sys.argv[0]).name == "__main__.py"
 
 
 def _complete(

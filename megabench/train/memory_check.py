@@ -1,5 +1,7 @@
 """Refuse a run whose weights, gradients and optimizer state cannot fit into memory, before the model is built."""
 
+from collections.abc import Callable
+
 import torch
 
 from megabench import UserError
@@ -7,6 +9,8 @@ from megabench.config import ResolvedConfig
 from megabench.cost.job import Candidate, Job
 from megabench.cost.profile import GENERIC, shipped_profiles
 from megabench.hardware.host_memory import available_host_bytes
+from megabench.models.catalog import CATALOG
+from megabench.parallel.layout import LayoutError
 
 # A run is refused only if 95% of its estimated memory exceeds the available memory. For stages with unequal numbers of
 # layers, the estimate is too high.
@@ -20,15 +24,52 @@ class MemoryCheckError(UserError):
 def check_memory(run: ResolvedConfig, local_rank: int, local_world_size: int) -> None:
     """Raise MemoryCheckError if the training state of this host's ranks exceeds the memory of a GPU or of the host.
 
-    Activations are not counted, because their estimate may be too high for a run that fits. The formulas are those of
-    the planner (`EngineSpec.memory`).
+    The message names smaller models that fit. Activations are not counted, because their estimate may be too high for a
+    run that fits. The formulas are those of the planner (`EngineSpec.memory`).
     """
-    state, on_host = state_bytes(run, local_world_size)
-    if run.device == "cuda":
-        _check(run, state, torch.cuda.get_device_properties(local_rank).total_memory, "each GPU")
-    else:
-        on_host += state * local_world_size
-    _check(run, on_host, available_host_bytes(), "this host")
+    of_gpu = torch.cuda.get_device_properties(local_rank).total_memory if run.device == "cuda" else None
+    of_host = available_host_bytes()
+
+    def excess(run: ResolvedConfig) -> str | None:
+        state, on_host = state_bytes(run, local_world_size)
+        if of_gpu is None:
+            on_host += state * local_world_size
+        elif state * _MARGIN > of_gpu:
+            return f"{state / 1e9:,.0f} GB on each GPU, which has {of_gpu / 1e9:,.0f} GB"
+        if on_host * _MARGIN > of_host:
+            return f"{on_host / 1e9:,.0f} GB on this host, which has {of_host / 1e9:,.0f} GB"
+        return None
+
+    if not (found := excess(run)):
+        return
+    models = [name for name in CATALOG if _builds(run, name) and excess(_with_model(run, name)) is None]
+    ways_out = [
+        *(f"--num-layers {size}" for size in _largest(run, excess)),
+        *([f"a --model that fits ({', '.join(models)})"] if models else []),
+        "more hosts" if of_gpu is None else "more GPUs",
+    ]
+    raise MemoryCheckError(f"{run.model} needs about {found}; use {', '.join(ways_out)}, or --skip-memory-check")
+
+
+def _largest(run: ResolvedConfig, excess: Callable[[ResolvedConfig], str | None]) -> list[int]:
+    """Return the largest number of layers with which `run` fits, or [] if it fits with none."""
+    layout = run.layout
+    fewer = range(run.shape.num_layers - 1, layout.pp * layout.vp - 1, -1)
+    return [size for size in fewer if excess(run.model_copy(update={"num_layers": size})) is None][:1]
+
+
+def _with_model(run: ResolvedConfig, name: str) -> ResolvedConfig:
+    return run.model_copy(update={"model": name, "num_layers": None})
+
+
+def _builds(run: ResolvedConfig, name: str) -> bool:
+    """Return whether the run's engine and layout can train this model of the catalogue."""
+    shape = CATALOG[name]
+    try:
+        run.layout.check_model(shape, run.layout.sequence_multiple)
+    except LayoutError:
+        return False
+    return shape.table.has_parallel_blocks or not run.spec.needs_blocks
 
 
 def state_bytes(run: ResolvedConfig, local_world_size: int) -> tuple[float, float]:
@@ -46,12 +87,3 @@ def state_bytes(run: ResolvedConfig, local_world_size: int) -> tuple[float, floa
     memory = run.spec.memory(job, candidate, shipped_profiles()[GENERIC])
     state = memory.weights + memory.gradients + memory.optimizer
     return state, run.spec.host_bytes(job, candidate, local_world_size)
-
-
-def _check(run: ResolvedConfig, needed: float, available: int, where: str) -> None:
-    if needed * _MARGIN <= available:
-        return
-    raise MemoryCheckError(
-        f"{run.model} needs about {needed / 1e9:,.0f} GB on {where}, which has {available / 1e9:,.0f} GB; use "
-        f"--model llama-tiny, a smaller --num-layers, more hosts, or --skip-memory-check"
-    )

@@ -129,7 +129,7 @@ def check_belongs(folder: Path, manifest: Manifest, run: ResolvedConfig, source:
         raise CheckpointError(
             f"{folder} was saved by the {training.engine} engine, but the run's engine is {run.engine}; resume with "
             f"--engine {training.engine}, or load only the weights with --model "
-            f"{folder} (or tools/convert.py export)"
+            f"{folder} (or megabench convert export)"
         )
     settings = run.flat()
     for name in names(SETTINGS, resume="same"):

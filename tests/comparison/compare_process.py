@@ -12,7 +12,7 @@ import psutil
 
 REPOSITORY = Path(__file__).parents[2]
 FAKE = [sys.executable, "tests/comparison/compare_fake.py"]
-REAL = [sys.executable, "-m", "megabench.cli", "compare"]
+REAL = [sys.executable, "-m", "megabench", "compare"]
 
 BASE = "base: {model: llama-tiny, steps: 4, warmup_steps: 1, device: cpu}\n"
 

@@ -799,7 +799,7 @@ def test_the_head_of_a_table_names_the_worst(tmp_path):
 
 
 def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megabench.cli", "doctor", *map(str, arguments)]
+    command = [sys.executable, "-m", "megabench", "doctor", *map(str, arguments)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
 

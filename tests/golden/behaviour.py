@@ -32,12 +32,11 @@ WIDTH = 120
 COMMANDS = {
     "pretrain": ["launch/pretrain.py"],
     "compare-launched": ["launch/compare.py"],
-    "megabench": ["-m", "megabench.cli"],
+    "megabench": ["-m", "megabench"],
     **{
-        name: ["-m", "megabench.cli", name]
-        for name in ("compare", "doctor", "report", "topo", "transport", "calibrate", "plan")
+        name: ["-m", "megabench", name]
+        for name in ("compare", "doctor", "report", "topo", "transport", "calibrate", "plan", "convert")
     },
-    "convert": ["tools/convert.py"],
     **{f"convert-{name}": ["tools/convert.py", name] for name in ("import", "export", "verify", "inspect")},
     "preprocess": ["tools/preprocess.py"],
 }
@@ -118,7 +117,7 @@ def behaviours() -> dict[str, Callable[[], str]]:
     for name, command in COMMANDS.items():
         makers[f"help-{name}.txt"] = lambda command=command: run([*command, "--help"])
     for name, arguments in PLANS.items():
-        makers[f"plan-{name}.txt"] = lambda arguments=arguments: run(["-m", "megabench.cli", "plan", *arguments])
+        makers[f"plan-{name}.txt"] = lambda arguments=arguments: run(["-m", "megabench", "plan", *arguments])
     for path in studies():
         name = path.parent.name if path.name == "study.yaml" else path.stem
         kind = "measured-study" if path.name == "study.yaml" else "study"

@@ -22,7 +22,7 @@ from tests.planner.jobs import cluster, costs, hosts, job
 
 
 def megabench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megabench.cli", *arguments]
+    command = [sys.executable, "-m", "megabench", *arguments]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
 

@@ -307,7 +307,7 @@ def test_records_that_cannot_be_read_are_one_sentence(tmp_path, line, words):
 
 
 def command(*arguments: object) -> tuple[int, str, str]:
-    words = [sys.executable, "-m", "megabench.cli", "report", *map(str, arguments)]
+    words = [sys.executable, "-m", "megabench", "report", *map(str, arguments)]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 

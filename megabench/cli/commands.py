@@ -1,24 +1,52 @@
-"""The `megabench` command. Each command imports its modules when it runs, so that --help is fast."""
+"""The commands of `megabench`. Each command imports its modules when it runs, so that --help is fast."""
 
 import os
 import sys
-from importlib.metadata import version
+from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
-from megabench import UserError, error_message
+from megabench import UserError, __version__, error_message, shipped
 
 # base class of command-line errors, which typer does not export
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)
 
 _MOST_LOCAL_RANKS = 1024
 
+# commands in modules that take about a second to import, with their summaries
+_MODULES = {
+    "train": "Train one model under one layout.",
+    "convert": "Convert checkpoints from and to Hugging Face format.",
+    "preprocess": "Tokenize text into a token file.",
+}
+
+
+class _Commands(TyperGroup):
+    """The commands of this module and of the modules in `_MODULES`, which are imported when they run."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *_MODULES]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        summary = _MODULES.get(cmd_name)
+        return TyperCommand(cmd_name, help=summary) if summary else super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in _MODULES:
+            command = get_command(import_module(f"megabench.cli.{name}").app)
+        return name, command, rest
+
+
 app = typer.Typer(
-    help="Find the parallel layout that trains fastest on this cluster, and compare it with ZeRO-3.",
+    cls=_Commands,
+    help="Find the parallel layout that trains fastest on this cluster, compare it with ZeRO-3, and train with it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -26,7 +54,7 @@ app = typer.Typer(
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        print(f"megabench {version('megabench')}")
+        print(f"megabench {__version__}")
         raise typer.Exit
 
 
@@ -39,10 +67,38 @@ def _megabench(
     """Find the parallel layout that trains fastest."""
 
 
+def _study_names() -> list[str]:
+    return shipped.names("studies")
+
+
+def _find_study(given: Path) -> Path:
+    """Return the path of a study file, or of a directory, or of the shipped study of this name."""
+    path = shipped.find("studies", given)
+    if not path.exists() and path.suffix not in (".yaml", ".yml") and path.name == str(given):
+        close = " or ".join(get_close_matches(str(given), _study_names()))
+        raise UserError(
+            f"{given} is neither a file nor a shipped study; {f'did you mean {close}? ' if close else ''}"
+            f"megabench compare --list shows the shipped studies"
+        )
+    return path
+
+
 @app.command()
 def compare(
-    study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="The study to run.")],
-    out: Annotated[Path, typer.Option(help="Output directory for records, table, logs and TensorBoard scalars.")],
+    study: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="STUDY", help="A study file, or the name of a shipped study (--list).", autocompletion=_study_names
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Output directory for records, table, logs and TensorBoard scalars [default: runs/STUDY].",
+        ),
+    ] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="List the shipped studies.")] = False,
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -68,8 +124,9 @@ def compare(
         list[str] | None,
         typer.Option(
             "--set",
-            metavar="FIELD=VALUE",
-            help="Set a field of the study's base. Settings of a trial take precedence. Can be repeated.",
+            metavar="[TRIAL.]FIELD=VALUE",
+            help="Set a field of the study's base, which a trial may override, or of the trials with this name or "
+            "pattern. Can be repeated.",
         ),
     ] = None,
     plan: Annotated[
@@ -78,7 +135,7 @@ def compare(
     cluster: Annotated[
         str | None,
         typer.Option(
-            metavar="TYPE:COUNT[:GPUS]|FILE", help="Cluster for which --plan predicts [default: this machine]."
+            metavar="TYPE:COUNT[:GPUS]|FILE|NAME", help="Cluster for which --plan predicts [default: this machine]."
         ),
     ] = None,
     profile: Annotated[
@@ -90,17 +147,34 @@ def compare(
 
     With --plan N, the study also runs the N layouts with the best predictions.
 
-    On one machine: megabench compare STUDY.yaml --out DIR. On several, the same on every node: torchrun --nnodes N
-    --nproc-per-node G … launch/compare.py STUDY.yaml --out DIR. The exit status is 0 if every trial is ok, 1 if any
-    trial is not ok, and 2 if the study cannot be run.
+    On one machine: megabench compare STUDY. On several, the same on every node: torchrun --nnodes N --nproc-per-node G
+    … -m megabench compare STUDY --out DIR. The exit status is 0 if every trial is ok, 1 if any trial is not ok, and 2
+    if the study cannot be run.
     """
+    if show_list:
+        from megabench.study.shipped_studies import show_studies
+        from megabench.terminal import standard_output
+
+        show_studies(standard_output())
+        return
+    if study is None:
+        raise UserError("no study was given. Use a study file or a name, e.g. megabench compare quickstart, or --list.")
     from megabench.study.compare_request import Request
     from megabench.study.planned_trials import Planning
 
     if plan is None and (cluster or profile):
         raise UserError(f"{'--cluster' if cluster else '--profile'} works only with --plan N.")
     planning = Planning(plan, cluster, profile) if plan else None
-    request = Request(study, out, resume, tuple(only or ()), emulate_hosts, planning, tuple(settings or ()))
+    source = _find_study(study)
+    request = Request(
+        source,
+        out or Path("runs", source.stem),
+        resume,
+        tuple(only or ()),
+        emulate_hosts,
+        planning,
+        tuple(settings or ()),
+    )
     if _launcher_rank() is not None:
         if planning and not cluster:
             raise UserError("--plan under torchrun needs --cluster, e.g. --cluster p5.48xlarge:4 for four such nodes")
@@ -126,7 +200,9 @@ def compare(
 
 @app.command()
 def doctor(
-    path: Annotated[Path, typer.Argument(metavar="DIR|STUDY.yaml", help="Directory with records, or a study file.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR|STUDY", help="Directory with records, a study file, or a shipped study.")
+    ],
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -138,7 +214,7 @@ def doctor(
     cluster: Annotated[
         str | None,
         typer.Option(
-            metavar="TYPE:COUNT[:GPUS]|FILE", help="Cluster on which the study will run [default: this machine]."
+            metavar="TYPE:COUNT[:GPUS]|FILE|NAME", help="Cluster on which the study will run [default: this machine]."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
@@ -151,13 +227,13 @@ def doctor(
     from megabench.doctor.write_findings import findings_at, write
     from megabench.terminal import standard_output
 
-    write(standard_output(), findings_at(path, nproc, cluster), as_json)
+    write(standard_output(), findings_at(_find_study(path), nproc, cluster), as_json)
 
 
 @app.command()
 def report(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The --out directory of megabench compare or launch/pretrain.py.")
+        Path, typer.Argument(metavar="DIR", help="The --out directory of megabench compare or megabench train.")
     ],
     beside: Annotated[
         Path | None, typer.Option("--compare", metavar="DIR2", help="A second study, shown next to the first.")
@@ -216,7 +292,8 @@ def report(
 @app.command()
 def topo(
     cluster: Annotated[
-        str | None, typer.Option(metavar="TYPE:COUNT[:GPUS]|FILE", help="Cluster to plan for [default: this machine].")
+        str | None,
+        typer.Option(metavar="TYPE:COUNT[:GPUS]|FILE|NAME", help="Cluster to plan for [default: this machine]."),
     ] = None,
     nproc: Annotated[
         int | None,
@@ -243,7 +320,7 @@ def topo(
 ) -> None:
     """Show hosts, NVLink domains and GPUs, and the links of a layout's process groups.
 
-    Describes this machine, the ranks of a launch (torchrun … -m megabench.cli topo), or a cluster for planning. The
+    Describes this machine, the ranks of a launch (torchrun … -m megabench topo), or a cluster for planning. The
     exit status is 2 if the layout is impossible.
     """
     from megabench import topo as room
@@ -313,7 +390,7 @@ def calibrate(
 ) -> None:
     """Measure matrix products, attention, memory, launches, collectives and host copies in about a minute.
 
-    Starts one process per GPU. On several nodes: torchrun … -m megabench.cli calibrate --out FILE.
+    Starts one process per GPU. On several nodes: torchrun … -m megabench calibrate --out FILE.
     """
     from megabench.calibrate.measure import run
 
@@ -326,7 +403,7 @@ def plan(
     cluster: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TYPE:COUNT[:GPUS]|FILE",
+            metavar="TYPE:COUNT[:GPUS]|FILE|NAME",
             help="Cluster to plan for [default: this machine]. Can be repeated to compare clusters.",
         ),
     ] = None,
@@ -421,22 +498,19 @@ def _launcher_rank() -> int | None:
     return int(os.environ["RANK"]) if launched else None
 
 
-def main() -> None:
-    """Run the command line. A UserError is printed as one message, with exit status 2.
+def main(command: str | None = None) -> None:
+    """Run the command line, or the arguments of one command. A UserError is printed as one message.
 
     Under a launcher, all ranks have the same command line, so only rank 0 prints the message.
     """
     speaks = _launcher_rank() in (None, 0)
+    arguments = [command, *sys.argv[1:]] if command else None
     try:
-        app(standalone_mode=speaks)
+        app(arguments, prog_name="megabench", standalone_mode=speaks)
     except (UserError, OSError) as error:
         message = error_message(error)
         if speaks:
             print(f"Error: {message}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_status if isinstance(error, UserError) else 2)
     except _UsageError:
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

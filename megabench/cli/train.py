@@ -1,0 +1,71 @@
+"""`megabench train`: start torchrun with one process per rank on this machine. Loads no torch."""
+
+import os
+import sys
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperCommand
+from typer.main import get_command
+
+from megabench import UserError
+from megabench.config import RunConfig
+from megabench.config.auto import resolve_first
+from megabench.hardware.facts import visible_gpus
+from megabench.train.flags import parse_flags, training_command
+
+
+class _TrainCommand(TyperCommand):
+    """A command that leaves the settings of a run to `parse_flags`, which suggests near matches, and completes them."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = super().get_params(ctx)
+        return [*params, *get_command(training_command()).params] if ctx.resilient_parsing else params
+
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command(
+    cls=_TrainCommand,
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def train(
+    context: typer.Context,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Number of processes.")] = None,
+) -> None:
+    """Train one model under one layout on the processes of this machine or of a launcher."""
+    if "RANK" in os.environ:
+        if nproc:
+            raise UserError("--nproc is for one machine without torchrun. Use torchrun's --nproc-per-node instead.")
+        from megabench.train.__main__ import main
+
+        main(context.args)
+    run = parse_flags(context.args)
+    if run is None:
+        return
+    world_size = _check(run, nproc)
+    words = ["-m", "megabench.train", *context.args]
+    if world_size > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets this value, too, but with a warning
+        launch = ["--standalone", "--nproc-per-node", str(world_size), "--signals-to-handle", "SIGTERM,SIGUSR1"]
+        words = ["-m", "torch.distributed.run", *launch, *words]
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+def _check(run: RunConfig, num_processes: int | None) -> int:
+    """Return the number of processes to start. Raises UserError if the run cannot start with them on this machine."""
+    num_gpus = 0 if run.device == "cpu" else len(visible_gpus())
+    world_size = num_processes or num_gpus or run.tp * run.cp * run.pp
+    if num_gpus and world_size > num_gpus:
+        raise UserError(
+            f"--nproc {world_size} exceeds this machine's {num_gpus} GPUs. Use --nproc {num_gpus}, or --device cpu."
+        )
+    device: Literal["cpu", "cuda"] = "cuda" if num_gpus else "cpu"
+    resolved = resolve_first(run, world_size, device)
+    if world_size > 1 and device == "cpu" and not run.skip_memory_check:
+        from megabench.train.memory_check import check_memory
+
+        check_memory(resolved, 0, world_size)  # before each process imports torch
+    return world_size
