@@ -67,7 +67,7 @@ def run(script: str, directory: Path) -> tuple[int, str]:
 
 def last_block(output: str, blocks: list[Block]) -> str:
     """Return the output of the block that ran last, from its mark on."""
-    return output[max(output.rfind(mark_of(block)) for block in blocks) :]
+    return output[max(0, *(output.rfind(mark_of(block)) for block in blocks)) :]
 
 
 def fenced(text: str, info: str = "bash", above: str = "") -> str:
@@ -123,6 +123,7 @@ def test_a_failing_block_ends_the_script_and_shows_its_own_output(tmp_path: Path
     status, output = run(script_of(blocks), tmp_path)
     assert status == 1
     assert last_block(output, blocks) == "== the block at line 7\ncause\n"
+    assert last_block("bash: no space left\n", blocks) == "bash: no space left\n"
 
 
 @pytest.mark.parametrize(
