@@ -1,4 +1,4 @@
-"""Update the result tables of README.md from the records of the studies: `make readme-tables`.
+"""Update the result tables of README.md and docs/results.md from the records of the studies: `make readme-tables`.
 
 The tool replaces the text between `<!-- records: FOLDER -->` and `<!-- end of records -->` with the results table of
 the study in FOLDER. Running the tool twice gives the same file as running the tool once.
@@ -17,30 +17,38 @@ from megabench.study.results_directory import read_folder
 from megabench.study.table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "docs/results.md"]
 _START, _END = re.compile(r"<!-- records: (\S+) -->\n"), "<!-- end of records -->"
 
 
 def main(
-    file: Annotated[Path, typer.Argument(help="Markdown file with the tables to update.")] = ROOT / "README.md",
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Markdown files with the tables to update [default: README.md and docs/results.md]."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Do not write; exit with status 1 if a table is out of date.")
     ] = False,
 ) -> None:
-    """Write the results tables of the measured studies into a Markdown file."""
-    try:
-        old = file.read_text()
-        new = with_tables(old)
-    except (UserError, OSError) as error:
-        print(f"Error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    if check and new != old:
-        print(
-            f"The tables in {file} differ from the records. Run make readme-tables to update the tables.",
-            file=sys.stderr,
-        )
+    """Write the results tables of the measured studies into Markdown files."""
+    is_old = False
+    for file in files or PAGES:
+        try:
+            old = file.read_text(encoding="utf-8")
+            new = with_tables(old)
+        except (UserError, OSError) as error:
+            print(f"Error: {file}: {error}", file=sys.stderr)
+            raise typer.Exit(2) from None
+        if not check:
+            write_atomically(file, new)
+        elif new != old:
+            is_old = True
+            print(
+                f"The tables in {file} differ from the records. Run make readme-tables to update the tables.",
+                file=sys.stderr,
+            )
+    if is_old:
         raise typer.Exit(1)
-    if not check:
-        write_atomically(file, new)
 
 
 def with_tables(text: str) -> str:
