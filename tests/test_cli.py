@@ -80,8 +80,8 @@ def test_a_study_that_cannot_run_is_one_sentence_and_2(tmp_path, study, argument
 
 
 def test_wrong_usage_is_2(tmp_path):
-    status, _, stderr = compare("no.yaml", command=REAL)
-    assert status == 2 and "--out" in stderr
+    status, _, stderr = compare("quickstart", "--nprocs", 2, command=REAL)
+    assert status == 2 and "--nproc" in stderr
 
 
 def test_nproc_is_not_for_launchers():
@@ -90,7 +90,7 @@ def test_nproc_is_not_for_launchers():
     assert status == 2 and "--nproc-per-node" in stderr
     status, _, stderr = compare("s.yaml", "--out", "o", "--nproc", 2, command=REAL, **launcher | {"RANK": "1"})
     assert (status, stderr) == (2, "")
-    status, _, stderr = compare("s.yaml", command=REAL, **launcher | {"RANK": "1"})
+    status, _, stderr = compare("s.yaml", "--nprocs", 2, command=REAL, **launcher | {"RANK": "1"})
     assert (status, stderr) == (2, "")
 
 
@@ -108,6 +108,6 @@ def test_a_dry_run_prints_what_would_run_and_leaves_nothing(tmp_path):
     assert result.returncode == 0, result.stderr
     head, dp, tp = result.stdout.splitlines()
     assert head == "study: 3 runs, against zero3"
-    assert dp.startswith("dp (2 × 90 s at most): torchrun --nproc-per-node 2 launch/pretrain.py --model llama-tiny")
+    assert dp.startswith("dp (2 × 90 s at most): torchrun --nproc-per-node 2 -m megabench.train --model llama-tiny")
     assert tp.startswith("tp (1800 s at most): A='b c' torchrun --nproc-per-node 2 ") and " --tp 2" in tp
     assert not out.exists()

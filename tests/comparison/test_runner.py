@@ -170,7 +170,7 @@ def test_what_a_study_leaves(faults):
 def test_a_failed_record_says_what_was_asked_for_and_measures_nothing(faults):
     record = faults.records["killed"]
     assert (record.layout.dp, record.num_steps, record.device, record.num_hosts) == (2, 4, "cpu", 1)
-    command = "FAULT=kill FAULT_RANK=1 torchrun --nproc-per-node 2 launch/pretrain.py --model llama-tiny"
+    command = "FAULT=kill FAULT_RANK=1 torchrun --nproc-per-node 2 -m megabench.train --model llama-tiny"
     assert record.command.startswith(command)
     assert record.tokens_per_second is None and record.losses == [] and record.work_class is None
 
@@ -202,7 +202,7 @@ def test_repeats_and_environment(tmp_path):
     assert status == 0, stdout + stderr
     found = read_records(out / "results.jsonl")
     assert [record.repeat for record in found] == [0, 1]
-    assert found[0].command.startswith("FAULT=environment MINE='7 of mine' torchrun --nproc-per-node 2 launch/")
+    assert found[0].command.startswith("FAULT=environment MINE='7 of mine' torchrun --nproc-per-node 2 -m megabench.train ")
     prefixes = set()
     for repeat in (0, 1):
         lines = (out / f"logs/a/repeat-{repeat}/environment-1").read_text().splitlines()

@@ -182,7 +182,7 @@ def test_a_directory_is_no_data(tmp_path, resolve):
 
 def test_text_too_large_for_every_rank_points_to_preprocess(tmp_path, resolve, monkeypatch):
     monkeypatch.setattr(source, "MAX_TEXT_BYTES", 100)
-    with pytest.raises(DataError, match=r"too much to tokenize on every rank\. .* tools/preprocess.py"):
+    with pytest.raises(DataError, match=r"too much to tokenize on every rank\. .* megabench preprocess"):
         open_source(resolve(data=str(write(tmp_path / "big.txt", b"x" * 101))))
 
 

@@ -1,4 +1,4 @@
-"""Token files: what tools/preprocess.py writes, megatron-core and this package read alike; damage is told."""
+"""Token files: what megabench preprocess writes, megatron-core and this package read alike; damage is told."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megabench.cli.preprocess import write_tokens
 from megabench.data import DataError, token_file
 from megabench.data.source import open_source
 from megabench.data.text import read_text
 from megabench.data.token_file import open_token_file, read_facts, scan, token_file_prefix
 from megabench.data.tokenizer import BYTES
 from tests.data.conftest import DOCUMENTS
-from tools.preprocess import preprocess
 
 PREPROCESS = Path(__file__).parents[2] / "tools" / "preprocess.py"
 
@@ -86,7 +86,7 @@ def test_hugging_face_tokenizer_over_several_files_and_workers(tmp_path, jsonl, 
 
 
 def test_no_append_eod(tmp_path, jsonl):
-    preprocess([jsonl], tmp_path / "tokens", BYTES, workers=1, append_eod=False)
+    write_tokens([jsonl], tmp_path / "tokens", BYTES, workers=1, append_eod=False)
     assert bytes(open_token_file(tmp_path / "tokens").astype(np.uint8)) == "".join(DOCUMENTS).encode()
 
 

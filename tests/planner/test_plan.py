@@ -39,7 +39,7 @@ def test_the_documented_command():
     assert "Sweet spot: " in shown.stdout and "These layouts almost fit" in shown.stdout
     found = json.loads(megabench("plan", *arguments, "--json").stdout)
     assert found["sweet_spot"] in shown.stdout
-    run = parse_flags(shlex.split(found["command"].partition("launch/pretrain.py ")[2]))
+    run = parse_flags(shlex.split(found["command"].partition("-m megabench.train ")[2]))
     assert found["command"] in shown.stdout and found["command"].startswith("torchrun --nnodes 4 --nproc-per-node 8 ")
     assert run and run.resolve(32, "cuda").layout.tp == found["ranked"][0]["settings"]["tp"]
     assert (run.model, run.seq_length, run.global_batch) == ("llama3-70b", 8192, 256)

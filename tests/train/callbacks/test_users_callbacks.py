@@ -15,7 +15,7 @@ from megabench.train.callbacks import Callback
 from megabench.train.callbacks.user_callbacks import load_callbacks
 
 ROOT = Path(__file__).parents[3]
-(CODE,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "callbacks.md").read_text(), re.DOTALL)
+(CODE,) = re.findall(r"```python[^\n]*\n(.*?)```", (ROOT / "docs" / "callbacks.md").read_text(), re.DOTALL)
 
 
 def pretrain(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
