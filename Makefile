@@ -1,28 +1,34 @@
 # `make quickstart` and `make test` need Python 3.11 to 3.13, a C compiler and nothing else.
 PYTHON ?= python3
 VENV ?= .venv
+# the package alone, and the package with the tools for tests, linting and documentation
 INSTALLED := $(VENV)/.installed
+TOOLS := $(VENV)/.installed-tools
 
-.PHONY: quickstart test test-fast lint readme-tables settings-page validate-planner versions venv clean
+.PHONY: quickstart test test-fast lint docs readme-tables settings-page validate-planner versions venv clean
 
 quickstart: versions
 	rm -rf runs/quickstart
-	$(VENV)/bin/megabench compare configs/studies/quickstart.yaml --out runs/quickstart
+	$(VENV)/bin/megabench compare quickstart
 
-test: versions
+test: versions $(TOOLS)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # the tests that start no processes and open no pages
-test-fast: versions
+test-fast: versions $(TOOLS)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not distributed and not e2e"
 
-lint: $(INSTALLED)
+lint: $(TOOLS)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-logo
 
-# the tables of README.md, from the records in benchmarks/
+# the documentation as a website in build/site; a broken link is an error
+docs: $(TOOLS)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
+# the tables of README.md and docs/results.md, from the records in benchmarks/
 readme-tables: $(INSTALLED)
 	$(VENV)/bin/python tools/readme_tables.py
 
@@ -37,11 +43,15 @@ validate-planner: $(INSTALLED)
 versions: $(INSTALLED)
 	@$(VENV)/bin/python -c 'from importlib.metadata import version as of; from platform import python_version; print("Python", python_version(), *(f"· {name} {of(name)}" for name in ("torch", "megatron-core")))'
 
-venv: $(INSTALLED)
+venv: $(TOOLS)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --constraint constraints.txt --editable '.[test]'
+	$(VENV)/bin/pip install --constraint constraints.txt --editable .
+	touch $@
+
+$(TOOLS): $(INSTALLED)
+	$(VENV)/bin/pip install --constraint constraints.txt --editable '.[test,docs]'
 	touch $@
 
 clean:
