@@ -18,7 +18,8 @@ _PLAIN_WIDTH = 250  # files and pipes get a width that is larger than any table,
 
 def standard_output() -> Console:
     """Return a console as wide as the terminal, or 250 columns wide if standard output is no terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    # a notebook gets the plain text of a file, because rich would write each line as an output of its own
+    return Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH, force_jupyter=False)
 
 
 class ProgressLine:

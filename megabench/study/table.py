@@ -57,7 +57,7 @@ def markdown(records: Sequence[RunRecord], reference: str, question: Question | 
     """Return the answer and the table as Markdown, with all usual columns."""
     table, found = study_table(records, reference, question), answer(records, reference, question)
     output = StringIO()
-    Console(file=output, width=10_000, color_system=None).print(_drawn(table.choose(), table.rows))
+    Console(file=output, width=10_000, color_system=None, force_jupyter=False).print(_drawn(table.choose(), table.rows))
     lines = [line.rstrip() for line in output.getvalue().splitlines() if line.strip()]
     parts = [f"**{found.headline}** {' '.join(found.particulars)}".strip(), "\n".join(lines), *_about_works(table)]
     parts += [f"{row.trial}: {warning}." for row in table.rows for warning in row.warnings]

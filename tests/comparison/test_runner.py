@@ -202,7 +202,9 @@ def test_repeats_and_environment(tmp_path):
     assert status == 0, stdout + stderr
     found = read_records(out / "results.jsonl")
     assert [record.repeat for record in found] == [0, 1]
-    assert found[0].command.startswith("FAULT=environment MINE='7 of mine' torchrun --nproc-per-node 2 -m megabench.train ")
+    assert found[0].command.startswith(
+        "FAULT=environment MINE='7 of mine' torchrun --nproc-per-node 2 -m megabench.train "
+    )
     prefixes = set()
     for repeat in (0, 1):
         lines = (out / f"logs/a/repeat-{repeat}/environment-1").read_text().splitlines()

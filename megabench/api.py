@@ -1,0 +1,197 @@
+"""The Python interface behind the command line: `from megabench import Layout, compare, load, plan`.
+
+The functions raise UserError for invalid input, with the message that the command line prints.
+"""
+
+import json
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megabench import UserError, shipped
+from megabench.doctor import examine
+from megabench.doctor.finding import Finding
+from megabench.parallel.layout import Layout
+from megabench.planner import plan_table
+from megabench.planner.engines import Estimate
+from megabench.planner.make_plan import make_plan
+from megabench.planner.search import Plan
+from megabench.record import RunRecord
+from megabench.study.answers import Answer, answer
+from megabench.study.compare_request import Request
+from megabench.study.results_directory import StudyRecords, read_folder
+from megabench.study.summary import Row, summarize
+from megabench.study.table import markdown
+
+__all__ = ["Layout", "StudyPlan", "StudyResults", "compare", "load", "plan"]
+
+
+@dataclass(frozen=True)
+class StudyResults:
+    """The results of a study, as `compare` and `load` return them. A notebook shows the answer and the table."""
+
+    folder: Path
+    study: StudyRecords
+
+    @property
+    def records(self) -> tuple[RunRecord, ...]:
+        """All runs, with every measured value."""
+        return self.study.records
+
+    @property
+    def answer(self) -> Answer:
+        """The answer to the study's question: a headline, and particulars of one sentence each."""
+        return answer(self.records, self.study.reference, self.study.answers, self.study.budget)
+
+    @property
+    def trials(self) -> list[Row]:
+        """One row per trial, with medians over its runs. The fastest comes first, within equal work."""
+        return summarize(self.records, self.study.reference)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The problems that `megabench doctor` reports, the worst first."""
+        return list(examine(self.records, self.study.reference))
+
+    def _repr_markdown_(self) -> str:
+        return markdown(self.records, self.study.reference, self.study.answers)
+
+    def __str__(self) -> str:
+        return self._repr_markdown_()
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """Predictions for a model on a cluster, as `plan` returns them. Printing a plan shows its table."""
+
+    prediction: Plan
+
+    @property
+    def ranked(self) -> Sequence[Estimate]:
+        """The fastest predicted candidates, the fastest first, with step time, memory and the parts of a step."""
+        return self.prediction.ranked
+
+    @property
+    def best(self) -> Estimate:
+        """The recommended candidate. Its layout is `best.candidate.layout`."""
+        return plan_table.chosen(self.prediction)
+
+    @property
+    def command(self) -> str:
+        """The command that trains with the recommended layout, for every host."""
+        return plan_table.command(self.prediction)
+
+    def __str__(self) -> str:
+        output = StringIO()
+        plan_table.write(
+            Console(file=output, width=180, color_system=None, force_jupyter=False), self.prediction, len(self.ranked)
+        )
+        return output.getvalue()
+
+
+def compare(
+    study: str | Path,
+    out: str | Path | None = None,
+    *,
+    num_processes: int | None = None,
+    resume: bool = False,
+    only: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    emulate_hosts: int | None = None,
+) -> StudyResults:
+    """Run a study on this machine, print what `megabench compare` prints, and return the results.
+
+    Args:
+        study: a study file, or the name of a shipped study.
+        out: the output directory; by default runs/STUDY.
+        num_processes: by default, the number of GPUs, or the study's largest world size on a machine without GPUs.
+        resume: run only the trials that have no successful record yet.
+        only: names or patterns of the trials to run; by default all trials.
+        settings: settings that replace those of the study's base, or of trials, as in {"steps": 20, "tp2.tp": 4}.
+        emulate_hosts: divide the processes into this number of hosts that communicate over sockets.
+
+    Raises:
+        UserError: the study cannot be run. No process has been started.
+        KeyboardInterrupt: a signal stopped the study. `resume=True` continues it.
+    """
+    source = shipped.find("studies", study)
+    folder = Path(out) if out else Path("runs", source.stem)
+    given = tuple(f"{name}={json.dumps(value)}" for name, value in (settings or {}).items())
+    request = Request(source, folder, resume, tuple(only), emulate_hosts, settings=given)
+    planned, size = request.plan_here(num_processes)
+    from megabench.comparison.runner import run_here  # loads torch
+
+    with _signal_handlers_kept():
+        status = run_here(request, planned, size)
+    if status > 128:
+        raise KeyboardInterrupt(f"signal {status - 128} stopped the study; compare(…, resume=True) continues it")
+    return load(folder)
+
+
+def load(folder: str | Path) -> StudyResults:
+    """Return the results in an output directory of `compare` or `megabench train`. Raises UserError without records."""
+    return StudyResults(Path(folder), read_folder(Path(folder)))
+
+
+def plan(
+    model: str = "llama3-8b",
+    cluster: str | None = None,
+    *,
+    seq_length: int | None = None,
+    global_batch: int | None = None,
+    num_layers: int | None = None,
+    precision: str | None = None,
+    grad_dtype: str = "fp32",
+    profile: str | Path | None = None,
+    emulate_hosts: int | None = None,
+    top: int = 12,
+) -> StudyPlan:
+    """Predict the fastest layouts of a model on a cluster, as `megabench plan` does, without a GPU.
+
+    Args:
+        model: a name of the catalogue, or a Hugging Face or checkpoint directory.
+        cluster: TYPE:COUNT[:GPUS], a cluster file, or the name of a shipped cluster; by default this machine.
+        seq_length: tokens per sequence; by default the model's.
+        global_batch: sequences per optimizer step; by default the model's.
+        num_layers: number of layers; by default the model's.
+        precision: bf16, fp16, fp8 or fp32; by default bf16, and fp32 on CPU.
+        grad_dtype: dtype in which gradients are accumulated and reduced, fp32 or bf16.
+        profile: a profile written by `megabench calibrate`; by default a shipped profile.
+        emulate_hosts: divide this machine into this number of hosts that communicate over sockets.
+        top: number of candidates in `ranked`.
+
+    Raises:
+        UserError: for invalid input, or if no layout fits.
+    """
+    found = make_plan(
+        model,
+        cluster,
+        seq_length,
+        global_batch,
+        num_layers,
+        grad_dtype,
+        Path(profile) if profile else None,
+        top,
+        emulate_hosts,
+        precision=precision,
+    )
+    if not found.ranked:
+        raise UserError(" ".join(plan_table.what_is_missing(found)))
+    return StudyPlan(found)
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Restore the signal handlers afterwards, because a study replaces those of its process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
