@@ -42,7 +42,7 @@ def train(
         from megabench.train.__main__ import main
 
         main(context.args)
-    run = parse_flags(context.args)
+    run = parse_flags(context.args, program="megabench train")
     if run is None:
         return
     world_size = _check(run, nproc)

@@ -14,13 +14,13 @@ import typer
 from megabench.config import FIELDS, SETTINGS, ConfigError, RunConfig, choices_of, hint, read_yaml_mapping
 
 
-def parse_flags(arguments: Sequence[str] | None = None) -> RunConfig | None:
-    """Parse a command line into a configuration. Return None if the user only asked for help.
+def parse_flags(arguments: Sequence[str] | None = None, program: str | None = None) -> RunConfig | None:
+    """Parse a command line into a configuration. Return None if the user only asked for help, which names `program`.
 
     Raises ConfigError for unknown, malformed or invalid flags.
     """
     try:
-        result = training_command()(args=arguments, standalone_mode=False)
+        result = training_command()(args=arguments, prog_name=program, standalone_mode=False)
     except Exception as error:
         # an error of click, or of the copy of click inside newer versions of typer
         if (message := getattr(error, "format_message", None)) is None:

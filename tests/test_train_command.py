@@ -1,0 +1,61 @@
+"""`megabench train`: processes are started after all checks, and the settings are those of launch/pretrain.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megabench.record import RunRecord
+
+TINY = ["--model", "llama-tiny", "--num-layers", "2", "--seq-length", "32", "--device", "cpu", "--steps", "2"]
+LAUNCHER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def train(folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megabench", "train", *flags]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])} | variables
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("flags", "world_size"), [(["--tp", "2"], 2), (["--nproc", "1"], 1)])
+def test_it_starts_as_many_processes_as_the_layout_needs_or_the_user_says(
+    tmp_path: Path, flags: list[str], world_size: int
+) -> None:
+    result = train(tmp_path, *TINY, *flags, "--out", "run")
+    assert result.returncode == 0, result.stderr
+    record = RunRecord.read(tmp_path / "run" / "record.json")
+    assert (record.world_size, record.num_steps) == (world_size, 2)
+    assert record.command.startswith(f"torchrun --nproc-per-node {world_size} -m megabench.train --model llama-tiny")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tpp", "2"], "unknown option --tpp; did you mean --tp"),
+        ([*TINY, "--tp", "2", "--nproc", "3"], "needs a multiple of 2 processes, but the world size is 3"),
+        (["--tp", "8", "--pp", "2", "--device", "cpu"], "llama3-8b needs about"),
+    ],
+)
+def test_what_cannot_run_is_one_sentence_and_2(tmp_path: Path, flags: list[str], words: str) -> None:
+    result = train(tmp_path, *flags)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: ") and words in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_nproc_is_not_for_launchers(tmp_path: Path) -> None:
+    result = train(tmp_path, *TINY, "--nproc", "2", **LAUNCHER)
+    assert result.returncode == 2 and "--nproc-per-node" in result.stderr
+
+
+def test_settings_are_completed(tmp_path: Path) -> None:
+    variables = {"_MEGABENCH_COMPLETE": "complete_bash", "COMP_WORDS": "megabench train --zero-s", "COMP_CWORD": "2"}
+    assert train(tmp_path, **variables).stdout.split() == ["--zero-stage"]
+
+
+def test_help_lists_the_settings(tmp_path: Path) -> None:
+    result = train(tmp_path, "--help")
+    assert result.returncode == 0 and result.stdout.startswith("Usage: megabench train [OPTIONS]")
+    assert "--tp" in result.stdout and "--nproc" in result.stdout
