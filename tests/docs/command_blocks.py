@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from megabench import UserError
-from megabench.cli import main
+from megabench.cli.commands import app
 from megabench.train.flags import parse_flags
 
 # Why a block does not run in the tests. A page gives the reason in an HTML comment on the line above the block.
@@ -19,7 +19,6 @@ REASONS = (*(f"needs: {name}" for name in NEEDS), "runs in: .ci/run")
 _FENCE = re.compile(r"^(?P<indent>\s*)(?P<ticks>`{3,})(?P<info>[^`]*)$")
 _REASON = re.compile(r"^\s*<!-- (?P<reason>(?:needs|runs in):.*?) -->\s*$")
 _TITLE = re.compile(r'\btitle="([^"]*)"')
-_COMMANDS = ("megabench", "megabench.cli")
 _REDIRECTION = re.compile(r"\d?(?:>>?|<)\s*(?:&\d|[^\s;&|]+)")
 _VARIABLE = re.compile(r"\w+=\S*$")  # a variable of the environment
 
@@ -138,7 +137,7 @@ def _parse(words: Sequence[str]) -> None:
         if word.endswith("launch/compare.py"):
             _parse_command(["compare", *arguments])
             return
-        if word.rpartition("/")[2] in _COMMANDS and (is_module or _starts_a_command(words[:number])):
+        if word.rpartition("/")[2] == "megabench" and (is_module or _starts_a_command(words[:number])):
             _parse_command(arguments)
             return
 
@@ -150,32 +149,20 @@ def _starts_a_command(before: Sequence[str]) -> bool:
 
 def _parse_command(arguments: list[str]) -> None:
     """Parse the arguments of `megabench`, without running the command."""
-    if arguments[:1] == ["train"]:
-        parse_flags(_without_nproc(arguments[1:]))
-        return
-    # the app is in the module of `main`
-    command: Any = typer.main.get_command(main.__globals__["app"])
+    command: Any = typer.main.get_command(app)
     name = "megabench"
-    while arguments and arguments[0] in getattr(command, "commands", {}):
-        name = arguments.pop(0)
-        command = command.commands[name]
+    while hasattr(command, "resolve_command") and arguments and not arguments[0].startswith("-"):
+        context = command.make_context(name, [], resilient_parsing=True)
+        first = arguments[0]
+        name, command, arguments = command.resolve_command(context, arguments)
+        if command is None:
+            raise UserError(f"no command {first}")
     try:
-        command.make_context(name, arguments)
+        parsed = command.make_context(name, arguments)
     except typer.Exit:  # of --help and --version
         return
-    if arguments and hasattr(command, "commands") and not arguments[0].startswith("-"):
-        raise UserError(f"no command {arguments[0]}")
-
-
-def _without_nproc(arguments: Sequence[str]) -> list[str]:
-    """Remove the only flag of `megabench train` that is not a setting of the run."""
-    kept = list(arguments)
-    for number, word in enumerate(arguments):
-        if word == "--nproc":
-            del kept[number : number + 2]
-        elif word.startswith("--nproc="):
-            del kept[number]
-    return kept
+    if name == "train":
+        parse_flags(parsed.args)
 
 
 _UsageError: Any = typer.BadParameter.__base__  # typer does not export the base class of command-line errors
