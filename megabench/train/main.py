@@ -83,6 +83,11 @@ def _run(given: RunConfig, find: Find | None) -> None:
     watchdog = Watchdog(rendezvous, given.stall_seconds, given.steps)
     try:
         device_kind = choose_device(given.device, rendezvous.local_world_size)
+        if device_kind == "cpu" and given.device == "auto" and (gpus := visible_gpus()):
+            raise ConfigError(
+                f"device=auto: torch finds no GPU, but the driver finds {len(gpus)}; install a torch version for this "
+                f"driver, or use --device cpu to train on the CPU"
+            )
         # these checks do not depend on "auto" settings
         run = (resolve_first if find else RunConfig.resolve)(given, rendezvous.world_size, device_kind)
         check_precision(run.policy, device_kind)
