@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from megabench.record import RunRecord
 from megabench.study.summary import engine_name
 
-# ends the names of the event files of this module, so that a later call finds and replaces them
+# the suffix of the event files that this module writes; a later call finds the files by it and replaces them
 _SUFFIX = ".hparams"
 _ALWAYS_DECLARED = ("tp", "pp", "vp", "cp", "dp", "micro_batch")
 # TensorBoard shows the first 5 hyperparameters until the user selects others

@@ -53,7 +53,7 @@ def origin(plan: Plan) -> str:
 def write(console: Console, plan: Plan, top: int, tokens: float | None = None) -> None:
     """Print the `top` fastest layouts, the recommendation and its command, and the layouts that do not fit.
 
-    Also print the duration of training on this number of tokens, if it is given.
+    If `tokens` is given, also print the predicted days of training on so many tokens.
     """
     job, topology = plan.job, plan.topology
     head = f"{job.shape.name} on {topology.world_size} × {topology.hosts[0].device}, {len(topology.hosts)} host"
@@ -112,7 +112,7 @@ def _shown(plan: Plan, top: int) -> list[Estimate]:
 
 
 def megatron_note(estimates: Sequence[Estimate]) -> str | None:
-    """Return a sentence that tells megatron-core's data parallelism from DDP, if a layout is such data parallelism."""
+    """Return how megatron-core's data parallelism differs from DDP, or None if no layout is pure data parallelism."""
     names = [
         one.candidate.name
         for one in estimates

@@ -298,7 +298,7 @@ def _draft(
     world_size = both.get("world_size", num_processes)
     if not _is(NumRanks, world_size):
         raise StudyError(f"{where}: world_size={world_size!r} must be a whole number of processes, e.g. 8")
-    if not only:  # `only` may exclude this trial, but `only` is applied after all trials have names
+    if not only:  # `only` may exclude this trial later, when all trials have names
         _check_size(where, world_size, num_processes)
     timeout = both["timeout_seconds"]
     if not _is(Seconds, timeout):

@@ -47,7 +47,7 @@ def _loads_own_save(run: ResolvedConfig) -> bool:
 def _is_own_restart(run: ResolvedConfig, rendezvous: Rendezvous) -> bool:
     """Return whether the launcher restarted this run after it saved to `--save`. All ranks get the same result.
 
-    A restart does not prove that this run owns the directory: its first attempt may have been refused.
+    A restart does not prove that this run owns the directory: the first attempt of the run may have been refused.
     """
     if not run.save or restart_count() == 0:
         return False
