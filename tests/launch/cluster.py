@@ -1,0 +1,169 @@
+"""A Slurm cluster of several nodes on this machine: munged, slurmctld and one slurmd per node, in one directory."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.comparison.compare_process import REPOSITORY
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
+
+# Nodes have loopback addresses as names, because the script passes the name of the first node to torchrun.
+# KillWait: seconds between SIGTERM and SIGKILL. cred_expire: Slurm waits this long before it starts a requeued job.
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=localhost
+SlurmctldPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=1
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+FirstJobId={first_job}
+KillWait=60
+MailProg=/bin/true
+NodeName=127.0.0.[1-{nodes}] NodeHostname=localhost Port=[{first_node_port}-{last_node_port}] CPUs=2
+PartitionName=main Nodes=ALL Default=YES
+"""
+
+
+def why_not() -> str | None:
+    """Return why no cluster can be started here, or None."""
+    if os.geteuid() != 0:
+        return "slurmd needs root"
+    missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+    return f"{', '.join(missing)} not found: apt-get install slurm-wlm munge" if missing else None
+
+
+class Cluster:
+    """Submits jobs and asks for their state."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
+
+    def run(self, *command: object) -> str:
+        done = subprocess.run(
+            list(map(str, command)), env=self.environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}{self.logs()}"
+        return done.stdout
+
+    def submit(self, script: str, *arguments: object, log: Path, **variables: str) -> str:
+        """Submit `script` on two nodes with the sbatch options and script arguments, and return the job's number."""
+        exported = ",".join(["ALL", *(f"{name}={value}" for name, value in variables.items())])
+        options = ["--parsable", "--nodes", "2", "--output", log, f"--export={exported}"]
+        split = arguments.index("--") if "--" in arguments else 0
+        return self.run("sbatch", *options, *arguments[:split], script, *arguments[split + 1 :]).strip()
+
+    def state(self, job: str) -> dict[str, str]:
+        words = self.run("scontrol", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, job: str, seconds: float) -> dict[str, str]:
+        """Wait until the job has ended and return its state."""
+        deadline = time.monotonic() + seconds
+        while (state := self.state(job))["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+            assert time.monotonic() < deadline, f"{state}{self.logs()}"
+            time.sleep(0.2)
+        return state
+
+    def logs(self) -> str:
+        return "".join(f"\n{log.name}:\n{log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
+
+
+@contextmanager
+def started(folder: Path, nodes: int) -> Iterator[Cluster]:
+    """Start the daemons, and end all of them and all their processes afterwards."""
+    ports = _free_ports(nodes + 1)
+    first_job = os.getpid() % 9000 + 1  # from which launch/slurm.sbatch makes the port of the rendezvous
+    text = CONFIGURATION.format(
+        folder=folder, nodes=nodes, port=ports[-1], first_node_port=ports[0], last_node_port=ports[-2], first_job=first_job
+    )
+    (folder / "slurm.conf").write_text(text)
+    (folder / "state").mkdir()
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    cluster = Cluster(folder)
+    munge = [f"--{name}={folder / file}" for name, file in {
+        "socket": "munge.socket", "key-file": "munge.key", "log-file": "munge.log",
+        "pid-file": "munge.pid", "seed-file": "munge.seed",
+    }.items()]  # fmt: skip
+    names = [f"127.0.0.{number}" for number in range(1, nodes + 1)]
+    for name in names:
+        (folder / f"spool-{name}").mkdir()
+    daemons: list[subprocess.Popen[bytes]] = []
+    try:
+        for command in (
+            ["munged", "--foreground", "--force", *munge],
+            ["slurmctld", "-D"],
+            *(["slurmd", "-D", "-N", name] for name in names),
+        ):
+            daemons.append(
+                subprocess.Popen(
+                    command, env=cluster.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+            )
+            if command[0] == "munged":
+                _wait_for(lambda: (folder / "munge.socket").exists())
+        _wait_for(lambda: cluster.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(nodes))
+        yield cluster
+    finally:
+        _end(daemons, folder)
+
+
+def _end(daemons: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    """End the daemons and everything that they started. slurmstepd leaves the process tree of slurmd."""
+    marker = f"SLURM_CONF={folder / 'slurm.conf'}"
+    ours = [process for process in psutil.process_iter() if _has(process, marker)]
+    for process in ours:
+        if process.pid != os.getpid():
+            process.kill()
+    for daemon in daemons:
+        daemon.kill()
+        daemon.wait()
+
+
+def _has(process: psutil.Process, marker: str) -> bool:
+    try:
+        return marker in (f"{name}={value}" for name, value in process.environ().items())
+    except (psutil.Error, OSError):
+        return False
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the daemon did not start"
+        time.sleep(0.1)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return consecutive ports on which nobody listens."""
+    for first in range(10000 + os.getpid() % 9000, 20000):
+        with socket.socket() as probe:
+            busy = [port for port in range(first, first + count) if probe.connect_ex(("localhost", port)) == 0]
+        if not busy:
+            return list(range(first, first + count))
+    raise AssertionError("no ports are free")
+
+
+def _path() -> str:
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
