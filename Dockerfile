@@ -24,8 +24,8 @@ COPY . .
 ARG EXTRAS=gpu
 # pip must keep the image's torch and what was built against it. The image's own constraints pin many more packages, to
 # versions that are too old for megabench, so they are replaced.
-RUN pip list --format=freeze \
-        | grep -iE '^(torch|torchvision|triton|pytorch-triton|apex|transformer[-_]engine|flash[-_]attn)==' >/tmp/kept.txt \
+RUN pip list --format=freeze | grep -iE '^(torch|torchvision|(pytorch-)?triton|apex|transformer.engine|flash.attn)==' \
+        >/tmp/kept.txt \
     && PIP_CONSTRAINT=/tmp/kept.txt pip install --no-cache-dir ".[${EXTRAS}]" \
     && pip list --format=freeze | grep -ixFf /tmp/kept.txt | diff - /tmp/kept.txt
 CMD ["megabench", "--help"]
@@ -36,7 +36,7 @@ ARG EFA_BASE
 ARG EFA_INSTALLER_VERSION=1.51.0
 # The fingerprint is the one in AWS's EC2 user guide, "Get started with EFA and NCCL".
 ARG EFA_KEY=4E9091BCBB97A96B26B15E59A05480B1DD2D3CCC
-# NCCL loads the plugin by its name, so ldconfig must know its directory. Without the plugin, the build fails at `grep .`.
+# NCCL loads the plugin by its name, so ldconfig must know its directory. Without a plugin, `grep .` ends the build.
 RUN apt-get update && apt-get install --yes --no-install-recommends ca-certificates curl gnupg \
     && mkdir /tmp/efa && cd /tmp/efa \
     && url=https://efa-installer.amazonaws.com file=aws-efa-installer-${EFA_INSTALLER_VERSION}.tar.gz \
@@ -44,7 +44,9 @@ RUN apt-get update && apt-get install --yes --no-install-recommends ca-certifica
     && gpg --import aws-efa-installer.key \
     && gpg --status-fd 1 --verify $file.sig | grep "VALIDSIG.* ${EFA_KEY}" \
     && tar -xf $file && cd aws-efa-installer \
-    && if [ "${EFA_BASE}" = nvidia ]; then options=--enable-ngc; else options="--skip-kmod --skip-limit-conf --no-verify"; fi \
+    && options="--skip-kmod --skip-limit-conf --no-verify" \
+    && if [ "${EFA_BASE}" = nvidia ]; then options=--enable-ngc; fi \
     && ./efa_installer.sh --yes $options \
-    && find /opt/amazon -name 'libnccl-net*.so' -printf '%h\n' | sort -u | tee /etc/ld.so.conf.d/aws-ofi-nccl.conf | grep . \
+    && find /opt/amazon -name 'libnccl-net*.so' -printf '%h\n' | sort -u >/etc/ld.so.conf.d/aws-ofi-nccl.conf \
+    && grep . /etc/ld.so.conf.d/aws-ofi-nccl.conf \
     && ldconfig && rm -rf /tmp/efa /root/.gnupg /var/lib/apt/lists/*

@@ -23,7 +23,7 @@ SlurmctldHost=localhost
 SlurmctldPort={port}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=1
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -58,34 +58,42 @@ class Cluster:
         self.folder = folder
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
 
-    def run(self, *command: object) -> str:
+    def run(self, *command: object, **variables: str) -> str:
         done = subprocess.run(
-            list(map(str, command)), env=self.environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+            list(map(str, command)),
+            env=self.environment | variables,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}{self.logs()}"
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def submit(self, script: str, *arguments: object, log: Path, **variables: str) -> str:
-        """Submit `script` on two nodes with the sbatch options and script arguments, and return the job's number."""
-        exported = ",".join(["ALL", *(f"{name}={value}" for name, value in variables.items())])
-        options = ["--parsable", "--nodes", "2", "--output", log, f"--export={exported}"]
-        split = arguments.index("--") if "--" in arguments else 0
-        return self.run("sbatch", *options, *arguments[:split], script, *arguments[split + 1 :]).strip()
+    def submit(self, script: str, *arguments: object, folder: Path, processes: int, **variables: str) -> str:
+        """Submit `script` on two nodes with `processes` each, and return the number of the job.
+
+        `arguments` are options of sbatch, the word --, and arguments of the script. The output goes to `folder`/log.
+        """
+        split = arguments.index("--")
+        options = ["--parsable", "--nodes", "2", "--output", folder / "log", *arguments[:split]]
+        more = variables | {"NPROC_PER_NODE": str(processes)}
+        return self.run("sbatch", *options, script, *arguments[split + 1 :], **more).strip()
 
     def state(self, job: str) -> dict[str, str]:
         words = self.run("scontrol", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, job: str, seconds: float) -> dict[str, str]:
+    def is_alive(self, job: str) -> bool:
+        return self.state(job)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+
+    def wait(self, job: str, seconds: float) -> str:
         """Wait until the job has ended and return its state."""
         deadline = time.monotonic() + seconds
-        while (state := self.state(job))["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-            assert time.monotonic() < deadline, f"{state}{self.logs()}"
-            time.sleep(0.2)
-        return state
-
-    def logs(self) -> str:
-        return "".join(f"\n{log.name}:\n{log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
+        while self.is_alive(job):
+            assert time.monotonic() < deadline, f"job {job} is still alive"
+            time.sleep(0.5)
+        return self.state(job)["JobState"]
 
 
 @contextmanager
@@ -94,7 +102,12 @@ def started(folder: Path, nodes: int) -> Iterator[Cluster]:
     ports = _free_ports(nodes + 1)
     first_job = os.getpid() % 9000 + 1  # from which launch/slurm.sbatch makes the port of the rendezvous
     text = CONFIGURATION.format(
-        folder=folder, nodes=nodes, port=ports[-1], first_node_port=ports[0], last_node_port=ports[-2], first_job=first_job
+        folder=folder,
+        nodes=nodes,
+        port=ports[-1],
+        first_node_port=ports[0],
+        last_node_port=ports[-2],
+        first_job=first_job,
     )
     (folder / "slurm.conf").write_text(text)
     (folder / "state").mkdir()
@@ -117,9 +130,7 @@ def started(folder: Path, nodes: int) -> Iterator[Cluster]:
             *(["slurmd", "-D", "-N", name] for name in names),
         ):
             daemons.append(
-                subprocess.Popen(
-                    command, env=cluster.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-                )
+                subprocess.Popen(command, env=cluster.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             )
             if command[0] == "munged":
                 _wait_for(lambda: (folder / "munge.socket").exists())

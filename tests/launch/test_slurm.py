@@ -1,6 +1,5 @@
 """launch/slurm.sbatch and launch/slurm-pyxis.sbatch on a real Slurm with several nodes on this machine."""
 
-import os
 import re
 import sys
 import time
@@ -19,7 +18,8 @@ pytestmark = [
 ]
 
 FLAGS = ["--model", "llama-tiny", "--num-layers", "2", "--seq-length", "64", "--device", "cpu", "--tp", "2"]
-SECONDS = 200
+SCRIPT = "launch/slurm.sbatch"
+SECONDS = 150
 # pyxis adds options to srun. This srun writes down the options of pyxis and passes the others to Slurm's srun.
 SRUN = f"""#!{sys.executable}
 import os, shutil, sys
@@ -44,55 +44,104 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
 
 @pytest.fixture(scope="module")
 def limited(cluster: slurm.Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A training job whose time limit ends while the other tests run, and its folder."""
+    """A training job whose time limit is about to end, and its folder. It ends while the other tests run."""
     folder = tmp_path_factory.mktemp("limited")
-    # Slurm looks at time limits every 30 s, so that it sends the signal 25 to 55 s after the start of this job.
-    options = ("--time", "1", "--signal", "USR1@5")
-    job = cluster.submit(
-        "launch/slurm.sbatch",
-        *options, "--", "-m", "megabench.train", *endless(folder),
-        log=folder / "log", NPROC_PER_NODE="1",
-    )  # fmt: skip
-    wait_for_text(cluster, folder / "log", r"^step ")
+    options = ("--time", "10", "--signal", "USR1@60", "--")
+    job = cluster.submit(SCRIPT, *options, "-m", "megabench.train", *endless(folder), folder=folder, processes=1)
+    wait_for_text(cluster, job, folder, r"^step ")
+    # The signal is due at once. Slurm checks the time limits of jobs every 30 s.
+    minutes = int(cluster.state(job)["RunTime"].split(":")[1]) + 1
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
     return job, folder
 
 
 def endless(folder: Path) -> list[str]:
     """Flags of a run that ends only through a signal."""
-    return [*FLAGS, "--steps", "50000", "--save", str(folder / "save"), "--load", str(folder / "save")]
+    directories = ["--save", str(folder / "save"), "--load", str(folder / "save"), "--out", str(folder / "run")]
+    return [*FLAGS, "--steps", "50000", *directories]
 
 
-def wait_for_text(cluster: slurm.Cluster, log: Path, pattern: str, seconds: float = 90.0) -> str:
-    deadline = time.monotonic() + seconds
-    while not re.search(pattern, text := log.read_text() if log.exists() else "", re.MULTILINE):
-        assert time.monotonic() < deadline, text + cluster.logs()
-        time.sleep(0.2)
-    return text
+def wait_for_text(cluster: slurm.Cluster, job: str, folder: Path, pattern: str) -> None:
+    """Wait until the output of the job in `folder` matches `pattern`."""
+    deadline = time.monotonic() + SECONDS
+    while not re.search(pattern, text := output(folder), re.MULTILINE):
+        assert cluster.is_alive(job) and time.monotonic() < deadline, text
+        time.sleep(0.5)
 
 
-def saved_steps(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "save").glob("step-*"))
+def output(folder: Path) -> str:
+    return (folder / "log").read_text() if (folder / "log").exists() else ""
 
 
-def test_each_node_runs_one_torchrun(
-    limited: tuple[str, Path], cluster: slurm.Cluster, tmp_path: Path
-) -> None:
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "save").glob("step-*"))
+
+
+def stopped_by(folder: Path) -> str | None:
+    return RunRecord.read(folder / "run" / "record.json").stopped_by
+
+
+@pytest.mark.usefixtures("limited")
+def test_each_node_runs_one_torchrun(cluster: slurm.Cluster, tmp_path: Path) -> None:
     command = ("launch/pretrain.py", *FLAGS, "--steps", "3", "--out", tmp_path / "run")
-    job = cluster.submit("launch/slurm.sbatch", "--", *command, log=tmp_path / "log", NPROC_PER_NODE="2")
-    assert cluster.wait(job, SECONDS)["JobState"] == "COMPLETED", (tmp_path / "log").read_text()
+    job = cluster.submit(SCRIPT, "--", *command, folder=tmp_path, processes=2)
+    assert cluster.wait(job, SECONDS) == "COMPLETED", output(tmp_path)
     record = RunRecord.read(tmp_path / "run" / "record.json")
     assert (record.world_size, record.layout.tp, record.layout.dp) == (4, 2, 2)
 
 
-def test_a_requeued_job_resumes_and_a_cancelled_job_saves(
-    limited: tuple[str, Path], cluster: slurm.Cluster, tmp_path: Path
-) -> None:
-    log = tmp_path / "log"
-    job = cluster.submit(
-        "launch/slurm.sbatch", "--", "-m", "megabench.train", *endless(tmp_path), log=log, NPROC_PER_NODE="1"
-    )
-    wait_for_text(cluster, log, r"^step ")
+@pytest.mark.usefixtures("limited")
+def test_a_requeued_job_resumes_and_a_cancelled_job_saves(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(SCRIPT, "--", "-m", "megabench.train", *endless(tmp_path), folder=tmp_path, processes=1)
+    wait_for_text(cluster, job, tmp_path, r"^step ")
     cluster.run("scontrol", "requeue", job)
-    text = wait_for_text(cluster, log, r"^resum")
-    assert len(saved_steps(tmp_path)) == 1, text
-    ...
+    wait_for_text(cluster, job, tmp_path, r"^saved step ")
+    [step] = saved_steps(tmp_path)
+    wait_for_text(cluster, job, tmp_path, rf"^step +{step + 1}/")
+    cluster.run("scancel", job)
+    assert cluster.wait(job, SECONDS) == "CANCELLED", output(tmp_path)
+    assert len(saved_steps(tmp_path)) == 2 and stopped_by(tmp_path) == "SIGTERM", output(tmp_path)
+
+
+def test_pyxis_and_efa_options_reach_srun(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text(SRUN)
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    show = tmp_path / "show.py"
+    show.write_text(
+        "import os\nprint({name: os.environ.get(name) for name in ('FI_PROVIDER', 'NCCL_SOCKET_IFNAME')})\n"
+    )
+    job = cluster.submit(
+        "launch/slurm-pyxis.sbatch",
+        *("--", show),
+        folder=tmp_path,
+        processes=1,
+        PATH=f"{tmp_path / 'bin'}:{cluster.environment['PATH']}",
+        CONTAINER_IMAGE="registry#megabench:1",
+        CONTAINER_MOUNTS="/fsx:/fsx",
+        USE_EFA="yes",
+        NCCL_SOCKET_IFNAME="ens5",
+    )
+    assert cluster.wait(job, SECONDS) == "COMPLETED", output(tmp_path)
+    assert (tmp_path / "bin" / "pyxis").read_text().splitlines() == [
+        "--container-image=registry#megabench:1",
+        f"--container-mounts={REPOSITORY}:{REPOSITORY},/fsx:/fsx",
+        f"--container-workdir={REPOSITORY}",
+        "--no-container-mount-home",
+    ]
+    # the file's value, and the value that the user has set
+    assert output(tmp_path).count("{'FI_PROVIDER': 'efa', 'NCCL_SOCKET_IFNAME': 'ens5'}") == 2, output(tmp_path)
+
+
+def test_both_scripts_have_the_same_sbatch_options() -> None:
+    plain, pyxis = (
+        re.findall(r"^#SBATCH .*", (REPOSITORY / f"launch/{name}.sbatch").read_text(), re.MULTILINE)
+        for name in ("slurm", "slurm-pyxis")
+    )
+    assert plain and plain == pyxis
+
+
+def test_a_job_saves_before_its_time_limit(cluster: slurm.Cluster, limited: tuple[str, Path]) -> None:
+    job, folder = limited
+    cluster.wait(job, SECONDS)
+    assert stopped_by(folder) == "SIGUSR1" and len(saved_steps(folder)) == 1, output(folder)
