@@ -23,6 +23,7 @@ KUBERNETES = "1.34"
 FLAGS = ["--model", "llama-tiny", "--num-layers", "2", "--seq-length", "64", "--device", "cpu", "--tp", "2"]
 SECONDS = 200
 FILES = ("job", "jobset", "pytorchjob")
+FIRST_PODS = ("megabench-0", "megabench-nodes-0-0")  # of job and jobset
 
 
 def documents(file: str) -> list[dict[str, Any]]:
@@ -176,7 +177,6 @@ def pytorchjob_command(port: int) -> tuple[list[str], dict[str, str]]:
 
 
 PODS: dict[str, Callable[[int], tuple[list[str], dict[str, str]]]] = {
-    "job": lambda port: job_command("job", port),
     "jobset": lambda port: job_command("jobset", port),
     "pytorchjob": pytorchjob_command,
 }
@@ -204,8 +204,16 @@ def end(pid: int) -> None:
             member.kill()
 
 
+def test_job_and_jobset_run_the_same_command() -> None:
+    """The command of `job` is therefore not run again below."""
+    job, jobset = (container(file)["command"] for file in ("job", "jobset"))
+    assert [pair for pair in zip(job, jobset, strict=True) if pair[0] != pair[1]] == [
+        tuple(f"--rdzv-endpoint={pod}.megabench.$(NAMESPACE).svc.cluster.local:29500" for pod in FIRST_PODS)
+    ]
+
+
 @pytest.mark.e2e
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", PODS)
 def test_two_pods_train(file: str, tmp_path: Path) -> None:
     command, variables = PODS[file](free_port())
     args = [*container(file)["args"][:2], *FLAGS, "--steps", "3", "--out", str(tmp_path / "run")]
