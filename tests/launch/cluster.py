@@ -16,7 +16,8 @@ from tests.comparison.compare_process import REPOSITORY
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
 
 # Nodes have loopback addresses as names, because the script passes the name of the first node to torchrun.
-# KillWait: seconds between SIGTERM and SIGKILL. cred_expire: Slurm waits this long before it starts a requeued job.
+# KillWait: seconds between SIGTERM and SIGKILL. cred_expire: Slurm waits this long before it starts a requeued job;
+# 5 s is the minimum. SchedulerParameters: start jobs within a second instead of a minute.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=localhost
@@ -37,6 +38,7 @@ SwitchType=switch/none
 ReturnToService=2
 FirstJobId={first_job}
 KillWait=60
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
 MailProg=/bin/true
 NodeName=127.0.0.[1-{nodes}] NodeHostname=localhost Port=[{first_node_port}-{last_node_port}] CPUs=2
 PartitionName=main Nodes=ALL Default=YES

@@ -1,6 +1,7 @@
 """The files for Kubernetes and SkyPilot: their fields, and their commands in local processes."""
 
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -11,12 +12,10 @@ import kubernetes_validate
 import psutil
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from megabench.cli import app
-from megabench.config import SETTINGS
 from megabench.record import RunRecord
 from tests.comparison.compare_process import REPOSITORY, free_port, start
+from tests.docs.command_blocks import flag_errors
 from tests.launch.custom_resources import JOB_SET, PYTORCH_JOB, SKY_TASK, Fields, unknown_fields
 
 KUBERNETES = "1.34"
@@ -124,26 +123,24 @@ def test_pods_find_the_first_pod() -> None:
         assert "NAMESPACE" in [entry["name"] for entry in container(file)["env"]]
 
 
-@pytest.mark.parametrize("file", [*FILES, "skypilot"])
-def test_flags_of_both_programs_exist(file: str) -> None:
-    path = REPOSITORY / ("launch/skypilot.yaml" if file == "skypilot" else f"launch/kubernetes/{file}.yaml")
-    if file == "skypilot":
-        trained = sky_task()["run"].replace("\\\n", " ").splitlines()[-1].partition(" -m ")[2].split()
-        [study] = re.findall(r"last two lines with: -m (megabench .*)$", path.read_text(), re.MULTILINE)
-        studied = study.split()
-    else:
-        dash, *trained = container(file)["args"]
-        [study] = re.findall(r"# args: (\[.*\])$", path.read_text(), re.MULTILINE)
-        other_dash, *studied = yaml.safe_load(study)
-        assert dash == other_dash == "-m"
-    assert trained[0] == "megabench.train" and studied[:3] == ["megabench", "compare", "STUDY"]
-    assert set(flags(trained)) <= {*SETTINGS} and "save" in flags(trained)
-    shown = CliRunner().invoke(app, ["compare", "--help"]).output
-    assert all(f"--{name}" in shown for name in flags(studied)) and flags(studied) == ["out", "resume"]
+@pytest.mark.parametrize("file", FILES)
+def test_flags_of_both_programs_in_a_manifest_parse(file: str) -> None:
+    """The arguments that train, and those of the comment below them, which run a study."""
+    text = (REPOSITORY / f"launch/kubernetes/{file}.yaml").read_text()
+    [study] = re.findall(r"^ *# args: (\[.*\])$", text, re.MULTILINE)
+    for program, args in ("megabench.train", container(file)["args"]), ("megabench", yaml.safe_load(study)):
+        assert args[:2] == ["-m", program]
+        assert flag_errors(shlex.join(["torchrun", *args])) == []
 
 
-def flags(words: list[str]) -> list[str]:
-    return [word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+@pytest.mark.parametrize("file", ["slurm.sbatch", "slurm-pyxis.sbatch", "skypilot.yaml"])
+def test_flags_of_commands_and_comments_parse(file: str) -> None:
+    text = (REPOSITORY / "launch" / file).read_text().replace("\\\n", " ")
+    found = [line for line in text.splitlines() if re.search(r" -m megabench\b.* --", line)]
+    assert len(found) >= (1 if "pyxis" in file else 2)
+    for line in found:
+        command = "torchrun" + line[line.index(" -m megabench") :]
+        assert flag_errors(command) == [], line
 
 
 def job_command(file: str, port: int) -> tuple[list[str], dict[str, str]]:

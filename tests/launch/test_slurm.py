@@ -47,7 +47,7 @@ def limited(cluster: slurm.Cluster, tmp_path_factory: pytest.TempPathFactory) ->
     """A training job whose time limit is about to end, and its folder. It ends while the other tests run."""
     folder = tmp_path_factory.mktemp("limited")
     options = ("--time", "10", "--signal", "USR1@60", "--")
-    job = cluster.submit(SCRIPT, *options, "-m", "megabench.train", *endless(folder), folder=folder, processes=1)
+    job = cluster.submit(SCRIPT, *options, "launch/pretrain.py", *endless(folder), folder=folder, processes=2)
     wait_for_text(cluster, job, folder, r"^step ")
     # The signal is due at once. Slurm checks the time limits of jobs every 30 s.
     minutes = int(cluster.state(job)["RunTime"].split(":")[1]) + 1
@@ -58,7 +58,7 @@ def limited(cluster: slurm.Cluster, tmp_path_factory: pytest.TempPathFactory) ->
 def endless(folder: Path) -> list[str]:
     """Flags of a run that ends only through a signal."""
     directories = ["--save", str(folder / "save"), "--load", str(folder / "save"), "--out", str(folder / "run")]
-    return [*FLAGS, "--steps", "50000", *directories]
+    return [*FLAGS, "--steps", "50000", "--callbacks", "tests.launch.pause:Pause", *directories]
 
 
 def wait_for_text(cluster: slurm.Cluster, job: str, folder: Path, pattern: str) -> None:
@@ -77,17 +77,8 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "save").glob("step-*"))
 
 
-def stopped_by(folder: Path) -> str | None:
-    return RunRecord.read(folder / "run" / "record.json").stopped_by
-
-
-@pytest.mark.usefixtures("limited")
-def test_each_node_runs_one_torchrun(cluster: slurm.Cluster, tmp_path: Path) -> None:
-    command = ("launch/pretrain.py", *FLAGS, "--steps", "3", "--out", tmp_path / "run")
-    job = cluster.submit(SCRIPT, "--", *command, folder=tmp_path, processes=2)
-    assert cluster.wait(job, SECONDS) == "COMPLETED", output(tmp_path)
-    record = RunRecord.read(tmp_path / "run" / "record.json")
-    assert (record.world_size, record.layout.tp, record.layout.dp) == (4, 2, 2)
+def read_record(folder: Path) -> RunRecord:
+    return RunRecord.read(folder / "run" / "record.json")
 
 
 @pytest.mark.usefixtures("limited")
@@ -100,7 +91,7 @@ def test_a_requeued_job_resumes_and_a_cancelled_job_saves(cluster: slurm.Cluster
     wait_for_text(cluster, job, tmp_path, rf"^step +{step + 1}/")
     cluster.run("scancel", job)
     assert cluster.wait(job, SECONDS) == "CANCELLED", output(tmp_path)
-    assert len(saved_steps(tmp_path)) == 2 and stopped_by(tmp_path) == "SIGTERM", output(tmp_path)
+    assert len(saved_steps(tmp_path)) == 2 and read_record(tmp_path).stopped_by == "SIGTERM", output(tmp_path)
 
 
 def test_pyxis_and_efa_options_reach_srun(cluster: slurm.Cluster, tmp_path: Path) -> None:
@@ -141,7 +132,11 @@ def test_both_scripts_have_the_same_sbatch_options() -> None:
     assert plain and plain == pyxis
 
 
-def test_a_job_saves_before_its_time_limit(cluster: slurm.Cluster, limited: tuple[str, Path]) -> None:
+def test_each_node_runs_one_torchrun_which_saves_before_the_time_limit(
+    cluster: slurm.Cluster, limited: tuple[str, Path]
+) -> None:
     job, folder = limited
     cluster.wait(job, SECONDS)
-    assert stopped_by(folder) == "SIGUSR1" and len(saved_steps(folder)) == 1, output(folder)
+    record = read_record(folder)
+    assert (record.world_size, record.layout.tp, record.layout.dp) == (4, 2, 2), output(folder)
+    assert record.stopped_by == "SIGUSR1" and len(saved_steps(folder)) == 1, output(folder)
