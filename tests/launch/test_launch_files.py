@@ -155,7 +155,7 @@ def job_command(file: str, port: int) -> tuple[list[str], dict[str, str]]:
 def pytorchjob_command(port: int) -> tuple[list[str], dict[str, str]]:
     """The command of a pod, and the variables that the training operator adds.
 
-    Source: pkg/controller.v1/pytorch/elastic.go and envvar.go of kubeflow/training-operator 1.8.
+    Source: elastic.go and envvar.go in pkg/controller.v1/pytorch of kubeflow/training-operator.
     """
     spec = manifest("pytorchjob")["spec"]
     policy, worker = spec["elasticPolicy"], spec["pytorchReplicaSpecs"]["Worker"]
