@@ -125,7 +125,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="megabench-root-"))
     try:
         make_root(root, options.suite)
-        print(f"== the root took {time.monotonic() - started:.0f} s")
+        print(f"== the root took {time.monotonic() - started:.0f} s", flush=True)
         chroot = Chroot(root)
         build(chroot, dict(argument.split("=", 1) for argument in options.build_arg))
         chroot.directory = "/tmp"  # import the installed package, not the copied context
