@@ -39,7 +39,10 @@ KillWait=60
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 MailProg=/bin/true
 NodeName=127.0.0.[1-{nodes}] NodeHostname=localhost Port=[{first_node_port}-{last_node_port}] CPUs=2
-PartitionName=main Nodes=ALL Default=YES
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=10
+PartitionName=urgent Nodes=ALL PriorityTier=2
 """
 
 

@@ -82,10 +82,11 @@ def read_record(folder: Path) -> RunRecord:
 
 
 @pytest.mark.usefixtures("limited")
-def test_a_requeued_job_resumes_and_a_cancelled_job_saves(cluster: slurm.Cluster, tmp_path: Path) -> None:
+def test_a_preempted_job_saves_and_resumes_and_a_cancelled_job_saves(cluster: slurm.Cluster, tmp_path: Path) -> None:
     job = cluster.submit(SCRIPT, "--", "-m", "megabench.train", *endless(tmp_path), folder=tmp_path, processes=1)
     wait_for_text(cluster, job, tmp_path, r"^step ")
-    cluster.run("scontrol", "requeue", job)
+    urgent = ("--partition", "urgent", "--nodelist", cluster.state(job)["NodeList"], "--output", "/dev/null")
+    cluster.run("sbatch", "--exclusive", *urgent, "--wrap", "sleep 1")
     wait_for_text(cluster, job, tmp_path, r"^saved step ")
     [step] = saved_steps(tmp_path)
     wait_for_text(cluster, job, tmp_path, rf"^step +{step + 1}/")
