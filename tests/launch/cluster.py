@@ -41,7 +41,7 @@ MailProg=/bin/true
 NodeName=127.0.0.[1-{nodes}] NodeHostname=localhost Port=[{first_node_port}-{last_node_port}] CPUs=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=10
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=1
 PartitionName=urgent Nodes=ALL PriorityTier=2
 """
 

@@ -36,23 +36,30 @@ os.execv(shutil.which("srun", path=path), kept)
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
-    with slurm.started(tmp_path_factory.mktemp("slurm"), nodes=4) as running:
+    with slurm.started(tmp_path_factory.mktemp("slurm"), nodes=6) as running:
         path = f"{Path(sys.executable).parent}:{running.environment['PATH']}"
         running.environment |= {"PATH": path, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         yield running
 
 
 @pytest.fixture(scope="module")
-def limited(cluster: slurm.Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A training job whose time limit is about to end, and its folder. It ends while the other tests run."""
-    folder = tmp_path_factory.mktemp("limited")
+def jobs(cluster: slurm.Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path]]:
+    """Two training jobs and their folders. The time limit of one is near, and the other one is preempted.
+
+    Slurm looks at both only every 30 s, so one fixture starts both.
+    """
+    limited, preempted = tmp_path_factory.mktemp("limited"), tmp_path_factory.mktemp("preempted")
     options = ("--time", "10", "--signal", "USR1@60", "--")
-    job = cluster.submit(SCRIPT, *options, "launch/pretrain.py", *endless(folder), folder=folder, processes=2)
-    wait_for_text(cluster, job, folder, r"^step ")
-    # The signal is due at once. Slurm checks the time limits of jobs every 30 s.
-    minutes = int(cluster.state(job)["RunTime"].split(":")[1]) + 1
-    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
-    return job, folder
+    first = cluster.submit(SCRIPT, *options, "launch/pretrain.py", *endless(limited), folder=limited, processes=2)
+    command = ("--", "-m", "megabench.train", *endless(preempted))
+    second = cluster.submit(SCRIPT, *command, folder=preempted, processes=1)
+    wait_for_text(cluster, first, limited, r"^step ")
+    wait_for_text(cluster, second, preempted, r"^step ")
+    minutes = int(cluster.state(first)["RunTime"].split(":")[1]) + 1
+    cluster.run("scontrol", "update", f"JobId={first}", f"TimeLimit={minutes}")  # the signal is due at once
+    urgent = ("--partition", "urgent", "--nodelist", cluster.state(second)["NodeList"], "--output", "/dev/null")
+    cluster.run("sbatch", "--exclusive", *urgent, "--wrap", "sleep 1")
+    return {"limited": (first, limited), "preempted": (second, preempted)}
 
 
 def endless(folder: Path) -> list[str]:
@@ -81,20 +88,7 @@ def read_record(folder: Path) -> RunRecord:
     return RunRecord.read(folder / "run" / "record.json")
 
 
-@pytest.mark.usefixtures("limited")
-def test_a_preempted_job_saves_and_resumes_and_a_cancelled_job_saves(cluster: slurm.Cluster, tmp_path: Path) -> None:
-    job = cluster.submit(SCRIPT, "--", "-m", "megabench.train", *endless(tmp_path), folder=tmp_path, processes=1)
-    wait_for_text(cluster, job, tmp_path, r"^step ")
-    urgent = ("--partition", "urgent", "--nodelist", cluster.state(job)["NodeList"], "--output", "/dev/null")
-    cluster.run("sbatch", "--exclusive", *urgent, "--wrap", "sleep 1")
-    wait_for_text(cluster, job, tmp_path, r"^saved step ")
-    [step] = saved_steps(tmp_path)
-    wait_for_text(cluster, job, tmp_path, rf"^step +{step + 1}/")
-    cluster.run("scancel", job)
-    assert cluster.wait(job, SECONDS) == "CANCELLED", output(tmp_path)
-    assert len(saved_steps(tmp_path)) == 2 and read_record(tmp_path).stopped_by == "SIGTERM", output(tmp_path)
-
-
+@pytest.mark.usefixtures("jobs")
 def test_pyxis_and_efa_options_reach_srun(cluster: slurm.Cluster, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "srun").write_text(SRUN)
@@ -134,10 +128,22 @@ def test_both_scripts_have_the_same_sbatch_options() -> None:
 
 
 def test_each_node_runs_one_torchrun_which_saves_before_the_time_limit(
-    cluster: slurm.Cluster, limited: tuple[str, Path]
+    cluster: slurm.Cluster, jobs: dict[str, tuple[str, Path]]
 ) -> None:
-    job, folder = limited
+    job, folder = jobs["limited"]
     cluster.wait(job, SECONDS)
     record = read_record(folder)
     assert (record.world_size, record.layout.tp, record.layout.dp) == (4, 2, 2), output(folder)
     assert record.stopped_by == "SIGUSR1" and len(saved_steps(folder)) == 1, output(folder)
+
+
+def test_a_preempted_job_saves_and_resumes_and_a_cancelled_job_saves(
+    cluster: slurm.Cluster, jobs: dict[str, tuple[str, Path]]
+) -> None:
+    job, folder = jobs["preempted"]
+    wait_for_text(cluster, job, folder, r"^saved step ")
+    [step] = saved_steps(folder)
+    wait_for_text(cluster, job, folder, rf"^step +{step + 1}/")
+    cluster.run("scancel", job)
+    assert cluster.wait(job, SECONDS) == "CANCELLED", output(folder)
+    assert len(saved_steps(folder)) == 2 and read_record(folder).stopped_by == "SIGTERM", output(folder)
