@@ -155,7 +155,7 @@ def test_flags_that_exist_parse(command: str) -> None:
         ("megabench train --nproc 4 --tp two", "two"),
         ("megabench train --engine fsdp --zero-stage 3", "zero_stage"),
         ("megabench compare a.yaml --out DIR --again", "--again"),
-        ("python -m megabench.cli topo --tp", "--tp"),
+        ("python -m megabench topo --tp", "--tp"),
         ("NAME=1 megabench reprot DIR", "reprot"),
         ("torchrun launch/compare.py a.yaml --out DIR --onyl b", "--onyl"),
         ("megabench plan 'unclosed", "No closing quotation"),
