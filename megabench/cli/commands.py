@@ -18,6 +18,26 @@ _UsageError = cast(type[Exception], typer.BadParameter.__base__)
 
 _MOST_LOCAL_RANKS = 1024
 
+# options of several commands
+_StudyProcesses = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=_MOST_LOCAL_RANKS,
+        help="Number of processes [default: the number of GPUs, else the study's world_size].",
+    ),
+]
+_EmulateHosts = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="Divide this machine's ranks into N emulated hosts that communicate over sockets."
+    ),
+]
+_Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages.")]
+_Vp = Annotated[int, typer.Option(min=1, help="Model chunks per pipeline stage.")]
+_Cp = Annotated[int, typer.Option(min=1, help="Context-parallel size.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
+
 # commands in modules that take about a second to import, with their summaries
 _MODULES = {
     "train": "Train one model under one layout.",
@@ -99,14 +119,7 @@ def compare(
         ),
     ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the shipped studies.")] = False,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=_MOST_LOCAL_RANKS,
-            help="Number of processes [default: the number of GPUs, else the study's world_size].",
-        ),
-    ] = None,
+    nproc: _StudyProcesses = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Run only the trials that have no successful record yet.")
     ] = False,
@@ -114,12 +127,7 @@ def compare(
         list[str] | None,
         typer.Option(metavar="NAME", help="Run only the trials with this name or pattern. Can be repeated."),
     ] = None,
-    emulate_hosts: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Divide this machine's ranks into N emulated hosts that communicate over sockets."
-        ),
-    ] = None,
+    emulate_hosts: _EmulateHosts = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -203,21 +211,14 @@ def doctor(
     path: Annotated[
         Path, typer.Argument(metavar="DIR|STUDY", help="Directory with records, a study file, or a shipped study.")
     ],
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=_MOST_LOCAL_RANKS,
-            help="Number of processes [default: the number of GPUs, else the study's world_size].",
-        ),
-    ] = None,
+    nproc: _StudyProcesses = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="TYPE:COUNT[:GPUS]|FILE|NAME", help="Cluster on which the study will run [default: this machine]."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Report what makes a study's numbers untrustworthy, preliminary or slow, with evidence and a remedy.
 
@@ -300,23 +301,18 @@ def topo(
         typer.Option(min=1, max=_MOST_LOCAL_RANKS, help="Number of ranks on this machine [default: one per GPU]."),
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
-    vp: Annotated[int, typer.Option(min=1, help="Model chunks per pipeline stage.")] = 1,
-    cp: Annotated[int, typer.Option(min=1, help="Context-parallel size.")] = 1,
+    pp: _Pp = 1,
+    vp: _Vp = 1,
+    cp: _Cp = 1,
     placement: Annotated[str, typer.Option(metavar="topology|launcher|spread-tp", help="How ranks are placed.")] = (
         "topology"
     ),
     strict_placement: Annotated[
         bool, typer.Option("--strict-placement", help="Exit with an error if a TP group spans NVLink domains.")
     ] = False,
-    emulate_hosts: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Divide one machine into N emulated hosts that communicate over sockets."
-        ),
-    ] = None,
+    emulate_hosts: _EmulateHosts = None,
     model: Annotated[str | None, typer.Option(help="Also check that this model can be divided by the layout.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Show hosts, NVLink domains and GPUs, and the links of a layout's process groups.
 
@@ -352,10 +348,10 @@ def transport(
         ),
     ],
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel size [default: the GPUs of a host].")] = None,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
-    vp: Annotated[int, typer.Option(min=1, help="Model chunks per pipeline stage.")] = 1,
-    cp: Annotated[int, typer.Option(min=1, help="Context-parallel size.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+    pp: _Pp = 1,
+    vp: _Vp = 1,
+    cp: _Cp = 1,
+    as_json: _Json = False,
 ) -> None:
     """Report the transports between GPUs from existing logs, and draw which process groups use them.
 
@@ -381,12 +377,7 @@ def calibrate(
             min=1, max=_MOST_LOCAL_RANKS, help="Number of ranks on this machine [default: one per GPU; 2 without GPUs]."
         ),
     ] = None,
-    emulate_hosts: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Divide this machine's ranks into N emulated hosts that communicate over sockets."
-        ),
-    ] = None,
+    emulate_hosts: _EmulateHosts = None,
 ) -> None:
     """Measure matrix products, attention, memory, launches, collectives and host copies in about a minute.
 
@@ -427,12 +418,7 @@ def plan(
         typer.Option(metavar="FILE", help="Profile written by megabench calibrate [default: a shipped profile]."),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 12,
-    emulate_hosts: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Divide one machine into N emulated hosts that communicate over sockets."
-        ),
-    ] = None,
+    emulate_hosts: _EmulateHosts = None,
     explain: Annotated[
         str | None, typer.Option(metavar="TRIAL", help="Show the time of each part of one trial's step.")
     ] = None,
@@ -444,7 +430,7 @@ def plan(
             help="Tokens of the whole training, to predict its days [default: 100e9 for several clusters].",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Predict the step time of every layout, ZeRO, FSDP2 and DDP on a cluster, and name the best one.
 
