@@ -4,9 +4,7 @@ The functions raise UserError for invalid input, with the message that the comma
 """
 
 import json
-import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megabench import UserError, shipped
+from megabench import UserError
 from megabench.doctor import examine
 from megabench.doctor.finding import Finding
 from megabench.parallel.layout import Layout
@@ -26,6 +24,7 @@ from megabench.record import RunRecord
 from megabench.study.answers import Answer, answer
 from megabench.study.compare_request import Request
 from megabench.study.results_directory import StudyRecords, read_folder
+from megabench.study.shipped_studies import find_study
 from megabench.study.summary import Row, summarize
 from megabench.study.table import markdown
 
@@ -101,7 +100,7 @@ def compare(
     *,
     num_processes: int | None = None,
     resume: bool = False,
-    only: Sequence[str] = (),
+    only: str | Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
     emulate_hosts: int | None = None,
 ) -> StudyResults:
@@ -112,7 +111,7 @@ def compare(
         out: the output directory; by default runs/STUDY.
         num_processes: by default, the number of GPUs, or the study's largest world size on a machine without GPUs.
         resume: run only the trials that have no successful record yet.
-        only: names or patterns of the trials to run; by default all trials.
+        only: a name or pattern of the trials to run, or several; by default all trials.
         settings: settings that replace those of the study's base, or of trials, as in {"steps": 20, "tp2.tp": 4}.
         emulate_hosts: divide the processes into this number of hosts that communicate over sockets.
 
@@ -120,14 +119,17 @@ def compare(
         UserError: the study cannot be run. No process has been started.
         KeyboardInterrupt: a signal stopped the study. `resume=True` continues it.
     """
-    source = shipped.find("studies", study)
+    source = find_study(Path(study))
     folder = Path(out) if out else Path("runs", source.stem)
-    given = tuple(f"{name}={json.dumps(value)}" for name, value in (settings or {}).items())
-    request = Request(source, folder, resume, tuple(only), emulate_hosts, settings=given)
+    given = tuple(f"{name}={json.dumps(value, default=str)}" for name, value in (settings or {}).items())
+    chosen = (only,) if isinstance(only, str) else tuple(only)
+    request = Request(source, folder, resume, chosen, emulate_hosts, settings=given)
     planned, size = request.plan_here(num_processes)
-    from megabench.comparison.runner import run_here  # loads torch
+    # these modules load torch
+    from megabench.comparison.runner import run_here
+    from megabench.supervisor.coordinator import signal_handlers_kept
 
-    with _signal_handlers_kept():
+    with signal_handlers_kept():
         status = run_here(request, planned, size)
     if status > 128:
         raise KeyboardInterrupt(f"signal {status - 128} stopped the study; compare(…, resume=True) continues it")
@@ -140,7 +142,7 @@ def load(folder: str | Path) -> StudyResults:
 
 
 def plan(
-    model: str = "llama3-8b",
+    model: str | Path = "llama3-8b",
     cluster: str | None = None,
     *,
     seq_length: int | None = None,
@@ -170,7 +172,7 @@ def plan(
         UserError: for invalid input, or if no layout fits.
     """
     found = make_plan(
-        model,
+        str(model),
         cluster,
         seq_length,
         global_batch,
@@ -184,14 +186,3 @@ def plan(
     if not found.ranked:
         raise UserError(" ".join(plan_table.what_is_missing(found)))
     return StudyPlan(found)
-
-
-@contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """Restore the signal handlers afterwards, because a study replaces those of its process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

@@ -13,11 +13,11 @@ def names(kind: Kind) -> list[str]:
 
 
 def find(kind: Kind, given: str | Path) -> Path:
-    """Return the shipped file whose name is `given`. Return `given` itself if it is a path or an unknown name.
+    """Return the shipped file whose name is `given`. Return `given` itself if it is a file or an unknown name.
 
     A file of the user with the same name takes precedence.
     """
     path = Path(given)
-    if path.exists():
+    if path.is_file():
         return path
     return next((file for file in (CONFIGS / kind).iterdir() if file.stem == str(given)), path)

@@ -27,6 +27,9 @@ def test_a_path_and_a_file_of_the_user_come_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert shipped.find("studies", "unknown") == Path("unknown")
     assert shipped.find("studies", "folder/quickstart") == Path("folder/quickstart")
+    Path("quickstart").mkdir()
+    assert shipped.find("studies", "quickstart") == shipped.CONFIGS / "studies" / "quickstart.yaml"
+    Path("quickstart").rmdir()
     Path("quickstart").write_text("trials: []")
     assert shipped.find("studies", "quickstart") == Path("quickstart")
 

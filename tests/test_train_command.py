@@ -35,6 +35,9 @@ def test_it_starts_as_many_processes_as_the_layout_needs_or_the_user_says(
     ("flags", "words"),
     [
         (["--tpp", "2"], "unknown option --tpp; did you mean --tp"),
+        (["--nprocs", "2"], "unknown option --nprocs; did you mean --nproc"),
+        ([*TINY, "--data", "nowhere.txt", "--nproc", "2"], "data=nowhere.txt does not exist"),
+        ([*TINY, "--tp", "4", "--nproc", "2"], "torchrun --nproc-per-node 4 -m megabench.train"),
         ([*TINY, "--tp", "2", "--nproc", "3"], "needs a multiple of 2 processes, but the world size is 3"),
         (["--tp", "8", "--pp", "2", "--device", "cpu"], "llama3-8b needs about"),
     ],
@@ -50,6 +53,13 @@ def test_nproc_is_not_for_launchers(tmp_path: Path) -> None:
     assert result.returncode == 2 and "--nproc-per-node" in result.stderr
 
 
+def test_tasks_of_srun_without_torchrun_are_refused(tmp_path: Path) -> None:
+    result = train(tmp_path, *TINY, "--nproc", "2", SLURM_STEP_NUM_TASKS="4")
+    assert result.returncode == 2 and "each process would train a separate model" in result.stderr
+    result = train(tmp_path, *TINY, **LAUNCHER | {"RANK": "first"})
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1) and "RANK=first is not a number" in result.stderr
+
+
 def test_settings_are_completed(tmp_path: Path) -> None:
     variables = {"_MEGABENCH_COMPLETE": "complete_bash", "COMP_WORDS": "megabench train --zero-s", "COMP_CWORD": "2"}
     assert train(tmp_path, **variables).stdout.split() == ["--zero-stage"]
@@ -58,4 +68,4 @@ def test_settings_are_completed(tmp_path: Path) -> None:
 def test_help_lists_the_settings(tmp_path: Path) -> None:
     result = train(tmp_path, "--help")
     assert result.returncode == 0 and result.stdout.startswith("Usage: megabench train [OPTIONS]")
-    assert "--tp" in result.stdout and "--nproc" in result.stdout
+    assert "--tp" in result.stdout and "--nproc <int>" in result.stdout

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,7 @@ from megabench.runtime.device import DeviceKind
 from megabench.runtime.rendezvous import Rendezvous, restart_count
 from megabench.study.machine import gpu_names
 from megabench.study.study import Trial
-from megabench.supervisor.coordinator import Coordinator, StudyStopped, note_signals
+from megabench.supervisor.coordinator import Coordinator, StudyStopped, note_signals, signal_handlers_kept
 from megabench.supervisor.launch import launch_of
 from megabench.supervisor.trial_queue import TRAINER, TrialQueue
 from megabench.terminal import ProgressLine, standard_output
@@ -59,17 +58,14 @@ def tune_launched(given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) 
     A run that is restarted or resumed uses the settings that it found before. Raises UserError on all processes if no
     setting can run, and StoppedError if the search cannot continue.
     """
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    received = note_signals()
-    try:
-        coordinator = Coordinator(launch_of(rendezvous), received)
-        verdict = coordinator.to_the_end(lambda: _join(coordinator, given, rendezvous, device))
-    except StudyStopped as stopped:
-        if not received:
-            raise StoppedError(f"the search for {' and '.join(given.auto_settings)} stopped: {stopped}") from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with signal_handlers_kept():
+        received = note_signals()
+        try:
+            coordinator = Coordinator(launch_of(rendezvous), received)
+            verdict = coordinator.to_the_end(lambda: _join(coordinator, given, rendezvous, device))
+        except StudyStopped as stopped:
+            if not received:
+                raise StoppedError(f"the search for {' and '.join(given.auto_settings)} stopped: {stopped}") from None
     if received:  # also count a signal that arrived after the coordinator's last poll
         raise SystemExit(128 + received[0])
     if "problem" in verdict:

@@ -1,8 +1,6 @@
 """The commands of `megabench`. Each command imports its modules when it runs, so that --help is fast."""
 
-import os
 import sys
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -12,6 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from megabench import UserError, __version__, error_message, shipped
+from megabench.runtime.launcher import launcher_rank
 
 # base class of command-line errors, which typer does not export
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)
@@ -91,18 +90,6 @@ def _study_names() -> list[str]:
     return shipped.names("studies")
 
 
-def _find_study(given: Path) -> Path:
-    """Return the path of a study file, or of a directory, or of the shipped study of this name."""
-    path = shipped.find("studies", given)
-    if not path.exists() and path.suffix not in (".yaml", ".yml") and path.name == str(given):
-        close = " or ".join(get_close_matches(str(given), _study_names()))
-        raise UserError(
-            f"{given} is neither a file nor a shipped study; {f'did you mean {close}? ' if close else ''}"
-            f"megabench compare --list shows the shipped studies"
-        )
-    return path
-
-
 @app.command()
 def compare(
     study: Annotated[
@@ -133,8 +120,8 @@ def compare(
         typer.Option(
             "--set",
             metavar="[TRIAL.]FIELD=VALUE",
-            help="Set a field of the study's base, which a trial may override, or of the trials with this name or "
-            "pattern. Can be repeated.",
+            help="Set a field of all trials that do not set it themselves, or, with TRIAL, of the trials with this "
+            "name or pattern. Can be repeated.",
         ),
     ] = None,
     plan: Annotated[
@@ -155,15 +142,21 @@ def compare(
 
     With --plan N, the study also runs the N layouts with the best predictions.
 
-    On one machine: megabench compare STUDY. On several, the same on every node: torchrun --nnodes N --nproc-per-node G
+    On one machine: megabench compare STUDY. On several nodes, run on each node: torchrun --nnodes N --nproc-per-node G
     … -m megabench compare STUDY --out DIR. The exit status is 0 if every trial is ok, 1 if any trial is not ok, and 2
     if the study cannot be run.
     """
+    from megabench.study.shipped_studies import find_study, show_studies
+
     if show_list:
-        from megabench.study.shipped_studies import show_studies
         from megabench.terminal import standard_output
 
-        show_studies(standard_output())
+        if study:
+            raise UserError(
+                f"--list shows all shipped studies; leave out {study}, or use --dry-run to show its commands"
+            )
+        if launcher_rank() in (None, 0):
+            show_studies(standard_output())
         return
     if study is None:
         raise UserError("no study was given. Use a study file or a name, e.g. megabench compare quickstart, or --list.")
@@ -173,7 +166,7 @@ def compare(
     if plan is None and (cluster or profile):
         raise UserError(f"{'--cluster' if cluster else '--profile'} works only with --plan N.")
     planning = Planning(plan, cluster, profile) if plan else None
-    source = _find_study(study)
+    source = find_study(study)
     request = Request(
         source,
         out or Path("runs", source.stem),
@@ -183,7 +176,7 @@ def compare(
         planning,
         tuple(settings or ()),
     )
-    if _launcher_rank() is not None:
+    if launcher_rank() is not None:
         if planning and not cluster:
             raise UserError("--plan under torchrun needs --cluster, e.g. --cluster p5.48xlarge:4 for four such nodes")
         if nproc:
@@ -222,13 +215,15 @@ def doctor(
 ) -> None:
     """Report what makes a study's numbers untrustworthy, preliminary or slow, with evidence and a remedy.
 
-    Reads the records of compare or pretrain, or checks a study before it runs. The worst comes first. The exit status
+    Reads the records of compare or train, or checks a study before it runs. The worst comes first. The exit status
     is 0 with or without findings, and 2 if there are no records.
     """
     from megabench.doctor.write_findings import findings_at, write
+    from megabench.study.shipped_studies import find_study
     from megabench.terminal import standard_output
 
-    write(standard_output(), findings_at(_find_study(path), nproc, cluster), as_json)
+    source = path if path.is_dir() else find_study(path, "directory, study file")
+    write(standard_output(), findings_at(source, nproc, cluster), as_json)
 
 
 @app.command()
@@ -319,23 +314,23 @@ def topo(
     Describes this machine, the ranks of a launch (torchrun … -m megabench topo), or a cluster for planning. The
     exit status is 2 if the layout is impossible.
     """
-    from megabench import topo as room
+    from megabench import topo as drawing
     from megabench.models.find import find_model
     from megabench.parallel.layout import Layout
     from megabench.parallel.placement import place
 
     if cluster and nproc:
         raise UserError(f"--nproc {nproc} and --cluster {cluster} are mutually exclusive. Omit one of them.")
-    policy = room.read_policy(placement)
+    policy = drawing.read_policy(placement)
     asked = Layout(tp=tp, cp=cp, pp=pp, vp=vp)
-    topology = room.find_topology(cluster, nproc, asked, _launcher_rank() is not None, emulate_hosts)
+    topology = drawing.find_topology(cluster, nproc, asked, launcher_rank() is not None, emulate_hosts)
     layout = asked.with_world_size(topology.world_size)
     if model:
         shape = find_model(model)
         layout.check_model(shape, shape.seq_length)
     placed = place(topology, layout, policy, strict_placement)
-    if _launcher_rank() in (None, 0):
-        room.write(placed, layout, as_json)
+    if launcher_rank() in (None, 0):
+        drawing.write(placed, layout, as_json)
 
 
 @app.command()
@@ -440,8 +435,7 @@ def plan(
     from functools import partial
 
     from megabench.metrics import DEFAULT_TOKENS
-    from megabench.planner import compare_clusters
-    from megabench.planner import plan_table as room
+    from megabench.planner import compare_clusters, plan_table
     from megabench.planner.make_plan import make_plan
     from megabench.terminal import standard_output
 
@@ -456,7 +450,7 @@ def plan(
         num_layers=num_layers,
         grad_dtype=grad_dtype,
         profile=profile,
-        top=max(top, room.MOST_TOLD),
+        top=max(top, plan_table.MOST_TOLD),
         emulate_hosts=emulate_hosts,
         precision=precision,
     )
@@ -470,18 +464,12 @@ def plan(
         sys.exit(0 if all(one.plan.ranked for one in plans) else 1)
     found = make(cluster[0] if cluster else None)
     if as_json:
-        print(room.as_json(found, top, explain, tokens))
+        print(plan_table.as_json(found, top, explain, tokens))
     elif explain is not None:
-        room.explain(standard_output(), found, explain)
+        plan_table.explain(standard_output(), found, explain)
     else:
-        room.write(standard_output(), found, top, tokens)
+        plan_table.write(standard_output(), found, top, tokens)
     sys.exit(0 if found.ranked else 1)
-
-
-def _launcher_rank() -> int | None:
-    """Return the rank of this process under torchrun or a similar launcher, or None without a launcher."""
-    launched = all(variable in os.environ for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    return int(os.environ["RANK"]) if launched else None
 
 
 def main(command: str | None = None) -> None:
@@ -489,13 +477,14 @@ def main(command: str | None = None) -> None:
 
     Under a launcher, all ranks have the same command line, so only rank 0 prints the message.
     """
-    speaks = _launcher_rank() in (None, 0)
     arguments = [command, *sys.argv[1:]] if command else None
+    prints_errors = True
     try:
-        app(arguments, prog_name="megabench", standalone_mode=speaks)
+        prints_errors = launcher_rank() in (None, 0)
+        app(arguments, prog_name="megabench", standalone_mode=prints_errors)
     except (UserError, OSError) as error:
         message = error_message(error)
-        if speaks:
+        if prints_errors:
             print(f"Error: {message}", file=sys.stderr)
         sys.exit(error.exit_status if isinstance(error, UserError) else 2)
     except _UsageError:

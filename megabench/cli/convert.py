@@ -6,7 +6,6 @@ megabench convert verify --hf DIR [--ckpt CKPT] [--tp 2 --pp 2]
 megabench convert inspect CKPT
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megabench.runtime.exit import exit_on_sigterm
+from megabench.runtime.launcher import launcher_rank
 
 if TYPE_CHECKING:
     from megabench.convert.importing import Converted
@@ -43,7 +43,7 @@ def about() -> None:
 @app.command("import")
 def import_command(
     hf: Hf,
-    out: Annotated[Path, typer.Option(metavar="CKPT", help="Output checkpoint, for pretrain.py --model.")],
+    out: Annotated[Path, typer.Option(metavar="CKPT", help="Output checkpoint, for megabench train --model.")],
     tp: Tp = 1,
     pp: Pp = 1,
     verify: Verify = True,
@@ -63,7 +63,7 @@ def import_command(
     source = HuggingFaceWeights(hf)
     if not source.shape.table.has_parallel_blocks:
         raise ConvertError(
-            f"{source.shape.why_no_blocks}, and it needs no checkpoint; train it with pretrain.py --model {hf}"
+            f"{source.shape.why_no_blocks}, and it needs no checkpoint; train it with megabench train --model {hf}"
         )
     check_new(out)
     run = comparison_run(str(hf), tp, pp)
@@ -73,9 +73,9 @@ def import_command(
         num_steps = len(owned_blocks(source.shape, run.layout, rank)) + (num_parts(run) if verify else 0)
         with _progress(num_steps) as advance:
             done = import_model(source, out, run, tokens, advance)
-        _tell(done)
+        _print_result(done)
         peak = largest_of_all(memory.close())
-        _say(f"peak memory of a process, without its imports: {peak / 2**30:.2f} GiB")
+        _print_first(f"peak memory of a process, without its imports: {peak / 2**30:.2f} GiB")
 
 
 @app.command("export")
@@ -101,7 +101,7 @@ def export_command(
     proof = proof_of(weights.folder, shape, weights.folder / ASSETS) if verify else None
     with ranks.joined(1), _progress(len(weights.names) + (proof.num_parts if proof else 0)) as advance:
         prove = proof.compare if proof else None
-        _tell(export_model(weights, out, shape, export_dtype(weights), prove, advance))
+        _print_result(export_model(weights, out, shape, export_dtype(weights), prove, advance))
 
 
 @app.command("verify")
@@ -137,7 +137,7 @@ def verify_command(
     with ranks.joined(tp * pp):
         with _progress(proof.num_parts) as advance:
             comparison = proof.compare(source, weights, advance)
-        _tell_comparison(comparison)
+        _print_comparison(comparison)
         check_equal(comparison, f"{ckpt or hf} under tp={tp}, pp={pp} computes other logits than transformers")
 
 
@@ -149,21 +149,21 @@ def inspect_command(ckpt: Annotated[Path, typer.Argument(metavar="CKPT")]) -> No
     Console().print(describe(ckpt))
 
 
-def _tell(done: "Converted") -> None:
+def _print_result(done: "Converted") -> None:
     gigabytes = done.num_bytes / 1e9
-    _say(
+    _print_first(
         f"{done.folder}: {gigabytes:.3f} GB in {done.num_files} files, written in {done.write_seconds:.1f} s "
         f"({gigabytes / done.write_seconds:.2f} GB/s), bitwise equal to the source"
     )
     if done.comparison:
-        _tell_comparison(done.comparison)
+        _print_comparison(done.comparison)
     else:
-        _say("logits were not compared (--no-verify)")
+        _print_first("logits were not compared (--no-verify)")
 
 
-def _tell_comparison(comparison: "Comparison") -> None:
+def _print_comparison(comparison: "Comparison") -> None:
     verdict = "equal" if comparison.is_equal else "NOT EQUAL"
-    _say(
+    _print_first(
         f"{verdict}: over {comparison.num_tokens} tokens in fp32, logits differ by at most "
         f"{comparison.max_difference:.1e} (largest logit {comparison.max_logit:.3g}), the KL divergence is at most "
         f"{comparison.kl:.1e} nats, and both predict the same token at {comparison.agreement:.2%} of the positions"
@@ -171,10 +171,10 @@ def _tell_comparison(comparison: "Comparison") -> None:
 
 
 def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return launcher_rank() in (None, 0)
 
 
-def _say(text: str) -> None:
+def _print_first(text: str) -> None:
     """Print on the first rank only."""
     if _is_first():
         print(text, flush=True)

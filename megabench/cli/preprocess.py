@@ -25,11 +25,11 @@ from megabench.runtime.exit import exit_on_sigterm
 PIECES_PER_TASK = 16
 tokenizer_of = cache(open_tokenizer)  # each process opens the tokenizer once
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 class Tokenized(NamedTuple):
-    """Return the tokens of a piece of text, and the piece."""
+    """The tokens of a piece of text, whether the piece ends a document, and its size in bytes."""
 
     tokens: NDArray[Any]
     ends_document: bool

@@ -1,4 +1,4 @@
-"""`megabench train`: start torchrun with one process per rank on this machine. Loads no torch."""
+"""`megabench train`: check a run, and start torchrun with one process per rank on this machine."""
 
 import os
 import sys
@@ -12,7 +12,14 @@ from megabench import UserError
 from megabench.config import RunConfig
 from megabench.config.auto import resolve_first
 from megabench.hardware.facts import visible_gpus
-from megabench.train.flags import parse_flags, training_command
+from megabench.parallel.layout import LayoutError
+from megabench.runtime.launcher import check_launcher, launcher_rank
+from megabench.study.compare_request import check_data
+from megabench.train.flags import LAUNCH_OPTIONS, parse_flags, training_command
+from megabench.train.launch_commands import launch_commands
+
+# torchrun forwards these signals to the ranks: its own, and the warning of Slurm
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 class _TrainCommand(TyperCommand):
@@ -20,10 +27,10 @@ class _TrainCommand(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = super().get_params(ctx)
-        return [*params, *get_command(training_command()).params] if ctx.resilient_parsing else params
+        return [*params, *get_command(training_command({})).params] if ctx.resilient_parsing else params
 
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command(
@@ -33,10 +40,10 @@ app = typer.Typer(rich_markup_mode=None)
 )
 def train(
     context: typer.Context,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Number of processes.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help=LAUNCH_OPTIONS["nproc"])] = None,
 ) -> None:
     """Train one model under one layout on the processes of this machine or of a launcher."""
-    if "RANK" in os.environ:
+    if launcher_rank() is not None:
         if nproc:
             raise UserError("--nproc is for one machine without torchrun. Use torchrun's --nproc-per-node instead.")
         from megabench.train.__main__ import main
@@ -45,25 +52,32 @@ def train(
     run = parse_flags(context.args, program="megabench train")
     if run is None:
         return
-    world_size = _check(run, nproc)
+    check_launcher()
+    world_size = _check(run, context.args, nproc)
     words = ["-m", "megabench.train", *context.args]
     if world_size > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets this value, too, but with a warning
-        launch = ["--standalone", "--nproc-per-node", str(world_size), "--signals-to-handle", "SIGTERM,SIGUSR1"]
+        launch = ["--standalone", "--nproc-per-node", str(world_size), "--signals-to-handle", _SIGNALS]
         words = ["-m", "torch.distributed.run", *launch, *words]
     os.execv(sys.executable, [sys.executable, *words])
 
 
-def _check(run: RunConfig, num_processes: int | None) -> int:
+def _check(run: RunConfig, arguments: list[str], num_processes: int | None) -> int:
     """Return the number of processes to start. Raises UserError if the run cannot start with them on this machine."""
     num_gpus = 0 if run.device == "cpu" else len(visible_gpus())
+    if run.device == "cuda" and not num_gpus:
+        raise UserError("device=cuda, but no NVIDIA GPU was found here. Use --device cpu or auto.")
     world_size = num_processes or num_gpus or run.tp * run.cp * run.pp
     if num_gpus and world_size > num_gpus:
         raise UserError(
             f"--nproc {world_size} exceeds this machine's {num_gpus} GPUs. Use --nproc {num_gpus}, or --device cpu."
         )
     device: Literal["cpu", "cuda"] = "cuda" if num_gpus else "cpu"
-    resolved = resolve_first(run, world_size, device)
+    try:
+        resolved = resolve_first(run, world_size, device)
+    except LayoutError as error:
+        raise LayoutError(f"{error}.{launch_commands(run, arguments, world_size)}") from None
+    check_data("megabench train", run.data)
     if world_size > 1 and device == "cpu" and not run.skip_memory_check:
         from megabench.train.memory_check import check_memory
 

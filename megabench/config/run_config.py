@@ -117,7 +117,7 @@ class RunConfig(RunSettings):
         """Fill in defaults and check all rules. Raises ConfigError, LayoutError or UnknownModelError."""
         if self.auto_settings:
             raise ConfigError(
-                f"{self.auto_settings[0]}=auto works only with pretrain and compare. Give an explicit value."
+                f"{self.auto_settings[0]}=auto works only with megabench train and compare. Give an explicit value."
             )
         self._check_engine()
         run = self.with_file()._resolve(world_size, device)

@@ -37,6 +37,9 @@ def make_plan(
     """
     from megabench.topo import find_topology
 
+    for name, value in (("seq_length", seq_length), ("global_batch", global_batch), ("top", top)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value} must be a positive number")
     if grad_dtype not in ("fp32", "bf16"):
         raise ConfigError(f"grad_dtype={grad_dtype!r} is unknown; use fp32 or bf16")
     if precision is not None and precision not in POLICIES:
@@ -57,6 +60,9 @@ def make_plan(
         )
     precision = precision or ("fp32" if device == "cpu" else "bf16")
     policy = POLICIES[precision]
+    for name, value in (("seq_length", seq_length), ("global_batch", global_batch), ("top", top)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value} must be a positive number")
     if grad_dtype not in policy.grad_dtypes:
         raise ConfigError(f"grad_dtype={grad_dtype} does not work with precision={precision}; use grad_dtype=fp32")
     if policy.has_fp8_products:

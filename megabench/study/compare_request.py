@@ -8,7 +8,7 @@ import yaml
 
 from megabench.config import hint
 from megabench.settings.reading import parse_yaml
-from megabench.study.expand import expand
+from megabench.study.expand import expand, list_fields
 from megabench.study.machine import gpu_names
 from megabench.study.planned_trials import Planning
 from megabench.study.study import TRIAL_SETTINGS, Study, StudyError, StudyFile, plan_study
@@ -43,6 +43,8 @@ class Request:
         If `num_processes` is None, one process is started per GPU. Without GPUs, and for a CPU study, the number is the
         largest world size in the study.
         """
+        if num_processes is not None and num_processes < 1:
+            raise StudyError(f"{num_processes} processes cannot run a study; use 1 or more")
         file = self.read_study()
         num_gpus = len(gpu_names())
         default = file.largest_world_size if file.is_cpu_only or not num_gpus else num_gpus
@@ -51,7 +53,7 @@ class Request:
             raise StudyError(f"{self.source} has no world_size and {missing}; add --nproc N, or world_size to base")
         study = self._planned(file, size)
         for trial in study.select(self.only):
-            _check_data(f"{self.source}: trial {trial.name}", trial.resolved.data)
+            check_data(f"{self.source}: trial {trial.name}", trial.resolved.data)
             if trial.resolved.device == "cuda" and trial.world_size > num_gpus:
                 raise StudyError(
                     f"{self.source}: trial {trial.name} needs {trial.world_size} GPUs and this machine has {num_gpus}; "
@@ -84,16 +86,22 @@ class Request:
         given = [setting for setting in map(_setting, self.settings) if setting[0]]
         if not given:
             return file
-        study = plan_study(file, self.source, num_processes, device, self.only)
+        # the settings may lower a world size, so the names are found without its check
+        enough = max(num_processes, file.largest_world_size or 0)
+        study = plan_study(file, self.source, enough, device, self.only)
         entries = [values for entry in file.trials for values in expand(entry)]
         named = {trial.name: entry for trial, entry in zip(study.trials, entries, strict=True)}
         for pattern, field, value in given:
+            if list_fields({field: value}):
+                raise StudyError(
+                    f"--set {pattern}.{field} has several values; set one value, or add trials to the file"
+                )
             for trial in study.select([pattern], "--set"):
                 named[trial.name] = named[trial.name] | {field: value}
         return file.model_copy(update={"trials": [entry | {"name": name} for name, entry in named.items()]})
 
 
-def _check_data(where: str, data: str) -> None:
+def check_data(where: str, data: str) -> None:
     """Raise StudyError unless `data` is built in or exists as a file, or as a token file without its suffix."""
     if data not in ("stdlib", "synthetic") and not Path(data).exists() and not Path(f"{data}.bin").exists():
         raise StudyError(f"{where}: data={data} does not exist; use stdlib, synthetic, or the path of a file")

@@ -33,7 +33,7 @@ class StudyRecords:
 
 
 def read_folder(folder: Path, budget: Budget | None = None) -> StudyRecords:
-    """Read the output directory of `megabench compare`. That of launch/pretrain.py is read as a study of one trial.
+    """Read the output directory of `megabench compare`. That of `megabench train` is read as a study of one trial.
 
     Without study.yaml, the study has the name of the directory. Raises FolderError if there are no records, and
     RecordError or StudyError if a file is invalid.
@@ -63,8 +63,8 @@ def _read_records(folder: Path) -> list[RunRecord]:
         raise FolderError(f"{path} contains no record yet; wait until the first trial has ended")
     if not single.is_file():
         raise FolderError(
-            f"{folder} contains no results.jsonl or record.json; use the --out directory of megabench compare or of "
-            f"launch/pretrain.py"
+            f"{folder} contains no results.jsonl or record.json; use the --out directory of megabench compare or "
+            f"megabench train"
         )
     try:
         return [RunRecord.read(single)]

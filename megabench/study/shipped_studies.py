@@ -1,10 +1,28 @@
-"""The list of the studies that come with megabench. Loads no torch."""
+"""The studies that come with megabench: find one by its name, and list all. Loads no torch."""
+
+from difflib import get_close_matches
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from megabench import shipped
-from megabench.study.study import StudyFile
+from megabench.study.study import StudyError, StudyFile
+
+
+def find_study(given: Path, expected: str = "study file") -> Path:
+    """Return the path of a study file, or of the shipped study of this name.
+
+    Raises StudyError if `given` looks like a name and is none; the message says what was expected.
+    """
+    path = shipped.find("studies", given)
+    if not path.is_file() and path.suffix not in (".yaml", ".yml") and path.name == str(given):
+        close = " or ".join(get_close_matches(str(given), shipped.names("studies")))
+        raise StudyError(
+            f"{given} is no {expected} or shipped study; {f'did you mean {close}? ' if close else ''}"
+            f"megabench compare --list shows the shipped studies"
+        )
+    return path
 
 
 def show_studies(console: Console) -> None:

@@ -4,8 +4,8 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from torch.distributed import DistError
@@ -33,10 +33,24 @@ class StudyStopped(Exception):
         self.signal, self.rank = signal_number, rank
 
 
+_NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@contextmanager
+def signal_handlers_kept() -> Iterator[None]:
+    """Restore the signal handlers that `note_signals` replaces."""
+    handlers = {number: signal.getsignal(number) for number in _NOTED}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def note_signals() -> list[int]:
     """Collect SIGINT, SIGTERM and SIGUSR1 (a scheduler's warning) in the returned list, to end children in order."""
     received: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in _NOTED:
         signal.signal(number, lambda number, _: received.append(number))
     return received
 

@@ -4,7 +4,7 @@ Loads no torch.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -13,41 +13,49 @@ import typer
 
 from megabench.config import FIELDS, SETTINGS, ConfigError, RunConfig, choices_of, hint, read_yaml_mapping
 
+# options of `megabench train` that are no settings of a run
+LAUNCH_OPTIONS = {"nproc": "Number of processes [default: one per GPU; without GPUs, tp·cp·pp]."}
+
 
 def parse_flags(arguments: Sequence[str] | None = None, program: str | None = None) -> RunConfig | None:
-    """Parse a command line into a configuration. Return None if the user only asked for help, which names `program`.
+    """Parse a command line into a configuration. Return None if the user only asked for help.
 
+    With a `program`, which the help names, the options of `megabench train` that are no settings are accepted, too.
     Raises ConfigError for unknown, malformed or invalid flags.
     """
+    also = LAUNCH_OPTIONS if program else {}
     try:
-        result = training_command()(args=arguments, prog_name=program, standalone_mode=False)
+        result = training_command(also)(args=arguments, prog_name=program, standalone_mode=False)
     except Exception as error:
         # an error of click, or of the copy of click inside newer versions of typer
         if (message := getattr(error, "format_message", None)) is None:
             raise
         if option := getattr(error, "option_name", None):
-            raise ConfigError(f"unknown option {option}; {hint(option, SETTINGS, _flag, 'see --help')}") from None
+            known = hint(option, [*SETTINGS, *also], _flag, "see --help")
+            raise ConfigError(f"unknown option {option}; {known}") from None
         raise ConfigError(message()) from None
     return result if isinstance(result, RunConfig) else None
 
 
-def training_command() -> typer.Typer:
-    """Return a command that has an option for every field of RunConfig and returns the configuration."""
+def training_command(also: Mapping[str, str]) -> typer.Typer:
+    """Return a command that has an option for every field of RunConfig and returns the configuration.
+
+    `also` maps the names of other options for numbers, whose values it ignores, to their help.
+    """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command()(_with_all_options())
+    app.command()(_with_all_options(also))
     return app
 
 
-def _with_all_options() -> Any:
+def _with_all_options(also: Mapping[str, str]) -> Any:
     def train(config_file: Path | None, **flags: Any) -> RunConfig:
         """Train one model under one layout on all processes of the launcher.
 
-        megabench train --nproc N starts N processes on this machine; the default is one process per GPU, or tp·cp·pp
-        processes without GPUs. On several hosts, start torchrun … -m megabench.train on each host. The data-parallel
-        size follows from the number of processes.
+        megabench train starts its processes on this machine. On several hosts, start torchrun … -m megabench.train on
+        each host. The data-parallel size follows from the number of processes.
         """
         from_file = read_yaml_mapping(config_file) if config_file else {}
-        given = {name: value for name, value in flags.items() if value is not None}
+        given = {name: value for name, value in flags.items() if value is not None and name not in also}
         return RunConfig.parse(from_file | given, where=f"{config_file}: " if config_file and not given else "")
 
     config_option = typer.Option("--config", metavar="FILE", help="YAML file with settings. Flags override the file.")
@@ -60,6 +68,7 @@ def _with_all_options() -> Any:
             metavar="|".join(map(str, choices_of(name))) or None,
         )
         parameters.append(_parameter(name, _plain_type(field.annotation), option))
+    parameters += [_parameter(name, int, typer.Option(_flag(name), help=text)) for name, text in also.items()]
     train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     train.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return train

@@ -7,7 +7,6 @@ failure.
 import contextlib
 import faulthandler
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -26,8 +25,10 @@ from megabench.parallel.layout import LayoutError
 from megabench.record import Probe, RunRecord
 from megabench.runtime.child import die_with_parent
 from megabench.runtime.exit import exit_process
+from megabench.runtime.launcher import check_launcher
 from megabench.runtime.run_lock import check_free
 from megabench.train.flags import parse_flags
+from megabench.train.launch_commands import launch_commands, small_run_command
 from megabench.train.stopping import StoppedError
 
 if TYPE_CHECKING:
@@ -52,15 +53,15 @@ def main(find: Find | None = None, arguments: Sequence[str] | None = None) -> No
     try:
         given = parse_flags(arguments)
         if given is not None:
-            _check_launcher()
+            check_launcher()
     except UserError as error:
         _refuse(str(error))
     if given is not None:
-        _run(given, find)
+        _run(given, find, sys.argv[1:] if arguments is None else arguments)
     exit_process(0)
 
 
-def _run(given: RunConfig, find: Find | None) -> None:
+def _run(given: RunConfig, find: Find | None, arguments: Sequence[str]) -> None:
     if given.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hide the GPUs, because libraries would use them
     from megabench.data.source import open_source
@@ -104,9 +105,9 @@ def _run(given: RunConfig, find: Find | None) -> None:
         resume = find_resume(run, source, rendezvous)
         _check_out(run, resume)
     except MemoryCheckError as error:
-        _refuse(f"{error}{_small_run()}", rendezvous, kind="oom")
+        _refuse(f"{error}{small_run_command()}", rendezvous, kind="oom")
     except LayoutError as error:
-        _refuse(f"{error}{_launch(given, rendezvous.world_size)}", rendezvous)
+        _refuse(f"{error}{launch_commands(given, arguments, rendezvous.world_size)}", rendezvous)
     except (UserError, OSError) as error:
         _refuse(error_message(error), rendezvous)
     if resume.num_done >= run.steps:
@@ -138,57 +139,6 @@ def _run(given: RunConfig, find: Find | None) -> None:
         _interrupted(rendezvous)
     except BaseException as error:
         _fail(error, rendezvous)
-
-
-def _check_launcher() -> None:
-    """Raise ConfigError unless the launcher set the environment variables of torch.distributed to numbers."""
-    for variable in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if not (given := os.environ.get(variable, "0")).isdecimal():
-            raise ConfigError(f"{variable}={given} is not a number; unset it, or let torchrun set it")
-    for variable, needed in (
-        ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"),
-        ("OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"),
-        ("PMI_SIZE", "WORLD_SIZE"),
-        ("WORLD_SIZE", "MASTER_ADDR"),
-    ):
-        count = os.environ.get(variable, "1")
-        if count.isdecimal() and int(count) > 1 and needed not in os.environ:
-            raise ConfigError(
-                f"{variable}={count} but no {needed}: each process would train a separate model; start torchrun "
-                f"once on each host, e.g. srun --ntasks-per-node 1 torchrun --nnodes … --nproc-per-node …"
-            )
-
-
-def _launch(given: RunConfig, world_size: int) -> str:
-    """Return the commands that start enough processes for the layout, or "" if there are enough."""
-    needed = given.tp * given.cp * given.pp
-    if world_size >= needed:
-        return ""
-    program = ["-m", "megabench.train"] if _is_module() else [sys.argv[0]]
-    rest = shlex.join([*program, *sys.argv[1:]])
-    num_gpus = len(visible_gpus())
-    per_host = num_gpus or 8
-    text = ""
-    if needed <= per_host or not num_gpus:
-        text += f"\nTo start {needed} processes on one machine:\n  torchrun --nproc-per-node {needed} {rest}"
-    if needed > per_host:
-        hosts = -(-needed // per_host)
-        text += (
-            f"\nTo start {hosts * per_host} processes on {hosts} hosts, on each host:\n  torchrun --nnodes {hosts} "
-            f"--nproc-per-node {per_host} --rdzv-backend c10d --rdzv-endpoint HOST:29500 {rest}"
-        )
-    return text
-
-
-def _small_run() -> str:
-    """Return the command of a run that fits on any machine."""
-    program = "megabench train" if _is_module() else f"python {sys.argv[0]}"
-    return f"\nTo try training on any machine:\n  {program} --model llama-tiny --steps 20"
-
-
-def _is_module() -> bool:
-    """Return whether this process was started as a module, as in python -m megabench.train."""
-    return Path(sys.argv[0]).name == "__main__.py"
 
 
 def _complete(

@@ -45,7 +45,11 @@ def check_memory(run: ResolvedConfig, local_rank: int, local_world_size: int) ->
     models = [name for name in CATALOG if _builds(run, name) and excess(_with_model(run, name)) is None]
     ways_out = [
         *(f"--num-layers {size}" for size in _largest(run, excess)),
-        *([f"a --model that fits ({', '.join(models)})"] if models else []),
+        *(
+            [f"a --model that fits{' without --num-layers' * bool(run.num_layers)} ({', '.join(models)})"]
+            if models
+            else []
+        ),
         "more hosts" if of_gpu is None else "more GPUs",
     ]
     raise MemoryCheckError(f"{run.model} needs about {found}; use {', '.join(ways_out)}, or --skip-memory-check")

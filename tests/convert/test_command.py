@@ -108,7 +108,7 @@ def test_a_model_without_parallel_blocks(tmp_path: Path) -> None:
         (("verify", "--hf", tmp_path / "deeper", "--ckpt", tmp_path / "run"), "num_layers 2 there, 3 here"),
         (
             ("import", "--hf", tmp_path / "tuned", "--out", tmp_path / "new"),
-            f"pretrain.py --model {tmp_path / 'tuned'}",
+            f"megabench train --model {tmp_path / 'tuned'}",
         ),
     ):
         status, out, err = convert(*words)

@@ -119,7 +119,7 @@ def commands_of(text: str) -> Iterator[list[str]]:
         lexer.whitespace_split = True
         words: list[str] = []
         for word in [*lexer, ";"]:
-            if set(word) <= set(";&|()"):
+            if word and set(word) <= set(";&|()"):
                 if words:
                     yield words
                 words = []

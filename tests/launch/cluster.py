@@ -6,14 +6,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from tests.comparison.compare_process import REPOSITORY
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo")
 
 # Nodes have loopback addresses as names, because the script passes the name of the first node to torchrun.
 # KillWait: seconds between SIGTERM and SIGKILL. cred_expire: Slurm waits this long before it starts a requeued job;
@@ -149,7 +149,8 @@ def _end(daemons: list[subprocess.Popen[bytes]], folder: Path) -> None:
     ours = [process for process in psutil.process_iter() if _has(process, marker)]
     for process in ours:
         if process.pid != os.getpid():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                process.kill()
     for daemon in daemons:
         daemon.kill()
         daemon.wait()
