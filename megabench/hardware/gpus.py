@@ -35,9 +35,10 @@ _HOPPER = "NVIDIA H100 datasheet (SXM, dense); the H200 has the same peak FLOP/s
 _AMPERE = "NVIDIA A100 datasheet (dense)"
 _VOLTA = "NVIDIA V100 datasheet"
 _B200 = "NVIDIA DGX B200 and HGX B200 datasheets (per GPU; half of the sparse FLOP/s)"
-_B300 = "NVIDIA HGX B300 datasheet (per GPU; half of the sparse FLOP/s); memory as nvidia-smi reports it"
-_GB200 = "NVIDIA GB200 NVL72 product page (one of 72 GPUs; half of the sparse FLOP/s); memory as nvidia-smi reports it"
-_GB300 = "NVIDIA GB300 NVL72 product page (one of 72 GPUs; half of the sparse FLOP/s); memory as nvidia-smi reports it"
+_SMI = "memory as nvidia-smi reports it"
+_B300 = f"NVIDIA HGX B300 specifications, in glennklockwood.com/garden/processors/B300 (per GPU, dense); {_SMI}"
+_GB200 = f"NVIDIA GB200 NVL72 product page (one of 72 GPUs; half of the sparse FLOP/s); {_SMI}"
+_GB300 = f"verda.com/blog/gb300-nvl72-architecture (per GPU, dense); {_SMI}"
 
 # The keys are CUDA device names, because variants of one chip may have different peak FLOP/s.
 _GPUS = {
@@ -115,6 +116,7 @@ _KARPENTER = "karpenter-provider-aws instance-types.md; awsome-distributed-train
 _RDMA = "aws-ofi-nccl #547 (GPUDirect since p4d)"
 _EFA = "Amazon EC2 User Guide, Maximize network bandwidth (efa-acc-inst-types)"
 _GOOGLE = "Google Compute Engine documentation, Networking and GPU machines (gpu-network-bandwidth)"
+_NVL72 = "NVIDIA AI Cluster Runtime, GKE A4X Max (A4X and A4X Max are NVL72 racks with RoCE)"
 _AZURE = "Azure virtual machine sizes, series"
 _A100_40, _A100_80, _H100 = "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
 _H200, _B200_GPU, _B300_GPU = "NVIDIA H200", "NVIDIA B200", "NVIDIA B300 SXM6 AC"
@@ -154,9 +156,9 @@ _GCP = (
     Instance("a3-megagpu-8g", _H100, 8, 450.0, 8, "infiniband", 8, 200.0, True, f"{_GOOGLE}, A3 Mega: GPUDirect-TCPXO"),
     Instance("a3-ultragpu-8g", _H200, 8, 450.0, 8, "infiniband", 8, 400.0, True, f"{_GOOGLE}, A3 Ultra: RoCE"),
     Instance("a4-highgpu-8g", _B200_GPU, 8, 900.0, 8, "infiniband", 8, 400.0, True, f"{_GOOGLE}, A4: RoCE"),
-    Instance("a4x-highgpu-4g", _GB200_GPU, 4, 900.0, 72, "infiniband", 4, 400.0, True, f"{_GOOGLE}, A4X: RoCE"),
+    Instance("a4x-highgpu-4g", _GB200_GPU, 4, 900.0, 72, "infiniband", 4, 400.0, True, f"{_GOOGLE}, A4X; {_NVL72}"),
     Instance(
-        "a4x-maxgpu-4g-metal", _GB300_GPU, 4, 900.0, 72, "infiniband", 4, 800.0, True, f"{_GOOGLE}, A4X Max: RoCE"
+        "a4x-maxgpu-4g-metal", _GB300_GPU, 4, 900.0, 72, "infiniband", 4, 800.0, True, f"{_GOOGLE}, A4X Max; {_NVL72}"
     ),
 )
 _AZURE_TYPES = (
