@@ -19,7 +19,7 @@ from megabench.hardware.facts import read_facts, visible_gpus
 from megabench.hardware.topology import Host, Topology, TopologyError, discover, from_facts, split
 from megabench.parallel.groups import groups_on
 from megabench.parallel.layout import Layout
-from megabench.parallel.placement import LINK_NAMES, Placement, Policy, number_ranges
+from megabench.parallel.placement import LINK_NAMES, Placement, Policy, host_names, name_list, number_ranges
 from megabench.record import Group as RankGroup
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")
@@ -103,7 +103,7 @@ def describe(placement: Placement, layout: Layout, groups: Sequence[RankGroup] |
             for host, ranks in zip(topology.hosts, topology.ranks_by_host, strict=True)
         ],
         "domains": [
-            {"ranks": ranks, "link": _inner_link(topology, ranks), "hosts": _host_names(topology, ranks)}
+            {"ranks": ranks, "link": _inner_link(topology, ranks), "hosts": host_names(topology, ranks)}
             for ranks in topology.ranks_by_domain
         ],
         "links": [
@@ -168,7 +168,9 @@ def _domain_title(topology: Topology, domain: int, members: Sequence[int]) -> st
     if link is None:
         return "no NVLink to another rank"
     rate = _gb_per_s(topology, link)
-    return f"{LINK_NAMES[link]} domain {domain}" + (f", {rate:g} GB/s a GPU" if rate else "")
+    title = f"{LINK_NAMES[link]} domain {domain}" + (f", {rate:g} GB/s a GPU" if rate else "")
+    num_hosts = len({topology.host_of[rank] for rank in members})
+    return title + (f", {len(members)} GPUs of {num_hosts} hosts" if num_hosts > 1 else "")
 
 
 def _cells(placement: Placement, layout: Layout, ranks: Sequence[int]) -> RenderableType:
@@ -227,7 +229,7 @@ def _groups_table(topology: Topology, groups: Sequence[RankGroup]) -> Table:
     for kind in dict.fromkeys(group.kind for group in groups):
         same = [group for group in groups if group.kind == kind]
         for group in same[:_MOST_GROUPS]:
-            hosts = ", ".join(_host_names(topology, group.ranks))
+            hosts = name_list(host_names(topology, group.ranks))
             cells = [kind, number_ranges(group.ranks), hosts, LINK_NAMES[group.link or "socket"]]
             table.add_row(*cells, *[group.transport or ""] * has_transports)
         if len(same) > _MOST_GROUPS:
@@ -238,10 +240,6 @@ def _groups_table(topology: Topology, groups: Sequence[RankGroup]) -> Table:
 def _inner_link(topology: Topology, ranks: Sequence[int]) -> str | None:
     """Return the link between the ranks of an NVLink domain, or None for a single rank."""
     return topology.link(ranks[0], ranks[1]) if len(ranks) > 1 else None
-
-
-def _host_names(topology: Topology, ranks: Sequence[int]) -> list[str]:
-    return [topology.hosts[number].name for number in sorted({topology.host_of[rank] for rank in ranks})]
 
 
 def _gb_per_s(topology: Topology, kind: str) -> float | None:

@@ -114,3 +114,18 @@ def test_what_cannot_be_is_one_sentence(monkeypatch, capsys, arguments, sentence
 
 def test_a_shape_is_checked_only_for_a_model_that_is_named(monkeypatch, capsys):
     assert as_json(monkeypatch, capsys, "--cluster", "p4d.24xlarge:2", "--tp", 16)["groups"]
+
+
+def test_a_domain_over_hosts_is_drawn(monkeypatch, capsys):
+    assert topo(monkeypatch, "--cluster", "p6e-gb200.36xlarge:18", "--tp", 8, "--pp", 3) == 0
+    picture = capsys.readouterr().out
+    assert picture.count("NVLink domain 0, 900 GB/s a GPU, 72 GPUs of 18 hosts") == 18
+    assert "▼ stage 0 → stage 1 on p6e-gb200-6 over NVLink: 0 → 24" in picture and "WARNING" not in picture
+    assert "| tp    | 0–7   " in picture and "over EFA" not in picture
+
+
+def test_long_lists_of_hosts_are_short(monkeypatch, capsys):
+    assert topo(monkeypatch, "--cluster", "u-p6e-gb200x72:1", "--tp", 72) == 0
+    assert "| tp    | 0–71  | p6e-gb200-0, …, p6e-gb200-17 (18 hosts) | NVLink " in capsys.readouterr().out
+    found = as_json(monkeypatch, capsys, "--cluster", "u-p6e-gb200x72:1", "--tp", 72)
+    assert len(found["domains"][0]["hosts"]) == 18 and len(found["domains"]) == 1

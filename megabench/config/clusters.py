@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 from megabench import shipped
 from megabench.hardware.gpus import Network
-from megabench.hardware.topology import MOST_HOSTS, Host, Topology, build, from_cluster, instance_host
+from megabench.hardware.topology import MOST_HOSTS, Host, Topology, build, from_cluster, instance_host, used_domain
 from megabench.settings.reading import ConfigError, explain, read_yaml_mapping
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -29,7 +29,7 @@ class Hosts(BaseModel):
     num_gpus: PositiveInt | None = Field(None, le=1024)
     """Number of GPUs per host [default: 8]."""
     nvlink_domain: PositiveInt | None = None
-    """Number of GPUs per NVLink domain [default: all GPUs of a host]."""
+    """Number of GPUs per NVLink domain; a multiple of num_gpus spans hosts [default: all GPUs of a host]."""
     nvlink_gb_per_s: PositiveFloat | None = None
     """NVLink bandwidth of one GPU in one direction, in GB/s."""
     network: Network | None = None
@@ -41,9 +41,12 @@ class Hosts(BaseModel):
 
     def kind(self) -> tuple[Host, int, int]:
         """Return one of these hosts, its number of GPUs, and the number of GPUs per NVLink domain."""
-        host, num_gpus, domain = Host("host", "GPU", "pcie", "socket"), 8, None
+        host, num_gpus = Host("host", "GPU", "pcie", "socket"), self.num_gpus or 8
+        domain = num_gpus
         if self.instance:
-            host, num_gpus, domain = instance_host(self.instance)
+            host, in_instance, domain = instance_host(self.instance)
+            num_gpus = self.num_gpus or in_instance
+            domain = used_domain(domain, in_instance, num_gpus)
         host = Host(
             name=self.name or host.name,
             device=self.gpu or host.device,
@@ -52,9 +55,9 @@ class Hosts(BaseModel):
             network_gbits=self.network_gbits or host.network_gbits,
             nvlink_gb_per_s=self.nvlink_gb_per_s or host.nvlink_gb_per_s,
             ring_gbits=self.ring_gbits,
+            instance_type=None if self.gpu or self.network else host.instance_type,
         )
-        num_gpus = self.num_gpus or num_gpus
-        return host, num_gpus, min(self.nvlink_domain or domain or num_gpus, num_gpus)
+        return host, num_gpus, self.nvlink_domain or domain
 
 
 class ClusterFile(BaseModel):
@@ -78,12 +81,14 @@ def read_cluster(text: str) -> Topology:
         return from_cluster(text)
     file = _validate(ClusterFile, read_yaml_mapping(path), str(path))
     hosts: list[tuple[Host, int, int]] = []
+    starts: list[int] = []
     for index, entry in enumerate(file.hosts):
         some = _validate(Hosts, entry, f"{path}: hosts[{index}]")
         host, num_gpus, domain = some.kind()
+        starts.append(len(hosts))
         names = [f"{host.name}-{len(hosts) + number}" for number in range(some.count)]
         hosts += [(replace(host, name=name), num_gpus, domain) for name in names]
-    return build(hosts)
+    return build(hosts, starts)
 
 
 def _validate(model: type[Model], content: dict[str, Any], where: str) -> Model:

@@ -5,15 +5,23 @@ src/graph/xml.cc of NCCL 2.28.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
 from megabench import UserError, shipped
 from megabench.hardware.facts import GpuFacts, RankFacts
-from megabench.hardware.gpus import INSTANCE_NAMES, Network, find_instance
+from megabench.hardware.gpus import (
+    INSTANCE_NAMES,
+    ULTRASERVER_NAMES,
+    Instance,
+    Network,
+    find_instance,
+    find_ultraserver,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -28,11 +36,12 @@ class TopologyError(UserError):
 
 @dataclass(frozen=True)
 class Host:
-    """One host, which NCCL calls a node. `device` is the name of its GPUs, or "cpu".
+    """One host. `device` is the name of its GPUs, or "cpu".
 
     `inside` is the link between GPUs of the host that are in different NVLink domains. `nvlink_gb_per_s` is the NVLink
     bandwidth of one GPU in one direction. `network_gbits` is the total bandwidth of all NICs. `ring_gbits` is the part
-    of `network_gbits` that one ring of ranks can use. Unknown bandwidths are None.
+    of `network_gbits` that one ring of ranks can use. Unknown bandwidths are None. `instance_type` is the name of the
+    host's type in the catalogue, or None.
     """
 
     name: str
@@ -42,11 +51,14 @@ class Host:
     network_gbits: float | None = None
     nvlink_gb_per_s: float | None = None
     ring_gbits: float | None = None
+    instance_type: str | None = None
 
 
 @dataclass(frozen=True)
 class Topology:
     """The host and the NVLink domain of each rank. On CPU, the ranks of a host are one domain over shared memory.
+
+    A host may have several domains (GPUs with NVLink bridges), and a domain may span several hosts (NVL72 racks).
 
     `host_of`, `domain_of` and `seat_of` map each rank to the number of its host, NVLink domain and seat. Seats number
     the ranks by host, then by GPU. The numbers of hosts, domains and seats are independent of the launcher's ranks.
@@ -77,6 +89,21 @@ class Topology:
         for rank, domain in enumerate(self.domain_of):
             members.setdefault(domain, []).append(rank)
         return [members[domain] for domain in sorted(members)]
+
+    @cached_property
+    def node_of(self) -> tuple[int, ...]:
+        """The number of each rank's node, as NCCL counts nodes. Hosts that share an NVLink domain are one node.
+
+        Without shared domains, every host is a node. On two hosts of an NVL72 rack, NCCL logs "nNodes 1 … MNNVL 1".
+        """
+        spans = {(self.domain_of[rank], self.host_of[rank]) for rank in range(self.world_size)}
+        hosts_of_domain: dict[int, list[int]] = {}
+        for domain, host in sorted(spans):
+            hosts_of_domain.setdefault(domain, []).append(host)
+        pairs = [(hosts[0], other) for hosts in hosts_of_domain.values() for other in hosts[1:]]
+        nodes = components(len(self.hosts), pairs)
+        node_of_host = {host: number for number, hosts in enumerate(nodes) for host in hosts}
+        return tuple(node_of_host[host] for host in self.host_of)
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two different ranks."""
@@ -159,7 +186,8 @@ def from_cluster(text: str) -> Topology:
     """Return the topology of "TYPE:COUNT", or of "TYPE:COUNT:GPUS" with the first GPUS GPUs of every instance.
 
     For example, "p5.48xlarge:4" means four p5.48xlarge instances, and "p5.48xlarge:1:4" means half of one. The hosts
-    keep the NICs of whole instances.
+    keep the NICs of whole instances. TYPE may be an UltraServer, as in "u-p6e-gb200x72:2": 36 instances in two NVLink
+    domains.
     """
     name, *numbers = text.split(":")
     if len(numbers) > 2:
@@ -167,7 +195,9 @@ def from_cluster(text: str) -> Topology:
     count, num_used = [*numbers, "", ""][:2]
     if (number := _positive(count or "1", MOST_HOSTS)) is None:
         raise TopologyError(f"cluster {text!r}: the number of instances must be 1 to {MOST_HOSTS}, e.g. {name}:2")
-    host, num_gpus, domain_size = instance_host(name)
+    ultraserver = find_ultraserver(name)
+    instance, per_unit = ultraserver or (_instance(name), 1)
+    num_gpus = instance.num_gpus
     if len(numbers) == 2:
         if (used := _positive(num_used, num_gpus)) is None:
             raise TopologyError(
@@ -175,7 +205,9 @@ def from_cluster(text: str) -> Topology:
                 f"{max(1, num_gpus // 2)}"
             )
         num_gpus = used
-    return build([(replace(host, name=f"{host.name}-{index}"), num_gpus, domain_size) for index in range(number)])
+    host, domain_size = _host_of(instance), used_domain(instance.nvlink_domain, instance.num_gpus, num_gpus)
+    hosts = [replace(host, name=f"{host.name}-{index}") for index in range(number * per_unit)]
+    return build([(host, num_gpus, domain_size) for host in hosts])
 
 
 def _positive(text: str, most: int) -> int | None:
@@ -184,38 +216,77 @@ def _positive(text: str, most: int) -> int | None:
     return int(text) if is_number and 1 <= int(text) <= most else None
 
 
+def used_domain(domain_size: int, num_gpus: int, num_used: int) -> int:
+    """Return the number of used GPUs per NVLink domain if only `num_used` of the `num_gpus` GPUs of a host are used."""
+    if domain_size > num_gpus:
+        return domain_size // num_gpus * num_used
+    return min(domain_size, num_used)
+
+
 def instance_host(instance_type: str) -> tuple[Host, int, int]:
     """Return a host of an instance type, its number of GPUs, and the number of GPUs per NVLink domain.
 
     Raise TopologyError if the catalogue does not list the instance type.
     """
+    if found := find_ultraserver(instance_type):
+        instance, count = found
+        raise TopologyError(
+            f"instance {instance_type!r} is {count} hosts; use instance: {instance.name} with count: {count} and "
+            f"nvlink_domain: {instance.nvlink_domain}, or --cluster {instance_type}:1"
+        )
+    instance = _instance(instance_type)
+    return _host_of(instance), instance.num_gpus, instance.nvlink_domain
+
+
+def _instance(instance_type: str) -> Instance:
     instance = find_instance(instance_type)
     if instance is None:
         raise TopologyError(
-            f"instance type {instance_type!r} is not known; use one of {', '.join(INSTANCE_NAMES)}, a cluster file, or "
-            f"one of the shipped clusters {', '.join(shipped.names('clusters'))}"
+            f"instance type {instance_type!r} is not known; use one of "
+            f"{', '.join((*INSTANCE_NAMES, *ULTRASERVER_NAMES))}, a cluster file, or one of the shipped clusters "
+            f"{', '.join(shipped.names('clusters'))}"
         )
-    host = Host(
+    return instance
+
+
+def _host_of(instance: Instance) -> Host:
+    return Host(
         name=instance.name.split(".")[0],
         device=instance.gpu,
         inside="pcie",
         network=instance.network,
         network_gbits=instance.network_gbits,
         nvlink_gb_per_s=instance.nvlink_gb_per_s or None,
+        instance_type=instance.name,
     )
-    return host, instance.num_gpus, instance.nvlink_domain
 
 
-def build(hosts: Sequence[tuple[Host, int, int]]) -> Topology:
-    """Build a topology from tuples (host, number of ranks, ranks per NVLink domain). Number the ranks host by host."""
+def build(hosts: Sequence[tuple[Host, int, int]], starts: Collection[int] = ()) -> Topology:
+    """Build a topology from tuples (host, number of ranks, ranks per NVLink domain). Number the ranks host by host.
+
+    A domain with more ranks than a host spans consecutive hosts of equal sizes. The last domain may be smaller.
+    `starts` are the numbers of hosts that start a new domain in any case. Raise TopologyError if a domain would end in
+    the middle of a host.
+    """
     if len(hosts) > MOST_HOSTS:
         raise TopologyError(f"the cluster has {len(hosts)} hosts; use at most {MOST_HOSTS}")
     host_of: list[int] = []
     domain_of: list[int] = []
-    for number, (_, num_ranks, domain_size) in enumerate(hosts):
-        first = domain_of[-1] + 1 if domain_of else 0
+    free = 0  # ranks that the last domain can still take from the next hosts
+    for number, (host, num_ranks, domain_size) in enumerate(hosts):
+        spans_hosts = domain_size > num_ranks
+        if spans_hosts and domain_size % num_ranks:
+            raise TopologyError(
+                f"{host.name}: an NVLink domain of {domain_size} GPUs is not a whole number of hosts with {num_ranks} "
+                f"GPUs; use a multiple of {num_ranks}, or at most {num_ranks}"
+            )
+        if number in starts or (number and hosts[number - 1][1:] != (num_ranks, domain_size)):
+            free = 0
+        first = domain_of[-1] + (free == 0) if domain_of else 0
         host_of += [number] * num_ranks
         domain_of += [first + seat // domain_size for seat in range(num_ranks)]
+        if spans_hosts:
+            free = (free or domain_size) - num_ranks
     return Topology(
         hosts=tuple(host for host, _, _ in hosts),
         host_of=tuple(host_of),
@@ -310,6 +381,7 @@ def _host(name: str, facts: Sequence[RankFacts]) -> Host:
         network_gbits=facts[0].network_gbits,
         nvlink_gb_per_s=(gpus[0].nvlink_gb_per_s if gpus else None)
         or (instance.nvlink_gb_per_s or None if gpus and instance else None),
+        instance_type=instance.name if instance else None,
     )
 
 

@@ -70,11 +70,17 @@ def place(topology: Topology, layout: Layout, policy: Policy = "topology", stric
 
 
 def _by_place(topology: Topology) -> list[int]:
-    """Return all ranks, sorted by host and by seat on the host. The host of rank 0 comes first."""
-    first = topology.host_of[0]
+    """Return all ranks, sorted by node, by host and by seat on the host. The node and the host of rank 0 come first."""
+    nodes, hosts = topology.node_of, topology.host_of
     return sorted(
         range(topology.world_size),
-        key=lambda rank: (topology.host_of[rank] != first, topology.host_of[rank], topology.seat_of[rank]),
+        key=lambda rank: (
+            nodes[rank] != nodes[0],
+            hosts[rank] != hosts[0],
+            nodes[rank],
+            hosts[rank],
+            topology.seat_of[rank],
+        ),
     )
 
 
@@ -166,10 +172,20 @@ def _describe(topology: Topology, groups: Sequence[Sequence[int]], kind: str) ->
     """Describe the first of the groups that span several domains, and count the others."""
     ranks = groups[0]
     link = topology.slowest_link((ranks[0], other) for other in ranks[1:])
-    hosts = [topology.hosts[number].name for number in sorted({topology.host_of[rank] for rank in ranks})]
-    where = f"spans hosts {', '.join(hosts)}" if len(hosts) > 1 else f"lies in no one NVLink domain of {hosts[0]}"
+    hosts = host_names(topology, ranks)
+    where = f"spans hosts {name_list(hosts)}" if len(hosts) > 1 else f"lies in no one NVLink domain of {hosts[0]}"
     rides_on = LINK_NAMES[link or "socket"]
     return f"the {kind} group of ranks {number_ranges(ranks)}{and_more(groups)} {where} and will ride on {rides_on}"
+
+
+def host_names(topology: Topology, ranks: Sequence[int]) -> list[str]:
+    """Return the names of the hosts of some ranks."""
+    return [topology.hosts[number].name for number in sorted({topology.host_of[rank] for rank in ranks})]
+
+
+def name_list(names: Sequence[str]) -> str:
+    """Join names with commas, or abbreviate more than four: "a, …, r (18 hosts)"."""
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]}, …, {names[-1]} ({len(names)} hosts)"
 
 
 def and_more(groups: Sequence[object]) -> str:

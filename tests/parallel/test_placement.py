@@ -1,5 +1,6 @@
 """Placement over made-up clusters: what must hold for any of them, and the cases that people have."""
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -156,3 +157,35 @@ def test_emulated_hosts_split_one_machine():
 
 def test_number_ranges():
     assert number_ranges([0, 1, 2, 3, 8, 10, 11]) == "0–3, 8, 10, 11"
+
+
+@pytest.mark.parametrize(("tp", "num_hosts"), [(8, 4), (16, 8), (72, 36), (4, 20)])
+def test_tp_groups_stay_in_an_nvl72_rack(tp, num_hosts):
+    topology = from_cluster(f"p6e-gb200.36xlarge:{num_hosts}")
+    layout = Layout(tp=tp).with_world_size(topology.world_size)
+    shuffled = random.Random(0).sample(range(topology.world_size), topology.world_size)
+    placement = place(topology.renumbered(shuffled), layout, strict=True)
+    assert placement.warnings == ()
+    assert {group.link for group in groups_on(layout, placement.topology) if group.kind == "tp"} == {"nvlink"}
+
+
+def test_pipelines_leave_a_rack_once():
+    topology = from_cluster("p6e-gb200.36xlarge:36")
+    layout = Layout(tp=8, pp=18).with_world_size(144)
+    placed = place(topology, layout, strict=True).topology
+    (pipeline, *_) = [[placed.node_of[rank] for rank in ranks] for ranks in rank_groups(layout)["pp"]]
+    assert pipeline == [0] * 9 + [1] * 9
+
+
+def test_the_rack_of_the_first_rank_stays_first():
+    """Rank 0 is in the second rack: its host comes first, then the other hosts of its rack."""
+    two_racks = cluster((2, 4), (2, 4), (2, 4), (2, 4))
+    placed = place(two_racks.renumbered([6, 7, 0, 1, 2, 3, 4, 5]), Layout(tp=4, pp=2).with_world_size(8)).topology
+    assert placed.host_of == (3, 3, 2, 2, 0, 0, 1, 1)
+
+
+def test_a_group_larger_than_a_rack_is_said():
+    topology = from_cluster("p6e-gb200.36xlarge:36")
+    (warning,) = place(topology, Layout(tp=144).with_world_size(144)).warnings
+    assert "spans hosts p6e-gb200-0, …, p6e-gb200-35 (36 hosts) and will ride on EFA" in warning
+    assert "the NVLink domains have 72 ranks each, which tp=72 fits" in warning
