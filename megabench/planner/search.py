@@ -19,6 +19,7 @@ from megabench.specs.registry import ENGINES
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_CP = 16
+_MOST_UNEVEN = 0.1  # the largest share of layers by which interleaved model chunks of unequal length may exceed others
 _SEQUENCE_MULTIPLES = [FP8_MULTIPLE * cp for cp in (1, 2, 4, 8, _MOST_CP)]  # every rank's part is a multiple of 16
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -160,7 +161,7 @@ def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candid
     for tp in sizes("tp", world):
         for cp in sizes("cp", world // tp, _MOST_CP):
             for pp in sizes("pp", world // (tp * cp)):
-                for vp in sizes("vp", max(1, math.ceil(shape.num_layers / pp))) if pp > 1 else [1]:
+                for vp in _chunk_counts(shape.num_layers, pp) if pp > 1 and "vp" in spec.axes else [1]:
                     layout = _checked(Layout(tp=tp, cp=cp, pp=pp, vp=vp), job, world)
                     if layout is None:
                         continue
@@ -171,11 +172,23 @@ def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candid
                                 yield Candidate(spec.name, layout, micro_batch, variant, recompute, policy)
 
 
+def _chunk_counts(num_layers: int, pp: int) -> list[int]:
+    """Return the numbers of model chunks per stage worth considering, in ascending order.
+
+    Each is the smallest number of chunks that have at most 1, 2, 3, … layers. Stages wait for the longest of the chunks
+    that run at the same time, so a number is left out if the longest chunks on all stages exceed the model's layers by
+    more than `_MOST_UNEVEN`.
+    """
+    found = {1}
+    for longest in range(1, math.ceil(num_layers / pp)):
+        vp = math.ceil(num_layers / (pp * longest))
+        if longest * pp * vp <= (1 + _MOST_UNEVEN) * num_layers:
+            found.add(vp)
+    return sorted(found)
+
+
 def _checked(layout: Layout, job: Job, world_size: int) -> Layout | None:
     """Return the layout with its dp, or None if it cannot divide the model."""
-    # unequal interleaved model chunks would wait for each other
-    if layout.vp > 1 and job.shape.num_layers % (layout.pp * layout.vp):
-        return None
     try:
         layout.check_model(job.shape, job.seq_length)
         return layout.with_world_size(world_size)

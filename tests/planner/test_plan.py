@@ -18,7 +18,7 @@ from megabench.planner.plan_table import certainty, chosen, find_trial, sweet_sp
 from megabench.planner.search import candidates, plan
 from megabench.train.flags import parse_flags
 from tests.comparison.compare_process import REPOSITORY
-from tests.planner.jobs import cluster, costs, hosts, job
+from tests.planner.jobs import cluster, costs, hosts, job, megatron
 
 
 def megabench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -140,6 +140,23 @@ def test_what_is_shown_can_be_run():
         fields = {"model": "llama3-8b", "seq_length": 4096, "global_batch": 32} | settings_of(candidate)
         run = RunConfig.parse(fields).resolve(topology.world_size, "cuda")
         assert run.layout == candidate.layout and run.num_micro_batches == candidate.num_micro_batches(work)
+
+
+def test_layers_need_not_divide_by_the_model_chunks():
+    """405B has 126 layers: 64 chunks have 1 or 2 layers each, and interleaving still divides the bubble."""
+    work, topology = job("llama3-405b", 8192, 1024), cluster("p5.48xlarge:128")
+    layouts = {str(candidate.layout) for candidate in candidates(work, topology)}
+    assert {"tp8·cp2·pp8·vp8·dp8", "tp8·cp2·pp16·vp4·dp4"} <= layouts
+    plain, interleaved = (megatron(topology, tp=8, cp=2, pp=16, vp=vp) for vp in (1, 4))
+    a, b = (costs(work, topology).estimate(candidate).parts["bubble"] for candidate in (plain, interleaved))
+    assert b < a / 2
+
+
+def test_very_unequal_chunks_are_no_candidates():
+    """With 80 layers, 24 chunks have 3 or 4 layers, as long as 24 · 4 = 96 layers."""
+    work, topology = job("llama3-70b", 8192, 64), cluster("p5.48xlarge:8")
+    counts = {candidate.layout.vp for candidate in candidates(work, topology) if candidate.layout.pp == 4}
+    assert {1, 2, 4, 5, 10, 20} <= counts and 6 not in counts
 
 
 def test_layouts_within_the_models_error_are_called_equal():
