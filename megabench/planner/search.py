@@ -157,7 +157,8 @@ def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candid
     world, shape = topology.world_size, job.shape
     policies: tuple[Policy, ...] = ("topology", "spread-tp")
     # with one domain, or one GPU per domain, spread-tp places the ranks as topology does
-    can_spread = 1 < len(topology.ranks_by_domain) < world
+    can_spread = 1 < len(set(topology.domain_of)) < world
+    inside = _ranks_inside(topology)
     for tp in sizes("tp", world):
         for cp in sizes("cp", world // tp, _MOST_CP):
             for pp in sizes("pp", world // (tp * cp)):
@@ -165,7 +166,7 @@ def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candid
                     layout = _checked(Layout(tp=tp, cp=cp, pp=pp, vp=vp), job, world)
                     if layout is None:
                         continue
-                    variants = list(_variants(spec, topology, layout))
+                    variants = list(_variants(spec, inside, layout))
                     for micro_batch in _micro_batches(job, layout):
                         for recompute, variant in variants:
                             for policy in policies if tp > 1 and can_spread else policies[:1]:
@@ -209,16 +210,21 @@ def _micro_batches(job: Job, layout: Layout) -> Iterator[int]:
 
 def _data_parallel(specs: list[EngineSpec], job: Job, topology: Topology) -> Iterator[Candidate]:
     layout = Layout(dp=topology.world_size)
-    variants = [(spec.name, *pair) for spec in specs for pair in _variants(spec, topology, layout)]
+    inside = _ranks_inside(topology)
+    variants = [(spec.name, *pair) for spec in specs for pair in _variants(spec, inside, layout)]
     for micro_batch in _micro_batches(job, layout):
         for engine, recompute, variant in variants:
             yield Candidate(engine, layout, micro_batch, variant, recompute)
 
 
-def _variants(spec: EngineSpec, topology: Topology, layout: Layout) -> Iterator[tuple[Recompute, Variant]]:
-    """Yield all combinations of an engine's recomputation levels and variants."""
+def _ranks_inside(topology: Topology) -> int | None:
+    """Return the ranks per host for sharding inside hosts, or None if that differs from no other sharding."""
     world, per_host = topology.world_size, max(len(ranks) for ranks in topology.ranks_by_host)
-    inside = per_host if per_host < world and world % per_host == 0 and per_host > 1 else None
+    return per_host if per_host < world and world % per_host == 0 and per_host > 1 else None
+
+
+def _variants(spec: EngineSpec, inside: int | None, layout: Layout) -> Iterator[tuple[Recompute, Variant]]:
+    """Yield all combinations of an engine's recomputation levels and variants."""
     for recompute in _RECOMPUTES:
         if recompute in spec.recompute:
             for variant in spec.variants(inside, layout):

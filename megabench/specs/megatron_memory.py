@@ -139,9 +139,7 @@ def all_chunk_layers(job: Job, candidate: Candidate) -> tuple[tuple[int, ...], .
 
 
 @lru_cache(maxsize=4096)
-def _cut(
-    layers: int, is_filled: bool, output_cost: float, num_stages: int, chunks: int
-) -> tuple[tuple[int, ...], ...]:
+def _cut(layers: int, is_filled: bool, output_cost: float, num_stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """Return the number of layers of every model chunk, as [stage][chunk].
 
     The output layer counts as `output_cost` layers (Layout.chunk_layers).
