@@ -7,7 +7,6 @@ from megabench import UserError
 from megabench.models.shape import ModelShape
 from megabench.parallel.axes import FACTORS, RANK_ORDER
 
-
 # the first chunk may hold only the embedding, and the last one only the output layer, as in megatron-core
 _CHUNKS_WITHOUT_LAYERS = 2
 
