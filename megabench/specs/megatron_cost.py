@@ -186,15 +186,20 @@ class Pipeline:
             updates.append(update)
         ends = [end + tail for end, tail in zip(timeline.ends, reduces, strict=True)]
         last = max(range(layout.pp), key=ends.__getitem__)
+        # The busiest stage shows where the time of a step goes. Its backward may end later than that of the last stage.
+        busiest = max(range(layout.pp), key=lambda stage: timeline.busy[stage] + timeline.sending[stage])
+        occupied = timeline.busy[busiest] + timeline.sending[busiest]
+        reduce = reduces[last] - max(0.0, occupied - timeline.ends[last])
+        chunks_there = stages[busiest]
         return {
-            "compute": micro_batches * sum(chunk.compute for chunk in stages[last]),
-            "recompute": micro_batches * sum(chunk.recompute for chunk in stages[last]),
-            "launch": micro_batches * sum(chunk.launch for chunk in stages[last]),
-            "tp": micro_batches * sum(chunk.tp for chunk in stages[last]),
-            "cp": micro_batches * sum(chunk.cp for chunk in stages[last]),
-            "pp": timeline.sending[last],
-            "bubble": max(0.0, timeline.ends[last] - timeline.busy[last] - timeline.sending[last]),
-            "dp": reduces[last] + self._tied_seconds(candidate, geometry) + max(gathers),
+            "compute": micro_batches * sum(chunk.compute for chunk in chunks_there),
+            "recompute": micro_batches * sum(chunk.recompute for chunk in chunks_there),
+            "launch": micro_batches * sum(chunk.launch for chunk in chunks_there),
+            "tp": micro_batches * sum(chunk.tp for chunk in chunks_there),
+            "cp": micro_batches * sum(chunk.cp for chunk in chunks_there),
+            "pp": timeline.sending[busiest],
+            "bubble": max(0.0, timeline.ends[last] - occupied),
+            "dp": max(0.0, reduce) + self._tied_seconds(candidate, geometry) + max(gathers),
             "optimizer": max(updates) + self.profile.step_seconds,
         }
 

@@ -106,10 +106,13 @@ def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
     """Return the memory of the pipeline stage that uses the most.
 
     The optimizer state may be sharded over the dp·cp replicas. With equal stages, the first stage holds the most
-    activations, and the last stage holds the logits.
+    activations, and the last stage holds the logits. The second stage has more layers than the first one if the first
+    model chunk has none.
     """
+    layers = [sum(chunks) for chunks in all_chunk_layers(job, candidate)]
     last = candidate.layout.pp - 1
-    stages = range(last + 1) if job.stack.stages == "filled" else sorted({0, last})
+    fullest = {0, last} | ({1} if last and layers[1] > layers[0] else set())
+    stages = range(last + 1) if job.stack.stages == "filled" else sorted(fullest)
     return max((stage_memory(job, candidate, profile, stage) for stage in stages), key=lambda memory: memory.total)
 
 
