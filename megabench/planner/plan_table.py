@@ -197,8 +197,9 @@ def _preference(plan: Plan) -> str:
     if best.candidate == fastest.candidate:
         return "the fastest layout that is likely to fit" if plan.num_fitting > 1 else "the only layout likely to fit"
     more = [complexity(one.candidate, plan.job) for one in (best, fastest)]
-    what = next((name for name, a, b in zip(COMPLICATIONS, *more, strict=True) if a < b), COMPLICATIONS[-1])
+    what = next((name for name, a, b in zip(COMPLICATIONS, *more, strict=True) if a < b), None)
     less = f"with {'less' if what in ('host memory', 'recomputation') else 'fewer'} {what}"
+    less = less if what else f"with a better chance to fit ({_chance(best) or '99% or more'})"
     slower = 100 * (best.step_seconds / fastest.step_seconds - 1)
     return (
         f"{less} than {fastest.candidate.name} and {slower:.1f}% slower, which is less than the model's error of "

@@ -175,20 +175,21 @@ def _recommended(costs: Costs, fitting: list[tuple[float, Candidate]], families:
 
     A candidate without host memory is preferred within the model's error, and a simpler one within `_MOST_SLOWER`: in
     the measured sweeps of benchmarks/ and of vTrain, this chooses layouts that are as fast or faster on average.
-    Data-parallel engines are not simpler than other engines, because their predictions have other errors.
+    Data-parallel engines are not simpler than other engines, because their predictions have other errors. Of equally
+    simple candidates, the one with the shortest step divided by the chance to fit is chosen.
     """
     limit = families[0].step_seconds * (1 + costs.profile.relative_error)
     base = next((one for one in families if not one.host_bytes and one.step_seconds <= limit), families[0])
     limit = min(limit, base.step_seconds * (1 + _MOST_SLOWER))
     is_data_parallel = ENGINES[base.candidate.engine].is_data_parallel
-    levels: dict[tuple[int, ...], list[tuple[float, Candidate]]] = {}
+    levels: dict[tuple[int, ...], list[Candidate]] = {}
     for bound, candidate in fitting:
         if bound <= limit and ENGINES[candidate.engine].is_data_parallel == is_data_parallel:
-            levels.setdefault(complexity(candidate, costs.job), []).append((bound, candidate))
+            levels.setdefault(complexity(candidate, costs.job), []).append(candidate)
     for level in sorted(levels):
-        best = min((costs.estimate(one) for _, one in levels[level]), key=lambda estimate: estimate.step_seconds)
-        if best.step_seconds <= limit:
-            return best
+        near = [one for one in map(costs.estimate, levels[level]) if one.step_seconds <= limit]
+        if near:
+            return min(near, key=lambda one: one.step_seconds / one.fit_chance)
     return base
 
 

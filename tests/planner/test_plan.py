@@ -254,7 +254,7 @@ def test_offload_is_never_faster():
             slow, fast = (judge.estimate(one).step_seconds for one in (candidate, without))
             assert slow >= fast, candidate.name
             compared += 1
-    assert compared > 20
+    assert compared >= 20
 
 
 @pytest.mark.parametrize(
