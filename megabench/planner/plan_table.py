@@ -88,8 +88,9 @@ def _table(plan: Plan, top: int) -> Table:
     """
     shown = _shown(plan, top)
     is_certain = all(_chance(one) == "" for one in shown)
-    heads = ("", "trial", "step s", "tok/s per GPU", "MFU", "GiB", "state", "activations", "rest", "bubble", "exposed")
-    heads = heads if is_certain else (*heads[:6], "fits", *heads[6:])
+    heads = ["", "trial", "step s", "tok/s per GPU", "MFU", "GiB", "state", "activations", "rest", "bubble", "exposed"]
+    if not is_certain:
+        heads.insert(6, "fits")
     table = Table(*heads, box=box.MARKDOWN)
     for column in table.columns[2:-1]:
         column.justify = "right"
