@@ -39,13 +39,12 @@ Operation = tuple[bool, int, int]
 def order(stage: int, num_stages: int, chunks: int, num_micro_batches: int) -> list[Operation]:
     """Return the operations of a stage in order: warm-up forwards, alternating forwards and backwards, and the rest.
 
-    1F1B and its interleaved form: arXiv 2104.04473, section 2.2, with Megatron-LM's number of warm-up forwards.
+    1F1B and its interleaved form: arXiv 2104.04473, section 2.2, with megatron-core's number of warm-up forwards
+    (schedules.py, get_pp_rank_microbatches).
     """
     total = num_micro_batches * chunks
     if chunks == 1:
         warm_up = min(num_stages - stage - 1, total)
-    elif num_micro_batches == num_stages:
-        warm_up = total
     else:
         warm_up = min(2 * (num_stages - stage - 1) + (chunks - 1) * num_stages, total)
     forwards = [(True, *_chunk(number, num_stages, chunks)) for number in range(total)]
