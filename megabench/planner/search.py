@@ -174,8 +174,7 @@ def _recommended(costs: Costs, fitting: list[tuple[float, Candidate]], families:
     """Return the simplest candidate that is about as fast as the fastest.
 
     A candidate without host memory is preferred within the model's error, and a simpler one within `_MOST_SLOWER`. The
-    mean regret of this rule is as without it in the sweeps of benchmarks/ (0.6%), and lower in those of vTrain (2.1%
-    instead of 3.5%).
+    share was chosen on the sweeps that docs/planning.md lists, with the regret of this rule.
     Data-parallel engines are not simpler than other engines, because their predictions have other errors. Of equally
     simple candidates, the one with the shortest step divided by the chance to fit is chosen.
     """
