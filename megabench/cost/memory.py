@@ -1,8 +1,15 @@
 """Peak memory of a GPU in bytes, by part. Loads no torch."""
 
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 from megabench.cost.job import Candidate, Job
+
+# Measured peak memory ÷ predicted peak memory: mean and standard deviation over the 160 GPU trials in
+# benchmarks/*/results.jsonl, without gpt2-zero, fp8-engines and the faults that benchmarks/NOTES.md describes.
+_MEASURED_SHARE = NormalDist(1.022, 0.044)
+LIKELY = 0.8  # the least chance of a layout that counts as fitting
+MAY_FIT = 1.1  # predicted peak memory ÷ available memory up to which a layout may fit
 
 _FUSED_LOSS_CHUNK = 2**28  # elements of logits per chunk, as in engines/common/cross_entropy.py
 
@@ -26,6 +33,16 @@ class Memory:
     def total(self) -> float:
         held = self.weights + self.gradients + self.optimizer
         return held + self.activations + self.logits + self.buffers + self.allocator
+
+
+def fit_chance(predicted_bytes: float, available_bytes: float) -> float:
+    """Return the chance that a layout with this predicted peak memory fits into the available memory, from 0 to 1."""
+    return _MEASURED_SHARE.cdf(available_bytes / predicted_bytes)
+
+
+def likely_bytes(available_bytes: float) -> float:
+    """Return the predicted peak memory up to which a layout is likely to fit into the available memory."""
+    return available_bytes / _MEASURED_SHARE.inv_cdf(LIKELY)
 
 
 def layer_activation_bytes(job: Job, candidate: Candidate) -> float:

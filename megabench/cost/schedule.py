@@ -9,11 +9,14 @@ _MOST_EXACT = 2000  # number of forward passes of all stages up to which the tim
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Seconds of one model chunk and micro-batch on a stage."""
+class Chunk:
+    """Seconds of one model chunk and micro-batch."""
 
     forward: float
     backward: float
+
+
+Chunks = Sequence[Chunk]  # the model chunks of a pipeline stage, in the order of the model
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,12 @@ Operation = tuple[bool, int, int]
 def order(stage: int, num_stages: int, chunks: int, num_micro_batches: int) -> list[Operation]:
     """Return the operations of a stage in order: warm-up forwards, alternating forwards and backwards, and the rest.
 
-    1F1B and its interleaved form: arXiv 2104.04473, section 2.2, with Megatron-LM's number of warm-up forwards.
+    1F1B and its interleaved form: arXiv 2104.04473, section 2.2, with megatron-core's number of warm-up forwards
+    (schedules.py, get_pp_rank_microbatches).
     """
     total = num_micro_batches * chunks
     if chunks == 1:
         warm_up = min(num_stages - stage - 1, total)
-    elif num_micro_batches == num_stages:
-        warm_up = total
     else:
         warm_up = min(2 * (num_stages - stage - 1) + (chunks - 1) * num_stages, total)
     forwards = [(True, *_chunk(number, num_stages, chunks)) for number in range(total)]
@@ -66,25 +68,24 @@ def _chunk(number: int, num_stages: int, chunks: int) -> tuple[int, int]:
     return chunk, group * num_stages + place
 
 
-def simulate(
-    stages: Sequence[Stage], chunks: int, num_micro_batches: int, send: float, blocking: bool = True
-) -> Timeline:
+def simulate(stages: Sequence[Chunks], num_micro_batches: int, send: float, blocking: bool = True) -> Timeline:
     """Simulate the timeline of a step.
 
-    `send` is the time to send a stage's output to the next stage, in either direction.
+    `stages` contains the model chunks of each stage. All stages have equal numbers of chunks, which may take unequal
+    times. `send` is the time to send a stage's output to the next stage, in either direction.
 
     A blocking sender does no other work during a send. The steady state repeats every P micro-batches, so a very long
     step is extrapolated from a shorter timeline. The extrapolation is exact for equal stages, and within a few percent
     for very unequal ones.
     """
-    num_stages = len(stages)
+    num_stages, chunks = len(stages), len(stages[0])
     rounds = max(3, ceil(8 / num_stages), _MOST_EXACT // (num_stages * num_stages * chunks))
     short = rounds * num_stages + num_micro_batches % num_stages
     longer = short + num_stages
     if num_micro_batches <= longer:
-        return _simulate(stages, chunks, num_micro_batches, send, blocking)
-    first = _simulate(stages, chunks, short, send, blocking)
-    second = _simulate(stages, chunks, longer, send, blocking)
+        return _simulate(stages, num_micro_batches, send, blocking)
+    first = _simulate(stages, short, send, blocking)
+    second = _simulate(stages, longer, send, blocking)
     times = (num_micro_batches - longer) // num_stages
 
     def drawn_out(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
@@ -97,8 +98,12 @@ def simulate(
     )
 
 
-def _simulate(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send: float, blocking: bool) -> Timeline:
+def _simulate(stages: Sequence[Chunks], num_micro_batches: int, send: float, blocking: bool) -> Timeline:
+    chunks = len(stages[0])
     last, size = len(stages) - 1, chunks * num_micro_batches
+    # the duration of each forward and backward of a stage, by chunk and micro-batch
+    forward_seconds = [[chunk.forward for chunk in stage for _ in range(num_micro_batches)] for stage in stages]
+    backward_seconds = [[chunk.backward for chunk in stage for _ in range(num_micro_batches)] for stage in stages]
     # the time at which the next stage has received an output, by chunk and micro-batch; negative before
     forwards, backwards = ([[-1.0] * size for _ in stages] for _ in range(2))
     orders = [_places(stage, len(stages), chunks, num_micro_batches) for stage in range(len(stages))]
@@ -112,14 +117,14 @@ def _simulate(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send
                 is_forward, at = operations[next_one]
                 leaves = last > 0
                 if is_forward:
-                    duration = stages[stage].forward
+                    duration = forward_seconds[stage][at]
                     if stage:
                         ready = forwards[stage - 1][at]
                     else:
                         ready = forwards[last][at - num_micro_batches] if at >= num_micro_batches else 0.0
                     leaves = leaves and (stage < last or at < size - num_micro_batches)
                 else:
-                    duration = stages[stage].backward
+                    duration = backward_seconds[stage][at]
                     if stage < last:
                         ready = backwards[stage + 1][at]
                     elif at < size - num_micro_batches:
@@ -138,7 +143,7 @@ def _simulate(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send
             left -= next_one - position[stage]
             clock[stage], position[stage] = now, next_one
         assert left < before, "the schedule has a deadlock"
-    busy = tuple(size * (stage.forward + stage.backward) for stage in stages)
+    busy = tuple(num_micro_batches * sum(chunk.forward + chunk.backward for chunk in stage) for stage in stages)
     return Timeline(tuple(clock), busy, tuple(sending))
 
 
@@ -149,23 +154,23 @@ def _places(stage: int, num_stages: int, chunks: int, num_micro_batches: int) ->
     return [(is_forward, chunk * num_micro_batches + micro_batch) for is_forward, chunk, micro_batch in operations]
 
 
-def shortest(stages: Sequence[Stage], chunks: int, num_micro_batches: int, send: float, blocking: bool) -> float:
+def shortest(stages: Sequence[Chunks], num_micro_batches: int, send: float, blocking: bool) -> float:
     """Return a lower bound of the step time in seconds.
 
     For equal stages, the bound is (P − 1)·(forward + backward)/v + m·(forward + backward), as in arXiv 2104.04473,
     section 2.2. Each stage waits for the first micro-batch, computes all micro-batches, and the first stage ends last.
     """
-    num_stages = len(stages)
+    num_stages, chunks = len(stages), len(stages[0])
     held = send if blocking and num_stages > 1 else 0.0
     best, before = 0.0, 0.0
-    for stage, seconds in enumerate(stages):
+    for stage, parts in enumerate(stages):
         # A stage sends the output of every chunk in forward and backward. The last stage does not send its last forward
         # output, and the first stage does not send its last backward output.
         leaving = 2 * chunks - (stage == num_stages - 1) - (stage == 0)
-        work = num_micro_batches * (chunks * (seconds.forward + seconds.backward) + leaving * held)
+        work = num_micro_batches * (sum(chunk.forward + chunk.backward for chunk in parts) + leaving * held)
         # the send of the stage's last output is counted on the way back to the first stage
         best = max(best, before + work - held * (stage > 0))
-        before += seconds.forward + seconds.backward + 2 * send
+        before += parts[0].forward + parts[0].backward + 2 * send
     return best
 
 

@@ -7,6 +7,9 @@ from megabench import UserError
 from megabench.models.shape import ModelShape
 from megabench.parallel.axes import FACTORS, RANK_ORDER
 
+# the first chunk may hold only the embedding, and the last one only the output layer, as in megatron-core
+_CHUNKS_WITHOUT_LAYERS = 2
+
 
 class LayoutError(UserError):
     """Raised for parallel sizes that are invalid together. The message names the sizes and valid alternatives."""
@@ -93,10 +96,11 @@ class Layout:
                     f"tp={self.tp} does not divide {what}={number} of {shape.name}; use tp in {_choices(fits_tp)}"
                 )
         self._check_chunks()
-        if shape.num_layers < self.pp * self.vp:
+        most = shape.num_layers + (_CHUNKS_WITHOUT_LAYERS if self.vp > 1 else 0)
+        if most < self.pp * self.vp:
             raise LayoutError(
                 f"{shape.name} has {shape.num_layers} layers, fewer than pp·vp = {self.pp}·{self.vp} = "
-                f"{self.pp * self.vp} model chunks; use pp·vp ≤ {shape.num_layers}"
+                f"{self.pp * self.vp} model chunks; use pp·vp ≤ {most}"
             )
         # sequence parallelism divides the sequence by tp, context parallelism into 2·cp zigzag chunks
         if seq_length % self.sequence_multiple:
@@ -139,10 +143,18 @@ class Layout:
         The last chunk also holds the output layer, which takes as long as `output_cost` layers. With interleaving,
         chunk c of stage p is slice c·pp + p of the model. All stages compute chunk c of a micro-batch at about the same
         time, so the slowest stage delays the others. Earlier chunks get the remaining layers.
+
+        With more chunks than layers, the last chunk holds only the output layer, and then the first one only the
+        embedding. A chunk between them without layers would only pass on its input.
         """
         num_chunks = self.pp * self.vp
-        sizes = [1] * num_chunks  # a model chunk without layers would only pass on its input
-        costs = [1.0] * (num_chunks - 1) + [1.0 + output_cost]
+        sizes = [1] * num_chunks
+        if num_chunks > num_layers:
+            sizes[-1] = 0
+        if num_chunks > num_layers + 1:
+            sizes[0] = 0
+        costs = [float(size) for size in sizes]
+        costs[-1] += output_cost
         slowest = [max(costs[chunk * self.pp : (chunk + 1) * self.pp]) for chunk in range(self.vp)]
         stages = [sum(costs[stage :: self.pp]) for stage in range(self.pp)]
 

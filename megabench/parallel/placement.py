@@ -52,12 +52,7 @@ def place(topology: Topology, layout: Layout, policy: Policy = "topology", stric
     Under "topology" and "spread-tp", the host of the launcher's rank 0 comes first. With `strict`, raise PlacementError
     if a TP group spans several domains.
     """
-    if policy == "launcher":
-        order: Sequence[int] = range(topology.world_size)
-    elif policy == "spread-tp":
-        order = _dealt_out(topology, _by_place(topology))
-    else:
-        order = _packed(topology, layout, _by_place(topology))
+    order = order_of(topology, layout, policy)
     placed = topology.renumbered(order)
     warnings = []
     if policy != "spread-tp" and (stray := _stray(placed, layout, "tp")):
@@ -67,6 +62,15 @@ def place(topology: Topology, layout: Layout, policy: Policy = "topology", stric
     if policy != "spread-tp" and (stray := _stray(placed, layout, "cp")):
         warnings.append(_describe(placed, stray, "CP"))
     return Placement(policy, tuple(order), placed, tuple(warnings))
+
+
+def order_of(topology: Topology, layout: Layout, policy: Policy) -> Sequence[int]:
+    """Return the order of the launcher's ranks. The order depends only on tp, cp and the policy."""
+    if policy == "launcher":
+        return range(topology.world_size)
+    if policy == "spread-tp":
+        return _dealt_out(topology, _by_place(topology))
+    return _packed(topology, layout, _by_place(topology))
 
 
 def _by_place(topology: Topology) -> list[int]:

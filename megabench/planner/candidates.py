@@ -1,9 +1,9 @@
-"""Convert a candidate of the planner into the settings of a run. Loads no torch."""
+"""Candidates of the planner: the settings of their runs, and how simple they are. Loads no torch."""
 
 from typing import Any
 
 from megabench.config import FIELDS
-from megabench.cost.job import Candidate
+from megabench.cost.job import Candidate, Job, Recompute
 from megabench.specs.registry import ENGINES
 
 
@@ -23,3 +23,26 @@ def settings_of(candidate: Candidate) -> dict[str, Any]:
     kept = ("engine", "micro_batch")
     common = {name: value for name, value in fields.items() if name in kept or value != FIELDS[name].default}
     return {**common, **ENGINES[candidate.engine].variant_settings(candidate.variant)}
+
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+# what makes a layout less simple, most important first
+COMPLICATIONS = (
+    "host memory",
+    "recomputation",
+    "parallel axes",
+    "GPUs per replica",
+    "model chunks",
+)
+
+
+def complexity(candidate: Candidate, job: Job) -> tuple[int, ...]:
+    """Return how much of each of the COMPLICATIONS a candidate has. Simpler candidates have smaller tuples."""
+    layout, uses_host = candidate.layout, ENGINES[candidate.engine].host_bytes(job, candidate, 1) > 0
+    return (
+        int(uses_host),
+        RECOMPUTES.index(candidate.recompute),
+        sum(size > 1 for size in (layout.tp, layout.cp, layout.pp)),
+        layout.tp * layout.cp * layout.pp,
+        layout.vp,
+    )

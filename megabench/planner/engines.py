@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megabench.cost.job import Candidate, Job
-from megabench.cost.memory import Memory
+from megabench.cost.memory import MAY_FIT, Memory, fit_chance, likely_bytes
 from megabench.cost.profile import Profile
 from megabench.cost.shared_costs import Base
 from megabench.hardware.topology import Topology
@@ -16,8 +16,9 @@ class Estimate:
     """A prediction. `parts` are seconds and add up to the step; `exposed` contains the exposed communication by group.
 
     The parts are compute, recompute, launch (waiting for the host), tp, cp, pp, dp, bubble, optimizer (with all other
-    work done once per step), and offload. `missing_bytes` is the memory that a GPU lacks, including headroom.
-    `missing_bytes` is negative if memory is left.
+    work done once per step), and offload. `fit_chance` is the chance that the layout fits, from the errors of measured
+    predictions. `missing_bytes` is the memory that a GPU lacks for a layout that is likely to fit, and is negative if
+    memory is left.
     """
 
     candidate: Candidate
@@ -25,12 +26,14 @@ class Estimate:
     parts: dict[str, float]
     memory: Memory
     missing_bytes: float
+    fit_chance: float
     host_bytes: float
     tokens_per_second_per_device: float
     mfu: float
 
     @property
     def fits(self) -> bool:
+        """Whether the layout is likely to fit."""
         return self.missing_bytes <= 0
 
     @property
@@ -45,14 +48,20 @@ class Costs:
         self.job, self.profile = job, profile
         self.base = Base(job, topology, profile)
         self._models = {name: spec.cost(self.base) for name, spec in ENGINES.items()}
-        self.usable_bytes = profile.usable_bytes(topology.hosts[0].device)
+        # the spread of the measured errors replaces the profile's headroom
+        self.available_bytes = profile.usable_bytes(topology.hosts[0].device) / (1 - profile.headroom)
+        self.usable_bytes = likely_bytes(self.available_bytes)
 
     def memory(self, candidate: Candidate) -> Memory:
         return ENGINES[candidate.engine].memory(self.job, candidate, self.profile)
 
     def missing_bytes(self, candidate: Candidate) -> float:
-        """Return the bytes that the fullest GPU lacks, including headroom, or a negative number if memory is left."""
+        """Return the bytes that the fullest GPU lacks for a likely fit, or a negative number if memory is left."""
         return self.memory(candidate).total - self.usable_bytes
+
+    def may_fit(self, missing_bytes: float) -> bool:
+        """Return whether a layout that lacks these bytes may still fit, as its predicted memory has an error."""
+        return missing_bytes + self.usable_bytes <= MAY_FIT * self.available_bytes
 
     def shortest(self, candidate: Candidate) -> float:
         """Return a lower bound of the step time in seconds."""
@@ -72,6 +81,7 @@ class Costs:
             parts=parts,
             memory=memory,
             missing_bytes=memory.total - self.usable_bytes,
+            fit_chance=fit_chance(memory.total, self.available_bytes),
             host_bytes=ENGINES[candidate.engine].host_bytes(self.job, candidate, ranks_per_host),
             tokens_per_second_per_device=per_device,
             mfu=per_device * self.job.flops_per_token / self.base.peak,

@@ -17,13 +17,14 @@ from megabench.config import ConfigError, RunConfig, near_matches
 from megabench.cost.job import Candidate
 from megabench.models.find import find_model
 from megabench.parallel.axes import AXES
-from megabench.planner.candidates import settings_of
+from megabench.planner.candidates import COMPLICATIONS, complexity, settings_of
 from megabench.planner.engines import Costs, Estimate
 from megabench.planner.search import Plan, candidates
 from megabench.specs.registry import ENGINES
 
 _GIB = 2**30
 MOST_TOLD = 12  # at most this many equal layouts are listed, even with a larger --top
+_NOTEWORTHY = 0.01  # smallest difference to mention, as a share of a step
 _BAR = 48  # number of characters of the longest bar
 _KINDS = {
     "measured": "measured on this kind of GPU",
@@ -67,8 +68,9 @@ def write(console: Console, plan: Plan, top: int, tokens: float | None = None) -
         console.print(Text(f"fp8 products: {sources.get('fp8') or sources['*']}", style="dim"), soft_wrap=True)
     if plan.ranked:
         console.print(_table(plan, top))
-        if note := megatron_note(_shown(plan, top)):
-            console.print(Text(note), soft_wrap=True)
+        for note in (_merged_note(plan, top), megatron_note(_shown(plan, top))):
+            if note:
+                console.print(Text(note), soft_wrap=True)
         console.print(Text(sweet_spot(plan)), soft_wrap=True)
         console.print(Text(certainty(plan)), soft_wrap=True)
         console.print(Text(f"To train it: {command(plan)}"), soft_wrap=True)
@@ -80,22 +82,30 @@ def write(console: Console, plan: Plan, top: int, tokens: float | None = None) -
 
 
 def _table(plan: Plan, top: int) -> Table:
-    """Return the table of the `top` fastest layouts, followed by the best layout of each missing data-parallel kind."""
-    heads = ("", "trial", "step s", "tok/s per GPU", "MFU", "GiB", "state", "activations", "rest", "bubble", "exposed")
+    """Return the table of the `top` first layouts.
+
+    Below them are faster layouts that may not fit, and the best layout of each missing data-parallel kind.
+    """
+    shown = _shown(plan, top)
+    is_certain = all(_chance(one) == "" for one in shown)
+    heads = ["", "trial", "step s", "tok/s per GPU", "MFU", "GiB", "state", "activations", "rest", "bubble", "exposed"]
+    if not is_certain:
+        heads.insert(6, "fits")
     table = Table(*heads, box=box.MARKDOWN)
-    for column in table.columns[2:10]:
+    for column in table.columns[2:-1]:
         column.justify = "right"
-    for number, estimate in enumerate(_shown(plan, top), 1):
+    for number, estimate in enumerate(shown, 1):
         rank = f"{number}{'=' * (number <= plan.equals and plan.equals > 1)}"
-        memory = estimate.memory
+        memory, same = estimate.memory, len(plan.merged.get(estimate.candidate.name, ()))
         state = memory.weights + memory.gradients + memory.optimizer
         table.add_row(
             rank if number <= min(top, len(plan.ranked)) else "",
-            estimate.candidate.name,
+            f"{estimate.candidate.name}{f' (+{same} cp)' * (same > 0)}",
             f"{estimate.step_seconds:.3f}",
             f"{estimate.tokens_per_second_per_device:,.0f}",
             f"{100 * estimate.mfu:.1f}%",
             f"{memory.total / _GIB:.1f}",
+            *([] if is_certain else [_chance(estimate)]),
             f"{state / _GIB:.1f}",
             f"{memory.activations / _GIB:.1f}",
             f"{(memory.total - state - memory.activations) / _GIB:.1f}",
@@ -108,7 +118,21 @@ def _table(plan: Plan, top: int) -> Table:
 def _shown(plan: Plan, top: int) -> list[Estimate]:
     """Return the layouts in the table."""
     best = plan.ranked[:top]
-    return best + [one for one in plan.baselines if one not in best]
+    return best + plan.risky + [one for one in plan.baselines if one not in best]
+
+
+def _chance(estimate: Estimate) -> str:
+    """Return the chance that a layout fits, or an empty string if it is 99% or more."""
+    chance = round(100 * estimate.fit_chance)
+    return "" if chance >= 99 else f"{chance}%" if chance else "<1%"
+
+
+def _merged_note(plan: Plan, top: int) -> str | None:
+    """Return what "(+N cp)" means, or None if the table does not contain it."""
+    names = [one.candidate.name for one in plan.ranked[:top] if one.candidate.name in plan.merged]
+    if not names:
+        return None
+    return f"(+N cp): N variants with another cp are equally fast, e.g. {plan.merged[names[0]][0]}."
 
 
 def megatron_note(estimates: Sequence[Estimate]) -> str | None:
@@ -131,9 +155,8 @@ def _exposed(estimate: Estimate) -> str:
 
 
 def chosen(plan: Plan) -> Estimate:
-    """Return the recommended layout: the fastest, or the first of equal layouts that uses no host memory."""
-    equal = plan.ranked[: plan.equals]
-    return next((estimate for estimate in equal if not estimate.host_bytes), equal[0])
+    """Return the recommended layout: the simplest of those that are about as fast as the fastest."""
+    return plan.ranked[0]
 
 
 def tokens_per_second(plan: Plan) -> float:
@@ -147,24 +170,67 @@ def training_days(plan: Plan, tokens: float) -> float:
 
 
 def sweet_spot(plan: Plan) -> str:
-    """Return a sentence that compares the recommended layout with the best layout of the other kind."""
+    """Return sentences with the recommended layout, why it is preferred, and the best layout of the other kind."""
     best = chosen(plan)
     said = f"Sweet spot: {best.candidate.name}, {best.tokens_per_second_per_device:,.0f} tok/s per GPU"
+    sentences = [f"{said}, {_preference(plan)}.", *_risks(plan)]
     is_parallel = _is_parallel(best)
+    kind = "data-parallel" if is_parallel else "parallel"
     others = plan.baselines if is_parallel else [one for one in plan.ranked if _is_parallel(one)]
     if not others:
-        return f"{said}; {_no_alternative(plan, is_parallel)}."
+        return " ".join([*sentences, f"It has no {kind} alternative: {_no_alternative(plan, is_parallel)}."])
     other = others[0]
-    ratio = other.step_seconds / best.step_seconds
+    start = f"The best {kind} alternative, {other.candidate.name},"
+    slower = other.step_seconds / best.step_seconds - 1
+    if abs(slower) < _NOTEWORTHY:
+        sentences.append(f"{start} takes as long.")
+    elif slower < 0:
+        sentences.append(f"{start} is predicted to be {-100 * slower:.0f}% faster, less than the model's error.")
+    else:
+        sentences.append(f"{start} takes {1 + slower:.2f} × as long: {_why(best, other)}.")
+    return " ".join(sentences)
+
+
+def _preference(plan: Plan) -> str:
+    """Return why the recommended layout is preferred to the fastest one."""
+    best, fastest = chosen(plan), plan.fastest
+    assert fastest
+    if best.candidate == fastest.candidate:
+        return "the fastest layout that is likely to fit" if plan.num_fitting > 1 else "the only layout likely to fit"
+    more = [complexity(one.candidate, plan.job) for one in (best, fastest)]
+    what = next((name for name, a, b in zip(COMPLICATIONS, *more, strict=True) if a < b), None)
+    less = f"with {'less' if what in ('host memory', 'recomputation') else 'fewer'} {what}"
+    less = less if what else f"with a better chance to fit ({_chance(best) or '99% or more'})"
+    slower = 100 * (best.step_seconds / fastest.step_seconds - 1)
+    return (
+        f"{less} than {fastest.candidate.name} and {slower:.1f}% slower, which is less than the model's error of "
+        f"{100 * plan.profile.relative_error:.0f}%"
+    )
+
+
+def _risks(plan: Plan) -> list[str]:
+    """Return a sentence about the fastest layout that may not fit, if it is noticeably faster."""
+    best = chosen(plan)
+    for one in plan.risky[:1]:
+        gain = best.step_seconds / one.step_seconds - 1
+        if gain >= _NOTEWORTHY:
+            return [f"{one.candidate.name} would be {100 * gain:.0f}% faster, but its chance to fit is {_chance(one)}."]
+    return []
+
+
+def _why(best: Estimate, other: Estimate) -> str:
+    """Return the parts of a step on which the other layout spends the most time more, and less."""
     loses = {part: other.parts.get(part, 0.0) - best.parts.get(part, 0.0) for part in (*other.parts, *best.parts)}
-    worst = max(loses, key=lambda part: loses[part])
-    why = f"{other.candidate.name} spends {loses[worst]:.2f} s more of a step on {PART_WORDS[worst]}"
-    saved = min(loses, key=lambda part: loses[part])
-    if -loses[saved] > 0.01 * best.step_seconds:
-        why += f" and {-loses[saved]:.2f} s less on {PART_WORDS[saved]}"
-    if best is not plan.ranked[0]:
-        said += ", equal to the fastest within the model's error, and without host memory"
-    return f"{said}, {ratio:.2f} × the best {'data-parallel' if is_parallel else 'parallel'} alternative: {why}."
+    found = []
+    for part, word in ((max(loses, key=loses.__getitem__), "more"), (min(loses, key=loses.__getitem__), "less")):
+        seconds = loses[part] if word == "more" else -loses[part]
+        if seconds > _NOTEWORTHY * best.step_seconds:
+            found.append(f"{_seconds(seconds)} {word} of a step on {PART_WORDS[part]}")
+    return f"it spends {' and '.join(found)}" if found else "it spends a little more on every part of a step"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.0f} ms"
 
 
 def _is_parallel(estimate: Estimate) -> bool:
@@ -218,7 +284,9 @@ def certainty(plan: Plan) -> str:
         more = ", and perhaps more," if plan.equals == len(plan.ranked) < plan.num_fitting else ""
         count = f"The first {plan.equals}{more} are equal"
         return f"{count} within the model's error of {error}. Measure them to find the fastest."
-    return f"The first layout is faster than all others by more than the model's error of {error}."
+    if plan.num_fitting == 1:
+        return f"The model's error is {error}."
+    return f"The first layout is faster than all other families of layouts by more than the model's error of {error}."
 
 
 def what_is_missing(plan: Plan) -> list[str]:
@@ -229,7 +297,8 @@ def what_is_missing(plan: Plan) -> list[str]:
         lines.append(
             f"no layout of {plan.job.shape.name} fits on this cluster: {nearest.candidate.name} comes closest, with "
             f"{nearest.memory.total / _GIB:.1f} GiB per GPU, but a GPU has {plan.usable_bytes / _GIB:.1f} usable GiB "
-            f"({nearest.missing_bytes / _GIB:.1f} GiB are missing); use more or larger GPUs, or fewer layers."
+            f"({nearest.missing_bytes / _GIB:.1f} GiB are missing), so its chance to fit is {_chance(nearest)}; use "
+            f"more or larger GPUs, or fewer layers."
         )
     else:
         lines += [
@@ -238,16 +307,19 @@ def what_is_missing(plan: Plan) -> list[str]:
             if one.host_bytes
         ]
     if plan.misfits:
-        short = ", ".join(f"{one.candidate.name} ({one.missing_bytes / _GIB:.1f} GiB)" for one in plan.misfits)
-        lines.append(f"These layouts almost fit; missing memory per GPU: {short}.")
+        short = ", ".join(
+            f"{one.candidate.name} ({one.missing_bytes / _GIB:.1f} GiB, {_chance(one)})" for one in plan.misfits
+        )
+        lines.append(f"These layouts almost fit; missing memory per GPU, and the chance to fit: {short}.")
     return lines
 
 
 def explain(console: Console, plan: Plan, trial: str) -> None:
     """Print the time of each part of a trial's step as bars. Raises ConfigError if the trial is not a candidate."""
     estimate = estimate_of(plan, trial)
+    chance = f"; its chance to fit is {_chance(estimate)}" if _chance(estimate) else ""
     lacks = f"; lacks {estimate.missing_bytes / _GIB:.1f} GiB per GPU" if not estimate.fits else ""
-    title = f"{estimate.candidate.name}: {estimate.step_seconds:.3f} s a step{lacks}"
+    title = f"{estimate.candidate.name}: {estimate.step_seconds:.3f} s a step{lacks}{chance}"
     console.print(Text(title, style="bold"), soft_wrap=True)
     _bars(console, estimate.parts, "s")
     console.print(Text(f"memory of the fullest GPU: {estimate.memory.total / _GIB:.1f} GiB", style="bold"))
@@ -307,7 +379,10 @@ def describe(plan: Plan, top: int) -> dict[str, Any]:
         "reason": sweet_spot(plan) if plan.ranked else None,
         "command": command(plan) if plan.ranked else None,
         "num_equal": plan.equals,
+        "fastest": plan.fastest.candidate.name if plan.fastest else None,
+        "merged": plan.merged,
         "ranked": [describe_estimate(estimate) for estimate in plan.ranked[:top]],
+        "risky": [describe_estimate(estimate) for estimate in plan.risky],
         "baselines": [describe_estimate(estimate) for estimate in plan.baselines],
         "misfits": [describe_estimate(estimate) for estimate in plan.misfits],
     }
@@ -325,6 +400,7 @@ def describe_estimate(estimate: Estimate) -> dict[str, Any]:
         "seconds": estimate.parts,
         "exposed": estimate.exposed,
         "memory_gib": memory | {"total": estimate.memory.total / _GIB},
+        "fit_chance": estimate.fit_chance,
         "missing_gib": estimate.missing_bytes / _GIB,
         "host_gib": estimate.host_bytes / _GIB,
     }

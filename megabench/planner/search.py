@@ -11,6 +11,7 @@ from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
 from megabench.parallel.layout import Layout, LayoutError, divisors
 from megabench.parallel.placement import Policy
+from megabench.planner.candidates import RECOMPUTES, complexity
 from megabench.planner.engines import Costs, Estimate
 from megabench.precision import FP8_MULTIPLE
 from megabench.specs.engine_spec import EngineSpec
@@ -19,17 +20,25 @@ from megabench.specs.registry import ENGINES
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_CP = 16
+_MOST_UNEVEN = 0.1  # the largest share of layers by which interleaved model chunks of unequal length may exceed others
 _SEQUENCE_MULTIPLES = [FP8_MULTIPLE * cp for cp in (1, 2, 4, 8, _MOST_CP)]  # every rank's part is a multiple of 16
-_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+_MOST_SLOWER = (
+    0.08  # largest share of the step time that a simpler layout may cost, even if the model's error is larger
+)
+_MOST_RISKY = 3  # number of faster layouts to name that may not fit
 
 
 @dataclass(frozen=True)
 class Plan:
     """The result of the search: the best candidates, the best of each other engine, and candidates that do not fit.
 
-    `ranked` is sorted from fast to slow; `baselines` contains the fastest candidate of each data-parallel kind that
-    fits; `misfits` contains the candidates that do not fit, sorted by missing memory. `equals` is the number of first
-    candidates whose predictions differ by less than the model's error.
+    `fastest` is the fastest candidate that is likely to fit. `ranked` starts with the recommended candidate, the
+    simplest of those about as fast as `fastest`. The others follow from fast to slow, one of each family. `merged` maps
+    the name of a ranked candidate to the names of equally fast variants with another cp. `equals` is the number of
+    first candidates whose predictions differ from the fastest by less than the model's error.
+
+    `risky` contains faster candidates that may not fit; `baselines` the fastest candidate of each data-parallel kind
+    that is likely to fit; `misfits` the candidates that are not likely to fit, sorted by missing memory.
     """
 
     job: Job
@@ -37,19 +46,22 @@ class Plan:
     profile: Profile
     num_candidates: int
     num_fitting: int
+    fastest: Estimate | None
     ranked: list[Estimate]
+    merged: dict[str, list[str]]
+    risky: list[Estimate]
     baselines: list[Estimate]
     misfits: list[Estimate]
     usable_bytes: float
 
     @property
     def equals(self) -> int:
-        limit = self.ranked[0].step_seconds * (1 + self.profile.relative_error) if self.ranked else 0.0
+        limit = self.fastest.step_seconds * (1 + self.profile.relative_error) if self.fastest else 0.0
         return sum(estimate.step_seconds <= limit for estimate in self.ranked)
 
 
 def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan:
-    """Predict every candidate, and return the `keep` fastest that fit.
+    """Predict every candidate, and return the recommended one and the fastest others that are likely to fit.
 
     Timelines are simulated in the order of a lower bound, until the bound exceeds the `keep`-th best time.
     """
@@ -63,12 +75,17 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
     # memory does not depend on the placement
     lacks = cache(costs.missing_bytes)
     missing = [(lacks(_at_its_best_place(candidate)), candidate) for candidate in everything]
-    fitting = [candidate for bytes_, candidate in missing if bytes_ <= 0]
-    ranked = _fastest(costs, fitting, keep)
-    kinds: dict[object, list[Candidate]] = {}
-    for candidate in fitting:
+    fitting = _bounded(costs, [candidate for bytes_, candidate in missing if bytes_ <= 0])
+    families = _fastest(costs, fitting, keep)
+    fastest = families[0] if families else None
+    ranked, merged = _ranked(costs, fitting, families)
+    may_fit = [candidate for bytes_, candidate in missing if bytes_ > 0 and costs.may_fit(bytes_)]
+    slowest = ranked[0].step_seconds if ranked else math.inf
+    risky = _fastest(costs, [pair for pair in _bounded(costs, may_fit) if pair[0] < slowest], _MOST_RISKY)
+    kinds: dict[object, list[tuple[float, Candidate]]] = {}
+    for bound, candidate in fitting:
         if ENGINES[candidate.engine].is_data_parallel:
-            kinds.setdefault((candidate.engine, candidate.variant.kind), []).append(candidate)
+            kinds.setdefault((candidate.engine, candidate.variant.kind), []).append((bound, candidate))
     baselines = [estimate for members in kinds.values() for estimate in _fastest(costs, members, 1)]
     nearest = sorted((pair for pair in missing if pair[0] > 0), key=lambda pair: pair[0])
     return Plan(
@@ -77,7 +94,10 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
         profile=profile,
         num_candidates=len(everything),
         num_fitting=len(fitting),
-        ranked=ranked,
+        fastest=fastest,
+        ranked=ranked[:keep],
+        merged=merged,
+        risky=[estimate for estimate in risky if estimate.step_seconds < slowest][:_MOST_RISKY],
         baselines=sorted(baselines, key=lambda estimate: estimate.step_seconds),
         misfits=[costs.estimate(candidate) for _, candidate in _one_of_each(nearest)],
         usable_bytes=costs.usable_bytes,
@@ -104,26 +124,86 @@ def _at_its_best_place(candidate: Candidate) -> Candidate:
     return candidate if candidate.placement == "topology" else replace(candidate, placement="topology")
 
 
-def _fastest(costs: Costs, members: list[Candidate], keep: int) -> list[Estimate]:
-    """Return the fastest candidate of each of the first `keep` families."""
-    bounds = sorted(((costs.shortest(candidate), candidate) for candidate in members), key=lambda pair: pair[0])
+def _bounded(costs: Costs, members: list[Candidate]) -> list[tuple[float, Candidate]]:
+    """Return the candidates with a lower bound of their step times, sorted by it."""
+    return sorted(((costs.shortest(candidate), candidate) for candidate in members), key=lambda pair: pair[0])
+
+
+def _fastest(costs: Costs, members: list[tuple[float, Candidate]], keep: int) -> list[Estimate]:
+    """Return the fastest candidate of each family, from fast to slow, for at least `keep` families without their cp."""
     best: dict[object, Estimate] = {}
-    for bound, candidate in bounds:
-        if len(best) >= keep and bound > sorted(estimate.step_seconds for estimate in best.values())[keep - 1]:
+    rows: dict[object, float] = {}
+    for bound, candidate in members:
+        if len(rows) >= keep and bound > sorted(rows.values())[keep - 1]:
             break
-        family, estimate = _family(candidate), costs.estimate(candidate)
+        family, row = _family(candidate), _family_without_cp(candidate)
+        if family in best and bound >= best[family].step_seconds:
+            continue
+        estimate = costs.estimate(candidate)
         if family not in best or estimate.step_seconds < best[family].step_seconds:
             best[family] = estimate
-    return sorted(best.values(), key=lambda estimate: estimate.step_seconds)[:keep]
+            rows[row] = min(rows.get(row, math.inf), estimate.step_seconds)
+    return sorted(best.values(), key=lambda estimate: estimate.step_seconds)
 
 
-def _family(candidate: Candidate) -> object:
+def _ranked(
+    costs: Costs, fitting: list[tuple[float, Candidate]], families: list[Estimate]
+) -> tuple[list[Estimate], dict[str, list[str]]]:
+    """Return the recommended candidate and the fastest of each other family, and the variants that these represent.
+
+    A variant with another cp is represented if it is equally fast within the model's error.
+    """
+    if not families:
+        return [], {}
+    first = _recommended(costs, fitting, families)
+    ranked: list[Estimate] = []
+    merged: dict[str, list[str]] = {}
+    for estimate in [first, *families]:
+        kind, limit = _family_without_cp(estimate.candidate), estimate.step_seconds / (1 + costs.profile.relative_error)
+        if ranked and _family(estimate.candidate) == _family(first.candidate):
+            continue
+        same = (one for one in ranked if _family_without_cp(one.candidate) == kind and one.step_seconds >= limit)
+        if (represented := next(same, None)) is not None:
+            merged.setdefault(represented.candidate.name, []).append(estimate.candidate.name)
+        else:
+            ranked.append(estimate)
+    return ranked, merged
+
+
+def _recommended(costs: Costs, fitting: list[tuple[float, Candidate]], families: list[Estimate]) -> Estimate:
+    """Return the simplest candidate that is about as fast as the fastest.
+
+    A candidate without host memory is preferred within the model's error, and a simpler one within `_MOST_SLOWER`. The
+    share was chosen on the sweeps that docs/planning.md lists, with the regret of this rule.
+    Data-parallel engines are not simpler than other engines, because their predictions have other errors. Of equally
+    simple candidates, the one with the shortest step divided by the chance to fit is chosen.
+    """
+    limit = families[0].step_seconds * (1 + costs.profile.relative_error)
+    base = next((one for one in families if not one.host_bytes and one.step_seconds <= limit), families[0])
+    limit = min(limit, base.step_seconds * (1 + _MOST_SLOWER))
+    is_data_parallel = ENGINES[base.candidate.engine].is_data_parallel
+    levels: dict[tuple[int, ...], list[Candidate]] = {}
+    for bound, candidate in fitting:
+        if bound <= limit and ENGINES[candidate.engine].is_data_parallel == is_data_parallel:
+            levels.setdefault(complexity(candidate, costs.job), []).append(candidate)
+    for level in sorted(levels):
+        near = [one for one in map(costs.estimate, levels[level]) if one.step_seconds <= limit]
+        if near:
+            return min(near, key=lambda one: one.step_seconds / one.fit_chance)
+    return base
+
+
+def _family(candidate: Candidate) -> tuple[object, ...]:
     """Return the family of a candidate.
 
     Candidates of a family differ only in micro-batch, chunks per stage and recomputation.
     """
+    return candidate.layout.cp, *_family_without_cp(candidate)
+
+
+def _family_without_cp(candidate: Candidate) -> tuple[object, ...]:
     layout = candidate.layout
-    return layout.tp, layout.cp, layout.pp, candidate.placement, candidate.engine, candidate.variant
+    return layout.tp, layout.pp, candidate.placement, candidate.engine, candidate.variant
 
 
 def _one_of_each(nearest: list[tuple[float, Candidate]], most: int = 6) -> list[tuple[float, Candidate]]:
@@ -132,7 +212,7 @@ def _one_of_each(nearest: list[tuple[float, Candidate]], most: int = 6) -> list[
     for missing, candidate in nearest:
         if candidate.placement != "topology":
             continue  # the memory is the same under every placement
-        found.setdefault(_family(candidate), (missing, candidate))
+        found.setdefault(_family_without_cp(candidate), (missing, candidate))
         if len(found) == most:
             break
     return list(found.values())
@@ -156,26 +236,39 @@ def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candid
     world, shape = topology.world_size, job.shape
     policies: tuple[Policy, ...] = ("topology", "spread-tp")
     # with one domain, or one GPU per domain, spread-tp places the ranks as topology does
-    can_spread = 1 < len(topology.ranks_by_domain) < world
+    can_spread = 1 < len(set(topology.domain_of)) < world
+    inside = _ranks_inside(topology)
     for tp in sizes("tp", world):
         for cp in sizes("cp", world // tp, _MOST_CP):
             for pp in sizes("pp", world // (tp * cp)):
-                for vp in sizes("vp", max(1, math.ceil(shape.num_layers / pp))) if pp > 1 else [1]:
+                for vp in _chunk_counts(shape.num_layers, pp) if pp > 1 and "vp" in spec.axes else [1]:
                     layout = _checked(Layout(tp=tp, cp=cp, pp=pp, vp=vp), job, world)
                     if layout is None:
                         continue
-                    variants = list(_variants(spec, topology, layout))
+                    variants = list(_variants(spec, inside, layout))
                     for micro_batch in _micro_batches(job, layout):
                         for recompute, variant in variants:
                             for policy in policies if tp > 1 and can_spread else policies[:1]:
                                 yield Candidate(spec.name, layout, micro_batch, variant, recompute, policy)
 
 
+def _chunk_counts(num_layers: int, pp: int) -> list[int]:
+    """Return the numbers of model chunks per stage worth considering, in ascending order.
+
+    Each is the smallest number of chunks that have at most 1, 2, 3, … layers. Stages wait for the longest of the chunks
+    that run at the same time, so a number is left out if the longest chunks on all stages exceed the model's layers by
+    more than `_MOST_UNEVEN`.
+    """
+    found = {1}
+    for longest in range(1, math.ceil(num_layers / pp)):
+        vp = math.ceil(num_layers / (pp * longest))
+        if longest * pp * vp <= (1 + _MOST_UNEVEN) * num_layers:
+            found.add(vp)
+    return sorted(found)
+
+
 def _checked(layout: Layout, job: Job, world_size: int) -> Layout | None:
     """Return the layout with its dp, or None if it cannot divide the model."""
-    # unequal interleaved model chunks would wait for each other
-    if layout.vp > 1 and job.shape.num_layers % (layout.pp * layout.vp):
-        return None
     try:
         layout.check_model(job.shape, job.seq_length)
         return layout.with_world_size(world_size)
@@ -196,17 +289,22 @@ def _micro_batches(job: Job, layout: Layout) -> Iterator[int]:
 
 def _data_parallel(specs: list[EngineSpec], job: Job, topology: Topology) -> Iterator[Candidate]:
     layout = Layout(dp=topology.world_size)
-    variants = [(spec.name, *pair) for spec in specs for pair in _variants(spec, topology, layout)]
+    inside = _ranks_inside(topology)
+    variants = [(spec.name, *pair) for spec in specs for pair in _variants(spec, inside, layout)]
     for micro_batch in _micro_batches(job, layout):
         for engine, recompute, variant in variants:
             yield Candidate(engine, layout, micro_batch, variant, recompute)
 
 
-def _variants(spec: EngineSpec, topology: Topology, layout: Layout) -> Iterator[tuple[Recompute, Variant]]:
-    """Yield all combinations of an engine's recomputation levels and variants."""
+def _ranks_inside(topology: Topology) -> int | None:
+    """Return the ranks per host for sharding inside hosts, or None if that differs from no other sharding."""
     world, per_host = topology.world_size, max(len(ranks) for ranks in topology.ranks_by_host)
-    inside = per_host if per_host < world and world % per_host == 0 and per_host > 1 else None
-    for recompute in _RECOMPUTES:
+    return per_host if per_host < world and world % per_host == 0 and per_host > 1 else None
+
+
+def _variants(spec: EngineSpec, inside: int | None, layout: Layout) -> Iterator[tuple[Recompute, Variant]]:
+    """Yield all combinations of an engine's recomputation levels and variants."""
+    for recompute in RECOMPUTES:
         if recompute in spec.recompute:
             for variant in spec.variants(inside, layout):
                 yield recompute, variant

@@ -186,10 +186,10 @@ class DataParallel:
         cast = 0.0
         if keeps_weight_casts(candidate):
             cast = compute.weight_cast_seconds(self.machine, job, job.block_parameters)
-        if sharding.offload != "none":
-            return once, cast
-        update = compute.optimizer_seconds(self.machine, job, sharded, sharded)
-        return once, update + cast + compute.memory_seconds(self.machine, copied)
+        update = cast + compute.memory_seconds(self.machine, copied)
+        if sharding.offload == "none":
+            update += compute.optimizer_seconds(self.machine, job, sharded, sharded)
+        return once, update
 
     def _offload_seconds(self, candidate: Candidate, geometry: Geometry, micro_batches: int) -> float:
         """Return the time of copies to and from the host and of the host's AdamW (arXiv 2101.06840).

@@ -8,19 +8,14 @@ from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate
 from megabench.cost.network import Span
 from megabench.cost.shared_costs import Base, Sizes
-from megabench.specs.megatron_memory import (
-    all_stage_layers,
-    megatron_variant,
-    stage_layers,
-    stage_parameters,
-)
+from megabench.specs.megatron_memory import all_chunk_layers, megatron_variant, stage_layers, stage_parameters
 
 
 @dataclass(frozen=True)
 class _Chunk:
     """The seconds of one model chunk and micro-batch, by part and in total."""
 
-    stage: schedule.Stage
+    total: schedule.Chunk
     compute: float
     recompute: float
     launch: float
@@ -38,10 +33,9 @@ class Pipeline:
 
     def shortest(self, candidate: Candidate) -> float:
         """Return a lower bound of the step time in seconds, without the simulated timeline and the final reduction."""
-        stages = [chunk.stage for chunk in self._chunks(candidate)]
+        stages = [[chunk.total for chunk in stage] for stage in self._stages(candidate)]
         micro_batches = candidate.num_micro_batches(self.job)
-        blocking = self._is_blocking(candidate)
-        return schedule.shortest(stages, candidate.layout.vp, micro_batches, self._send(candidate), blocking)
+        return schedule.shortest(stages, micro_batches, self._send(candidate), self._is_blocking(candidate))
 
     def _layer_communication(self, sizes: Sizes, micro_batch: int) -> tuple[float, float, float, float, float]:
         """Return the exposed seconds of a layer: tp forward, tp backward, cp forward, cp backward; and collectives
@@ -103,30 +97,34 @@ class Pipeline:
             collectives += 4 * fp8_forward
         return tp_forward, tp_backward, cp_forward, cp_backward, collectives
 
-    def _chunks(self, candidate: Candidate) -> list[_Chunk]:
-        """Return the mean model chunk of every stage. Middle stages with the same number of layers share one result."""
-        counts = all_stage_layers(self.job, candidate)
+    def _stages(self, candidate: Candidate) -> list[list[_Chunk]]:
+        """Return the model chunks of every stage. Equal chunks share one result."""
+        counts = all_chunk_layers(self.job, candidate)
         last = len(counts) - 1
-        middle = {count: self._chunk(candidate, 1 + counts[1:last].index(count)) for count in set(counts[1:last])}
-        ends = [self._chunk(candidate, stage) for stage in sorted({0, last})]
-        return [ends[0], *(middle[count] for count in counts[1:last]), *ends[1:]]
+        found: dict[tuple[int, bool, bool], _Chunk] = {}
 
-    def _chunk(self, candidate: Candidate, stage: int) -> _Chunk:
+        def chunk(stage: int, number: int) -> _Chunk:
+            is_first, is_last = stage == number == 0, stage == last and number == len(counts[stage]) - 1
+            kind = (counts[stage][number], is_first, is_last)
+            if kind not in found:
+                found[kind] = self._chunk(candidate, *kind)
+            return found[kind]
+
+        return [[chunk(stage, number) for number in range(len(numbers))] for stage, numbers in enumerate(counts)]
+
+    def _chunk(self, candidate: Candidate, layers: int, has_embedding: bool, has_output: bool) -> _Chunk:
         layout, size = candidate.layout, candidate.micro_batch
         layer = self.base.layer(layout.tp, layout.cp, size)
         communication = self._communication(self.base.sizes(candidate), size)
         tp_forward, tp_backward, cp_forward, cp_backward, collectives = communication
-        layers = stage_layers(self.job, candidate, stage) / layout.vp
         forward, backward = layers * layer.forward, layers * layer.backward
         if self.job.has_fp8_products and not self.job.stack.keeps_transposed:
             parameters = layers * self.job.layer_parameters / layout.tp
             backward += compute.weight_transpose_seconds(self.machine, self.job, parameters)
-        if stage == 0:
-            first = self.base.embedding(layout.tp, layout.cp, size)
-            forward, backward = forward + first[0] / layout.vp, backward + first[1] / layout.vp
-        if stage == layout.pp - 1:
-            last = self.base.output(layout.tp, layout.cp, size)
-            forward, backward = forward + last[0] / layout.vp, backward + last[1] / layout.vp
+        ends = [self.base.embedding(layout.tp, layout.cp, size)] * has_embedding
+        ends += [self.base.output(layout.tp, layout.cp, size)] * has_output
+        forward += sum(end[0] for end in ends)
+        backward += sum(end[1] for end in ends)
         again = {"none": 0.0, "selective": layers * layer.attention, "full": layers * layer.forward}
         recompute = again[candidate.recompute]
         tp_again = tp_forward if candidate.recompute == "full" else 0.0
@@ -137,7 +135,7 @@ class Pipeline:
         launch_forward = max(0.0, layers * host[0] - forward - exposed_forward)
         launch_backward = max(0.0, layers * host[1] - backward - recompute - exposed_backward)
         return _Chunk(
-            stage=schedule.Stage(
+            total=schedule.Chunk(
                 forward=forward + exposed_forward + launch_forward,
                 backward=backward + recompute + exposed_backward + launch_backward,
             ),
@@ -164,21 +162,22 @@ class Pipeline:
     def parts(self, candidate: Candidate) -> dict[str, float]:
         job, layout, geometry = self.job, candidate.layout, self.base.geometry_of(candidate)
         micro_batches = candidate.num_micro_batches(job)
-        chunks, send, blocking = self._chunks(candidate), self._send(candidate), self._is_blocking(candidate)
-        timeline = schedule.simulate([chunk.stage for chunk in chunks], layout.vp, micro_batches, send, blocking)
+        stages, send, blocking = self._stages(candidate), self._send(candidate), self._is_blocking(candidate)
+        totals = [[chunk.total for chunk in chunks] for chunks in stages]
+        timeline = schedule.simulate(totals, micro_batches, send, blocking)
         reduces, gathers, updates = [], [], []
         fill, replicas = 0.0, geometry.replicas
         shards = megatron_variant(candidate).num_shards(layout)
         spans = geometry.parted_replicas(shards) if 1 < shards < replicas.size else (replicas, None)
-        for stage, chunk in enumerate(chunks):
+        for stage, chunks in enumerate(totals):
             parameters = stage_parameters(job, candidate, stage)
             pieces = self._num_buckets(candidate, stage, parameters)
             reduce, gather = self._replica_seconds(candidate, spans, parameters, pieces)
-            backward, forward = chunk.stage.backward * layout.vp, chunk.stage.forward * layout.vp
+            backward, forward = sum(chunk.backward for chunk in chunks), sum(chunk.forward for chunk in chunks)
             reduces.append(self.base.tail(backward, reduce, pieces, replicas, self._overlaps_gradients(candidate)))
             waits = self.base.tail(forward, gather, pieces, replicas, job.stack.overlaps_parameters)
             gathers.append(max(0.0, waits - fill))
-            fill += chunk.stage.forward + send
+            fill += chunks[0].forward + send
             update = compute.optimizer_seconds(self.machine, job, parameters, parameters / shards)
             blocks = stage_layers(job, candidate, stage) * job.layer_parameters / layout.tp
             update += compute.weight_cast_seconds(self.machine, job, blocks)
@@ -187,16 +186,20 @@ class Pipeline:
             updates.append(update)
         ends = [end + tail for end, tail in zip(timeline.ends, reduces, strict=True)]
         last = max(range(layout.pp), key=ends.__getitem__)
-        chunk, times = chunks[last], micro_batches * layout.vp
+        # The busiest stage shows where the time of a step goes. Its backward may end later than that of the last stage.
+        busiest = max(range(layout.pp), key=lambda stage: timeline.busy[stage] + timeline.sending[stage])
+        occupied = timeline.busy[busiest] + timeline.sending[busiest]
+        reduce = reduces[last] - max(0.0, occupied - timeline.ends[last])
+        chunks_there = stages[busiest]
         return {
-            "compute": times * chunk.compute,
-            "recompute": times * chunk.recompute,
-            "launch": times * chunk.launch,
-            "tp": times * chunk.tp,
-            "cp": times * chunk.cp,
-            "pp": timeline.sending[last],
-            "bubble": max(0.0, timeline.ends[last] - timeline.busy[last] - timeline.sending[last]),
-            "dp": reduces[last] + self._tied_seconds(candidate, geometry) + max(gathers),
+            "compute": micro_batches * sum(chunk.compute for chunk in chunks_there),
+            "recompute": micro_batches * sum(chunk.recompute for chunk in chunks_there),
+            "launch": micro_batches * sum(chunk.launch for chunk in chunks_there),
+            "tp": micro_batches * sum(chunk.tp for chunk in chunks_there),
+            "cp": micro_batches * sum(chunk.cp for chunk in chunks_there),
+            "pp": timeline.sending[busiest],
+            "bubble": max(0.0, timeline.ends[last] - occupied),
+            "dp": max(0.0, reduce) + self._tied_seconds(candidate, geometry) + max(gathers),
             "optimizer": max(updates) + self.profile.step_seconds,
         }
 

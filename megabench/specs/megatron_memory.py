@@ -6,6 +6,7 @@ from itertools import pairwise
 from math import ceil
 from typing import cast
 
+from megabench.cost import schedule
 from megabench.cost.compute import kernels_forward
 from megabench.cost.job import Candidate, Job
 from megabench.cost.memory import (
@@ -69,6 +70,23 @@ def in_flight(stage: int, num_stages: int, chunks: int, num_micro_batches: int) 
     return min(warm_up, num_micro_batches * chunks) / chunks
 
 
+@lru_cache(maxsize=65536)
+def layers_in_flight(stage: int, num_stages: int, chunks: tuple[int, ...], num_micro_batches: int) -> float:
+    """Return the number of pairs of a layer and a micro-batch whose activations a stage holds at once.
+
+    `chunks` are the numbers of layers of the stage's model chunks. With unequal chunks, the number is the largest in
+    the order of the schedule, which repeats after a few rounds of P micro-batches.
+    """
+    if len(set(chunks)) == 1:
+        return sum(chunks) * in_flight(stage, num_stages, len(chunks), num_micro_batches)
+    rounds = min(num_micro_batches // num_stages, 4)
+    held = most = 0
+    for is_forward, chunk, _ in schedule.order(stage, num_stages, len(chunks), rounds * num_stages):
+        held += chunks[chunk] if is_forward else -chunks[chunk]
+        most = max(most, held)
+    return most
+
+
 def held_bytes(job: Job, candidate: Candidate) -> float:
     """Return the bytes that torch's allocator cannot reuse yet because NCCL's stream uses them (Tensor.record_stream).
 
@@ -88,10 +106,13 @@ def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
     """Return the memory of the pipeline stage that uses the most.
 
     The optimizer state may be sharded over the dp·cp replicas. With equal stages, the first stage holds the most
-    activations, and the last stage holds the logits.
+    activations, and the last stage holds the logits. The second stage has more layers than the first one if the first
+    model chunk has none.
     """
+    layers = [sum(chunks) for chunks in all_chunk_layers(job, candidate)]
     last = candidate.layout.pp - 1
-    stages = range(last + 1) if job.stack.stages == "filled" else sorted({0, last})
+    fullest = {0, last} | ({1} if last and layers[1] > layers[0] else set())
+    stages = range(last + 1) if job.stack.stages == "filled" else sorted(fullest)
     return max((stage_memory(job, candidate, profile, stage) for stage in stages), key=lambda memory: memory.total)
 
 
@@ -111,18 +132,18 @@ def stage_parameters(job: Job, candidate: Candidate, stage: int) -> float:
 
 def stage_layers(job: Job, candidate: Candidate, stage: int) -> int:
     """Return the number of layers of a pipeline stage, summed over its model chunks."""
-    return all_stage_layers(job, candidate)[stage]
+    return sum(all_chunk_layers(job, candidate)[stage])
 
 
-def all_stage_layers(job: Job, candidate: Candidate) -> tuple[int, ...]:
-    """Return the number of layers of each stage."""
+def all_chunk_layers(job: Job, candidate: Candidate) -> tuple[tuple[int, ...], ...]:
+    """Return the number of layers of each model chunk, as [stage][chunk]."""
     layout, is_filled = candidate.layout, job.stack.stages == "filled"
     return _cut(job.shape.num_layers, is_filled, job.output_cost, layout.pp, layout.vp)
 
 
 @lru_cache(maxsize=4096)
-def _cut(layers: int, is_filled: bool, output_cost: float, num_stages: int, chunks: int) -> tuple[int, ...]:
-    """Return the number of layers of every pipeline stage.
+def _cut(layers: int, is_filled: bool, output_cost: float, num_stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the number of layers of every model chunk, as [stage][chunk].
 
     The output layer counts as `output_cost` layers (Layout.chunk_layers).
 
@@ -131,9 +152,9 @@ def _cut(layers: int, is_filled: bool, output_cost: float, num_stages: int, chun
     if is_filled:
         each = (layers + output_cost) / num_stages
         filled = [min(layers, ceil(number * each)) for number in range(num_stages)] + [layers]
-        return tuple(after - before for before, after in pairwise(filled))
+        return tuple((after - before,) for before, after in pairwise(filled))
     stages = Layout(pp=num_stages, vp=chunks).chunk_layers(layers, output_cost)
-    return tuple(sum(map(len, stage)) for stage in stages)
+    return tuple(tuple(map(len, stage)) for stage in stages)
 
 
 def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -> Memory:
@@ -143,8 +164,9 @@ def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -
     shards = megatron_variant(candidate).num_shards(layout)
     layers = stage_layers(job, candidate, stage)
     kept = layer_activation_bytes(job, candidate)
-    micro_batches = in_flight(stage, layout.pp, layout.vp, candidate.num_micro_batches(job))
-    activations = kept * layers * micro_batches
+    num_micro_batches, chunks = candidate.num_micro_batches(job), all_chunk_layers(job, candidate)[stage]
+    micro_batches = in_flight(stage, layout.pp, layout.vp, num_micro_batches)
+    activations = kept * layers_in_flight(stage, layout.pp, chunks, num_micro_batches)
     tokens = candidate.micro_batch * job.seq_length / layout.cp
     sequence_cut = layout.tp if job.stack.sequence_parallel else 1
     hidden = tokens * job.shape.hidden_size * job.bytes_of_value

@@ -36,6 +36,11 @@ COMBINATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-vp2-heavy-output": (2, {"pp": 2, "vp": 2, "num_layers": 6, "model": "llama-vocabulary"}),
     "pp2-vp2-dp2": (4, {"pp": 2, "vp": 2}),
     "tp2-pp2-vp2": (4, {"tp": 2, "pp": 2, "vp": 2}),
+    # the last chunk holds only the output layer, and with two chunks more than layers the first one only the embedding
+    "pp2-vp2-three-layers": (2, {"pp": 2, "vp": 2, "num_layers": 3}),
+    "pp2-vp3": (2, {"pp": 2, "vp": 3}),
+    "tp2-pp2-vp3": (4, {"tp": 2, "pp": 2, "vp": 3, "recompute": "full"}),
+    "pp2-vp3-dp2": (4, {"pp": 2, "vp": 3}),
     "tp2-cp2": (4, {"tp": 2, "cp": 2, "micro_batch": 2}),
     "pp2-cp2": (4, {"pp": 2, "cp": 2}),
     "cp2-dp2": (4, {"cp": 2}),

@@ -97,6 +97,25 @@ def test_no_other_split_is_faster(pp: int, vp: int, num_layers: int, output_cost
     assert max(sizes) - min(sizes) <= math.ceil(output_cost) + 1
 
 
+def test_the_ends_of_a_model_may_be_chunks_of_their_own() -> None:
+    """405B has 126 layers: 128 chunks have one layer each, except the embedding and the output layer."""
+    stages = Layout(pp=16, vp=8).chunk_layers(126, output_cost=0.7)
+    sizes = [len(stages[stage][chunk]) for chunk in range(8) for stage in range(16)]
+    assert sizes == [0] + [1] * 126 + [0]
+    assert stages[15][7] == range(126, 126) and stages[1][0] == range(1)
+    one_more = Layout(pp=127, vp=1).chunk_layers(126)
+    assert [len(layers) for (layers,) in one_more] == [1] * 126 + [0]
+
+
+def test_no_more_than_the_ends_are_without_layers() -> None:
+    shape = get_model("llama3-405b")
+    Layout(pp=16, vp=8).check_model(shape, 8192)
+    with pytest.raises(LayoutError, match="fewer than pp·vp = 43·3 = 129 model chunks; use pp·vp ≤ 128"):
+        Layout(pp=43, vp=3).check_model(shape, 8192)
+    with pytest.raises(LayoutError, match="fewer than pp·vp = 127·1 = 127 model chunks; use pp·vp ≤ 126"):
+        Layout(pp=127).check_model(shape, 8192)
+
+
 def test_stages_of_llama3_8b() -> None:
     run = RunConfig(model="llama3-8b", pp=4, seq_length=8192).resolve(4, "cuda")
     assert [len(layers) for (layers,) in chunk_layers(run)] == [9, 9, 8, 6]

@@ -1,24 +1,30 @@
 """`megabench plan` as people type it, and the ranking behind it."""
 
+import io
+import itertools
 import json
 import re
 import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from megabench.config import ConfigError
 from megabench.cost.job import Job
+from megabench.cost.memory import LIKELY, fit_chance, likely_bytes
 from megabench.cost.profile import profile_for, shipped_profiles
+from megabench.hardware.topology import from_cluster
 from megabench.models.find import find_model
-from megabench.planner.candidates import settings_of
-from megabench.planner.plan_table import certainty, chosen, find_trial, sweet_spot
+from megabench.planner.candidates import complexity, settings_of
+from megabench.planner.plan_table import certainty, chosen, find_trial, sweet_spot, write
 from megabench.planner.search import candidates, plan
 from megabench.train.flags import parse_flags
 from tests.comparison.compare_process import REPOSITORY
-from tests.planner.jobs import cluster, costs, hosts, job
+from tests.planner.jobs import cluster, costs, hosts, job, megatron
 
 
 def megabench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -117,7 +123,7 @@ def test_the_ranking_is_that_of_all_candidates():
     judge = costs(work, topology)
     estimates = [judge.estimate(candidate) for candidate in candidates(work, topology)]
     best = min((estimate for estimate in estimates if estimate.fits), key=lambda estimate: estimate.step_seconds)
-    assert found.ranked[0].step_seconds == pytest.approx(best.step_seconds)
+    assert found.fastest and found.fastest.step_seconds == pytest.approx(best.step_seconds)
     assert found.num_candidates == len(estimates)
     assert found.num_fitting == sum(estimate.fits for estimate in estimates)
 
@@ -142,9 +148,27 @@ def test_what_is_shown_can_be_run():
         assert run.layout == candidate.layout and run.num_micro_batches == candidate.num_micro_batches(work)
 
 
+def test_layers_need_not_divide_by_the_model_chunks():
+    """405B has 126 layers: 64 chunks have 1 or 2 layers each, and interleaving still divides the bubble."""
+    work, topology = job("llama3-405b", 8192, 1024), cluster("p5.48xlarge:128")
+    layouts = {str(candidate.layout) for candidate in candidates(work, topology)}
+    assert {"tp8·cp2·pp8·vp8·dp8", "tp8·cp2·pp16·vp4·dp4"} <= layouts
+    plain, interleaved = (megatron(topology, tp=8, cp=2, pp=16, vp=vp) for vp in (1, 4))
+    a, b = (costs(work, topology).estimate(candidate).parts["bubble"] for candidate in (plain, interleaved))
+    assert b < a / 2
+
+
+def test_very_unequal_chunks_are_no_candidates():
+    """With 80 layers, 24 chunks have 3 or 4 layers, as long as 24 · 4 = 96 layers."""
+    work, topology = job("llama3-70b", 8192, 64), cluster("p5.48xlarge:8")
+    counts = {candidate.layout.vp for candidate in candidates(work, topology) if candidate.layout.pp == 4}
+    assert {1, 2, 4, 5, 10, 20} <= counts and 6 not in counts
+
+
 def test_layouts_within_the_models_error_are_called_equal():
     found = made("llama3-70b", "p5.48xlarge:4")
-    limit = found.ranked[0].step_seconds * (1 + found.profile.relative_error)
+    assert found.fastest
+    limit = found.fastest.step_seconds * (1 + found.profile.relative_error)
     assert [estimate.step_seconds <= limit for estimate in found.ranked].count(True) == found.equals
     assert "equal" in certainty(found) and chosen(found).candidate.name in sweet_spot(found)
 
@@ -154,12 +178,106 @@ def test_layouts_within_the_models_error_are_called_equal():
     [
         ("gpt2", "p5.48xlarge:1", 256, "gpt2 has no tensor- or pipeline-parallel blocks"),
         ("llama3-8b", "p5.48xlarge:1", 7, "need a global batch that is a multiple of the 8 GPUs"),
-        ("llama3-8b", "g5.48xlarge:1", 32, "equal to the fastest within the model's error, and without host memory"),
+        ("llama3-8b", "g5.48xlarge:1", 32, "with less host memory than fsdp·dp8 mb1 full offload-all and "),
+        ("llama3-70b", "p5.48xlarge:8", 256, "with fewer model chunks than "),
+        ("bloom-7b1", "p4de.24xlarge:4", 32, "dp32 mb1 shard8, 1,292 tok/s per GPU, the fastest layout that is likely"),
     ],
 )
 def test_the_sweet_spot_says_why_it_is_one(model, where, global_batch, words):
-    length = 1024 if model == "gpt2" else 8192
+    length = {"gpt2": 1024, "bloom-7b1": 2048}.get(model, 8192)
     assert words in sweet_spot(made(model, where, length, global_batch))
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "global_batch"),
+    [("llama3-8b", "p5.48xlarge:1", 32), ("llama3-70b", "p5.48xlarge:8", 256), ("llama3-8b", "p5.48xlarge:64", 1024)],
+)
+def test_the_recommended_layout_is_the_first_row_and_no_equally_fast_one_is_simpler(model, where, global_batch):
+    found = made(model, where, global_batch=global_batch)
+    first, fastest = chosen(found), found.fastest
+    assert first is found.ranked[0] and first.fits and fastest
+    assert first.step_seconds <= 1.08 * fastest.step_seconds
+    near = [one for one in found.ranked if one.step_seconds <= 1.08 * fastest.step_seconds]
+    near = [one for one in near if one.candidate.engine == first.candidate.engine]
+    assert all(complexity(first.candidate, found.job) <= complexity(one.candidate, found.job) for one in near)
+    seconds = [one.step_seconds for one in found.ranked[1:]]
+    assert seconds == sorted(seconds)
+
+
+def test_rows_differ_in_more_than_their_context_parallelism():
+    found = made("llama3-405b", "p5.48xlarge:128", global_batch=1024)
+    error, rows = 1 + found.profile.relative_error, [one.candidate for one in found.ranked]
+    for one, other in itertools.combinations(found.ranked, 2):
+        a, b = one.candidate, other.candidate
+        if (a.layout.tp, a.layout.pp, a.variant) == (b.layout.tp, b.layout.pp, b.variant):
+            assert other.step_seconds > error * one.step_seconds
+    names = {name for same in found.merged.values() for name in same}
+    assert names and not names & {candidate.name for candidate in rows}
+    assert f"(+{len(found.merged[rows[0].name])} cp)" in written(found)
+
+
+def written(found) -> str:
+    text = io.StringIO()
+    write(Console(file=text, width=200), found, 12)
+    return text.getvalue()
+
+
+def test_the_chance_to_fit_is_that_of_the_measured_errors():
+    """Of layouts that are predicted to use all memory, a third fits, and no layout within 10% is impossible."""
+    assert fit_chance(80.0, 80.0) == pytest.approx(0.31, abs=0.02)
+    assert fit_chance(likely_bytes(80.0), 80.0) == pytest.approx(LIKELY)
+    chances = [fit_chance(gib, 80.0) for gib in (40.0, 72.0, 76.0, 80.0, 84.0, 88.0)]
+    assert chances == sorted(chances, reverse=True) and chances[0] > 0.999 and chances[-1] > 0.001
+
+
+def test_a_faster_layout_that_may_not_fit_is_named_with_its_chance():
+    found = made("llama3-8b", "p5.48xlarge:1", global_batch=32)
+    judge = costs(found.job, found.topology)
+    assert found.risky and not {one.candidate.name for one in found.risky} & {
+        one.candidate.name for one in found.ranked
+    }
+    for one in found.risky:
+        assert one.step_seconds < chosen(found).step_seconds and 0 < one.fit_chance < LIKELY
+        assert one.memory.total <= 1.1 * judge.available_bytes
+    risk = found.risky[0]
+    assert f"its chance to fit is {100 * risk.fit_chance:.0f}%" in sweet_spot(found)
+    row = next(line for line in written(found).splitlines() if f"| {risk.candidate.name} " in line)
+    assert f" {100 * risk.fit_chance:.0f}% |" in row and "| fits |" in written(found)
+
+
+def test_offload_is_never_faster():
+    work, topology = job("llama3-8b", 8192, 1024), cluster("p5.48xlarge:64")
+    judge, compared = costs(work, topology), 0
+    for candidate in candidates(work, topology):
+        if getattr(candidate.variant, "offload", "none") != "none":
+            without = replace(candidate, variant=replace(candidate.variant, offload="none"))
+            slow, fast = (judge.estimate(one).step_seconds for one in (candidate, without))
+            assert slow >= fast, candidate.name
+            compared += 1
+    assert compared >= 20
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "global_batch"),
+    [("llama3-8b", "p5.48xlarge:64", 1024), ("llama3-8b", "g5.48xlarge:1", 32), ("bloom-7b1", "p4de.24xlarge:4", 32)],
+)
+def test_the_sweet_spot_compares_with_no_difference_of_nothing(model, where, global_batch):
+    said = sweet_spot(made(model, where, 2048, global_batch))
+    assert "0.00 s" not in said and not re.search(r"0\.\d\d × as long", said)
+
+
+def test_16384_gpus_are_planned_in_seconds(monkeypatch):
+    monkeypatch.setattr("megabench.hardware.topology.MOST_HOSTS", 4096)
+    topology = from_cluster("p5.48xlarge:2048")
+
+    def seconds() -> float:
+        started = time.process_time()
+        work = Job(find_model("llama3-405b"), 8192, 2048)
+        found = plan(work, topology, profile_for(topology.hosts[0].device))
+        assert found.fastest and found.fastest.candidate.layout.vp > 1
+        return time.process_time() - started
+
+    assert min(seconds() for _ in range(2)) < 5.0
 
 
 def test_a_trial_is_found_whatever_stands_between_its_words():
