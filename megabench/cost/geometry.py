@@ -138,7 +138,7 @@ class Geometry:
 
     @cached_property
     def ranks_per_host(self) -> int:
-        return max(Counter(self.topology.host_of).values())
+        return max(Counter(self.topology.node_of).values())
 
     @cached_property
     def world(self) -> Span:

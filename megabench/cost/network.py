@@ -1,7 +1,7 @@
 """Seconds that groups of ranks take to communicate on a topology. Loads no torch."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, log2
 
 from megabench.cost.profile import LinkCost, Profile
@@ -30,18 +30,22 @@ class Span:
 
 
 def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
-    """Return the worst span of the groups: the most hosts, the slowest links, the most shared NICs."""
-    host_of, domain_of = topology.host_of, topology.domain_of
+    """Return the worst span of the groups: the most hosts, the slowest links, the most shared NICs.
+
+    The hosts of one NVLink domain count as one host with all their NICs.
+    """
+    node_of, domain_of = topology.node_of, topology.domain_of
+    num_nodes = max(node_of) + 1
     size, most_hosts = 1, 1
     # one pair of ranks for each pair of places is enough, because other pairs use the same link
     inside: dict[tuple[int, int], tuple[int, int]] = {}
     across: dict[tuple[int, int], tuple[int, int]] = {}
-    leaving = [0] * len(topology.hosts)
+    leaving = [0] * num_nodes
     for ranks in groups:
         size = max(size, len(ranks))
         firsts: dict[int, int] = {}
         for rank in ranks:
-            first = firsts.setdefault(host_of[rank], rank)
+            first = firsts.setdefault(node_of[rank], rank)
             if first != rank:
                 inside[domain_of[first], domain_of[rank]] = (first, rank)
         if len(firsts) > 1:
@@ -50,11 +54,14 @@ def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
             for host, other in firsts.items():
                 leaving[host] += 1
                 if other != first:
-                    across[host_of[first], host] = (first, other)
+                    across[node_of[first], host] = (first, other)
     slowest_host = min(
         topology.hosts,
         key=lambda host: (host.network_gbits or 0.0, host.ring_gbits or inf, host.nvlink_gb_per_s or 0.0),
     )
+    hosts_per_node = len(topology.hosts) // num_nodes
+    if slowest_host.network_gbits and hosts_per_node > 1:
+        slowest_host = replace(slowest_host, network_gbits=slowest_host.network_gbits * hosts_per_node)
     return Span(
         size=size,
         hosts=most_hosts,

@@ -118,7 +118,7 @@ class Profile(_Part):
     gather_allocator_share: float | None = Field(None, ge=0)
     """Value of allocator_share for ZeRO-3 and for DDP with weight casts, if it differs."""
     headroom: float = Field(ge=0, lt=1)
-    """Fraction of GPU memory to leave free, because the allocator is slow on a full GPU."""
+    """Fraction of GPU memory to leave free. Plans use the spread of the measured errors instead (cost/memory.py)."""
     context_gib: float = Field(ge=0)
     """GPU memory that is not available to torch's allocator."""
     host_copy_gb_per_s: float = Field(gt=0)

@@ -179,7 +179,7 @@ def from_facts(facts: Sequence[RankFacts]) -> Topology:
     )
 
 
-MOST_HOSTS = 1024  # maximum number of hosts of a cluster for planning
+MOST_HOSTS = 4096  # maximum number of hosts of a cluster for planning
 
 
 def from_cluster(text: str) -> Topology:

@@ -270,7 +270,8 @@ def disagreement(kind: str, link: str | None, transports: Sequence[str]) -> str 
     """
     on_network = [name for name in transports if name.startswith("NET/")]
     if on_network and link in ("nvlink", "pcie", "shm"):
-        return f"NCCL uses {on_network[0]} between ranks of one host, where {link} was expected"
+        place = "NVLink domain" if link == "nvlink" else "host"
+        return f"NCCL uses {on_network[0]} between ranks of one {place}, where {link} was expected"
     if link == "nvlink" and "SHM" in transports:
         return "NCCL uses SHM where nvlink was expected"
     if link == "efa" and "NET/Socket" in on_network:

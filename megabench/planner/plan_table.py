@@ -15,6 +15,7 @@ from rich.text import Text
 from megabench import metrics
 from megabench.config import ConfigError, RunConfig, near_matches
 from megabench.cost.job import Candidate
+from megabench.hardware.gpus import find_instance
 from megabench.models.find import find_model
 from megabench.parallel.axes import AXES
 from megabench.planner.candidates import COMPLICATIONS, complexity, settings_of
@@ -44,11 +45,13 @@ PART_WORDS = {
 
 
 def origin(plan: Plan) -> str:
-    """Return the source of the profile, and a note if it describes other devices."""
-    device, devices = plan.topology.hosts[0].device, plan.profile.devices
-    if plan.profile.kind == "measured" and device not in devices:
-        return f"measured on {' and '.join(devices)}, and NOT on {device}"
-    return _KINDS[plan.profile.kind]
+    """Return the source of the profile, and a note if it describes other devices or if the instance is untested."""
+    host, devices = plan.topology.hosts[0], plan.profile.devices
+    text = _KINDS[plan.profile.kind]
+    if plan.profile.kind == "measured" and host.device not in devices:
+        text = f"measured on {' and '.join(devices)}, and NOT on {host.device}"
+    instance = find_instance(host.instance_type or "")
+    return f"{text} · {instance.name} is untested" if instance and not instance.is_tested else text
 
 
 def write(console: Console, plan: Plan, top: int, tokens: float | None = None) -> None:

@@ -1,6 +1,7 @@
 """Rank all candidates for a job on a cluster. Loads no torch."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -298,7 +299,7 @@ def _data_parallel(specs: list[EngineSpec], job: Job, topology: Topology) -> Ite
 
 def _ranks_inside(topology: Topology) -> int | None:
     """Return the ranks per host for sharding inside hosts, or None if that differs from no other sharding."""
-    world, per_host = topology.world_size, max(len(ranks) for ranks in topology.ranks_by_host)
+    world, per_host = topology.world_size, max(Counter(topology.node_of).values())
     return per_host if per_host < world and world % per_host == 0 and per_host > 1 else None
 
 

@@ -112,8 +112,8 @@ def try_out(
         for (kind, complaint), some in wrong.items()
     ]
     num_nodes = next((found["nodes"][0] for found in everyone if found["nodes"]), None)
-    if num_nodes not in (None, len(topology.hosts)):
-        warnings.append(f"NCCL detects {num_nodes} hosts, but the topology has {len(topology.hosts)}")
+    if num_nodes not in (None, expected := len(set(topology.node_of))):
+        warnings.append(f"NCCL detects {num_nodes} hosts, but the topology has {expected}")
     lines = [line for found in everyone for line in found["unknown"]]
     if lines:
         warnings.append(f"{len(lines)} channel lines of NCCL's log have an unknown format, e.g. {lines[0]!r}")

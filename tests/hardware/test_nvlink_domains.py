@@ -44,8 +44,8 @@ def test_ultraservers_are_racks():
     assert domain_sizes(topology) == [36, 36] and len(topology.hosts) == 18
     assert topology.hosts[17].name == "p6e-gb200-17"
     assert domain_sizes(from_cluster("u-p6e-gb200x72")) == [72]
-    with pytest.raises(ValueError, match="the cluster has 1026 hosts; use at most 1024"):
-        from_cluster("u-p6e-gb200x72:57")
+    with pytest.raises(ValueError, match="the cluster has 4104 hosts; use at most 4096"):
+        from_cluster("u-p6e-gb200x72:228")
 
 
 def test_half_of_an_ordinary_instance_keeps_its_domain_inside():

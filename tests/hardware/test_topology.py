@@ -190,7 +190,7 @@ def test_cuda_visible_devices_is_respected():
     ("text", "words"),
     [
         ("p9.huge:2", "instance type 'p9.huge' is not known; use one of"),
-        ("p5.48xlarge:none", "1 to 1024, e.g. p5.48xlarge:2"),
+        ("p5.48xlarge:none", "1 to 4096, e.g. p5.48xlarge:2"),
         ("p5.48xlarge:1:9", "GPUs per instance must be 1 to 8, e.g. p5.48xlarge:1:4"),
         ("p5.48xlarge:1:0", "GPUs per instance must be 1 to 8"),
         ("p5.48xlarge:1:", "GPUs per instance must be 1 to 8"),

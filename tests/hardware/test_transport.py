@@ -175,7 +175,7 @@ def test_nvls_is_named():
 @pytest.mark.parametrize(
     ("kind", "link", "transports", "words"),
     [
-        ("tp", "nvlink", ["NET/Socket"], "between ranks of one host, where nvlink was expected"),
+        ("tp", "nvlink", ["NET/Socket"], "between ranks of one NVLink domain, where nvlink was expected"),
         ("dp", "nvlink", ["SHM"], "NCCL uses SHM where nvlink was expected"),
         ("dp", "efa", ["NET/Socket", "P2P/CUMEM"], "EFA was expected, but NCCL uses NET/Socket"),
         ("pp", "infiniband", ["NET/Socket"], "InfiniBand was expected"),
