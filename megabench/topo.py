@@ -85,8 +85,8 @@ def _of_launch() -> Topology:
 def describe(placement: Placement, layout: Layout, groups: Sequence[RankGroup] | None = None) -> dict[str, Any]:
     """Return hosts, NVLink domains, links, process groups, placement and warnings for JSON output.
 
-    Ranks are numbered as in the run, not as in the launcher. `groups` are the process groups if their transports are
-    known.
+    Ranks are numbered as in the run, not as in the launcher. `groups` are the process groups with the
+    transports of a run; by default, they follow from the placement.
     """
     topology = placement.topology
     if groups is None:
@@ -127,7 +127,7 @@ def describe(placement: Placement, layout: Layout, groups: Sequence[RankGroup] |
 def show(console: Console, placement: Placement, layout: Layout, groups: Sequence[RankGroup] | None = None) -> None:
     """Print the diagram, the tables of links and process groups, and the warnings.
 
-    `groups` are the process groups if their transports are known.
+    `groups` are the process groups with the transports of a run; by default, they follow from the placement.
     """
     topology = placement.topology
     count = f"{len(topology.hosts)} host{'s' * (len(topology.hosts) != 1)}{', emulated' * topology.emulated}"

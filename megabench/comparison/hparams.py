@@ -114,7 +114,8 @@ def _hparam_infos(runs: Sequence[Mapping[str, int | str]]) -> list[Any]:
     """Declare the layout of the runs, and the other hyperparameters that differ between them.
 
     TensorBoard sorts hyperparameters that are marked as differing before the others, each by name, and shows only the
-    first few. So only the most informative ones are marked.
+    first few. So only the most informative hyperparameters are
+    marked.
     """
     differing = [name for name in runs[0] if len({run[name] for run in runs}) > 1]
     infos = []

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
-_MOST_EXACT = 2000  # number of forward passes of all stages up to which the timeline is simulated exactly
+_MOST_EXACT = 2000  # the most forward passes, summed over all stages, for which the timeline is simulated exactly
 
 
 @dataclass(frozen=True)

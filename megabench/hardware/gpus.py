@@ -126,7 +126,7 @@ _AWS = (
     Instance("p4d.24xlarge", _A100_40, 8, 300.0, 8, "efa", 4, 100.0, True, f"{_KARPENTER}; {_RDMA}", is_tested=True),
     Instance("p4de.24xlarge", _A100_80, 8, 300.0, 8, "efa", 4, 100.0, True, f"{_KARPENTER}; {_RDMA}", is_tested=True),
     Instance("p5.48xlarge", _H100, 8, 450.0, 8, "efa", 32, 100.0, True, f"{_KARPENTER}; {_RDMA}", is_tested=True),
-    # Runs on H200s were measured on one host. The constants of EFA are those of the H100.
+    # Runs on H200s were measured on one host. Their profile has the EFA constants of the H100 profile.
     Instance("p5e.48xlarge", _H200, 8, 450.0, 8, "efa", 32, 100.0, True, f"{_KARPENTER}; {_RDMA}", is_tested=True),
     Instance("p5en.48xlarge", _H200, 8, 450.0, 8, "efa", 16, 200.0, True, f"{_KARPENTER}; {_RDMA}", is_tested=True),
     Instance("p6-b200.48xlarge", _B200_GPU, 8, 900.0, 8, "efa", 8, 400.0, True, f"{_EFA}, P6-B200; {_RDMA}"),

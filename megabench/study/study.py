@@ -278,7 +278,7 @@ class _Draft:
 
 
 def _label(values: dict[str, Any]) -> str:
-    """Return the label of a trial in error messages: its name if it has one, otherwise its own fields."""
+    """Return how error messages call a trial: by its name, or by the fields that it sets if it has no name."""
     return str(values.get("name") or ", ".join(f"{field}={value}" for field, value in values.items()) or "base alone")
 
 
