@@ -211,7 +211,7 @@ def test_a_probe_is_short_and_the_run_s_own_batch_decides():
 def test_settings_that_the_layout_forbids_are_not_tried():
     run = config(pp=2, vp=2, tp=2, global_batch=12)
     assert [s.micro_batch for s in legal_settings(run, WORLD_SIZE, "cpu")] == [1, 2, 3, 6]
-    with pytest.raises(ConfigError, match="works only with pretrain and compare"):
+    with pytest.raises(ConfigError, match="works only with megabench train and compare"):
         run.resolve(WORLD_SIZE, "cpu")
     with pytest.raises(ConfigError, match="zero_stage"):
         legal_settings(config(zero_stage=1), WORLD_SIZE, "cpu")

@@ -33,16 +33,16 @@ def pretrain(*flags: str, processes: int | None = None) -> subprocess.CompletedP
 def test_a_model_that_cannot_fit_is_refused() -> None:
     result = pretrain("--model", "llama3-8b", "--num-layers", "10000")
     assert result.returncode == 2 and result.stdout.startswith("Error: llama3-8b needs about 3"), result.stdout
-    assert "a --model that fits (llama-tiny, " in result.stdout and "Traceback" not in result.stdout
+    assert "a --model that fits without --num-layers (llama-tiny, " in result.stdout and "Traceback" not in result.stdout
     assert result.stdout.rstrip().endswith("python launch/pretrain.py --model llama-tiny --steps 20")
 
 
 def test_too_few_processes_are_refused_with_the_command_to_type() -> None:
-    result = pretrain("--tp", "2", "--pp", "16", processes=2)
+    result = pretrain("--tp", "2", "--pp", "8", processes=2)
     message, _, after = result.stdout.partition("torch/distributed")  # torchrun's own lines come after the message
-    assert "needs a multiple of 32 processes, but the world size is 2" in message and after, result.stdout
-    assert f"torchrun --nproc-per-node 32 launch/pretrain.py {' '.join(TINY)} --tp 2 --pp 16\n" in message
-    assert "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 launch/" in message
+    assert "needs a multiple of 16 processes, but the world size is 2" in message and after, result.stdout
+    assert f"torchrun --nproc-per-node 16 launch/pretrain.py {' '.join(TINY)} --tp 2 --pp 8\n" in message
+    assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 launch/" in message
 
 
 def test_a_run_and_what_it_leaves(tmp_path: Path) -> None:
