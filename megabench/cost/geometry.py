@@ -138,6 +138,10 @@ class Geometry:
 
     @cached_property
     def ranks_per_host(self) -> int:
+        return max(Counter(self.topology.host_of).values())
+
+    @cached_property
+    def ranks_per_node(self) -> int:
         return max(Counter(self.topology.node_of).values())
 
     @cached_property

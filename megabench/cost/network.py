@@ -1,5 +1,6 @@
 """Seconds that groups of ranks take to communicate on a topology. Loads no torch."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, log2
@@ -32,7 +33,7 @@ class Span:
 def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
     """Return the worst span of the groups: the most hosts, the slowest links, the most shared NICs.
 
-    The hosts of one NVLink domain count as one host with all their NICs.
+    The hosts of one NVLink domain count as one host with all their NICs. Of unequal domains, the smallest counts.
     """
     node_of, domain_of = topology.node_of, topology.domain_of
     num_nodes = max(node_of) + 1
@@ -59,9 +60,10 @@ def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
         topology.hosts,
         key=lambda host: (host.network_gbits or 0.0, host.ring_gbits or inf, host.nvlink_gb_per_s or 0.0),
     )
-    hosts_per_node = len(topology.hosts) // num_nodes
-    if slowest_host.network_gbits and hosts_per_node > 1:
-        slowest_host = replace(slowest_host, network_gbits=slowest_host.network_gbits * hosts_per_node)
+    if slowest_host.network_gbits and num_nodes < len(topology.hosts):
+        node_of_host = dict(zip(topology.host_of, node_of, strict=True))
+        fewest_hosts = min(Counter(node_of_host.values()).values())
+        slowest_host = replace(slowest_host, network_gbits=slowest_host.network_gbits * fewest_hosts)
     return Span(
         size=size,
         hosts=most_hosts,
@@ -188,7 +190,7 @@ def all_reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: i
     return min(ring, calls * latency + log2(where.hosts) * max(times))
 
 
-def send_seconds(profile: Profile, where: Span, num_bytes: float, ranks_per_host: int) -> float:
+def send_seconds(profile: Profile, where: Span, num_bytes: float, ranks_per_node: int) -> float:
     """Return the seconds to send from one pipeline stage to the next, for all ranks of the boundary at once.
 
     Between hosts, `sharing` ranks share the NICs. Over EFA and InfiniBand, each GPU can use only its own NICs. Over
@@ -202,6 +204,6 @@ def send_seconds(profile: Profile, where: Span, num_bytes: float, ranks_per_host
         times.append(cost.base_seconds + num_bytes / inner_bandwidth(where.host, where.inside, cost))
     if where.across:
         cost = profile.links[where.across]
-        flows = where.sharing if where.across == "socket" else max(where.sharing, ranks_per_host)
+        flows = where.sharing if where.across == "socket" else max(where.sharing, ranks_per_node)
         times.append(cost.base_seconds + cost.hop_seconds + num_bytes / _nic_bandwidth(profile, where, flows))
     return max(times)

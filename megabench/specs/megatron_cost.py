@@ -157,7 +157,7 @@ class Pipeline:
         values = candidate.micro_batch * self.job.seq_length / layout.cp * self.job.shape.hidden_size
         cut = layout.tp if self.job.stack.sequence_parallel else 1
         num_bytes = values * self.job.bytes_of_value / cut
-        return network.send_seconds(self.profile, geometry.pp, num_bytes, geometry.ranks_per_host)
+        return network.send_seconds(self.profile, geometry.pp, num_bytes, geometry.ranks_per_node)
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
         job, layout, geometry = self.job, candidate.layout, self.base.geometry_of(candidate)

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from megabench.config.clusters import read_cluster
+from megabench.cost.geometry import Geometry
 from megabench.hardware.topology import Host, Topology, build, from_cluster
+from megabench.parallel.layout import Layout
 
 HOST = Host("tray", "NVIDIA GB200", "pcie", "infiniband", 1600.0, 900.0)
 
@@ -89,3 +91,20 @@ def test_hosts_know_their_instance_type(tmp_path):
     assert from_cluster("nd96isr_h100_v5:1").hosts[0].instance_type == "Standard_ND96isr_H100_v5"
     assert cluster_file(tmp_path, "instance: p5.48xlarge, network_gbits: 100").hosts[0].instance_type == "p5.48xlarge"
     assert cluster_file(tmp_path, "instance: p5.48xlarge, gpu: NVIDIA H200").hosts[0].instance_type is None
+
+
+def test_costs_count_a_rack_as_one_node_and_its_hosts_as_hosts():
+    racks = from_cluster("Standard_ND128isr_NDR_GB200_v6:36")
+    geometry = Geometry.of(racks, Layout(dp=144), "topology")
+    assert (geometry.ranks_per_host, geometry.ranks_per_node) == (4, 72)  # a host's memory serves four GPUs
+    world = geometry.world
+    assert (world.hosts, world.inside, world.across) == (2, "nvlink", "infiniband")
+    assert world.host.network_gbits == 18 * racks.hosts[0].network_gbits
+    rack = Geometry.of(from_cluster("Standard_ND128isr_NDR_GB200_v6:18"), Layout(dp=72), "topology").world
+    assert (rack.hosts, rack.inside, rack.across) == (1, "nvlink", None)
+
+
+def test_the_smallest_of_unequal_racks_limits_the_network():
+    racks = from_cluster("Standard_ND128isr_NDR_GB200_v6:20")
+    world = Geometry.of(racks, Layout(dp=80), "topology").world
+    assert world.host.network_gbits == 2 * racks.hosts[0].network_gbits
