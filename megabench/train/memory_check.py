@@ -1,5 +1,6 @@
 """Refuse a run whose weights, gradients and optimizer state cannot fit into memory, before the model is built."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 import torch
@@ -43,23 +44,23 @@ def check_memory(run: ResolvedConfig, local_rank: int, local_world_size: int) ->
     if not (found := excess(run)):
         return
     models = [name for name in CATALOG if _builds(run, name) and excess(_with_model(run, name)) is None]
-    ways_out = [
-        *(f"--num-layers {size}" for size in _largest(run, excess)),
-        *(
-            [f"a --model that fits{' without --num-layers' * bool(run.num_layers)} ({', '.join(models)})"]
-            if models
-            else []
-        ),
-        "more hosts" if of_gpu is None else "more GPUs",
-    ]
+    ways_out = []
+    if (num_layers := _largest(run, excess)) is not None:
+        ways_out.append(f"--num-layers {num_layers}")
+    if models:
+        without = " without --num-layers" if run.num_layers else ""
+        ways_out.append(f"a --model that fits{without} ({', '.join(models)})")
+    ways_out.append("more hosts" if of_gpu is None else "more GPUs")
     raise MemoryCheckError(f"{run.model} needs about {found}; use {', '.join(ways_out)}, or --skip-memory-check")
 
 
-def _largest(run: ResolvedConfig, excess: Callable[[ResolvedConfig], str | None]) -> list[int]:
-    """Return the largest number of layers with which `run` fits, or [] if it fits with none."""
-    layout = run.layout
-    fewer = range(run.shape.num_layers - 1, layout.pp * layout.vp - 1, -1)
-    return [size for size in fewer if excess(run.model_copy(update={"num_layers": size})) is None][:1]
+def _largest(run: ResolvedConfig, excess: Callable[[ResolvedConfig], str | None]) -> int | None:
+    """Return the largest number of layers with which `run` fits, or None if it fits with none."""
+    fewer = range(run.layout.pp * run.layout.vp, run.shape.num_layers)
+    num_fitting = bisect_left(
+        fewer, True, key=lambda size: excess(run.model_copy(update={"num_layers": size})) is not None
+    )
+    return fewer[num_fitting - 1] if num_fitting else None
 
 
 def _with_model(run: ResolvedConfig, name: str) -> ResolvedConfig:
