@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from megabench import UserError, __version__, error_message, shipped
-from megabench.runtime.launcher import launcher_rank
+from megabench.runtime.launcher import launcher_rank, refuse_num_processes
 
 # base class of command-line errors, which typer does not export
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)
@@ -179,8 +179,7 @@ def compare(
     if launcher_rank() is not None:
         if planning and not cluster:
             raise UserError("--plan under torchrun needs --cluster, e.g. --cluster p5.48xlarge:4 for four such nodes")
-        if nproc:
-            raise UserError("--nproc is for one machine without torchrun; use torchrun's --nproc-per-node instead")
+        refuse_num_processes(nproc)
         if dry_run:
             raise UserError(
                 "--dry-run starts no processes. Run megabench compare without torchrun, with --nproc N for N processes."

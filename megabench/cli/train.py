@@ -13,7 +13,7 @@ from megabench.config import RunConfig
 from megabench.config.auto import resolve_first
 from megabench.hardware.facts import visible_gpus
 from megabench.parallel.layout import LayoutError
-from megabench.runtime.launcher import check_launcher, launcher_rank
+from megabench.runtime.launcher import check_launcher, launcher_rank, refuse_num_processes
 from megabench.study.compare_request import check_data
 from megabench.train.flags import LAUNCH_OPTIONS, parse_flags, training_command
 from megabench.train.launch_commands import launch_commands
@@ -44,8 +44,7 @@ def train(
 ) -> None:
     """Train one model under one layout on the processes of this machine or of a launcher."""
     if launcher_rank() is not None:
-        if nproc:
-            raise UserError("--nproc is for one machine without torchrun. Use torchrun's --nproc-per-node instead.")
+        refuse_num_processes(nproc)
         from megabench.train.__main__ import main
 
         main(context.args)

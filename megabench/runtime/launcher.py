@@ -22,6 +22,12 @@ def launcher_rank() -> int | None:
     return int(os.environ["RANK"])
 
 
+def refuse_num_processes(given: int | None) -> None:
+    """Raise LauncherError if --nproc is given under a launcher, which alone decides the number of processes."""
+    if given:
+        raise LauncherError("--nproc is for one machine without torchrun; use torchrun's --nproc-per-node instead")
+
+
 def check_launcher() -> None:
     """Raise LauncherError if the variables of torch.distributed are not numbers, or if each process would train alone.
 
