@@ -73,7 +73,7 @@ class StudyPlan:
 
     @property
     def ranked(self) -> Sequence[Estimate]:
-        """The fastest predicted candidates, the fastest first, with step time, memory and the parts of a step."""
+        """The recommended candidate, then the fastest others, with step time, memory and the parts of a step."""
         return self.prediction.ranked
 
     @property
