@@ -48,8 +48,7 @@ class Costs:
         self.job, self.profile = job, profile
         self.base = Base(job, topology, profile)
         self._models = {name: spec.cost(self.base) for name, spec in ENGINES.items()}
-        # the spread of the measured errors replaces the profile's headroom
-        self.available_bytes = profile.usable_bytes(topology.hosts[0].device) / (1 - profile.headroom)
+        self.available_bytes = profile.available_bytes(topology.hosts[0].device)
         self.usable_bytes = likely_bytes(self.available_bytes)
 
     def memory(self, candidate: Candidate) -> Memory:
