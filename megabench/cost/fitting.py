@@ -21,10 +21,11 @@ _RANGES = {
     "unfused_traffic": (1.0, 8.0),
     "allocator_share": (0.01, 0.6),
     "gather_allocator_share": (0.01, 0.6),
-    "nvlink.efficiency": (0.3, 1.0),
-    "efa.efficiency": (0.2, 1.0),
-    "efa.hop_seconds": (5e-6, 2e-4),
-    "efa.base_seconds": (1e-5, 3e-4),
+    "efficiency": (0.01, 1.0),
+    "gb_per_s": (0.01, 2000.0),
+    "hop_seconds": (1e-6, 1e-2),
+    "base_seconds": (1e-6, 1e-2),
+    "tree_share": (0.05, 1.0),
 }
 
 
@@ -56,7 +57,7 @@ def descend(profile: Profile, names: Sequence[str], loss: Callable[[Profile], fl
         for step in _STEPS:
             for name in names:
                 for factor in (step, 1 / step):
-                    low, high = _RANGES[name]
+                    low, high = _RANGES[name.rpartition(".")[2]]
                     moved = _moved(profile, name, min(max(_value(profile, name) * factor, low), high))
                     found = loss(moved)
                     while found < best * (1 - _WORTH):

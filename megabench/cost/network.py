@@ -175,8 +175,8 @@ def all_reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: i
 
     A tree consists of a chain on each host and log2(hosts) levels between hosts, and is used in both directions:
     2·((n/hosts − 1)·hop + log2(hosts)·hop). Every GPU sends `num_bytes` along the chain of its host, and every host
-    sends 2·(hosts − 1)/hosts·`num_bytes` to other hosts. Pipelining works poorly in practice, because published times
-    of 256 MB over 2 to 64 hosts grow with log2(hosts).
+    sends 2·(hosts − 1)/hosts·`num_bytes` to other hosts, at `tree_share` of a ring's bandwidth. Published times of
+    256 MB on healthy networks hardly grow from 4 to 64 hosts.
     """
     ring = 2 * gather_seconds(profile, where, num_bytes, calls)
     if where.across is None or num_bytes == 0:
@@ -184,10 +184,11 @@ def all_reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: i
     base, inside, across = _costs(profile, where)
     ring -= calls * base
     latency = base + 2 * ((where.size / where.hosts - 1) * inside + log2(where.hosts) * across)
-    times = [2 * (where.hosts - 1) / where.hosts * num_bytes / _nic_bandwidth(profile, where, where.sharing)]
+    rate = _nic_bandwidth(profile, where, where.sharing) * profile.links[where.across].tree_share
+    times = [2 * (where.hosts - 1) / where.hosts * num_bytes / rate]
     if where.inside:
         times.append(num_bytes / inner_bandwidth(where.host, where.inside, profile.links[where.inside]))
-    return min(ring, calls * latency + log2(where.hosts) * max(times))
+    return min(ring, calls * latency + max(times))
 
 
 def send_seconds(profile: Profile, where: Span, num_bytes: float, ranks_per_node: int) -> float:

@@ -28,7 +28,8 @@ class LinkCost(_Part):
     """The cost of a link: T = base + steps · hop + bytes / bandwidth, as in NCCL's tuner for rings.
 
     `efficiency` is a share of the topology's bandwidth; `gb_per_s` is used if the topology states no bandwidth. A
-    collective of two ranks reaches `pair_share` of the bandwidth of larger groups.
+    collective of two ranks reaches `pair_share` of the bandwidth of larger groups. Trees between hosts, with which NCCL
+    reduces, reach `tree_share` of a ring's bandwidth.
     """
 
     efficiency: float = Field(gt=0, le=1.2)
@@ -36,6 +37,7 @@ class LinkCost(_Part):
     hop_seconds: float = Field(ge=0)
     gb_per_s: float | None = Field(default=None, gt=0)
     pair_share: float = Field(default=1.0, gt=0, le=1)
+    tree_share: float = Field(default=1.0, gt=0, le=1)
 
 
 class Fp8Cost(_Part):
@@ -110,7 +112,7 @@ class Profile(_Part):
     step_seconds: float = Field(ge=0)
     """Host time per step for the batch, the gradient norm and the loss."""
     interference: float = Field(ge=0, le=1)
-    """Slowdown of compute as a fraction of overlapped communication time, except over sockets."""
+    """Slowdown of compute as a fraction of overlapped communication time, inside a host."""
     unfused_traffic: float = Field(ge=1)
     """Bytes moved by unfused element-wise kernels divided by those of fused kernels."""
     allocator_share: float = Field(ge=0)

@@ -2,7 +2,7 @@
 
 from functools import cache, lru_cache, partial
 
-from megabench.cost import compute, schedule
+from megabench.cost import compute, network, schedule
 from megabench.cost.compute import LayerSeconds, Machine
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate, Job
@@ -53,17 +53,22 @@ class Base:
         backward = layer.host_backward + 1.5 * collectives * each
         return forward, backward + (forward if candidate.recompute == "full" else 0.0)
 
-    def interference(self, where: Span) -> float:
-        """Return the slowdown of compute per second of overlapped communication.
+    def interference(self, where: Span, communicate: float, num_bytes: float) -> float:
+        """Return the slowdown of compute per second of overlapped communication, in which each rank gets `num_bytes`.
 
-        Communication uses processors, memory bandwidth and power. The slowdown is 0 over sockets, which move a
-        hundredth of NVLink's bytes.
+        Inside a host, the slowdown is that of the profile. Communication takes memory bandwidth and processors from
+        compute, so the same bytes between hosts cost compute no more than over NVLink, although they take longer.
         """
-        return 0.0 if where.across == "socket" else self.profile.interference
+        if where.across is None or communicate == 0:
+            return self.profile.interference
+        rate = network.inner_bandwidth(where.host, "nvlink", self.profile.links["nvlink"])
+        return self.profile.interference * min(1.0, num_bytes / rate / communicate)
 
-    def tail(self, work: float, communicate: float, pieces: int, where: Span, overlaps: bool) -> float:
+    def tail(
+        self, work: float, communicate: float, num_bytes: float, pieces: int, where: Span, overlaps: bool
+    ) -> float:
         """Return the exposed seconds of a communication, plus the slowdown of the work that overlaps it."""
         if not overlaps:
             return communicate
         tail = schedule.hidden_tail(work, communicate, pieces)
-        return tail + self.interference(where) * (communicate - tail)
+        return tail + self.interference(where, communicate, num_bytes) * (communicate - tail)

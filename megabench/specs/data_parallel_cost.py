@@ -34,8 +34,12 @@ class DataParallel:
         forward = max(layer.forward, host[0] + hooks[0])
         backward = max(layer.backward + again, host[1] + hooks[1])
         shards = sharding_of(candidate).shard_size
-        hidden_forward = self.base.interference(geometry.neighbours(shards) if shards else geometry.world)
-        hidden_backward = self.base.interference(geometry.apart(shards) if shards else geometry.world)
+        where = geometry.neighbours(shards) if shards else geometry.world
+        parameters = job.layer_parameters
+        weights, gradients = gathered_bytes(job, candidate) * parameters, job.bytes_of_gradient * parameters
+        sent = 2 * gradients if sharding_of(candidate).zero_stage == 2 else weights + gradients
+        hidden_forward = self.base.interference(where, gather, weights)
+        hidden_backward = self.base.interference(where, gather_back + reduce, sent)
         with_communication = (
             schedule.two_streams(forward, gather, layers, hidden_forward)
             + schedule.two_streams(backward, gather_back + reduce, layers, hidden_backward)
@@ -163,25 +167,27 @@ class DataParallel:
         if sharding.zero_stage == 0:
             pieces = max(1, round(parameters / (_DDP_BUCKET if is_ddp else REDUCE_BUCKET)))
             reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
-            once = self.base.tail(backward, reduce, pieces, geometry.world, overlaps=is_ddp)
+            once = self.base.tail(backward, reduce, 2 * gradients, pieces, geometry.world, overlaps=is_ddp)
             sharded = parameters
         elif sharding.shard_size:  # HSDP replicas all-reduce gradients once per step, after the last micro-batch
             across = geometry.apart(sharding.shard_size)
             if sharding.shards_across:
                 reduce = network.gather_seconds(self.profile, across, gradients / sharding.shard_size)
-                gather = network.gather_seconds(self.profile, across, weights / sharding.shard_size)
+                gathered = weights / sharding.shard_size
+                gather = network.gather_seconds(self.profile, across, gathered)
                 # overlapped with the first forward pass, which takes about half as long as backward
-                waits = self.base.tail(backward / 2, gather, job.shape.num_layers, across, overlaps=True)
+                waits = self.base.tail(backward / 2, gather, gathered, job.shape.num_layers, across, overlaps=True)
             else:
                 reduce = network.all_reduce_seconds(self.profile, across, gradients / sharding.shard_size)
                 waits = 0.0
-            once = waits + self.base.tail(backward, reduce, job.shape.num_layers, across, overlaps=True)
+            reduced = (1 if sharding.shards_across else 2) * gradients / sharding.shard_size
+            once = waits + self.base.tail(backward, reduce, reduced, job.shape.num_layers, across, overlaps=True)
         elif sharding.zero_stage < 3:
             once = network.gather_seconds(self.profile, geometry.world, weights)
             if sharding.zero_stage == 1:
                 pieces = max(1, round(parameters / REDUCE_BUCKET))
                 reduce = network.all_reduce_seconds(self.profile, geometry.world, gradients, pieces)
-                once += self.base.tail(backward, reduce, pieces, geometry.world, overlaps=True)
+                once += self.base.tail(backward, reduce, 2 * gradients, pieces, geometry.world, overlaps=True)
                 copied = (6 + 2 / ranks) * gradients  # ZeRO-1 copies gradients as stage 2 does, but only once per step
         cast = 0.0
         if keeps_weight_casts(candidate):

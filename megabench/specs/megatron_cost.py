@@ -68,17 +68,20 @@ class Pipeline:
                 tp_forward = 2 * (fp8_forward * in_fp8 + (1 - fp8_forward) * scatter) + 2 * scatter
                 waits = 2 * gather
                 again = 0.0 if job.stack.keeps_gathered else 2 * gather
-                hidden = [(again, layer.input_gradients), (2 * scatter, layer.weight_gradients)]
+                hidden = [
+                    (again, 2 * sequence, layer.input_gradients),
+                    (2 * scatter, 2 * sequence, layer.weight_gradients),
+                ]
             else:
                 tp_forward = 2 * network.all_reduce_seconds(self.profile, geometry.tp, sequence)
-                waits, hidden = 0.0, [(tp_forward, layer.weight_gradients)]
+                waits, hidden = 0.0, [(tp_forward, 4 * sequence, layer.weight_gradients)]
             if job.stack.overlaps_tp_backward:
-                share = self.base.interference(geometry.tp)
-                for communicate, work in hidden:
+                for communicate, num_bytes, work in hidden:
+                    share = self.base.interference(geometry.tp, communicate, num_bytes)
                     waits += max(0.0, communicate - work) + share * min(communicate, work)
                 tp_backward = waits
             else:
-                tp_backward = waits + sum(communicate for communicate, _ in hidden)
+                tp_backward = waits + sum(communicate for communicate, _, _ in hidden)
         exchanges = 2 * job.exchanges_heads(tp, cp_size)
         if exchanges:
             heads = 2 * (job.shape.num_heads + job.shape.num_kv_heads) * job.shape.head_dim / tp
@@ -174,8 +177,11 @@ class Pipeline:
             pieces = self._num_buckets(candidate, stage, parameters)
             reduce, gather = self._replica_seconds(candidate, spans, parameters, pieces)
             backward, forward = sum(chunk.backward for chunk in chunks), sum(chunk.forward for chunk in chunks)
-            reduces.append(self.base.tail(backward, reduce, pieces, replicas, self._overlaps_gradients(candidate)))
-            waits = self.base.tail(forward, gather, pieces, replicas, job.stack.overlaps_parameters)
+            reduced = (2 if shards == 1 else 1) * job.bytes_of_gradient * parameters
+            overlaps = self._overlaps_gradients(candidate)
+            reduces.append(self.base.tail(backward, reduce, reduced, pieces, replicas, overlaps))
+            gathered = job.bytes_of_value * parameters
+            waits = self.base.tail(forward, gather, gathered, pieces, replicas, job.stack.overlaps_parameters)
             gathers.append(max(0.0, waits - fill))
             fill += chunks[0].forward + send
             update = compute.optimizer_seconds(self.machine, job, parameters, parameters / shards)

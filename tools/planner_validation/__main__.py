@@ -51,7 +51,9 @@ _INTRODUCTION = """# How good the planner is
 
 
 def validate(
-    data: Annotated[Path, typer.Argument(help="CSV file of published runs, next to published-collectives.csv.")],
+    data: Annotated[
+        Path, typer.Argument(help="CSV file of published runs, in a directory with the files of published collectives.")
+    ],
     write: Annotated[
         bool, typer.Option("--write", help="Replace the shipped profiles with the fitted profiles.")
     ] = False,
@@ -59,7 +61,7 @@ def validate(
     """Fit the profiles, and report the accuracy of predictions for fitted and held-out runs."""
     measured = Measurements(
         published=read_rows(data),
-        collectives=read_collectives(data.with_name("published-collectives.csv")),
+        collectives=read_collectives(data.parent),
         own=read_own(_BENCHMARKS),
         calibrated=read_profile(_BENCHMARKS / "calibrate-h200" / "two-gpus.json"),
         nvlink=read_profile(_BENCHMARKS / "calibrate-h200" / "four-gpus.json"),

@@ -2,54 +2,54 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import cast
 
-from megabench.cost import network
-from megabench.cost.profile import Profile
-from megabench.hardware.topology import Host, Topology, build
+from megabench.cost.fabric import Collective, Kind
+from megabench.hardware.topology import Host
 from tools.planner_validation.published import read_table
 
-# message size in bytes for rows without a size; the title of the published plot says "size=256MB"
-_PLOTTED_BYTES = 256e6
-_BUS = {
-    "all_reduce": 2.0,
-    "all_gather": 1.0,
-    "reduce_scatter": 1.0,
-}  # bus bandwidth ÷ algorithm bandwidth, without the factor (n − 1)/n
+# Message size of the tests of one cluster's nodes. Its operators publish the bandwidths without the size, and a plot of
+# the same tests is titled "size=256MB". With this size, all-gathers over 4 to 64 nodes agree with a ring within 7%.
+TESTED_BYTES = 256e6
+_RING_KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One measured collective over one or more full hosts of eight GPUs."""
+class Published:
+    """A collective over full hosts of eight GPUs, with the name of the GPU and the host."""
 
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
     gpu: str
-    topology: Topology
-    num_bytes: float
-    seconds: float
-
-    def predicted(self, profile: Profile) -> float:
-        where = network.span(self.topology, [range(self.topology.world_size)])
-        if self.kind == "all_reduce":
-            return network.all_reduce_seconds(profile, where, self.num_bytes)
-        return network.gather_seconds(profile, where, self.num_bytes)
+    host: Host
+    collective: Collective
 
 
-def read_collectives(path: Path) -> list[Collective]:
-    """Read the measurements of a CSV file, except those of untuned libraries. Raise DataError if the read fails."""
+def read_collectives(folder: Path) -> list[Published]:
+    """Read the published collectives in a directory. Raise DataError if a file is not readable.
+
+    published-collectives.csv holds tables of nccl-tests. Tables of untuned libraries are omitted, and so are plotted
+    curves, which mix healthy and degraded networks. fabric-by-nodes.csv holds the bandwidths of healthy nodes.
+    """
+    advice = "Place the file in the directory of the published runs."
     found = []
-    for line in read_table(path, "Place the file in the directory of the published runs."):
-        if "untuned" in line["note"]:
+    for line in read_table(folder / "published-collectives.csv", advice):
+        if "untuned" in line["note"] or not line["time_us"]:
             continue
-        gpus, nodes = int(line["gpus"]), int(line["nodes"])
-        nvlink = 450.0 if "H100" in line["gpu"] else 300.0
-        gbits = float(line["inter_node_gbps_per_node"] or 3200)
-        host = Host("node", line["gpu"], "pcie", "efa", gbits, nvlink)
-        num_bytes = float(line["bytes"] or _PLOTTED_BYTES)
-        bus = _BUS[line["collective"]] * (gpus - 1) / gpus
-        plotted = float(line["busbw_gbs"] or 0)
-        seconds = float(line["time_us"]) / 1e6 if line["time_us"] else num_bytes * bus / (plotted * 1e9)
-        kind: Literal["all_reduce", "all_gather", "reduce_scatter"] = line["collective"]  # type: ignore[assignment]
-        hosts = build([(host, gpus // nodes, gpus // nodes)] * nodes)
-        found.append(Collective(kind, line["gpu"][:4], hosts, num_bytes, seconds))
+        host = _host(line["gpu"], float(line["inter_node_gbps_per_node"] or 3200))
+        nodes, kind = int(line["nodes"]), cast(Kind, line["collective"])
+        one = Collective(kind, nodes, int(line["gpus"]) // nodes, float(line["bytes"]), float(line["time_us"]) / 1e6)
+        found.append(Published(line["gpu"][:4], host, one))
+    for line in read_table(folder / "fabric-by-nodes.csv", advice):
+        for kind in ("all_reduce", *_RING_KINDS):
+            rate = float(line[f"{kind}_healthy_gb_per_s"])
+            found.append(Published("H100", _host("H100", 3200), tested(kind, int(line["nodes"]), 8, rate)))
     return found
+
+
+def tested(kind: Kind, nodes: int, ranks_per_node: int, bus_gb_per_s: float) -> Collective:
+    """Return the collective that the tests of the cluster's nodes ran, from its bus bandwidth."""
+    at_one = Collective(kind, nodes, ranks_per_node, TESTED_BYTES, 1.0)
+    return Collective(kind, nodes, ranks_per_node, TESTED_BYTES, at_one.bus_gb_per_s / bus_gb_per_s)
+
+
+def _host(gpu: str, gbits: float) -> Host:
+    return Host("node", gpu, "pcie", "efa", gbits, 450.0 if "H100" in gpu else 300.0)

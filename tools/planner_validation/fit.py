@@ -8,7 +8,6 @@ from megabench.cost.fitting import descend
 from megabench.cost.profile import Profile
 from megabench.planner.engines import Costs
 from megabench.specs.megatron_memory import stage_memory
-from tools.planner_validation.collectives import Collective
 from tools.planner_validation.published import Row
 
 # Constants fitted to published step times. Other constants come from data sheets and micro-benchmarks.
@@ -22,9 +21,7 @@ SPEED = (
     "unfused_traffic",
 )
 MEMORY = ("allocator_share", "gather_allocator_share")
-LINKS = ("nvlink.efficiency", "efa.efficiency", "efa.hop_seconds", "efa.base_seconds")
 _NOISE = 0.02  # relative difference between repeated runs
-_LARGE = 1e6  # bytes; smaller collectives do not represent training
 
 
 def predicted_seconds(row: Row, profile: Profile) -> float:
@@ -63,13 +60,3 @@ def fit_memory(profile: Profile, rows: Sequence[Row]) -> Profile:
         )
 
     return descend(profile, MEMORY, loss)
-
-
-def fit_links(profile: Profile, collectives: Sequence[Collective]) -> Profile:
-    """Return the profile whose NVLink and EFA constants best fit the measured collectives of at least 1 MB."""
-    large = [one for one in collectives if one.num_bytes >= _LARGE]
-
-    def loss(candidate: Profile) -> float:
-        return statistics.mean(abs(math.log(one.predicted(candidate) / one.seconds)) for one in large)
-
-    return descend(profile, LINKS, loss)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from megabench.cost.fabric import fit_links
 from megabench.cost.profile import Profile, shipped_profiles
+from megabench.hardware.topology import Link
 from tools.planner_validation import fit
-from tools.planner_validation.collectives import Collective
+from tools.planner_validation.collectives import Published
 from tools.planner_validation.published import Row
 
 # initial values of the fitted constants, independent of the values in the shipped profiles
@@ -24,6 +26,10 @@ _START = {
     "allocator_share": 0.2,
     "gather_allocator_share": 0.2,
 }
+_START_LINKS: dict[Link, dict[str, float]] = {
+    "nvlink": {"efficiency": 0.7},
+    "efa": {"efficiency": 0.8, "hop_seconds": 1e-5, "base_seconds": 1e-4, "tree_share": 0.5},
+}
 # The constants are fitted to the step times of these studies. Their models have four layers, and most models of the
 # held-out studies have more. These studies cover the fused kernels of the current engines and unfused kernels.
 OWN_FITTED = ("options-4-gpus", "nccl-parity-bf16")
@@ -32,6 +38,16 @@ OWN_FITTED = ("options-4-gpus", "nccl-parity-bf16")
 OWN_FITTED_MEMORY = (*OWN_FITTED, "llama3-8b-nvlink-synthetic", "llama3-8b-two-gpus-synthetic", "llama3-8b-scaling")
 # step-time constants that `megabench calibrate` does not measure
 _FEW = ("unfused_traffic", "step_seconds")
+_NVLINK: Link = "nvlink"
+_H100_LINKS = (
+    "nvlink.efficiency",
+    "efa.efficiency",
+    "efa.hop_seconds",
+    "efa.base_seconds",
+    "efa.tree_share",
+)
+# The collectives on A100 are of two hosts, which do not determine the time per hop or the share of trees.
+_A100_LINKS = ("efa.efficiency", "efa.base_seconds")
 
 
 @dataclass(frozen=True)
@@ -42,25 +58,30 @@ class Measurements:
     """
 
     published: Sequence[Row]
-    collectives: Sequence[Collective]
+    collectives: Sequence[Published]
     own: Sequence[Row]
     calibrated: Profile
     nvlink: Profile
 
 
 def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
-    """Return newly fitted profiles of the GPU types with measurements: H100, A100 and H200."""
+    """Return the shipped profiles with newly fitted constants.
+
+    The GPUs H100, A100 and H200 have measurements. Other profiles take only the H100's rings and trees between hosts.
+    """
     shipped = shipped_profiles()
-    h100 = _fit_published(shipped["h100"], "H100", measured)
-    a100 = _fit_published(shipped["a100"], "A100", measured)
+    h100 = _fit_published(_reset(shipped["h100"]), "H100", measured, _H100_LINKS)
+    found = {name: _with_network_of(h100, profile) for name, profile in shipped.items()}
+    h100 = _with_network_of(h100, h100)
+    a100 = _fit_published(_with_network_of(h100, _reset(shipped["a100"])), "A100", measured, _A100_LINKS)
     own = [row for row in measured.own if is_own_fitted(row)]
     start = {name: _START[name] for name in (*_FEW, *fit.MEMORY)}
-    h200 = fit.fit_speed(_calibrated(shipped["h200"], measured).model_copy(update=start), own, _FEW)
+    h200 = fit.fit_speed(_calibrated(found["h200"], measured).model_copy(update=start), own, _FEW)
     h200 = fit.fit_memory(h200, _with_peaks([row for row in measured.own if is_memory_fitted(row)]))
     said = "published one-node runs and collectives"
-    return {
-        "h100": _with_origin(h100, said, [*fit.SPEED, *fit.MEMORY, *fit.LINKS]),
-        "a100": _with_origin(a100, said, [*fit.SPEED, *fit.LINKS]),
+    return found | {
+        "h100": _with_origin(h100, said, [*fit.SPEED, *fit.MEMORY, *_H100_LINKS]),
+        "a100": _with_origin(a100, said, [*fit.SPEED, *_A100_LINKS]),
         "h200": _with_origin(h200, f"own records ({', '.join(OWN_FITTED)})", _FEW),
     }
 
@@ -89,14 +110,30 @@ def is_memory_fitted(row: Row) -> bool:
     return row.source.name in OWN_FITTED_MEMORY
 
 
-def _fit_published(profile: Profile, chip: str, measured: Measurements) -> Profile:
+def _with_network_of(h100: Profile, profile: Profile) -> Profile:
+    """Return the profile with the H100's time per hop and share of trees, over EFA and over InfiniBand.
+
+    Only the H100 has measurements over more than two hosts. H200 instances have the H100's EFA.
+    """
+    names = ("hop_seconds", "tree_share")
+    measured = {name: getattr(h100.links["efa"], name) for name in names}
+    networks: tuple[Link, ...] = ("efa", "infiniband")
+    links = {link: profile.links[link].model_copy(update=measured) for link in networks}
+    said = {f"{link}.{name}": "as fitted to EFA between H100s" for link in networks for name in names}
+    if profile.name == "h200":
+        links["efa"] = h100.links["efa"]
+        said |= dict.fromkeys(("efa.efficiency", "efa.base_seconds"), "as fitted to EFA between H100s")
+    return profile.model_copy(update={"links": profile.links | links, "origin": profile.origin | said})
+
+
+def _fit_published(profile: Profile, chip: str, measured: Measurements, links: Sequence[str]) -> Profile:
     """Fit links to collectives, speed to step times and memory to peak memory.
 
     Step times and peak memory are those of single-node runs.
     """
     rows = [row for row in measured.published if row.is_fit and chip in row.topology.hosts[0].device]
-    profile = _reset(profile)
-    profile = fit.fit_links(profile, [one for one in measured.collectives if one.gpu == chip])
+    collectives = [(one.collective, one.host, _NVLINK) for one in measured.collectives if one.gpu == chip]
+    profile = fit_links(profile, collectives, links)
     profile = fit.fit_speed(profile, [row for row in rows if "seconds" in row.measured])
     with_peaks = _with_peaks(rows)
     return fit.fit_memory(profile, with_peaks) if with_peaks else profile
@@ -107,7 +144,8 @@ def _with_peaks(rows: Sequence[Row]) -> list[Row]:
 
 
 def _reset(profile: Profile) -> Profile:
-    return profile.model_copy(update=_START)
+    links = {link: profile.links[link].model_copy(update=start) for link, start in _START_LINKS.items()}
+    return profile.model_copy(update=_START | {"links": profile.links | links})
 
 
 def for_own_engines(profiles: dict[str, Profile]) -> dict[str, Profile]:

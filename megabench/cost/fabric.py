@@ -1,0 +1,139 @@
+"""Measured collectives between hosts: the link costs that follow from them, and their share of a healthy network.
+
+Loads no torch.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megabench.cost import network
+from megabench.cost.fitting import descend
+from megabench.cost.network import Span
+from megabench.cost.profile import Profile
+from megabench.hardware.topology import Host, Link, Topology
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+_LARGE = 1e6  # bytes; smaller collectives do not represent training
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective or send between hosts, and its seconds.
+
+    `num_bytes` is the size of the larger buffer of a rank, as in nccl-tests: the output of an all-gather, the input of
+    a reduce-scatter. Each group has `ranks_per_host` ranks on each of `num_hosts` hosts, and `groups_per_host` such
+    groups communicate at once. A send goes from each rank of a host to its counterpart on the next host.
+    """
+
+    kind: Kind
+    num_hosts: int
+    ranks_per_host: int
+    num_bytes: float
+    seconds: float
+    groups_per_host: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_hosts * self.ranks_per_host
+
+    @property
+    def bus_gb_per_s(self) -> float:
+        """Bus bandwidth in GB/s, as nccl-tests defines it (doc/PERFORMANCE.md)."""
+        share = 1.0 if self.kind == "send" else (self.num_ranks - 1) / self.num_ranks
+        return (2 if self.kind == "all_reduce" else 1) * share * self.num_bytes / self.seconds / 1e9
+
+    def where(self, host: Host, inside: Link | None) -> Span:
+        """Return the position of its groups on hosts like `host`, whose GPUs are connected by `inside`."""
+        if self.kind == "send":
+            return Span(2, 2, None, host.network, self.ranks_per_host, host)
+        return Span(
+            size=self.num_ranks,
+            hosts=self.num_hosts,
+            inside=inside if self.ranks_per_host > 1 else None,
+            across=host.network if self.num_hosts > 1 else None,
+            sharing=self.groups_per_host,
+            host=host,
+        )
+
+    def predicted(self, profile: Profile, host: Host, inside: Link | None) -> float:
+        """Return the seconds that the profile predicts."""
+        where = self.where(host, inside)
+        match self.kind:
+            case "all_reduce":
+                return network.all_reduce_seconds(profile, where, self.num_bytes)
+            case "all_gather" | "reduce_scatter":
+                return network.gather_seconds(profile, where, self.num_bytes)
+            case "all_to_all":
+                return network.exchange_seconds(profile, where, self.num_bytes)
+            case "send":
+                return network.send_seconds(profile, where, self.num_bytes, self.ranks_per_host)
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The measured collectives between hosts of one network. `source` is the path of their file."""
+
+    source: str
+    collectives: tuple[Collective, ...]
+
+    def profile_on(self, profile: Profile, topology: Topology) -> Profile:
+        """Return the profile with the cost of the topology's network as measured."""
+        host, inside = topology.hosts[0], inner_link(topology)
+        names = _measured_constants(host, self.collectives)
+        found = fit_links(profile, [(one, host, inside) for one in self.collectives], names)
+        said = dict.fromkeys(names, f"measured between hosts ({self.source})")
+        return found.model_copy(update={"origin": profile.origin | said})
+
+    def shares(self, profile: Profile, topology: Topology) -> dict[Kind, float]:
+        """Return the measured bandwidth of the largest collective of each kind, as a share of the profile's."""
+        host, inside = topology.hosts[0], inner_link(topology)
+        found: dict[Kind, float] = {}
+        for one in sorted(self.collectives, key=lambda one: (one.num_bytes, one.num_ranks)):
+            found[one.kind] = one.predicted(profile, host, inside) / one.seconds
+        return found
+
+
+def inner_link(topology: Topology) -> Link | None:
+    """Return the slowest link between two ranks of the first host, or None if it has one rank."""
+    ranks = topology.ranks_by_host[0]
+    return topology.slowest_link((ranks[0], other) for other in ranks[1:])
+
+
+def _measured_constants(host: Host, collectives: Sequence[Collective]) -> list[str]:
+    """Return the constants of the network that the collectives determine.
+
+    The time per hop and the bandwidth need several sizes, and the base time needs groups of several lengths. With one
+    size, only the time per hop is fitted, because degraded networks differ from healthy ones in this constant
+    (benchmarks/NOTES.md).
+    """
+    link, sizes = host.network, {one.num_bytes for one in collectives if one.num_bytes >= _LARGE}
+    names = [f"{link}.hop_seconds"]
+    if len(sizes) > 1:
+        names.append(f"{link}.efficiency" if host.network_gbits else f"{link}.gb_per_s")
+        if len({one.num_ranks for one in collectives}) > 1:
+            names.append(f"{link}.base_seconds")
+    if any(one.kind == "all_reduce" for one in collectives):
+        names.append(f"{link}.tree_share")
+    return names
+
+
+def fit_links(
+    profile: Profile, measured: Sequence[tuple[Collective, Host, Link | None]], names: Sequence[str]
+) -> Profile:
+    """Return the profile whose constants best fit the collectives of at least 1 MB, or all if there are none.
+
+    The second and third parts of `measured` are a collective's host and the link between its GPUs. The loss is the mean
+    of |ln(predicted ÷ measured)|.
+    """
+    large = [entry for entry in measured if entry[0].num_bytes >= _LARGE] or measured
+
+    def loss(candidate: Profile) -> float:
+        return statistics.mean(
+            abs(math.log(one.predicted(candidate, host, inside) / one.seconds)) for one, host, inside in large
+        )
+
+    return descend(profile, names, loss)
