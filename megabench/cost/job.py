@@ -41,6 +41,8 @@ class Stack:
     - `holds_sent`: tensors that NCCL's stream uses stay allocated until the GPU has passed the collective.
     - `flattens_shards`: gradients and weights are copied into one flat tensor for a sharded optimizer's collectives.
     - `flat_parameters`: parameters are communicated without copies (FSDP1).
+    - `broadcasts_tensors`: a sharded optimizer shards by whole tensors. All replicas all-reduce the gradients, and each
+      rank broadcasts the weights that it has updated.
     """
 
     flash_attention: bool = True
@@ -69,6 +71,7 @@ class Stack:
     holds_sent: bool = False
     flattens_shards: bool = False
     flat_parameters: bool = False
+    broadcasts_tensors: bool = False
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,11 @@ def gather_seconds(profile: Profile, where: Span, num_bytes: float, calls: int =
     return _along_ring(profile, where, (where.size - 1) / where.size * num_bytes, calls)
 
 
+def broadcast_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
+    """Return the seconds of broadcasts of `num_bytes` in total, in equal calls, from rank to rank in a ring."""
+    return _along_ring(profile, where, num_bytes, calls)
+
+
 def exchange_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
     """Return the seconds of all-to-alls in equal calls. Each rank sends every other rank its part directly.
 

@@ -176,8 +176,11 @@ class Pipeline:
             parameters = stage_parameters(job, candidate, stage)
             pieces = self._num_buckets(candidate, stage, parameters)
             reduce, gather = self._replica_seconds(candidate, spans, parameters, pieces)
+            if job.stack.broadcasts_tensors:
+                reduce, gather = self._owner_seconds(candidate, stage, (replicas, spans[0]), parameters, pieces)
             backward, forward = sum(chunk.backward for chunk in chunks), sum(chunk.forward for chunk in chunks)
-            reduced = (2 if shards == 1 else 1) * job.bytes_of_gradient * parameters
+            is_all_reduce = shards == 1 or job.stack.broadcasts_tensors
+            reduced = (2 if is_all_reduce else 1) * job.bytes_of_gradient * parameters
             overlaps = self._overlaps_gradients(candidate)
             reduces.append(self.base.tail(backward, reduce, reduced, pieces, replicas, overlaps))
             gathered = job.bytes_of_value * parameters
@@ -250,3 +253,17 @@ class Pipeline:
         if across:
             reduce += network.all_reduce_seconds(self.profile, across, gradients / shards, calls)
         return reduce, network.gather_seconds(self.profile, inside, weights, calls)
+
+    def _owner_seconds(
+        self, candidate: Candidate, stage: int, spans: tuple[Span, Span], parameters: float, calls: int
+    ) -> tuple[float, float]:
+        """Return the seconds to all-reduce gradients over replicas, and for owners to broadcast the updated weights.
+
+        Each of the ranks in the second span owns whole tensors and sends them in one broadcast. With more ranks than
+        tensors, some ranks own none (InternEvo: hybrid_zero_optim.py, broadcast_params).
+        """
+        replicas, owners = spans
+        tensors = max(1, stage_layers(self.job, candidate, stage) * self.job.layer_tensors)
+        reduce = network.all_reduce_seconds(self.profile, replicas, self.job.bytes_of_gradient * parameters, calls)
+        weights = self.job.bytes_of_value * parameters
+        return reduce, network.broadcast_seconds(self.profile, owners, weights, min(owners.size, tensors))

@@ -221,15 +221,15 @@ def _row(source: Source, line: Mapping[str, str]) -> Row | None:
         stack = _MEGATRON_2022
     if "compile" in line["note"] and stack is _TITAN:
         stack = _TITAN_COMPILED
-    job = Job(_shape(line), int(line["seq"]), global_batch, bytes_of_gradient=source.gradient, stack=stack)
+    job = Job(model_shape(line), int(line["seq"]), global_batch, bytes_of_gradient=source.gradient, stack=stack)
     nodes = int(line["gpus_per_node"] or 8)
-    topology = _topology(source, line, gpu, gpus, nodes)
+    topology = topology_of(source, line, gpu, gpus, nodes)
     return Row(source, job, topology, candidate, is_fit=source.fits and gpus <= nodes)
 
 
-def _shape(line: Mapping[str, str]) -> ModelShape:
+def model_shape(line: Mapping[str, str]) -> ModelShape:
     hidden, heads = int(line["hidden"]), int(line["heads"])
-    is_llama = line["model"].startswith("llama")
+    is_llama = line["model"].startswith(("llama", "internlm"))
     shape = ModelShape(
         name=line["model"],
         family="llama" if is_llama else "gpt2",
@@ -249,7 +249,7 @@ def _shape(line: Mapping[str, str]) -> ModelShape:
         source=line["source"],
         tied_embeddings=not is_llama,
     )
-    return replace(shape, tied_embeddings=True) if _is_tied(shape, line["params_b"]) else shape
+    return replace(shape, tied_embeddings=True) if _is_tied(shape, line.get("params_b", "")) else shape
 
 
 def _is_tied(shape: ModelShape, stated_billions: str) -> bool:
@@ -260,7 +260,7 @@ def _is_tied(shape: ModelShape, stated_billions: str) -> bool:
     return abs(tied.num_parameters - stated) < abs(shape.num_parameters - stated)
 
 
-def _topology(source: Source, line: Mapping[str, str], gpu: str, gpus: int, per_node: int) -> Topology:
+def topology_of(source: Source, line: Mapping[str, str], gpu: str, gpus: int, per_node: int) -> Topology:
     chip = "H100" if "H100" in gpu else "A100"
     stated = line["inter_node_gbps_per_node"]
     hosts = max(1, gpus // per_node)

@@ -1,0 +1,49 @@
+"""Conversion of InternEvo's published scaling runs into validation rows. This module does not import torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megabench.cost.job import Candidate, Job, Stack
+from megabench.parallel.layout import Layout
+from megabench.specs.megatron_memory import MegatronVariant
+from tools.planner_validation.published import Row, Source, model_shape, read_table, topology_of
+
+# From InternEvo's hybrid_zero_optim.py and configs/7B_sft.py: FlashAttention-2, no sequence parallelism, no fused
+# element-wise kernels, bf16 gradients that are reduced during backward in buckets of 512 Mi elements, and weights that
+# are broadcast after the step without overlap.
+_STACK = Stack(
+    flash_version_2=True,
+    sequence_parallel=False,
+    fused=False,
+    fused_loss=False,
+    overlaps_parameters=False,
+    bucket_parameters=512 * 2**20,
+    stages="even",
+    broadcasts_tensors=True,
+)
+_SOURCES = {
+    True: Source("InternEvo, optimizer sharded over all ranks", "", _STACK, "infiniband", gradient=2),
+    False: Source("InternEvo, optimizer sharded inside nodes", "", _STACK, "infiniband", gradient=2),
+}
+
+
+def read_internevo(path: Path) -> list[Row]:
+    """Read the runs of a CSV file. Raise DataError if the file is not readable."""
+    return [_row(line) for line in read_table(path, "Place the file in the directory of the published runs.")]
+
+
+def _row(line: Mapping[str, str]) -> Row:
+    gpus, tp, dp, shards = (int(line[name]) for name in ("gpus", "tp", "dp", "zero1_shard_ranks"))
+    source = _SOURCES[shards == dp]
+    job = Job(
+        model_shape(line),
+        int(line["seq"]),
+        int(line["global_batch"]),
+        bytes_of_gradient=source.gradient,
+        stack=source.stack,
+    )
+    variant = MegatronVariant(shard_size=shards * tp if shards < dp else None)
+    candidate = Candidate("megatron", Layout(tp=tp, dp=dp), int(line["micro_batch"]), variant)
+    seconds = job.tokens / float(line["tokens_per_second_per_gpu"]) / gpus
+    topology = topology_of(source, line, "NVIDIA A100-SXM4-80GB", gpus, int(line["gpus_per_node"]))
+    return Row(source, job, topology, candidate, is_fit=False, measured={"seconds": seconds})
