@@ -36,6 +36,10 @@ class Stack:
 
     These properties occur only in published runs:
 
+    - `overlaps_tp_forward`: gathers and reduce-scatters overlap with the products of the same layer, tile by tile (user
+      buffers).
+    - `delayed_scaling`: fp8 casts use the scales of earlier steps and read their tensor once. Norms and activations
+      write fp8 values. The largest values are reduced over the ranks once per step (Transformer Engine).
     - `accumulates_at_end`: a backward pass first stores the 16-bit gradients of all weights.
     - `copies_kept`: activations include copies that other training programs avoid.
     - `holds_sent`: tensors that NCCL's stream uses stay allocated until the GPU has passed the collective.
@@ -58,6 +62,7 @@ class Stack:
     overlaps_sharded_gradients: bool = True
     overlaps_parameters: bool = True
     overlaps_tp_backward: bool = True
+    overlaps_tp_forward: bool = False
     keeps_gathered: bool = False
     keeps_transposed: bool = True
     fuses_weight_gradient: bool = False
@@ -66,6 +71,7 @@ class Stack:
     bucket_parameters: float = 40e6
     buckets_on_all_stages: bool = False
     stages: Literal["balanced", "even", "filled"] = "balanced"
+    delayed_scaling: bool = False
     accumulates_at_end: bool = False
     copies_kept: bool = False
     holds_sent: bool = False

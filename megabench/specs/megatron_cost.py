@@ -75,6 +75,12 @@ class Pipeline:
             else:
                 tp_forward = 2 * network.all_reduce_seconds(self.profile, geometry.tp, sequence)
                 waits, hidden = 0.0, [(tp_forward, 4 * sequence, layer.weight_gradients)]
+            if job.stack.overlaps_tp_forward:
+                # The products of forward have as many FLOPs as those of the input gradients.
+                tp_forward = self.base.tail(
+                    layer.input_gradients, tp_forward, 4 * sequence, tp, geometry.tp, overlaps=True
+                )
+                waits = self.base.tail(layer.input_gradients, waits, 2 * sequence, tp, geometry.tp, overlaps=True)
             if job.stack.overlaps_tp_backward:
                 for communicate, num_bytes, work in hidden:
                     share = self.base.interference(geometry.tp, communicate, num_bytes)
@@ -91,7 +97,7 @@ class Pipeline:
             cp = network.gather_seconds(self.profile, geometry.cp, keys)
         collectives: float = (tp > 1) * 4 + (exchanges or cp_size > 1)
         cp_forward = cp_backward = cp
-        if fp8_forward and tp * cp_size > 1:
+        if fp8_forward and tp * cp_size > 1 and not job.stack.delayed_scaling:
             agree = network.all_reduce_seconds(self.profile, geometry.neighbours(tp * cp_size), 4 * 4, calls=4)
             if tp > 1:
                 tp_forward, tp_backward = tp_forward + fp8_forward * agree, tp_backward + fp8_backward * agree

@@ -6,7 +6,8 @@ from pathlib import Path
 from megabench.cost.job import Candidate, Job, Stack
 from megabench.parallel.layout import Layout
 from megabench.specs.megatron_memory import MegatronVariant
-from tools.planner_validation.published import Row, Source, model_shape, read_table, topology_of
+from tools.planner_validation.published import Row, model_shape, read_table, topology_of
+from tools.planner_validation.sources import Source
 
 # From InternEvo's hybrid_zero_optim.py and configs/7B_sft.py: FlashAttention-2, no sequence parallelism, no fused
 # element-wise kernels, bf16 gradients that are reduced during backward in buckets of 512 Mi elements, and weights that

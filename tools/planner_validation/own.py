@@ -10,7 +10,8 @@ from megabench.hardware.topology import Host, Topology, build
 from megabench.planner.predict import candidate_of, job_of
 from megabench.record import RunRecord, read_records
 from megabench.specs.registry import ENGINES
-from tools.planner_validation.published import Row, Source
+from tools.planner_validation.published import Row
+from tools.planner_validation.sources import Source
 
 # studies with known faults, which benchmarks/NOTES.md describes
 _FAULTS = {"engines-4-gpus": " (torch.compile off by a fault)"}

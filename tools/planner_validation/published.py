@@ -1,23 +1,23 @@
 """Conversion of published measurements into validation rows. This module does not import torch.
 
-The user provides the CSV file of published runs, which is not part of the repository. `SOURCES` describes the training
-software of each source. No value in `SOURCES` is fitted.
+The user provides the CSV file of published runs, which is not part of the repository.
 """
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
 from megabench import UserError
-from megabench.cost.job import Candidate, Job, Recompute, Stack
-from megabench.hardware.gpus import Network
+from megabench.cost.fabric import Fabric
+from megabench.cost.job import Candidate, Job, Recompute
 from megabench.hardware.topology import Host, Topology, build
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
 from megabench.specs.megatron_memory import MegatronVariant
 from megabench.specs.sharding import Sharding
+from tools.planner_validation.sources import MEGATRON_2021, MEGATRON_2022, NEMO, SOURCES, Source
 
 Kind = Literal["seconds", "memory_gib", "oom"]
 
@@ -25,91 +25,6 @@ Kind = Literal["seconds", "memory_gib", "oom"]
 class DataError(UserError):
     """Error for a file that does not contain published measurements."""
 
-
-@dataclass(frozen=True)
-class Source:
-    """A publication and the settings of its training software. `part` is a substring of the publication's name.
-
-    `fits` permits fits to the publication's single-node rows. `gradient` is the number of bytes per gradient element.
-    `unstated_recompute` is the recomputation mode for rows without this field; None omits these rows.
-    `first_rank_memory` says whether the published peak memory is that of rank 0 or that of the fullest rank.
-    """
-
-    name: str
-    part: str
-    stack: Stack
-    network: Network
-    fits: bool = False
-    zero_stage: int = 0
-    gradient: int = 4
-    unstated_recompute: Recompute | None = None
-    first_rank_memory: bool = False
-
-
-_MEGATRON_2021 = Stack(
-    flash_attention=False,
-    sequence_parallel=False,
-    fused_loss=False,
-    dropout=True,
-    overlaps_gradients=False,
-    overlaps_parameters=False,
-    fuses_weight_gradient=True,
-    stages="even",
-)
-_MEGATRON_2022 = replace(_MEGATRON_2021, sequence_parallel=True)
-# nanotron 0.5 uses flash attention, sequence parallelism, full logits, and fp32 gradient accumulation after each
-# backward pass. Without ZeRO-1, every stage reduces gradients in 25 MB bf16 buckets, like torch's DDP. With ZeRO-1,
-# nanotron does not use DDP (trainer.py), and reduces gradients and gathers weights after the step without overlap.
-_NANOTRON = Stack(
-    flash_version_2=True,
-    fused=False,
-    fused_loss=False,
-    overlaps_parameters=False,
-    overlaps_sharded_gradients=False,
-    bucket_parameters=12.5e6,
-    buckets_on_all_stages=True,
-    stages="filled",
-    accumulates_at_end=True,
-    copies_kept=True,
-    holds_sent=True,
-    flattens_shards=True,
-)
-_NEMO = Stack(
-    chunks_by_flash_2=False,
-    exchanges_heads=False,
-    fused_loss=False,
-    fuses_weight_gradient=True,
-    blocking_p2p=False,
-    stages="even",
-)
-# `loss_bytes` is the number of bytes per logit that the loss reads and writes in forward and in backward.
-# In llm-foundry, flash-attn's 16-bit loss reads 2 bytes per logit in forward. In backward it reads and writes 2 each.
-# In forward, torch's loss casts each logit (2 + 4 bytes) and computes maximum, sum and logarithm (4 + 4 + 4 + 4 bytes).
-# In backward, torch's loss clears the gradient (4 bytes per logit), computes it (16 bytes) and casts it (2 bytes).
-_FOUNDRY = Stack(flash_version_2=True, fused=False, fused_loss=False, loss_bytes=(2, 4), flat_parameters=True)
-_FSDP = replace(_FOUNDRY, loss_bytes=(22, 22))
-_TITAN = replace(_FSDP, flat_parameters=False)
-_TITAN_COMPILED = replace(_TITAN, fused=True)
-
-SOURCES = (
-    # Rank 0 writes the table of the sweep (nanotron's log_throughput) in the third or fourth step of a run.
-    Source(
-        "playbook sweep",
-        "Ultra-Scale",
-        _NANOTRON,
-        "efa",
-        fits=True,
-        unstated_recompute="none",
-        first_rank_memory=True,
-    ),
-    Source("vTrain", "vTrain", _MEGATRON_2021, "infiniband", fits=True),
-    Source("llm-foundry", "llm-foundry", _FOUNDRY, "infiniband", fits=True, zero_stage=3, gradient=2),
-    Source("SC21 table 1", "2104.04473 Table 1", _MEGATRON_2021, "infiniband"),
-    Source("Korthikanti", "2205.05198 Table 5", _MEGATRON_2021, "infiniband"),
-    Source("torchtitan", "llama3_h100_202412_torchtitan", _TITAN, "infiniband", zero_stage=3),
-    Source("NeMo 8B", "llama3.1/README_8b", _NEMO, "infiniband", zero_stage=1, unstated_recompute="none"),
-    Source("PyTorch FSDP", "pytorch.github.io", _FSDP, "infiniband", zero_stage=3, gradient=2),
-)
 
 _GPUS = {
     "H100-80GB-SXM": "NVIDIA H100 80GB HBM3",
@@ -128,7 +43,10 @@ _VOCABULARY = 51200  # Megatron-LM's padded GPT-2 vocabulary
 
 @dataclass
 class Row:
-    """One published configuration and its measurements. `is_fit` says whether constants are fitted to the row."""
+    """One published configuration and its measurements.
+
+    `is_fit` says whether constants are fitted to the row. `fabric` holds collectives measured on the run's own nodes.
+    """
 
     source: Source
     job: Job
@@ -136,6 +54,7 @@ class Row:
     candidate: Candidate
     is_fit: bool
     measured: dict[Kind, float] = field(default_factory=dict)
+    fabric: Fabric | None = None
 
     @property
     def group(self) -> tuple[str, str, str, int]:
@@ -172,12 +91,28 @@ def read_rows(path: Path) -> list[Row]:
         if "source" not in line or "metric" not in line:
             raise DataError(f"{path} has no columns source and metric. Set DATA to the CSV file of published runs.")
         source = next((source for source in SOURCES if source.part in line["source"]), None)
-        row = _row(source, line) if source else None
+        row = row_of(source, line) if source else None
         measured = _measured(line, row) if row else None
         if row and measured:
-            key = (row.group, row.job.seq_length, row.job.global_batch, row.candidate, row.job.stack, row.topology)
+            key = (
+                row.group,
+                row.job.seq_length,
+                row.job.global_batch,
+                row.candidate,
+                row.job.stack,
+                row.job.precision,
+                row.topology,
+            )
             _add(found.setdefault(key, row), *measured)
     return list(found.values())
+
+
+def check_sources(rows: Sequence[Row], path: Path) -> None:
+    """Raise DataError if a source has no row, for example because its file names a GPU differently."""
+    found = {row.source.name for row in rows}
+    if missing := [source for source in SOURCES if source.name not in found]:
+        names = ", ".join(f"{source.name} ({source.part})" for source in missing)
+        raise DataError(f"{path} has no usable row of {names}. Correct SOURCES in published.py, or the file.")
 
 
 def _add(row: Row, kind: Kind, value: float) -> None:
@@ -195,13 +130,16 @@ def read_table(path: Path, advice: str) -> list[dict[str, str]]:
         raise DataError(f"cannot read {path}: {error.strerror}. {advice}") from None
 
 
-def _row(source: Source, line: Mapping[str, str]) -> Row | None:
+def row_of(source: Source, line: Mapping[str, str]) -> Row | None:
     recompute = cast(Recompute, line["recompute"] or source.unstated_recompute)
     needed = ("layers", "hidden", "heads", "seq", "gpus", "tp", "pp", "micro_batch", "global_batch")
     gpu = _GPUS.get(line["gpu"])
     if not all(line[name] for name in needed) or gpu is None or recompute not in ("none", "selective", "full"):
         return None
-    if line["precision"] not in ("bf16", "fp16", ""):
+    precision = "fp8" if line["precision"] == "fp8" and source.stack is NEMO else "bf16"
+    if recompute == "selective" and not source.recomputes_attention:
+        return None
+    if line["precision"] not in ("bf16", "fp16", "") and precision != "fp8":
         return None
     if "CPU offload=True" in line["note"]:
         return None
@@ -217,11 +155,16 @@ def _row(source: Source, line: Mapping[str, str]) -> Row | None:
     if global_batch % (candidate.micro_batch * layout.data_parallel):
         return None
     stack = source.stack
-    if recompute == "selective" and stack is _MEGATRON_2021:
-        stack = _MEGATRON_2022
-    if "compile" in line["note"] and stack is _TITAN:
-        stack = _TITAN_COMPILED
-    job = Job(model_shape(line), int(line["seq"]), global_batch, bytes_of_gradient=source.gradient, stack=stack)
+    if recompute == "selective" and stack is MEGATRON_2021:
+        stack = MEGATRON_2022
+    job = Job(
+        model_shape(line),
+        int(line["seq"]),
+        global_batch,
+        precision=precision,
+        bytes_of_gradient=source.gradient,
+        stack=stack,
+    )
     nodes = int(line["gpus_per_node"] or 8)
     topology = topology_of(source, line, gpu, gpus, nodes)
     return Row(source, job, topology, candidate, is_fit=source.fits and gpus <= nodes)

@@ -1,0 +1,60 @@
+"""Runs of the playbook sweep with the NCCL test that each ran on its own nodes. This module does not import torch."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megabench.cost.fabric import Fabric, Kind
+from tools.planner_validation.collectives import tested
+from tools.planner_validation.published import Row, read_table, row_of
+from tools.planner_validation.sources import SWEEP
+
+# the columns of the test's bus bandwidths
+_COLUMNS: dict[Kind, str] = {
+    "all_reduce": "AllReduce (GB/s)",
+    "all_gather": "AllGather (GB/s)",
+    "reduce_scatter": "ReduceScatter (GB/s)",
+}
+_GPUS_PER_NODE = 8
+
+
+def read_tested(path: Path) -> list[Row]:
+    """Read the runs on several nodes, with the tests as their fabrics. Raise DataError if the file is not readable."""
+    table = read_table(path, "Place the file in the directory of the published runs.")
+    return [_row(line) for line in table if float(line["nodes"]) > 1]
+
+
+def _row(line: Mapping[str, str]) -> Row:
+    nodes = int(float(line["nodes"]))
+    row = row_of(SWEEP, _as_published(line, nodes))
+    assert row is not None, "the planner supports all layouts of this table"
+    seconds = row.job.tokens / float(line["tok/s/gpu"]) / row.candidate.layout.world_size
+    shape = replace(row.job.shape, tied_embeddings=line["tie_word_embeddings"] == "True")
+    collectives = tuple(tested(kind, nodes, _GPUS_PER_NODE, float(line[name])) for kind, name in _COLUMNS.items())
+    fabric = Fabric(f"job {line['job_id']}", collectives)
+    job = replace(row.job, shape=shape)
+    return replace(row, job=job, is_fit=False, measured={"seconds": seconds}, fabric=fabric)
+
+
+def _as_published(line: Mapping[str, str], nodes: int) -> dict[str, str]:
+    """Return the line with the columns of published-runs.csv."""
+    renamed = {
+        "layers": "num_layers",
+        "hidden": "hidden_size",
+        "heads": "num_heads",
+        "vocab": "vocab_size",
+        "seq": "seq_len",
+        "micro_batch": "mbs",
+    }
+    fields = dict.fromkeys(("vp", "cp", "ffn", "params_b", "recompute", "inter_node_gbps_per_node", "note"), "")
+    fields |= {name: line[column] for name, column in renamed.items()}
+    fields |= {name: line[name] for name in ("source", "tp", "pp", "zero_stage")}
+    return fields | {
+        "model": f"llama {line['num_layers']}x{line['hidden_size']}",
+        "kv_heads": str(int(float(line["num_kv_heads"]))),
+        "global_batch": str(int(float(line["gbs"]))),
+        "gpu": "H100-80GB-SXM",
+        "gpus": str(nodes * _GPUS_PER_NODE),
+        "gpus_per_node": str(_GPUS_PER_NODE),
+        "precision": "bf16",
+    }
