@@ -7,12 +7,16 @@ import pytest
 from megabench.cost.profile import profile_for, shipped_profiles
 from tests.comparison.compare_process import REPOSITORY
 from tests.planner.jobs import costs
-from tools.planner_validation.__main__ import _parts
-from tools.planner_validation.fit import MEMORY, predicted_gib
+from tools.planner_validation.__main__ import _own_parts
+from tools.planner_validation.draw import draw
+from tools.planner_validation.fit import MEMORY, predicted_gib, predicted_seconds
+from tools.planner_validation.internevo import read_internevo
 from tools.planner_validation.own import read_own
-from tools.planner_validation.profiles import OWN_FITTED_MEMORY, Measurements, for_own_engines, is_memory_fitted
-from tools.planner_validation.published import DataError, read_rows
+from tools.planner_validation.profiles import OWN_FITTED_MEMORY, for_own_engines, is_memory_fitted
+from tools.planner_validation.published import DataError, check_sources, read_rows
+from tools.planner_validation.report import measured_profile
 from tools.planner_validation.score import accuracy, alarm, regret, spearman
+from tools.planner_validation.tested_nodes import read_tested
 
 HEAD = (
     "source,model,params_b,layers,hidden,heads,kv_heads,ffn,vocab,seq,gpu,gpus,gpus_per_node,inter_node_gbps_per_node,"
@@ -134,8 +138,7 @@ def test_scores():
 def test_memory_that_was_fitted_is_not_among_what_was_tried():
     own = read_own(REPOSITORY / "benchmarks")
     (fitted,) = {name for name in OWN_FITTED_MEMORY if name.endswith("-scaling")}
-    calibrated = profile_for("NVIDIA H200")
-    parts = dict(_parts(Measurements([], [], own, calibrated, calibrated)))
+    parts = dict(_own_parts(own))
     tried = [row for name, rows in parts.items() if "all others" in name for row in rows]
     assert {fitted, "llama3-8b-nvlink"} <= {row.source.name for row in tried}
     # of FSDP2 and DDP some records tell nothing: see below
@@ -160,3 +163,54 @@ def test_the_memory_of_gradients_held_twice_tells_nothing():
         ("llama3-8b-two-gpus", "deepspeed", True),
     ):
         assert measured[of] == {"seconds", "memory_gib"}
+
+
+def test_a_source_without_rows_is_an_error(tmp_path, table):
+    with pytest.raises(DataError, match="no usable row of vTrain"):
+        check_sources(read_rows(table), table)
+
+
+INTERNEVO = (
+    "source,model,layers,hidden,heads,kv_heads,ffn,vocab,seq,gpus,gpus_per_node,inter_node_gbps_per_node,tp,dp,"
+    "zero1_shard_ranks,micro_batch,global_batch,tokens_per_second_per_gpu\n"
+    "InternEvo,internlm-7b,32,4096,32,32,11008,103168,2048,1024,8,400,1,1024,1024,2,8192,2271\n"
+    "InternEvo,internlm-7b,32,4096,32,32,11008,103168,2048,1024,8,400,1,1024,8,2,8192,3625\n"
+)
+
+
+def test_internevo_shards_over_all_ranks_or_inside_nodes(tmp_path):
+    path = tmp_path / "internevo.csv"
+    path.write_text(INTERNEVO)
+    everywhere, inside = read_internevo(path)
+    assert everywhere.candidate.variant.shard_size is None and inside.candidate.variant.shard_size == 8
+    assert everywhere.source is not inside.source and not everywhere.is_fit
+    assert everywhere.measured["seconds"] == pytest.approx(8192 * 2048 / 2271 / 1024)
+    profile = profile_for("NVIDIA A100-SXM4-80GB")
+    seconds = [predicted_seconds(row, profile) for row in (everywhere, inside)]
+    assert seconds[0] > 1.5 * seconds[1], "hundreds of broadcasts pass 1,024 ranks one after another"
+
+
+def test_a_run_is_predicted_with_its_own_nccl_test(tmp_path):
+    columns = {
+        "source": "a sweep", "job_id": "7", "nodes": "8.0", "dp": "64", "pp": "1", "tp": "1", "mbs": "1",
+        "gbs": "256.0", "seq_len": "4096", "zero_stage": "1", "hidden_size": "2048", "num_layers": "16",
+        "num_heads": "32", "num_kv_heads": "32.0", "vocab_size": "131072", "tie_word_embeddings": "True",
+        "tok/s/gpu": "20000", "AllReduce (GB/s)": "100", "AllGather (GB/s)": "17", "ReduceScatter (GB/s)": "17",
+    }  # fmt: skip
+    path = tmp_path / "tested.csv"
+    path.write_text(",".join(columns) + "\n" + ",".join(columns.values()) + "\n")
+    (row,) = read_tested(path)
+    assert row.job.shape.tied_embeddings and row.candidate.layout.dp == 64 and len(row.topology.hosts) == 8
+    healthy = profile_for("NVIDIA H100 80GB HBM3")
+    own = measured_profile(row, {"h100": healthy})
+    gather = next(one for one in row.fabric.collectives if one.kind == "all_gather")
+    assert gather.bus_gb_per_s == pytest.approx(17)
+    assert gather.predicted(own, row.topology.hosts[0], "nvlink") == pytest.approx(gather.seconds, rel=0.05)
+    assert predicted_seconds(row, own) > 1.05 * predicted_seconds(row, healthy)
+
+
+def test_the_picture_has_every_kind_of_source(tmp_path, table):
+    rows = [row for row in read_rows(table) if "seconds" in row.measured]
+    draw(rows, shipped_profiles(), tmp_path / "picture.svg")
+    text = (tmp_path / "picture.svg").read_text()
+    assert "playbook sweep" in text and "Megatron-LM papers" in text and "InternEvo" not in text

@@ -11,19 +11,25 @@ import typer
 from megabench import UserError
 from megabench.cost.profile import read_profile
 from tools.planner_validation.collectives import read_collectives
+from tools.planner_validation.draw import draw
+from tools.planner_validation.internevo import read_internevo
 from tools.planner_validation.own import read_own
 from tools.planner_validation.profiles import (
     Measurements,
     fitted_profiles,
     is_memory_fitted,
     is_own_fitted,
+    published_profiles,
     write_profiles,
 )
-from tools.planner_validation.published import Row, read_rows
+from tools.planner_validation.published import Row, check_sources, read_rows
 from tools.planner_validation.report import lines, null_model, table
+from tools.planner_validation.sources import SWEEP
+from tools.planner_validation.tested_nodes import read_tested
 
 _BENCHMARKS = Path("benchmarks")
 _KEPT = _BENCHMARKS / "planner" / "validation.md"
+_PICTURE = Path("docs") / "pictures" / "planner-validation.svg"
 # the study from which megabench/specs/data_parallel_cost.py takes the cost of DeepSpeed's hooks
 _HOOKS_FROM = "gpt2-zero"
 _INTRODUCTION = """# How good the planner is
@@ -33,6 +39,12 @@ _INTRODUCTION = """# How good the planner is
 - **Fitted rows.** Constants are fitted only to the rows marked "fitted". The allocator shares are also fitted to the
   peak memory of the rows marked "memory fitted", and all other lines omit that memory.
 - **Null model.** "Constant MFU" predicts each row with the median MFU of the fitted rows of the same GPU type.
+- **Fitted to the other sources.** In the last lines, a source's rows are predicted with constants that are fitted
+  without any of its rows.
+- **NCCL tests.** Each of these runs is predicted with the network that the run measured on its own nodes. "On a healthy
+  network" predicts the same runs with the shipped constants.
+- **Omitted rows.** torchtitan's and PyTorch FSDP's rows with "selective" recomputation are omitted, because these
+  programs recompute whole layers, and their number is not stated. Runs on GPUs without a profile are omitted.
 - **Rank correlation.** "Spearman" is over all rows of a line. "Within a sweep" is the mean over groups of rows with the
   same model, batch and number of GPUs.
 - **Regret** is how much longer a step of the predicted best layout takes than a step of the measured best layout, in
@@ -52,15 +64,17 @@ _INTRODUCTION = """# How good the planner is
 
 def validate(
     data: Annotated[
-        Path, typer.Argument(help="CSV file of published runs, in a directory with the files of published collectives.")
+        Path, typer.Argument(help="CSV file of published runs, in a directory with the other published measurements.")
     ],
     write: Annotated[
         bool, typer.Option("--write", help="Replace the shipped profiles with the fitted profiles.")
     ] = False,
 ) -> None:
     """Fit the profiles, and report the accuracy of predictions for fitted and held-out runs."""
+    published = read_rows(data)
+    check_sources(published, data)
     measured = Measurements(
-        published=read_rows(data),
+        published=published,
         collectives=read_collectives(data.parent),
         own=read_own(_BENCHMARKS),
         calibrated=read_profile(_BENCHMARKS / "calibrate-h200" / "two-gpus.json"),
@@ -68,45 +82,72 @@ def validate(
     )
     profiles = fitted_profiles(measured)
     null = null_model(
-        [*(row for row in measured.published if row.is_fit), *(row for row in measured.own if is_own_fitted(row))],
-        profiles,
+        [*(row for row in published if row.is_fit), *(row for row in measured.own if is_own_fitted(row))], profiles
     )
-    found = []
-    for name, rows in _parts(measured):
-        found += lines(name, rows, profiles, null)
+    internevo = read_internevo(data.parent / "internevo-7b.csv")
+    tested = read_tested(data.parent / "published-runs-fabric.csv")
+    parts = _published_parts(published) + _by_source(internevo) + _tested_parts(tested) + _own_parts(measured.own)
+    found = [line for name, rows in parts for line in lines(name, rows, profiles, null)]
+    for source in sorted({row.source.name for row in published if row.is_fit}):
+        others = replace(measured, published=[row for row in published if row.source.name != source])
+        held = [row for row in published if row.is_fit and row.source.name == source]
+        name = f"{source}, one host, if constants are fitted to the other sources only"
+        found += lines(name, held, published_profiles(others), null)[:1]
     text = _INTRODUCTION + table(found) + "\n"
     print(text)
     _KEPT.parent.mkdir(exist_ok=True)
     _KEPT.write_text(text)
+    once = [row for row in published if row.source is not SWEEP or row.is_fit]
+    own = [replace(row, is_fit=is_own_fitted(row)) for row in measured.own]
+    draw([*once, *internevo, *tested, *own], profiles, _PICTURE)
     if write:
         write_profiles(profiles)
 
 
-def _parts(measured: Measurements) -> list[tuple[str, Sequence[Row]]]:
-    """Return the name and the rows of each line of the table.
+Parts = list[tuple[str, Sequence[Row]]]  # the name and the rows of each line of the table
 
-    Each source has one line for fitted rows and one line for held-out rows. The playbook sweep also has one line per
-    number of GPUs.
-    """
-    found: list[tuple[str, Sequence[Row]]] = []
-    for source in dict.fromkeys(row.source.name for row in measured.published):
-        rows = [row for row in measured.published if row.source.name == source]
-        for is_fit in (True, False):
-            part = [row for row in rows if row.is_fit == is_fit]
-            sizes = sorted({row.topology.world_size for row in part})
-            if source == "playbook sweep":
-                parts = [(f", {size} GPUs", [row for row in part if row.topology.world_size == size]) for size in sizes]
-            else:
-                parts = [("", part)]
-            found += [(f"{source}{what}{' (fitted)' * is_fit}", members) for what, members in parts if members]
-            if source == "playbook sweep" and not is_fit:
-                found.append((f"{source}, all of these", part))
-                found += [(f"{source}, {what}", members) for what, members in _by_pipeline(part)]
-    fitted = [row for row in measured.own if is_own_fitted(row)]
-    found.append(("own H200 records, 4 layers (fitted)", fitted))
-    hooks = [row for row in measured.own if row.source.name == _HOOKS_FROM]
+
+def _by_source(rows: Sequence[Row]) -> Parts:
+    """Return a line for each source, and for its runs in fp8."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        name = row.source.name + (", fp8" if row.job.precision == "fp8" else "") + (" (fitted)" if row.is_fit else "")
+        found.setdefault(name, []).append(row)
+    return list(found.items())
+
+
+def _published_parts(published: Sequence[Row]) -> Parts:
+    """Return the lines of the published runs. The playbook sweep has more lines, by number of GPUs and by layout."""
+    found = _by_source([row for row in published if row.source is not SWEEP])
+    sweep = [row for row in published if row.source is SWEEP]
+    for size in sorted({row.topology.world_size for row in sweep}):
+        rows = [row for row in sweep if row.topology.world_size == size]
+        found.append((f"{SWEEP.name}, {size} GPUs{' (fitted)' * rows[0].is_fit}", rows))
+    many = [row for row in sweep if not row.is_fit]
+    if many:
+        found.append((f"{SWEEP.name}, 16 and 64 GPUs", many))
+        found += [(f"{SWEEP.name}, {what}", members) for what, members in _by_pipeline(many)]
+    return found
+
+
+def _tested_parts(tested: Sequence[Row]) -> Parts:
+    """Return the lines of the sweep's runs with the NCCL test of their own nodes."""
+    found: Parts = []
+    for size in sorted({row.topology.world_size for row in tested}):
+        rows = [row for row in tested if row.topology.world_size == size]
+        found.append((f"{SWEEP.name}, {size} GPUs, with its NCCL tests", rows))
+        found += [
+            (f"{SWEEP.name}, {size} GPUs, with its NCCL tests, {what}", part) for what, part in _by_pipeline(rows)
+        ]
+    return found
+
+
+def _own_parts(own: Sequence[Row]) -> Parts:
+    """Return the lines of this project's records: the fitted studies, all others by number of hosts, and each study."""
+    found: Parts = [("own H200 records, 4 layers (fitted)", [row for row in own if is_own_fitted(row)])]
+    hooks = [row for row in own if row.source.name == _HOOKS_FROM]
     found.append((f"own H200 records, {_HOOKS_FROM} (what DeepSpeed's hooks cost is from it)", hooks))
-    others = [row for row in measured.own if not is_own_fitted(row) and row not in hooks]
+    others = [row for row in own if not is_own_fitted(row) and row not in hooks]
     by_hosts: dict[str, list[Row]] = {"one host": [], "emulated hosts": []}
     for row in others:
         where = "emulated hosts" if len(row.topology.hosts) > 1 else "one host"

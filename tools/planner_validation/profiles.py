@@ -69,20 +69,25 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
 
     The GPUs H100, A100 and H200 have measurements. Other profiles take only the H100's rings and trees between hosts.
     """
-    shipped = shipped_profiles()
-    h100 = _fit_published(_reset(shipped["h100"]), "H100", measured, _H100_LINKS)
-    found = {name: _with_network_of(h100, profile) for name, profile in shipped.items()}
-    h100 = _with_network_of(h100, h100)
-    a100 = _fit_published(_with_network_of(h100, _reset(shipped["a100"])), "A100", measured, _A100_LINKS)
+    published = published_profiles(measured)
+    shipped = {name: _with_network_of(published["h100"], profile) for name, profile in shipped_profiles().items()}
     own = [row for row in measured.own if is_own_fitted(row)]
     start = {name: _START[name] for name in (*_FEW, *fit.MEMORY)}
-    h200 = fit.fit_speed(_calibrated(found["h200"], measured).model_copy(update=start), own, _FEW)
+    h200 = fit.fit_speed(_calibrated(shipped["h200"], measured).model_copy(update=start), own, _FEW)
     h200 = fit.fit_memory(h200, _with_peaks([row for row in measured.own if is_memory_fitted(row)]))
+    return shipped | published | {"h200": _with_origin(h200, f"own records ({', '.join(OWN_FITTED)})", _FEW)}
+
+
+def published_profiles(measured: Measurements) -> dict[str, Profile]:
+    """Return newly fitted profiles of the GPUs of published runs: H100 and A100."""
+    shipped = shipped_profiles()
+    h100 = _fit_published(_reset(shipped["h100"]), "H100", measured, _H100_LINKS)
+    h100 = _with_network_of(h100, h100)
+    a100 = _fit_published(_with_network_of(h100, _reset(shipped["a100"])), "A100", measured, _A100_LINKS)
     said = "published one-node runs and collectives"
-    return found | {
+    return {
         "h100": _with_origin(h100, said, [*fit.SPEED, *fit.MEMORY, *_H100_LINKS]),
         "a100": _with_origin(a100, said, [*fit.SPEED, *_A100_LINKS]),
-        "h200": _with_origin(h200, f"own records ({', '.join(OWN_FITTED)})", _FEW),
     }
 
 

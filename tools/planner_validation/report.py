@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megabench.cost.profile import Profile
 from megabench.planner.engines import Costs
@@ -70,6 +70,12 @@ def _profile(row: Row, profiles: Mapping[str, Profile]) -> Profile:
     return next(profile for profile in profiles.values() if device in profile.devices)
 
 
+def measured_profile(row: Row, profiles: Mapping[str, Profile]) -> Profile:
+    """Return the profile of a row's GPU, with the network as measured on the run's own nodes."""
+    profile = _profile(row, profiles)
+    return row.fabric.profile_on(profile, row.topology) if row.fabric else profile
+
+
 def _ideal(row: Row, profiles: Mapping[str, Profile]) -> float:
     """Return the seconds of a step at the peak FLOP/s of the GPUs."""
     peak = _profile(row, profiles).peak(row.topology.hosts[0].device, row.job.precision)
@@ -77,31 +83,55 @@ def _ideal(row: Row, profiles: Mapping[str, Profile]) -> float:
 
 
 def lines(name: str, rows: Sequence[Row], profiles: Mapping[str, Profile], null: Callable[[Row], float]) -> list[Line]:
-    """Return the table lines of the planner and of the null model for a set of rows."""
+    """Return the table lines of the planner and of the null model for a set of rows.
+
+    Rows with a measured fabric have a further line, of the planner without their fabric.
+    """
+    own = [measured_profile(row, profiles) for row in rows]
+    found = [_planner_line(name, rows, own)]
+    if any(row.fabric for row in rows):
+        found.append(_planner_line("· on a healthy network", rows, [_profile(row, profiles) for row in rows]))
     timed = [row for row in rows if "seconds" in row.measured]
-    measured = [row.measured["seconds"] for row in timed]
-    found = []
-    predictors: tuple[tuple[str, Callable[[Row], float]], ...] = (
-        (name, lambda row: predicted_seconds(row, _profile(row, profiles))),
-        ("· constant MFU", null),
+    guesses = [null(row) for row in timed]
+    return [*found, _line("· constant MFU", timed, guesses, guesses)]
+
+
+def _planner_line(name: str, rows: Sequence[Row], profiles: Sequence[Profile]) -> Line:
+    """Return the line of the planner with one profile per row."""
+    timed = [(row, profile) for row, profile in zip(rows, profiles, strict=True) if "seconds" in row.measured]
+    predicted = [predicted_seconds(row, profile) for row, profile in timed]
+    # The planner does not choose a layout that is predicted not to fit.
+    chosen_from = [
+        math.inf if _misses(row, profile) else seconds for (row, profile), seconds in zip(timed, predicted, strict=True)
+    ]
+    line = _line(name, [row for row, _ in timed], predicted, chosen_from)
+    peaks = [(row, profile) for row, profile in zip(rows, profiles, strict=True) if "memory_gib" in row.measured]
+    errors = [abs(predicted_gib(row, profile) / row.measured["memory_gib"] - 1) for row, profile in peaks]
+    # ignore configurations that ran in one row and failed in another
+    ended = [
+        (row, profile)
+        for row, profile in zip(rows, profiles, strict=True)
+        if ("oom" in row.measured) != ("seconds" in row.measured)
+    ]
+    happened = ["oom" in row.measured for row, _ in ended]
+    said = [row.is_refused or _misses(row, profile) for row, profile in ended]
+    return replace(
+        line,
+        memory_error=statistics.median(errors) if errors else None,
+        memory_within=sum(error <= 0.1 for error in errors) / len(errors) if errors else None,
+        oom=alarm(said, happened) if any(happened) else None,
     )
-    for title, predict in predictors:
-        predicted = [predict(row) for row in timed]
-        within = [value for a, b in _sweeps(timed, predicted) if (value := spearman(a, b)) is not None]
-        # The planner does not choose a layout that is predicted not to fit. The null model does not predict memory.
-        may_be = [predict is null or not _misses(row, profiles) for row in timed]
-        chosen_from = [seconds if fits else math.inf for seconds, fits in zip(predicted, may_be, strict=True)]
-        regrets = [regret(a, b) for a, b in _sweeps(timed, chosen_from) if min(a) < math.inf]
-        found.append(
-            Line(
-                name=title,
-                accuracy=accuracy(predicted, measured),
-                within=statistics.mean(within) if within else None,
-                regrets=regrets,
-            )
-        )
-    found[0] = _with_memory(found[0], rows, profiles)
-    return found
+
+
+def _line(name: str, timed: Sequence[Row], predicted: Sequence[float], chosen_from: Sequence[float]) -> Line:
+    """Return a line without memory. `chosen_from` are the predictions by which a layout is chosen in each sweep."""
+    within = [value for a, b in _sweeps(timed, predicted) if (value := spearman(a, b)) is not None]
+    return Line(
+        name=name,
+        accuracy=accuracy(predicted, [row.measured["seconds"] for row in timed]),
+        within=statistics.mean(within) if within else None,
+        regrets=[regret(a, b) for a, b in _sweeps(timed, chosen_from) if min(a) < math.inf],
+    )
 
 
 def _sweeps(rows: Sequence[Row], predicted: Sequence[float]) -> list[tuple[list[float], list[float]]]:
@@ -111,32 +141,14 @@ def _sweeps(rows: Sequence[Row], predicted: Sequence[float]) -> list[tuple[list[
     """
     groups: dict[object, tuple[list[float], list[float]]] = {}
     for row, seconds in zip(rows, predicted, strict=True):
-        a, b = groups.setdefault((row.group, row.job.seq_length, row.job.global_batch), ([], []))
+        a, b = groups.setdefault((row.group, row.job.seq_length, row.job.global_batch, row.job.precision), ([], []))
         a.append(seconds)
         b.append(row.measured["seconds"])
     return [group for group in groups.values() if len(group[0]) >= 3]
 
 
-def _with_memory(line: Line, rows: Sequence[Row], profiles: Mapping[str, Profile]) -> Line:
-    peaks = [row for row in rows if "memory_gib" in row.measured]
-    errors = [abs(predicted_gib(row, _profile(row, profiles)) / row.measured["memory_gib"] - 1) for row in peaks]
-    # ignore configurations that ran in one row and failed in another
-    ended = [row for row in rows if ("oom" in row.measured) != ("seconds" in row.measured)]
-    happened = ["oom" in row.measured for row in ended]
-    said = [row.is_refused or _misses(row, profiles) for row in ended]
-    return Line(
-        line.name,
-        line.accuracy,
-        line.within,
-        line.regrets,
-        memory_error=statistics.median(errors) if errors else None,
-        memory_within=sum(error <= 0.1 for error in errors) / len(errors) if errors else None,
-        oom=alarm(said, happened) if any(happened) else None,
-    )
-
-
-def _misses(row: Row, profiles: Mapping[str, Profile]) -> bool:
-    return Costs(row.job, row.topology, _profile(row, profiles)).missing_bytes(row.candidate) > 0
+def _misses(row: Row, profile: Profile) -> bool:
+    return Costs(row.job, row.topology, profile).missing_bytes(row.candidate) > 0
 
 
 def table(found: Iterable[Line]) -> str:

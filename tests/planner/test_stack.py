@@ -1,0 +1,51 @@
+"""Properties of training programs that change a prediction."""
+
+import pytest
+
+from megabench.cost import network
+from megabench.cost.geometry import Geometry
+from megabench.cost.job import Stack
+from megabench.cost.profile import profile_for
+from megabench.parallel.layout import Layout
+from tests.planner.jobs import costs, hosts, job, megatron
+
+
+def parts(topology, stack: Stack, precision: str = "bf16", **sizes: int) -> dict[str, float]:
+    work = job(global_batch=32, precision=precision, stack=stack)
+    return costs(work, topology).estimate(megatron(topology, **sizes)).parts
+
+
+def test_user_buffers_hide_tensor_parallel_communication():
+    """All but the last tile, and what the hidden bytes take from compute."""
+    topology = hosts(1, 8)
+    plain, hidden = (parts(topology, Stack(overlaps_tp_forward=overlaps), tp=2) for overlaps in (False, True))
+    assert 0.1 * plain["tp"] < hidden["tp"] < plain["tp"]
+    assert {name for name in plain if plain[name] != hidden[name]} == {"tp"}
+
+
+def test_delayed_scaling_saves_casts_and_the_reduction_of_largest_values():
+    topology = hosts(2, 4)
+    for sizes in ({"tp": 4}, {"cp": 2}):
+        plain, delayed = (parts(topology, Stack(delayed_scaling=is_so), "fp8", **sizes) for is_so in (False, True))
+        (axis,) = sizes
+        assert delayed["compute"] < plain["compute"] and delayed[axis] < plain[axis]
+        in_bf16 = [parts(topology, Stack(delayed_scaling=is_so), **sizes) for is_so in (False, True)]
+        assert in_bf16[0] == in_bf16[1]
+
+
+def test_broadcasts_of_whole_tensors_pass_every_rank():
+    """Up to one broadcast for each tensor: 32 layers of nine tensors. Each takes a hop per rank."""
+    profile = profile_for("NVIDIA H100 80GB HBM3")
+    hop, found = profile.links["efa"].hop_seconds, {}
+    for num_hosts in (16, 128):
+        topology = hosts(num_hosts, 8)
+        work = job(global_batch=8 * num_hosts, stack=Stack(overlaps_parameters=False, broadcasts_tensors=True))
+        plain = job(global_batch=8 * num_hosts, stack=Stack(overlaps_parameters=False))
+        candidate = megatron(topology)
+        more = [costs(which, topology).estimate(candidate).parts["dp"] for which in (work, plain)]
+        found[num_hosts] = more[0] - more[1]
+    assert found[16] > 0.8 * 128 * 127 * hop
+    assert found[128] > 0.8 * 288 * 1023 * hop
+    where = Geometry.of(hosts(16, 8), Layout().with_world_size(128), "topology").world
+    one, many = (network.broadcast_seconds(profile, where, 1e9, calls) for calls in (1, 101))
+    assert many - one == pytest.approx(100 * (profile.links["efa"].base_seconds + 127 * hop))
