@@ -39,6 +39,8 @@ OWN_FITTED_MEMORY = (*OWN_FITTED, "llama3-8b-nvlink-synthetic", "llama3-8b-two-g
 # step-time constants that `megabench calibrate` does not measure
 _FEW = ("unfused_traffic", "step_seconds")
 _NVLINK: Link = "nvlink"
+# `megabench calibrate` measured the H200's interference. The H100 is the same chip.
+_H100_SPEED = tuple(name for name in fit.SPEED if name != "interference")
 _H100_LINKS = (
     "nvlink.efficiency",
     "efa.efficiency",
@@ -81,12 +83,16 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
 def published_profiles(measured: Measurements) -> dict[str, Profile]:
     """Return newly fitted profiles of the GPUs of published runs: H100 and A100."""
     shipped = shipped_profiles()
-    h100 = _fit_published(_reset(shipped["h100"]), "H100", measured, _H100_LINKS)
+    h100 = _reset(shipped["h100"]).model_copy(update={"interference": measured.calibrated.interference})
+    h100 = _fit_published(h100, "H100", measured, _H100_LINKS, _H100_SPEED)
     h100 = _with_network_of(h100, h100)
-    a100 = _fit_published(_with_network_of(h100, _reset(shipped["a100"])), "A100", measured, _A100_LINKS)
+    a100 = _with_network_of(h100, _reset(shipped["a100"]))
+    a100 = _fit_published(a100, "A100", measured, _A100_LINKS, fit.SPEED)
+    as_h200 = {"interference": "as measured on the H200 (benchmarks/calibrate-h200)"}
+    h100 = h100.model_copy(update={"origin": h100.origin | as_h200})
     said = "published one-node runs and collectives"
     return {
-        "h100": _with_origin(h100, said, [*fit.SPEED, *fit.MEMORY, *_H100_LINKS]),
+        "h100": _with_origin(h100, said, [*_H100_SPEED, *fit.MEMORY, *_H100_LINKS]),
         "a100": _with_origin(a100, said, [*fit.SPEED, *_A100_LINKS]),
     }
 
@@ -131,7 +137,9 @@ def _with_network_of(h100: Profile, profile: Profile) -> Profile:
     return profile.model_copy(update={"links": profile.links | links, "origin": profile.origin | said})
 
 
-def _fit_published(profile: Profile, chip: str, measured: Measurements, links: Sequence[str]) -> Profile:
+def _fit_published(
+    profile: Profile, chip: str, measured: Measurements, links: Sequence[str], speed: Sequence[str]
+) -> Profile:
     """Fit links to collectives, speed to step times and memory to peak memory.
 
     Step times and peak memory are those of single-node runs.
@@ -139,7 +147,7 @@ def _fit_published(profile: Profile, chip: str, measured: Measurements, links: S
     rows = [row for row in measured.published if row.is_fit and chip in row.topology.hosts[0].device]
     collectives = [(one.collective, one.host, _NVLINK) for one in measured.collectives if one.gpu == chip]
     profile = fit_links(profile, collectives, links)
-    profile = fit.fit_speed(profile, [row for row in rows if "seconds" in row.measured])
+    profile = fit.fit_speed(profile, [row for row in rows if "seconds" in row.measured], speed)
     with_peaks = _with_peaks(rows)
     return fit.fit_memory(profile, with_peaks) if with_peaks else profile
 
