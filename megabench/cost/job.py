@@ -75,8 +75,8 @@ class Stack:
 class Job:
     """The work of one optimizer step.
 
-    `bytes_of_gradient` is the size of one gradient element: 4 for fp32, 2 for bf16. `num_bf16_layers` is the number of
-    layers that an fp8 run keeps in bf16. All layers cost the mean of fp8 and bf16 layers, wherever the bf16 layers are.
+    `bytes_of_gradient` is the size of one gradient element: 4 for fp32, 2 for bf16. All layers of an fp8 run cost the
+    mean of its fp8 and bf16 layers, wherever the bf16 layers are.
     """
 
     shape: ModelShape
@@ -85,7 +85,8 @@ class Job:
     precision: str = "bf16"
     bytes_of_gradient: int = 4
     fp8_recipe: Fp8Recipe = "tensorwise"
-    num_bf16_layers: int = 0
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
     optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
     stack: Stack = field(default_factory=Stack)
 
@@ -148,7 +149,8 @@ class Job:
     def fp8_share(self, product: Product) -> float:
         """Return the share of the layers whose linear layers compute this product in fp8, from 0 to 1."""
         in_fp8 = self.has_fp8_products if product == "forward" else self.has_fp8_gradients
-        return 1 - self.num_bf16_layers / self.shape.num_layers if in_fp8 else 0.0
+        num_bf16_layers = self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16
+        return 1 - num_bf16_layers / self.shape.num_layers if in_fp8 else 0.0
 
     @property
     def has_fp8_products(self) -> bool:

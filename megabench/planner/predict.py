@@ -30,7 +30,8 @@ def job_of(record: RunRecord) -> Job:
         precision=record.precision,
         bytes_of_gradient=4 if record.grad_dtype == "fp32" else 2,
         fp8_recipe=cast(Fp8Recipe, fp8.recipe) if fp8 else "tensorwise",
-        num_bf16_layers=fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16 if fp8 else 0,
+        num_layers_at_start_in_bf16=fp8.num_layers_at_start_in_bf16 if fp8 else 0,
+        num_layers_at_end_in_bf16=fp8.num_layers_at_end_in_bf16 if fp8 else 0,
         optimizer=record.optimizer,  # type: ignore[arg-type]
         stack=_stack_of(record),
     )
