@@ -21,7 +21,7 @@ _KERNELS_FP8 = 12  # additional kernels with fp8 products: zero the largest valu
 _FIND_AMAX, _READ_BF16, _READ_FP8, _WRITE_FP8 = 2, 2, 1, 1
 _CAST_KNOWN_AMAX = _READ_BF16 + _WRITE_FP8  # in one layout
 _CAST_ONE_LAYOUT = _FIND_AMAX + _CAST_KNOWN_AMAX
-_CAST = _CAST_ONE_LAYOUT + _WRITE_FP8
+CAST = _CAST_ONE_LAYOUT + _WRITE_FP8
 _TRANSPOSE = _READ_FP8 + _WRITE_FP8
 _LONG = 8192  # inner size of the calibration product, which has the full efficiency
 _BACKWARD_ATTENTION = 2.5  # FLOPs of flash attention's backward pass ÷ forward pass (arXiv 2307.08691, section 3.1)
@@ -112,7 +112,7 @@ def weight_cast_seconds(machine: Machine, job: Job, parameters: float) -> float:
     """
     if not job.has_fp8_products:
         return 0.0
-    each = _CAST if job.has_fp8_gradients and job.stack.keeps_transposed else _CAST_ONE_LAYOUT
+    each = CAST if job.has_fp8_gradients and job.stack.keeps_transposed else _CAST_ONE_LAYOUT
     return cast_seconds(machine, job.fp8_share("forward") * each * parameters)
 
 
@@ -149,9 +149,9 @@ def _activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
     if not job.has_fp8_gradients:
         return _CAST_ONE_LAYOUT * (inputs + 2 * shape.hidden_size / tp), 0.0
     if tp == 1:
-        return _CAST * (inputs + 2 * shape.hidden_size), _CAST * (gradients + 2 * shape.hidden_size)
+        return CAST * (inputs + 2 * shape.hidden_size), CAST * (gradients + 2 * shape.hidden_size)
     gathered = _CAST_ONE_LAYOUT * 2 * shape.hidden_size / tp
-    return _CAST * inputs + gathered, _CAST * gradients + gathered + _TRANSPOSE * 4 * shape.hidden_size
+    return CAST * inputs + gathered, CAST * gradients + gathered + _TRANSPOSE * 4 * shape.hidden_size
 
 
 def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
