@@ -12,6 +12,7 @@ from megabench.parallel.placement import Policy
 from megabench.precision import POLICIES, Fp8Recipe
 
 Recompute = Literal["none", "selective", "full"]
+FUSED_LOSS_CHUNK = 2**28  # elements of logits per chunk, as in engines/common/cross_entropy.py
 Product = Literal["forward", "input_gradient", "weight_gradient"]
 
 
@@ -27,6 +28,7 @@ class Stack:
     - `fused_loss`: the output layer and cross-entropy are computed in chunks. Any other loss reads and writes
       `loss_bytes` per logit, forward and backward. Megatron-LM's fp32 loss (cross_entropy.py) needs, in forward: cast 2
       + 4, maximum 4, sum 4, subtraction, exponential and division 4 + 4 each; in backward: scale 4 + 4, cast 4 + 2.
+    - `adds_output_gradient`: the products of the fused loss add the output layer's gradient to the gradient buffer.
     - `keeps_gathered`: inputs of tensor-parallel layers are not gathered again for backward.
     - `keeps_transposed`: kept fp8 weights are kept transposed as well, and not transposed in each backward pass.
     - `blocking_p2p`: pipeline stages wait for their sends, except with interleaving.
@@ -58,6 +60,7 @@ class Stack:
     overlaps_tp_backward: bool = True
     keeps_gathered: bool = False
     keeps_transposed: bool = True
+    adds_output_gradient: bool = False
     fuses_weight_gradient: bool = False
     fuses_fp8_weight_gradient: bool = False
     blocking_p2p: bool = True

@@ -49,6 +49,7 @@ def _stack_of(record: RunRecord) -> Stack:
         fused_loss=traits.fused_loss is not False,
         fuses_weight_gradient=traits.fuses_weight_gradient,
         fuses_fp8_weight_gradient=traits.fuses_fp8_weight_gradient,
+        adds_output_gradient=traits.adds_output_gradient,
         stages=stages,
         keeps_gathered=bool(record.options.get("keep_gathered")),
         keeps_transposed=bool(record.options.get("keep_transposed", True)),

@@ -7,8 +7,9 @@ import pytest
 from megabench.config import ConfigError
 from megabench.cost import compute, network
 from megabench.cost.compute import Machine
-from megabench.cost.job import Candidate, Job, Product
+from megabench.cost.job import FUSED_LOSS_CHUNK, Candidate, Job, Product
 from megabench.cost.profile import profile_for
+from megabench.engines.common import cross_entropy
 from megabench.parallel.layout import Layout
 from megabench.planner.make_plan import make_plan
 from megabench.planner.plan_table import command, describe
@@ -104,6 +105,27 @@ def test_the_weight_gradient_is_added_after_its_product():
     assert compute.accumulated_bytes(in_fp8(stack=stack), fp8_share=0.25) == 9
     stack = replace(stack, fuses_fp8_weight_gradient=True)
     assert compute.accumulated_bytes(in_fp8(stack=stack), fp8_share=1) == 8
+
+
+def test_the_output_gradient_is_added_by_the_products_of_the_loss():
+    """Bytes per parameter beside products and logits: 8 per chunk of tokens; without, 8 and 12 for another gradient."""
+    unlimited = Machine(H200.profile.model_copy(update={"memory_gb_per_s": 1e18}), H200.peak)
+    weights = job().embedding_parameters
+    assert cross_entropy._CHUNK_LOGITS == FUSED_LOSS_CHUNK
+    for micro_batch, chunks in ((1, 2), (2, 4)):  # a chunk has about 2,048 tokens
+        logits = 4096 * micro_batch * job().shape.vocab_size
+        for adds, forward, backward in ((True, 8 * chunks, 0), (False, 8 * chunks + 8, 12)):
+            work = job(
+                seq_length=4096, stack=replace(job().stack, adds_output_gradient=adds, fuses_weight_gradient=adds)
+            )
+            found, products = (compute.output_seconds(one, work, 1, 1, micro_batch) for one in (H200, unlimited))
+            moved = [(a - b) * H200.profile.memory_gb_per_s * 1e9 for a, b in zip(found, products, strict=True)]
+            assert moved == pytest.approx([12 * logits + forward * weights, backward * weights], rel=1e-6, abs=1)
+    saved = [
+        costs(job(stack=replace(job().stack, adds_output_gradient=adds)), FOUR).memory(megatron(FOUR)).logits
+        for adds in (False, True)
+    ]
+    assert saved[0] - saved[1] == 6 * weights
 
 
 @pytest.mark.parametrize(
