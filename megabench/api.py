@@ -149,6 +149,9 @@ def plan(
     global_batch: int | None = None,
     num_layers: int | None = None,
     precision: str | None = None,
+    fp8_recipe: str | None = None,
+    num_layers_at_start_in_bf16: int = 0,
+    num_layers_at_end_in_bf16: int = 0,
     grad_dtype: str = "fp32",
     profile: str | Path | None = None,
     emulate_hosts: int | None = None,
@@ -163,6 +166,9 @@ def plan(
         global_batch: sequences per optimizer step; by default the model's.
         num_layers: number of layers; by default the model's.
         precision: bf16, fp16, fp8 or fp32; by default bf16, and fp32 on CPU.
+        fp8_recipe: tensorwise or bf16-gradients, with precision fp8; by default tensorwise.
+        num_layers_at_start_in_bf16: number of first blocks that fp8 runs keep in bf16.
+        num_layers_at_end_in_bf16: number of last blocks that fp8 runs keep in bf16.
         grad_dtype: dtype in which gradients are accumulated and reduced, fp32 or bf16.
         profile: a profile written by `megabench calibrate`; by default a shipped profile.
         emulate_hosts: divide this machine into this number of hosts that communicate over sockets.
@@ -182,6 +188,9 @@ def plan(
         top,
         emulate_hosts,
         precision=precision,
+        fp8_recipe=fp8_recipe,
+        num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
+        num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
     )
     if not found.ranked:
         raise UserError(" ".join(plan_table.what_is_missing(found)))

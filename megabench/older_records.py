@@ -25,7 +25,7 @@ def complete(content: Any) -> Any:
         "requested_kernels": "reference" if _flag("kernels", "reference") in command else "auto",
         "kernel_traits": _kernel_traits(content.get("kernels")),
     }
-    return older | content
+    return older | content | _with_output_gradient(content.get("kernel_traits"), content.get("kernels"))
 
 
 def _flag(setting: str, value: str) -> str:
@@ -71,6 +71,17 @@ def _kernel_traits(kernels: Any) -> dict[str, bool | None] | None:
         "exchanges_heads": "part of the heads" in str(kernels.get("attention")),
         "fuses_weight_gradient": kernels.get("weight_gradient") in ("apex", "summed up by its product"),
     }
+
+
+def _with_output_gradient(traits: Any, kernels: Any) -> dict[str, Any]:
+    """Return `RunRecord.kernel_traits` with `adds_output_gradient`, if a version that had this trait wrote them.
+
+    Such versions also write `fuses_fp8_weight_gradient`, and say in the name of the kernel if the trait is missing.
+    """
+    if not (isinstance(traits, dict) and isinstance(kernels, dict) and "fuses_fp8_weight_gradient" in traits):
+        return {}
+    adds = "except that of the output layer" not in str(kernels.get("weight_gradient"))
+    return {"kernel_traits": {"adds_output_gradient": adds and traits.get("fuses_weight_gradient")} | traits}
 
 
 def _is_fused(kernels: dict[str, Any], operation: str, *plain: str) -> bool | None:

@@ -134,7 +134,7 @@ class KernelTraits(_Part):
     tensors once; `fused_loss` means that the logits of a micro-batch are never stored at once. With `exchanges_heads`,
     context parallelism exchanges parts of the sequence for parts of the heads. With `fuses_weight_gradient`, the matrix
     product of a weight gradient also accumulates the gradient. `fuses_fp8_weight_gradient` means the same for products
-    of fp8 matrices.
+    of fp8 matrices, and `adds_output_gradient` for those of the output layer.
     """
 
     flash_attention: bool | None = None
@@ -144,6 +144,7 @@ class KernelTraits(_Part):
     exchanges_heads: bool = False
     fuses_weight_gradient: bool = False
     fuses_fp8_weight_gradient: bool = False
+    adds_output_gradient: bool = False
 
 
 class Group(_Part):

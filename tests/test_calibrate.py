@@ -2,14 +2,23 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
+import torch
 
+from megabench.calibrate.fp8_products import fp8_cost, num_fp8_measurements
 from megabench.calibrate.links import _link_cost
-from megabench.cost import network
-from megabench.cost.profile import LinkCost, read_profile
+from megabench.calibrate.timers import Bench
+from megabench.cost import compute, network
+from megabench.cost.compute import Machine
+from megabench.cost.job import Product
+from megabench.cost.profile import Fp8Cost, LinkCost, Measurement, profile_for, read_profile
 from megabench.hardware.topology import Host, build
+from megabench.models.find import find_model
 from tests.comparison.compare_process import REPOSITORY
 
 
@@ -29,7 +38,8 @@ def test_a_machine_becomes_a_profile(tmp_path: Path):
     assert {"product", "attention", "element-wise", "kernel launches", "all-gather", "send", "host copy"} <= kinds
     assert all(one.seconds > 0 for one in profile.measurements)
     assert profile.origin["memory_gb_per_s"] == "megabench calibrate" and "shm" in profile.origin["links"]
-    assert "not measured here" in profile.origin["*"]
+    assert "not measured here" in profile.origin["*"] and "fp8" not in profile.origin
+    assert profile.fp8 == profile_for("cpu").fp8
     planned = megabench("plan", "--cluster", "p5.48xlarge:1", "--profile", str(path))
     assert planned.returncode == 0 and "generic-here" in planned.stdout
 
@@ -49,6 +59,42 @@ def test_hosts_of_one_rank_say_nothing_of_what_compute_pays_inside_them(tmp_path
     assert ended.returncode == 0, ended.stderr
     origin = read_profile(path).origin
     assert "interference" not in origin and "socket" in origin["links"]
+
+
+class FakeBench(Bench):
+    """Runs each operation once on CPU, and takes the seconds that the cost model predicts."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(torch.device("cpu"))
+        self.machine = machine
+
+    def seconds(self, kind: str, operation: Callable[[], object], **sizes: float) -> float:
+        operation()
+        if kind == "fp8 cast":
+            seconds = compute.cast_seconds(self.machine, sizes["bytes"])
+        else:
+            product = cast(Product, kind.removeprefix("fp8 ").replace(" ", "_"))
+            seconds = compute.fp8_gemm_seconds(self.machine, product, sizes["m"], sizes["n"], sizes["k"])
+        self.measurements.append(Measurement(kind=kind, sizes=sizes, seconds=seconds))
+        return seconds
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "qwen3-0.6b"])
+def test_costs_of_fp8_are_fitted_to_measurements(model: str):
+    known = Fp8Cost(forward=0.62, input_gradient=0.58, weight_gradient=0.6, half_k=300, cast_share=0.8)
+    # memory does not limit even these small products
+    profile = profile_for("NVIDIA H200").model_copy(update={"fp8": known, "memory_gb_per_s": 1e9})
+    shape, peak = find_model(model), profile.peak("NVIDIA H200", "fp8")
+    bench = FakeBench(Machine(profile, peak, peak))
+    assert fp8_cost(bench, shape, 20, profile, peak).model_dump() == pytest.approx(known.model_dump())
+    assert len(bench.measurements) == num_fp8_measurements(shape, "NVIDIA H200")
+
+
+def test_fp8_is_measured_only_where_it_works():
+    llama = find_model("llama3-8b")
+    assert num_fp8_measurements(llama, "NVIDIA H100 80GB HBM3") == 3 * 4 * 2 + 1
+    assert not num_fp8_measurements(llama, "NVIDIA A100-SXM4-80GB") and not num_fp8_measurements(llama, "cpu")
+    assert not num_fp8_measurements(replace(llama, hidden_size=4104), "NVIDIA H100 80GB HBM3")
 
 
 @pytest.mark.parametrize(("ranks", "share"), [(4, 0.5), (2, 0.8)])

@@ -11,6 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megabench.calibrate.fp8_products import fp8_cost, num_fp8_measurements
 from megabench.calibrate.links import collective_launch, interference, links, num_link_measurements
 from megabench.calibrate.operations import (
     attention,
@@ -52,11 +53,11 @@ def calibrate(
     with the name of each measurement before the measurement starts.
     """
     topology = _topology(device, emulate_hosts)
-    total = num_device_measurements(shape)
+    base, num_fp8 = profile_for(device_name(device)), num_fp8_measurements(shape, device_name(device))
+    total = num_device_measurements(shape) + num_fp8
     if dist.get_world_size() > 1:
         total += num_link_measurements(topology, device.type)
     bench = Bench(device, lambda number, kind: show(f"measurement {number} of {total}: {kind}"))
-    base = profile_for(device_name(device))
     found: dict[str, object] = {}
     origin = {"*": f"not measured here: from the shipped profile {base.name}"}
 
@@ -75,6 +76,8 @@ def calibrate(
     note(peak_tflops={bench.precision: most / 1e12})
     profile = fit_products(base.model_copy(update=found), most, timed)
     note(gemm_efficiency=profile.gemm_efficiency, gemm_half_k=profile.gemm_half_k)
+    if num_fp8:
+        note(fp8=fp8_cost(bench, shape, tokens, profile, base.peak(device_name(device), "fp8")))
     forward, backward = attention(bench, shape, tokens)
     note(attention_forward=min(1.0, forward / most), attention_backward=min(1.0, backward / most))
     note(launch_seconds=launch(bench), host_copy_gb_per_s=host_copy(bench))

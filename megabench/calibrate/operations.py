@@ -23,7 +23,7 @@ _TINY_OPERATIONS = 200
 
 def num_device_measurements(shape: ModelShape) -> int:
     """Return how many measurements the functions of this module take together."""
-    return 5 * len(_tensor_parallel_sizes(shape)) + 6  # attention takes two, and each other operation one
+    return 5 * len(tensor_parallel_sizes(shape)) + 6  # attention takes two, and each other operation one
 
 
 def memory_rate(bench: Bench) -> float:
@@ -35,9 +35,15 @@ def memory_rate(bench: Bench) -> float:
     return 3 * a.nbytes / seconds / 1e9
 
 
-def _tensor_parallel_sizes(shape: ModelShape) -> list[int]:
+def tensor_parallel_sizes(shape: ModelShape) -> list[int]:
     """Return the tensor-parallel sizes whose matrix products are timed."""
     return [tp for tp in (1, 2, 4, 8) if shape.num_kv_heads % tp == 0 and shape.ffn_size % tp == 0]
+
+
+def layer_products(shape: ModelShape, tp: int) -> list[tuple[int, int]]:
+    """Return output and inner size of the matrix products of a layer's forward pass on a tensor-parallel rank."""
+    h, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return [((q + 2 * kv) // tp, h), (h, q // tp), (2 * shape.ffn_size // tp, h), (h, shape.ffn_size // tp)]
 
 
 def products(bench: Bench, shape: ModelShape, tokens: int) -> list[Measurement]:
@@ -45,11 +51,9 @@ def products(bench: Bench, shape: ModelShape, tokens: int) -> list[Measurement]:
 
     Each tp of 1, 2, 4 and 8 that divides the number of KV heads and the FFN size is timed.
     """
-    h, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     begun = len(bench.measurements)
-    for tp in _tensor_parallel_sizes(shape):
-        sizes = [((q + 2 * kv) // tp, h), (h, q // tp), (2 * shape.ffn_size // tp, h), (h, shape.ffn_size // tp)]
-        for n, k in [*sizes, (shape.vocab_size // tp, h)]:
+    for tp in tensor_parallel_sizes(shape):
+        for n, k in [*layer_products(shape, tp), (shape.vocab_size // tp, shape.hidden_size)]:
             a, b = bench.random(tokens, k), bench.random(n, k)
             bench.seconds("product", lambda a=a, b=b: a @ b.t(), m=tokens, n=n, k=k, tp=tp)  # type: ignore[misc]
     return bench.measurements[begun:]

@@ -407,6 +407,19 @@ def plan(
             help="Training dtype: bf16, fp16, fp8 (products inside blocks) or fp32 [default: bf16; fp32 on CPU].",
         ),
     ] = None,
+    fp8_recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tensorwise|bf16-gradients",
+            help="Products in fp8: all, or only those of the forward pass [default: tensorwise].",
+        ),
+    ] = None,
+    num_layers_at_start_in_bf16: Annotated[
+        int, typer.Option(min=0, help="Number of first blocks that fp8 runs keep in bf16.")
+    ] = 0,
+    num_layers_at_end_in_bf16: Annotated[
+        int, typer.Option(min=0, help="Number of last blocks that fp8 runs keep in bf16.")
+    ] = 0,
     profile: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Profile written by megabench calibrate [default: a shipped profile]."),
@@ -452,6 +465,9 @@ def plan(
         top=max(top, plan_table.MOST_TOLD),
         emulate_hosts=emulate_hosts,
         precision=precision,
+        fp8_recipe=fp8_recipe,
+        num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
+        num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
     )
     if cluster and len(cluster) > 1:
         plans = compare_clusters.make_plans(cluster, make)

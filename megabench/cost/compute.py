@@ -6,7 +6,7 @@ All times are for one rank and one micro-batch.
 from dataclasses import dataclass
 from math import ceil
 
-from megabench.cost.job import Job, Product
+from megabench.cost.job import FUSED_LOSS_CHUNK, Job, Product
 from megabench.cost.profile import Profile
 
 # sizes of the output tile of a thread block (CUTLASS, "Efficient GEMM"); large tiles reach the peak FLOP/s
@@ -21,7 +21,7 @@ _KERNELS_FP8 = 12  # additional kernels with fp8 products: zero the largest valu
 _FIND_AMAX, _READ_BF16, _READ_FP8, _WRITE_FP8 = 2, 2, 1, 1
 _CAST_KNOWN_AMAX = _READ_BF16 + _WRITE_FP8  # in one layout
 _CAST_ONE_LAYOUT = _FIND_AMAX + _CAST_KNOWN_AMAX
-_CAST = _CAST_ONE_LAYOUT + _WRITE_FP8
+CAST = _CAST_ONE_LAYOUT + _WRITE_FP8
 _TRANSPOSE = _READ_FP8 + _WRITE_FP8
 _LONG = 8192  # inner size of the calibration product, which has the full efficiency
 _BACKWARD_ATTENTION = 2.5  # FLOPs of flash attention's backward pass ÷ forward pass (arXiv 2307.08691, section 3.1)
@@ -112,7 +112,7 @@ def weight_cast_seconds(machine: Machine, job: Job, parameters: float) -> float:
     """
     if not job.has_fp8_products:
         return 0.0
-    each = _CAST if job.has_fp8_gradients and job.stack.keeps_transposed else _CAST_ONE_LAYOUT
+    each = CAST if job.has_fp8_gradients and job.stack.keeps_transposed else _CAST_ONE_LAYOUT
     return cast_seconds(machine, job.fp8_share("forward") * each * parameters)
 
 
@@ -153,9 +153,9 @@ def _activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
     if not job.has_fp8_gradients:
         return _CAST_ONE_LAYOUT * (inputs + 2 * shape.hidden_size / tp), 0.0
     if tp == 1:
-        return _CAST * (inputs + 2 * shape.hidden_size), _CAST * (gradients + 2 * shape.hidden_size)
+        return CAST * (inputs + 2 * shape.hidden_size), CAST * (gradients + 2 * shape.hidden_size)
     gathered = _CAST_ONE_LAYOUT * 2 * shape.hidden_size / tp
-    return _CAST * inputs + gathered, _CAST * gradients + gathered + _TRANSPOSE * 4 * shape.hidden_size
+    return CAST * inputs + gathered, CAST * gradients + gathered + _TRANSPOSE * 4 * shape.hidden_size
 
 
 def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
@@ -241,8 +241,10 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
     """Return the seconds of the output layer and cross-entropy, forward and backward.
 
     The fused loss computes its gradients in forward (megabench/engines/common/cross_entropy.py). The fused loss reads
-    or writes each 16-bit logit 6 times, and moves 18 bytes per element of the weight gradient, which is zeroed, summed,
-    scaled and cast in fp32. Any other loss moves `loss_bytes` bytes per logit.
+    or writes each 16-bit logit 6 times. The product of each chunk of tokens adds to the weight gradient, which it reads
+    and writes. Without `adds_output_gradient`, this gradient is a temporary fp32 tensor, which is also zeroed and read,
+    and written in 16 bits. The result is read and added to the gradient buffer. Any other loss moves `loss_bytes` bytes
+    per logit.
     """
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
     rows = shape.vocab_size / tp
@@ -250,9 +252,13 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
     backward = gemm_seconds(machine, tokens, shape.hidden_size, rows)
     backward += gemm_seconds(machine, rows, shape.hidden_size, tokens)
     elements, weights = tokens * rows, rows * shape.hidden_size
-    accumulate = memory_seconds(machine, accumulated_bytes(job) * weights)
     if job.stack.fused_loss:
-        return forward + backward + memory_seconds(machine, 12 * elements + 18 * weights), accumulate
+        moved = 12 * elements + 8 * ceil(elements / FUSED_LOSS_CHUNK) * weights
+        if job.stack.adds_output_gradient:
+            return forward + backward + memory_seconds(machine, moved), 0.0
+        accumulate = memory_seconds(machine, (2 * job.bytes_of_gradient + 4) * weights)
+        return forward + backward + memory_seconds(machine, moved + 8 * weights), accumulate
+    accumulate = memory_seconds(machine, accumulated_bytes(job) * weights)
     loss_forward, loss_backward = (memory_seconds(machine, size * elements) for size in job.stack.loss_bytes)
     return forward + loss_forward, backward + loss_backward + accumulate
 

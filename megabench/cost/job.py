@@ -12,6 +12,7 @@ from megabench.parallel.placement import Policy
 from megabench.precision import POLICIES, Fp8Recipe
 
 Recompute = Literal["none", "selective", "full"]
+FUSED_LOSS_CHUNK = 2**28  # elements of logits per chunk, as in engines/common/cross_entropy.py
 Product = Literal["forward", "input_gradient", "weight_gradient"]
 
 
@@ -27,6 +28,7 @@ class Stack:
     - `fused_loss`: the output layer and cross-entropy are computed in chunks. Any other loss reads and writes
       `loss_bytes` per logit, forward and backward. Megatron-LM's fp32 loss (cross_entropy.py) needs, in forward: cast 2
       + 4, maximum 4, sum 4, subtraction, exponential and division 4 + 4 each; in backward: scale 4 + 4, cast 4 + 2.
+    - `adds_output_gradient`: the products of the fused loss add the output layer's gradient to the gradient buffer.
     - `keeps_gathered`: inputs of tensor-parallel layers are not gathered again for backward.
     - `keeps_transposed`: kept fp8 weights are kept transposed as well, and not transposed in each backward pass.
     - `blocking_p2p`: pipeline stages wait for their sends, except with interleaving.
@@ -65,6 +67,7 @@ class Stack:
     overlaps_tp_forward: bool = False
     keeps_gathered: bool = False
     keeps_transposed: bool = True
+    adds_output_gradient: bool = False
     fuses_weight_gradient: bool = False
     fuses_fp8_weight_gradient: bool = False
     blocking_p2p: bool = True
@@ -84,8 +87,8 @@ class Stack:
 class Job:
     """The work of one optimizer step.
 
-    `bytes_of_gradient` is the size of one gradient element: 4 for fp32, 2 for bf16. `num_bf16_layers` is the number of
-    layers that an fp8 run keeps in bf16. All layers cost the mean of fp8 and bf16 layers, wherever the bf16 layers are.
+    `bytes_of_gradient` is the size of one gradient element: 4 for fp32, 2 for bf16. All layers of an fp8 run cost the
+    mean of its fp8 and bf16 layers, wherever the bf16 layers are.
     """
 
     shape: ModelShape
@@ -94,7 +97,8 @@ class Job:
     precision: str = "bf16"
     bytes_of_gradient: int = 4
     fp8_recipe: Fp8Recipe = "tensorwise"
-    num_bf16_layers: int = 0
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
     optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
     stack: Stack = field(default_factory=Stack)
 
@@ -157,7 +161,8 @@ class Job:
     def fp8_share(self, product: Product) -> float:
         """Return the share of the layers whose linear layers compute this product in fp8, from 0 to 1."""
         in_fp8 = self.has_fp8_products if product == "forward" else self.has_fp8_gradients
-        return 1 - self.num_bf16_layers / self.shape.num_layers if in_fp8 else 0.0
+        num_bf16_layers = self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16
+        return 1 - num_bf16_layers / self.shape.num_layers if in_fp8 else 0.0
 
     @property
     def has_fp8_products(self) -> bool:

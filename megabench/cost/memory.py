@@ -3,15 +3,13 @@
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from megabench.cost.job import Candidate, Job
+from megabench.cost.job import FUSED_LOSS_CHUNK, Candidate, Job
 
 # Measured peak memory ÷ predicted peak memory: mean and standard deviation over the 160 GPU trials in
 # benchmarks/*/results.jsonl, without gpt2-zero, fp8-engines and the faults that benchmarks/NOTES.md describes.
 _MEASURED_SHARE = NormalDist(1.022, 0.044)
 LIKELY = 0.8  # the least chance of a layout that counts as fitting
 MAY_FIT = 1.1  # predicted peak memory ÷ available memory up to which a layout may fit
-
-_FUSED_LOSS_CHUNK = 2**28  # elements of logits per chunk, as in engines/common/cross_entropy.py
 
 
 @dataclass(frozen=True)
@@ -110,13 +108,14 @@ def logit_bytes(job: Job, candidate: Candidate) -> float:
 
     Without the fused loss, fp32 logits exist twice: as values, and as softmax, which becomes the gradient. The 16-bit
     logits are freed before the softmax. The fused loss stores one chunk of bf16 logits, which their gradient
-    overwrites, and the gradient of the output layer's weight in fp32 and in 16 bits.
+    overwrites. Without `adds_output_gradient`, it also stores the gradient of the output layer's weight in fp32 and in
+    16 bits.
     """
     tokens = candidate.micro_batch * job.seq_length / candidate.layout.cp
     rows = job.shape.vocab_size / candidate.layout.tp
     if job.stack.fused_loss:
-        chunk = min(tokens * rows, _FUSED_LOSS_CHUNK)
-        return 2 * chunk + (4 + 2) * rows * job.shape.hidden_size
+        chunk = min(tokens * rows, FUSED_LOSS_CHUNK)
+        return 2 * chunk + (0 if job.stack.adds_output_gradient else 4 + 2) * rows * job.shape.hidden_size
     return 8 * tokens * rows
 
 

@@ -87,7 +87,8 @@ def _adviser(trial: PlannedTrial) -> "_Adviser | None":
         job_of(trial.record),
         shape=run.shape,
         fp8_recipe=run.fp8_recipe or "tensorwise",
-        num_bf16_layers=run.shape.num_layers - len(run.fp8_layers) if run.policy.has_fp8_products else 0,
+        num_layers_at_start_in_bf16=run.num_layers_at_start_in_bf16,
+        num_layers_at_end_in_bf16=run.num_layers_at_end_in_bf16,
     )
     estimate = _predict(job, trial.topology, candidate_of(trial.record))
     return _Adviser(trial, job, estimate, mib / 1024) if estimate else None

@@ -1,6 +1,7 @@
 """Check the input of the planner: a job, a topology and a profile. Loads no torch."""
 
 from pathlib import Path
+from typing import cast, get_args
 
 from megabench.config import ConfigError
 from megabench.cost.job import Job
@@ -9,7 +10,7 @@ from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
 from megabench.planner.search import Plan, plan
 from megabench.precision import POLICIES, Fp8Recipe
-from megabench.specs.fp8_check import check_linear_layers
+from megabench.specs.fp8_check import check_fp8_settings
 
 
 def make_plan(
@@ -24,8 +25,9 @@ def make_plan(
     emulate_hosts: int | None,
     num_processes: int | None = None,
     precision: str | None = None,
-    fp8_recipe: Fp8Recipe | None = None,
-    num_bf16_layers: int = 0,
+    fp8_recipe: str | None = None,
+    num_layers_at_start_in_bf16: int = 0,
+    num_layers_at_end_in_bf16: int = 0,
 ) -> Plan:
     """Return the plan for a model on a cluster, or on `num_processes` of this machine.
 
@@ -44,6 +46,8 @@ def make_plan(
         raise ConfigError(f"grad_dtype={grad_dtype!r} is unknown; use fp32 or bf16")
     if precision is not None and precision not in POLICIES:
         raise ConfigError(f"precision={precision!r} is unknown; use {', '.join(POLICIES)}")
+    if fp8_recipe is not None and fp8_recipe not in get_args(Fp8Recipe):
+        raise ConfigError(f"fp8_recipe={fp8_recipe!r} is unknown; use {' or '.join(get_args(Fp8Recipe))}")
     shape = find_model(model, num_layers)
     topology = find_topology(cluster, num_processes, Layout(), False, emulate_hosts)
     device = topology.hosts[0].device
@@ -59,21 +63,17 @@ def make_plan(
             f"smaller seq_length"
         )
     precision = precision or ("fp32" if device == "cpu" else "bf16")
-    policy = POLICIES[precision]
-    for name, value in (("seq_length", seq_length), ("global_batch", global_batch), ("top", top)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} must be a positive number")
-    if grad_dtype not in policy.grad_dtypes:
+    if grad_dtype not in POLICIES[precision].grad_dtypes:
         raise ConfigError(f"grad_dtype={grad_dtype} does not work with precision={precision}; use grad_dtype=fp32")
-    if policy.has_fp8_products:
-        check_linear_layers(shape, precision)
+    check_fp8_settings(shape, precision, fp8_recipe, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16)
     job = Job(
         shape=shape,
         seq_length=length,
         global_batch=global_batch or shape.global_batch,
         precision=precision,
         bytes_of_gradient=4 if grad_dtype == "fp32" else 2,
-        fp8_recipe=fp8_recipe or "tensorwise",
-        num_bf16_layers=num_bf16_layers,
+        fp8_recipe=cast(Fp8Recipe, fp8_recipe or "tensorwise"),
+        num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
+        num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
     )
     return plan(job, topology, read_profile(profile) if profile else profile_for(device), keep=top)

@@ -21,6 +21,7 @@ from megabench.parallel.axes import AXES
 from megabench.planner.candidates import COMPLICATIONS, complexity, settings_of
 from megabench.planner.engines import Costs, Estimate
 from megabench.planner.search import Plan, candidates
+from megabench.specs.fp8_check import FP8_SETTINGS
 from megabench.specs.registry import ENGINES
 
 _GIB = 2**30
@@ -273,11 +274,17 @@ def command(plan: Plan) -> str:
     return shlex.join(["torchrun", *where, "-m", "megabench.train", *run.flags()])
 
 
-def _precision_settings(plan: Plan) -> dict[str, str]:
+def _precision_settings(plan: Plan) -> dict[str, Any]:
     """Return the settings of the precision, unless they are the defaults of runs on this device."""
     job, is_cpu = plan.job, plan.topology.hosts[0].device == "cpu"
-    settings = {} if job.precision == ("fp32" if is_cpu else "bf16") else {"precision": job.precision}
-    return settings | ({"fp8_recipe": job.fp8_recipe} if job.has_fp8_products and not job.has_fp8_gradients else {})
+    settings: dict[str, Any] = {}
+    if job.precision != ("fp32" if is_cpu else "bf16"):
+        settings["precision"] = job.precision
+    if job.has_fp8_products:
+        settings |= {name: getattr(job, name) for name in FP8_SETTINGS}
+        if job.has_fp8_gradients:
+            del settings["fp8_recipe"]
+    return settings
 
 
 def certainty(plan: Plan) -> str:
@@ -370,6 +377,7 @@ def describe(plan: Plan, top: int) -> dict[str, Any]:
         "seq_length": plan.job.seq_length,
         "global_batch": plan.job.global_batch,
         "precision": plan.job.precision,
+        **{name: getattr(plan.job, name) if plan.job.has_fp8_products else None for name in FP8_SETTINGS},
         "profile": {
             "name": plan.profile.name,
             "kind": plan.profile.kind,

@@ -30,7 +30,8 @@ def job_of(record: RunRecord) -> Job:
         precision=record.precision,
         bytes_of_gradient=4 if record.grad_dtype == "fp32" else 2,
         fp8_recipe=cast(Fp8Recipe, fp8.recipe) if fp8 else "tensorwise",
-        num_bf16_layers=fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16 if fp8 else 0,
+        num_layers_at_start_in_bf16=fp8.num_layers_at_start_in_bf16 if fp8 else 0,
+        num_layers_at_end_in_bf16=fp8.num_layers_at_end_in_bf16 if fp8 else 0,
         optimizer=record.optimizer,  # type: ignore[arg-type]
         stack=_stack_of(record),
     )
@@ -48,6 +49,7 @@ def _stack_of(record: RunRecord) -> Stack:
         fused_loss=traits.fused_loss is not False,
         fuses_weight_gradient=traits.fuses_weight_gradient,
         fuses_fp8_weight_gradient=traits.fuses_fp8_weight_gradient,
+        adds_output_gradient=traits.adds_output_gradient,
         stages=stages,
         keeps_gathered=bool(record.options.get("keep_gathered")),
         keeps_transposed=bool(record.options.get("keep_transposed", True)),

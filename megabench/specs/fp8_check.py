@@ -11,30 +11,32 @@ FP8_SETTINGS = ("fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_
 
 def check_fp8(run: ResolvedRun) -> None:
     """Raise ConfigError if the run has fp8 settings without fp8 products, or if its model does not support them."""
+    check_fp8_settings(run.shape, run.precision, *(getattr(run, name) for name in FP8_SETTINGS))
     if not run.policy.has_fp8_products:
-        for name in FP8_SETTINGS:
-            if value := getattr(run, name):
-                others = " or ".join(name for name, policy in POLICIES.items() if policy.has_fp8_products)
-                raise ConfigError(f"{name}={value} works only with precision={others}, not {run.precision}; omit it")
         return
-    shape = run.shape
-    check_linear_layers(shape, run.precision)
     if run.kernels == "reference":
         raise ConfigError(f"precision={run.precision} does not work with kernels=reference; use kernels=auto")
-    if run.num_layers_at_start_in_bf16 + run.num_layers_at_end_in_bf16 >= shape.num_layers:
-        raise ConfigError(
-            f"num_layers_at_start_in_bf16={run.num_layers_at_start_in_bf16} and num_layers_at_end_in_bf16="
-            f"{run.num_layers_at_end_in_bf16} leave none of the {shape.num_layers} layers in fp8; use smaller numbers, "
-            f"or precision=bf16"
-        )
     _check_sizes(run)
 
 
-def check_linear_layers(shape: ModelShape, precision: str) -> None:
-    """Raise ConfigError if the model's blocks have no linear layers that fp8 products support."""
+def check_fp8_settings(
+    shape: ModelShape, precision: str, fp8_recipe: str | None, num_at_start: int, num_at_end: int
+) -> None:
+    """Raise ConfigError if there are `FP8_SETTINGS` without fp8 products, or if the model does not support them."""
+    if not POLICIES[precision].has_fp8_products:
+        for name, value in zip(FP8_SETTINGS, (fp8_recipe, num_at_start, num_at_end), strict=True):
+            if value:
+                others = " or ".join(name for name, policy in POLICIES.items() if policy.has_fp8_products)
+                raise ConfigError(f"{name}={value} works only with precision={others}, not {precision}; omit it")
+        return
     if shape.foreign or not shape.table.has_linear_layers:
         name = "no known linear layers" if shape.foreign else "no linear layers in fp8"
         raise ConfigError(f"precision={precision}: {shape.name} has {name}; use precision=bf16")
+    if num_at_start + num_at_end >= shape.num_layers:
+        raise ConfigError(
+            f"num_layers_at_start_in_bf16={num_at_start} and num_layers_at_end_in_bf16={num_at_end} leave none of the "
+            f"{shape.num_layers} layers in fp8; use smaller numbers, or precision=bf16"
+        )
 
 
 def check_keep_transposed(run: ResolvedRun, keep_transposed: bool, keeps_casts: bool) -> None:

@@ -50,7 +50,8 @@ class Planning:
             num_processes=num_processes,
             precision=run.precision,
             fp8_recipe=run.fp8_recipe,
-            num_bf16_layers=run.num_layers_at_start_in_bf16 + run.num_layers_at_end_in_bf16,
+            num_layers_at_start_in_bf16=run.num_layers_at_start_in_bf16,
+            num_layers_at_end_in_bf16=run.num_layers_at_end_in_bf16,
         )
         if plan.topology.world_size != num_processes:
             raise StudyError(

@@ -7,11 +7,12 @@ import pytest
 from megabench.config import ConfigError
 from megabench.cost import compute, network
 from megabench.cost.compute import Machine
-from megabench.cost.job import Candidate, Job, Product
+from megabench.cost.job import FUSED_LOSS_CHUNK, Candidate, Job, Product
 from megabench.cost.profile import profile_for
+from megabench.engines.common import cross_entropy
 from megabench.parallel.layout import Layout
 from megabench.planner.make_plan import make_plan
-from megabench.planner.plan_table import command
+from megabench.planner.plan_table import command, describe
 from megabench.planner.predict import candidate_of, job_of
 from megabench.planner.search import candidates, plan
 from megabench.precision import Fp8Recipe
@@ -104,6 +105,27 @@ def test_the_weight_gradient_is_added_after_its_product():
     assert compute.accumulated_bytes(in_fp8(stack=stack), fp8_share=0.25) == 9
     stack = replace(stack, fuses_fp8_weight_gradient=True)
     assert compute.accumulated_bytes(in_fp8(stack=stack), fp8_share=1) == 8
+
+
+def test_the_output_gradient_is_added_by_the_products_of_the_loss():
+    """Bytes per parameter beside products and logits: 8 per chunk of tokens; without, 8 and 12 for another gradient."""
+    unlimited = Machine(H200.profile.model_copy(update={"memory_gb_per_s": 1e18}), H200.peak)
+    weights = job().embedding_parameters
+    assert cross_entropy._CHUNK_LOGITS == FUSED_LOSS_CHUNK
+    for micro_batch, chunks in ((1, 2), (2, 4)):  # a chunk has about 2,048 tokens
+        logits = 4096 * micro_batch * job().shape.vocab_size
+        for adds, forward, backward in ((True, 8 * chunks, 0), (False, 8 * chunks + 8, 12)):
+            work = job(
+                seq_length=4096, stack=replace(job().stack, adds_output_gradient=adds, fuses_weight_gradient=adds)
+            )
+            found, products = (compute.output_seconds(one, work, 1, 1, micro_batch) for one in (H200, unlimited))
+            moved = [(a - b) * H200.profile.memory_gb_per_s * 1e9 for a, b in zip(found, products, strict=True)]
+            assert moved == pytest.approx([12 * logits + forward * weights, backward * weights], rel=1e-6, abs=1)
+    saved = [
+        costs(job(stack=replace(job().stack, adds_output_gradient=adds)), FOUR).memory(megatron(FOUR)).logits
+        for adds in (False, True)
+    ]
+    assert saved[0] - saved[1] == 6 * weights
 
 
 @pytest.mark.parametrize(
@@ -219,7 +241,7 @@ def test_layers_in_bf16_cost_what_they_cost_in_bf16(candidate: Candidate, recipe
     """With 8 of 32 layers in bf16, costs are three quarters of those in fp8 and a quarter of those in bf16."""
     candidate = replace(candidate, micro_batch=4)  # large enough that no layer waits for the host
     work = in_fp8(fp8_recipe=recipe)
-    bf16, mixed, fp8 = (costs(one, FOUR) for one in (job(), replace(work, num_bf16_layers=8), work))
+    bf16, mixed, fp8 = (costs(one, FOUR) for one in (job(), replace(work, num_layers_at_end_in_bf16=8), work))
     seconds = [model.estimate(candidate).step_seconds for model in (bf16, mixed, fp8)]
     assert seconds[1] == pytest.approx(seconds[0] / 4 + 3 * seconds[2] / 4, rel=3e-3)
     for before, found, after in zip(*(astuple(model.memory(candidate)) for model in (bf16, mixed, fp8)), strict=True):
@@ -231,11 +253,10 @@ def test_a_record_tells_its_layers_in_bf16_and_whether_it_was_compiled():
     record = make_record(
         [5.0], engine="ddp", options={"compile": True}, precision="fp8", work_class=work_class(fp8=fp8)
     )
-    assert (job_of(record).num_bf16_layers, job_of(record).fp8_recipe) == (3, "bf16-gradients")
+    work = job_of(record)
+    assert (work.num_layers_at_start_in_bf16, work.num_layers_at_end_in_bf16) == (1, 2)
+    assert work.fp8_recipe == "bf16-gradients"
     assert candidate_of(record).is_compiled
-    assert make_plan(
-        *("llama3-8b", "p5e.48xlarge:1", 8192, 64, None, "fp32", None, 12, None), precision="fp8", num_bf16_layers=3
-    ).job.fp8_share("forward") == pytest.approx(29 / 32)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +314,13 @@ def test_a_plan_in_fp8_is_faster_and_its_command_says_so():
     plain, fp8 = planned("bf16"), planned("fp8")
     assert 1.15 < plain.ranked[0].step_seconds / fp8.ranked[0].step_seconds < 1.5
     assert command(fp8).endswith("--precision fp8") and "--precision" not in command(plain)
-    assert command(planned("fp8", fp8_recipe="bf16-gradients")).endswith("--precision fp8 --fp8-recipe bf16-gradients")
+    layers = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 2}
+    mixed = planned("fp8", fp8_recipe="bf16-gradients", **layers)
+    flags = "--fp8-recipe bf16-gradients --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 2"
+    assert command(mixed).endswith(f"--precision fp8 {flags}")
+    assert mixed.job.fp8_share("forward") == pytest.approx(29 / 32)
+    told, of_plain = describe(mixed, 1), describe(plain, 1)
+    assert told.items() >= {"fp8_recipe": "bf16-gradients", **layers}.items() and of_plain["fp8_recipe"] is None
 
 
 def test_fp8_that_a_gpu_a_profile_or_a_model_lacks_is_refused():
@@ -316,6 +343,11 @@ def test_the_command_line_plans_in_fp8():
         (("--cluster", "p4d.24xlarge:2", "--precision", "fp8"), "precision=fp8 needs Hopper GPUs or newer ones"),
         (("--cluster", "p5.48xlarge:1", "--precision", "fp4"), "precision='fp4' is unknown; use bf16, fp16, fp8"),
         (("--cluster", "p5.48xlarge:1", "--precision", "fp16", "--grad-dtype", "bf16"), "use grad_dtype=fp32"),
+        (("--cluster", "p5.48xlarge:1", "--fp8-recipe", "tensorwise"), "works only with precision=fp8, not bf16"),
+        (
+            ("--cluster", "p5.48xlarge:1", "--precision", "fp8", "--num-layers-at-end-in-bf16", "32"),
+            "leave none of the 32 layers in fp8",
+        ),
     ):
         ended = megabench("plan", *arguments)
         assert ended.returncode == 2 and not ended.stdout

@@ -67,7 +67,12 @@ def test_a_run_and_what_it_leaves(tmp_path: Path) -> None:
         ("tp", (0, 1)), ("tp", (2, 3)), ("pp", (0, 2)), ("pp", (1, 3)),
     }  # fmt: skip
     assert record.kernel_traits == KernelTraits(
-        flash_attention=True, fused_norm=True, fused_activation=False, fused_loss=True, fuses_weight_gradient=True
+        flash_attention=True,
+        fused_norm=True,
+        fused_activation=False,
+        fused_loss=True,
+        fuses_weight_gradient=True,
+        adds_output_gradient=True,
     )
     assert record.failure is None and (record.auto_settings, record.requested_kernels) == ([], "auto")
     assert record.command.endswith(f"--out {tmp_path / 'run'}") and "--tp 2 --pp 2" in record.command

@@ -186,6 +186,7 @@ def traits_for_megatron(run: ResolvedConfig) -> KernelTraits:
         exchanges_heads=_exchanges_heads(run),
         fuses_weight_gradient=fuses_blocks(run),
         fuses_fp8_weight_gradient=fuses_fp8_weight_gradient(run),
+        adds_output_gradient=adds_output_gradient(run),
     )
 
 
