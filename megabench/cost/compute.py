@@ -148,7 +148,7 @@ def _activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
     gradients = (q + 2 * kv + (job.ffn_matrices - 1) * shape.ffn_size) / tp
     if job.stack.delayed_scaling:  # norms and activations write fp8
         transposes = 0 if tp == 1 else _TRANSPOSE * 4 * shape.hidden_size
-        each = _CAST - _FIND_AMAX
+        each = CAST - _FIND_AMAX
         return each * q / tp, each * (gradients + 2 * shape.hidden_size / tp) + transposes
     if not job.has_fp8_gradients:
         return _CAST_ONE_LAYOUT * (inputs + 2 * shape.hidden_size / tp), 0.0

@@ -13,7 +13,7 @@ from megabench.cost.profile import read_profile
 from tools.planner_validation.collectives import read_collectives
 from tools.planner_validation.draw import draw
 from tools.planner_validation.internevo import read_internevo
-from tools.planner_validation.own import read_own
+from tools.planner_validation.own import is_disturbed, read_own
 from tools.planner_validation.profiles import (
     Measurements,
     fitted_profiles,
@@ -56,6 +56,8 @@ _INTRODUCTION = """# How good the planner is
 - **Omitted memory.** Every line omits the memory of FSDP2, and of DDP with several micro-batches, in the studies in
   which these engines stored the gradients twice.
 - **Outliers.** All figures include the rows of the sweep that no layout explains (see playbook-sweep.md).
+- **Disturbed studies.** In engines-4-gpus, a fault switched torch.compile off. In fp8-engines, other programs used the
+  same GPUs, as its records say.
 - **Own records.** options-4-gpus is fitted and engines-bf16 is held out. Before the H200 was calibrated, with older
   records, engines-bf16 was fitted and options-4-gpus was held out.
 
@@ -152,7 +154,11 @@ def _own_parts(own: Sequence[Row]) -> Parts:
     for row in others:
         where = "emulated hosts" if len(row.topology.hosts) > 1 else "one host"
         by_hosts[where].append(_without_memory(row) if is_memory_fitted(row) else row)
-    found += [(f"own H200 records, all others on {where}", rows) for where, rows in by_hosts.items()]
+    for where, rows in by_hosts.items():
+        found.append((f"own H200 records, all others on {where}", rows))
+        if any(map(is_disturbed, rows)):
+            rest = [row for row in rows if not is_disturbed(row)]
+            found.append((f"own H200 records, all others on {where}, without disturbed studies", rest))
     for name in dict.fromkeys(row.source.name for row in others):
         rows = [row for row in others if row.source.name == name]
         found.append((f"own H200 records, {name}{' (memory fitted)' * is_memory_fitted(rows[0])}", rows))

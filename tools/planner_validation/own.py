@@ -15,6 +15,7 @@ from tools.planner_validation.sources import Source
 
 # studies with known faults, which benchmarks/NOTES.md describes
 _FAULTS = {"engines-4-gpus": " (torch.compile off by a fault)"}
+_SHARED = " (other programs used the GPUs)"
 # Studies in which FSDP2, and DDP with several micro-batches, stored the gradients twice (see benchmarks/NOTES.md). This
 # fault has been fixed, so the validation ignores the peak memory of both engines in these studies.
 _GRADIENTS_HELD_TWICE = (
@@ -38,8 +39,9 @@ def read_own(folder: Path) -> list[Row]:
     rows: list[Row] = []
     seen: set[tuple[float, ...]] = set()  # one run can be part of two studies
     for path in sorted(folder.glob("*/results.jsonl")):
-        name = path.parent.name + _FAULTS.get(path.parent.name, "")
         records, trials = read_records(path), dict[str, list[Row]]()
+        shares = any(machine.num_other_gpu_processes for record in records for machine in record.machines)
+        name = path.parent.name + _FAULTS.get(path.parent.name, _SHARED if shares else "")
         for record in records:
             steps = tuple(record.step_seconds.all) if record.step_seconds else ()
             if steps not in seen and (row := row_of(record, records)):
@@ -49,6 +51,11 @@ def read_own(folder: Path) -> list[Row]:
                 trials.setdefault(record.trial, []).append(replace(row, source=replace(_SOURCE, name=name)))
         rows += map(_mean, trials.values())
     return rows
+
+
+def is_disturbed(row: Row) -> bool:
+    """Return whether a fault or another program disturbed the row's study."""
+    return row.source.name.endswith((_SHARED, *_FAULTS.values()))
 
 
 def _held_twice(row: Row) -> bool:
