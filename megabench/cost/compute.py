@@ -254,7 +254,7 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
     elements, weights = tokens * rows, rows * shape.hidden_size
     if job.stack.fused_loss:
         moved = 12 * elements + 8 * ceil(elements / FUSED_LOSS_CHUNK) * weights
-        if job.stack.adds_output_gradient:
+        if job.adds_output_gradient:
             return forward + backward + memory_seconds(machine, moved), 0.0
         accumulate = memory_seconds(machine, (2 * job.bytes_of_gradient + 4) * weights)
         return forward + backward + memory_seconds(machine, moved + 8 * weights), accumulate

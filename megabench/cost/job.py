@@ -1,7 +1,7 @@
 """The input of a prediction: the work of a step, the training program, and a candidate layout. Loads no torch."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -67,8 +67,8 @@ class Stack:
     overlaps_tp_forward: bool = False
     keeps_gathered: bool = False
     keeps_transposed: bool = True
-    adds_output_gradient: bool = False
-    fuses_weight_gradient: bool = False
+    adds_output_gradient: bool = True
+    fuses_weight_gradient: bool = True
     fuses_fp8_weight_gradient: bool = False
     blocking_p2p: bool = True
     bucket_parameters: float = 40e6
@@ -163,6 +163,23 @@ class Job:
         in_fp8 = self.has_fp8_products if product == "forward" else self.has_fp8_gradients
         num_bf16_layers = self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16
         return 1 - num_bf16_layers / self.shape.num_layers if in_fp8 else 0.0
+
+    @property
+    def adds_output_gradient(self) -> bool:
+        """Whether products add the output layer's gradient to its buffer.
+
+        They do not if the embedding has the same weight, if the loss is scaled, or if the buffer is in 16 bits.
+        """
+        policy, is_tied = POLICIES[self.precision], self.shape.tied_embeddings
+        possible = not is_tied and not policy.scales_loss and self.bytes_of_gradient == 4
+        return possible and self.stack.adds_output_gradient
+
+    def without_added_gradients(self) -> "Job":
+        """Return the job in a program whose products write gradients instead of adding to a buffer."""
+        plain = replace(
+            self.stack, adds_output_gradient=False, fuses_weight_gradient=False, fuses_fp8_weight_gradient=False
+        )
+        return replace(self, stack=plain)
 
     @property
     def has_fp8_products(self) -> bool:

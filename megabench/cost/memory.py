@@ -115,7 +115,7 @@ def logit_bytes(job: Job, candidate: Candidate) -> float:
     rows = job.shape.vocab_size / candidate.layout.tp
     if job.stack.fused_loss:
         chunk = min(tokens * rows, FUSED_LOSS_CHUNK)
-        return 2 * chunk + (0 if job.stack.adds_output_gradient else 4 + 2) * rows * job.shape.hidden_size
+        return 2 * chunk + (0 if job.adds_output_gradient else 4 + 2) * rows * job.shape.hidden_size
     return 8 * tokens * rows
 
 

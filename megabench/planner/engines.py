@@ -47,12 +47,15 @@ class Costs:
     def __init__(self, job: Job, topology: Topology, profile: Profile) -> None:
         self.job, self.profile = job, profile
         self.base = Base(job, topology, profile)
-        self._models = {name: spec.cost(self.base) for name, spec in ENGINES.items()}
+        plain = Base(job.without_added_gradients(), topology, profile)
+        bases = {name: self.base if spec.adds_gradients else plain for name, spec in ENGINES.items()}
+        self._jobs = {name: base.job for name, base in bases.items()}
+        self._models = {name: spec.cost(bases[name]) for name, spec in ENGINES.items()}
         self.available_bytes = profile.available_bytes(topology.hosts[0].device)
         self.usable_bytes = likely_bytes(self.available_bytes)
 
     def memory(self, candidate: Candidate) -> Memory:
-        return ENGINES[candidate.engine].memory(self.job, candidate, self.profile)
+        return ENGINES[candidate.engine].memory(self._jobs[candidate.engine], candidate, self.profile)
 
     def missing_bytes(self, candidate: Candidate) -> float:
         """Return the bytes that the fullest GPU lacks for a likely fit, or a negative number if memory is left."""

@@ -78,7 +78,8 @@ class EngineSpec:
     `settings` declares the settings that not all engines have. `axes` are the parallel axes that the engine supports,
     and `recompute` its levels of recomputation. `sharding_stage` is the equivalent ZeRO stage, unless the run sets one.
     An engine with `needs_blocks` trains only models that have tensor-parallel blocks. An engine with `wants_queues` is
-    slower with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+    slower with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1). With `adds_gradients`, matrix products can add
+    weight gradients to their buffers.
 
     These functions read the settings of a run before and after it is resolved:
 
@@ -123,6 +124,7 @@ class EngineSpec:
     recompute: frozenset[str] = frozenset({"none", "full"})
     needs_blocks: bool = False
     wants_queues: bool = False
+    adds_gradients: bool = False
     read_file: Callable[[RunSettings, Mapping[str, Any]], Mapping[str, Any]] = lambda run, given: {}
     complete: Callable[[RunSettings], Mapping[str, Any]] = lambda run: {}
     check: Callable[[ResolvedRun], None] = lambda run: None

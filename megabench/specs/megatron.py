@@ -98,6 +98,7 @@ SPEC = EngineSpec(
     axes=frozenset({"tp", "pp", "vp", "cp", "dp"}),
     recompute=frozenset({"none", "selective", "full"}),
     needs_blocks=True,
+    adds_gradients=True,
     check=_check,
     environment=_environment,
     less_memory=lambda options: "a larger tp inside a host, or pp across hosts",

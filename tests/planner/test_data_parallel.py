@@ -21,7 +21,7 @@ def data_parallel(engine: str, recompute: Recompute = "none") -> Candidate:
 
 def bytes_a_parameter(engine: str, stage: int = 0, work=None, **settings) -> float:
     """What one micro-batch copies, beyond the 12 bytes of a gradient's sum in fp32."""
-    work = work or job()
+    work = (work or job()).without_added_gradients()
     candidate = Candidate(engine, Layout(dp=4), 1, Sharding(stage), **settings)
     found = DataParallel(costs(work, FOUR).base)
     rate = found.profile.memory_gb_per_s * 1e9

@@ -147,7 +147,7 @@ def test_what_a_program_does_costs_memory_and_time():
 
 
 def test_kept_gathers_save_time_and_cost_memory():
-    topology = hosts(2, 4)  # links so slow that products cannot hide what is sent
+    topology = hosts(2, 4, network_gbits=400)  # links so slow that products cannot hide what is sent
     candidate = megatron(topology, tp=8)
     plain, kept = (costs(job(stack=Stack(keeps_gathered=keeps)), topology) for keeps in (False, True))
     assert kept.estimate(candidate).step_seconds < plain.estimate(candidate).step_seconds

@@ -1,5 +1,7 @@
 """Properties of training programs that change a prediction."""
 
+from dataclasses import replace
+
 import pytest
 
 from megabench.cost import network
@@ -7,7 +9,7 @@ from megabench.cost.geometry import Geometry
 from megabench.cost.job import Stack
 from megabench.cost.profile import profile_for
 from megabench.parallel.layout import Layout
-from tests.planner.jobs import costs, hosts, job, megatron
+from tests.planner.jobs import costs, hosts, job, megatron, zero
 
 
 def parts(topology, stack: Stack, precision: str = "bf16", **sizes: int) -> dict[str, float]:
@@ -49,3 +51,16 @@ def test_broadcasts_of_whole_tensors_pass_every_rank():
     where = Geometry.of(hosts(16, 8), Layout().with_world_size(128), "topology").world
     one, many = (network.broadcast_seconds(profile, where, 1e9, calls) for calls in (1, 101))
     assert many - one == pytest.approx(100 * (profile.links["efa"].base_seconds + 127 * hop))
+
+
+def test_only_the_megatron_engine_adds_gradients_to_their_buffers():
+    topology = hosts(1, 8)
+    adding, plain = (costs(work, topology) for work in (job(), job().without_added_gradients()))
+    candidate = megatron(topology, tp=2)
+    assert adding.estimate(candidate).step_seconds < plain.estimate(candidate).step_seconds
+    assert adding.memory(candidate).logits < plain.memory(candidate).logits
+    for engine in (zero(topology), replace(zero(topology), engine="fsdp"), replace(zero(topology, 0), engine="ddp")):
+        assert adding.estimate(engine).step_seconds == plain.estimate(engine).step_seconds
+        assert adding.memory(engine) == plain.memory(engine)
+    tied = job("gpt2", seq_length=1024)
+    assert not tied.adds_output_gradient and not job(bytes_of_gradient=2).adds_output_gradient

@@ -18,6 +18,7 @@ _STACK = Stack(
     fused=False,
     fused_loss=False,
     overlaps_parameters=False,
+    fuses_weight_gradient=False,
     bucket_parameters=512 * 2**20,
     stages="even",
     broadcasts_tensors=True,

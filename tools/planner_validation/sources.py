@@ -39,7 +39,6 @@ MEGATRON_2021 = Stack(
     dropout=True,
     overlaps_gradients=False,
     overlaps_parameters=False,
-    fuses_weight_gradient=True,
     stages="even",
 )
 MEGATRON_2022 = replace(MEGATRON_2021, sequence_parallel=True)
@@ -52,6 +51,7 @@ _NANOTRON = Stack(
     fused_loss=False,
     overlaps_parameters=False,
     overlaps_sharded_gradients=False,
+    fuses_weight_gradient=False,
     bucket_parameters=12.5e6,
     buckets_on_all_stages=True,
     stages="filled",
@@ -64,7 +64,6 @@ NEMO = Stack(
     chunks_by_flash_2=False,
     exchanges_heads=False,
     fused_loss=False,
-    fuses_weight_gradient=True,
     fuses_fp8_weight_gradient=True,
     delayed_scaling=True,
     blocking_p2p=False,
