@@ -194,12 +194,12 @@ def _measured_constants(host: Host, collectives: Sequence[Collective]) -> list[s
 
     The time per hop and the bandwidth need several sizes, and the base time needs groups of several lengths. With one
     size, only the time per hop is fitted, because degraded networks differ from healthy ones in this constant
-    (benchmarks/NOTES.md).
+    (benchmarks/NOTES.md). The bandwidth comes first, because the search would otherwise explain it with longer hops.
     """
     link, sizes = host.network, {one.num_bytes for one in collectives if one.num_bytes >= _LARGE}
     names = [f"{link}.hop_seconds"]
     if len(sizes) > 1:
-        names.append(f"{link}.efficiency" if host.network_gbits else f"{link}.gb_per_s")
+        names.insert(0, f"{link}.efficiency" if host.network_gbits else f"{link}.gb_per_s")
         if len({one.num_ranks for one in collectives}) > 1:
             names.append(f"{link}.base_seconds")
     if any(one.kind == "all_reduce" for one in collectives):
