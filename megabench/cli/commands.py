@@ -35,6 +35,14 @@ _EmulateHosts = Annotated[
 _Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages.")]
 _Vp = Annotated[int, typer.Option(min=1, help="Model chunks per pipeline stage.")]
 _Cp = Annotated[int, typer.Option(min=1, help="Context-parallel size.")]
+_Fabric = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Measured network between hosts: output of nccl-tests, or a profile of megabench calibrate on several "
+        "hosts.",
+    ),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 # commands in modules that take about a second to import, with their summaries
@@ -411,6 +419,7 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="Profile written by megabench calibrate [default: a shipped profile]."),
     ] = None,
+    fabric: _Fabric = None,
     top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 12,
     emulate_hosts: _EmulateHosts = None,
     explain: Annotated[
@@ -441,6 +450,8 @@ def plan(
     if explain is not None and (tokens or len(cluster or ()) > 1):
         other = "--tokens" if tokens else "several --cluster"
         raise UserError(f"--explain shows one trial on one cluster and does not work with {other}. Omit one of them.")
+    if fabric and len(cluster or ()) > 1:
+        raise UserError(f"--fabric {fabric} describes one network. Use it with one --cluster.")
     make = partial(
         make_plan,
         model,
@@ -452,6 +463,7 @@ def plan(
         top=max(top, plan_table.MOST_TOLD),
         emulate_hosts=emulate_hosts,
         precision=precision,
+        fabric=fabric,
     )
     if cluster and len(cluster) > 1:
         plans = compare_clusters.make_plans(cluster, make)

@@ -7,19 +7,17 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from megabench.cost import network
 from megabench.cost.fitting import descend
 from megabench.cost.network import Span
 from megabench.cost.profile import Profile
 from megabench.hardware.topology import Host, Link, Topology
-from megabench.parallel.placement import LINK_NAMES
 from megabench.settings.reading import ConfigError
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
-SLOW_SHARE = 0.75  # a network below this share of the expected bandwidth is reported as slow
 _LARGE = 1e6  # bytes; smaller collectives do not represent training
 
 
@@ -149,38 +147,6 @@ class Fabric:
     def shares(self, profile: Profile, topology: Topology) -> dict[Kind, float]:
         """Return the measured bandwidth of the largest collective of each kind, as a share of the profile's."""
         return {one.collective.kind: one.share for one in self.bandwidths(profile, topology)}
-
-
-def network_name(topology: Topology) -> str:
-    """Return the name of the network between the hosts, such as "EFA of p5.48xlarge"."""
-    host = topology.hosts[0]
-    rate = f" with {host.network_gbits:g} Gbit/s" if host.network_gbits else ""
-    return LINK_NAMES[host.network] + (f" of {host.instance_type}" if host.instance_type else rate)
-
-
-def gb_per_s_text(rate: float) -> str:
-    """Return a bandwidth with two digits or more, such as "51 GB/s"."""
-    return f"{rate:,.0f} GB/s" if rate >= 10 else f"{rate:.2g} GB/s"
-
-
-def describe_fabric(fabric: Fabric, bandwidths: Sequence[Bandwidth]) -> dict[str, Any]:
-    """Return the bandwidths for JSON output."""
-    return {
-        "file": fabric.source,
-        "bandwidths": [
-            {
-                "kind": kind_name(one.collective.kind),
-                "num_hosts": one.collective.num_hosts,
-                "ranks_per_host": one.collective.ranks_per_host,
-                "groups_per_host": one.collective.groups_per_host,
-                "num_bytes": one.collective.num_bytes,
-                "gb_per_s": one.measured,
-                "expected_gb_per_s": one.expected,
-                "share": one.share,
-            }
-            for one in bandwidths
-        ],
-    }
 
 
 def inner_link(topology: Topology) -> Link | None:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megabench import UserError
+from megabench import UserError, cli
 from megabench.cost.fabric import Collective, Fabric, inner_link
 from megabench.cost.fabric_files import collectives_of, read_fabric
 from megabench.cost.profile import Measurement, Profile, profile_for
 from tests.planner.jobs import cluster
+from tests.planner.nccl_output import output
 
 TOPOLOGY = cluster("p5.48xlarge:8")
 HOST, INSIDE = TOPOLOGY.hosts[0], inner_link(TOPOLOGY)
@@ -100,3 +101,68 @@ def test_collectives_are_read_from_a_profile(tmp_path: Path):
 def test_a_topology_that_the_fabric_does_not_describe_is_refused(where, said):
     with pytest.raises(UserError, match=f"--fabric nccl.log .*{said}"):
         measured(H100).check(cluster(where))
+
+
+@pytest.fixture
+def plan(monkeypatch, capsys):
+    """Runs `megabench plan` for eight hosts in this process. Returns its exit status, its output and its errors."""
+
+    def run(*arguments: object, where: tuple[str, ...] = ("p5.48xlarge:8",)) -> tuple[int, str, str]:
+        options = [word for one in where for word in ("--cluster", one)]
+        monkeypatch.setattr("sys.argv", ["megabench", "plan", *options, *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run
+
+
+def written(folder: Path, fabric: Fabric) -> Path:
+    path = folder / "nccl.log"
+    path.write_text(output(fabric.collectives, "all_gather_perf", redop="none"))
+    return path
+
+
+def test_a_plan_says_what_a_slow_network_reaches(tmp_path: Path, plan):
+    path = written(tmp_path, measured(with_network(hop_seconds=1e-3), shapes=((8, 8, 1),)))
+    status, out, _ = plan("--fabric", path, "--global-batch", 64)
+    assert status == 0
+    note = out.splitlines()[2]
+    assert note.startswith(
+        f"Network as measured in {path}: all-gather over 8 hosts reaches 3.9 GB/s, 2% of what EFA of "
+    )
+    found = json.loads(plan("--fabric", path, "--global-batch", 64, "--json")[1])
+    assert found["fabric"]["file"] == str(path) and found["fabric"]["slowdown"] > 1
+    assert note.endswith(
+        f"p5.48xlarge should reach. It makes a step of the recommended layout {found['fabric']['slowdown']:.2f} × as "
+        f"long."
+    )
+    (bandwidth,) = found["fabric"]["bandwidths"]
+    assert (bandwidth["kind"], bandwidth["num_hosts"], bandwidth["ranks_per_host"]) == ("all-gather", 8, 8)
+    assert bandwidth["share"] == pytest.approx(bandwidth["gb_per_s"] / bandwidth["expected_gb_per_s"])
+    expected = json.loads(plan("--global-batch", 64, "--json")[1])
+    assert "fabric" not in expected
+    assert found["ranked"][0]["step_seconds"] > expected["ranked"][0]["step_seconds"]
+
+
+def test_a_plan_says_that_a_network_is_as_fast_as_expected(tmp_path: Path, plan):
+    path = written(tmp_path, measured(H100, shapes=((8, 8, 1),)))
+    _, out, _ = plan("--fabric", path)
+    assert out.splitlines()[2] == (
+        f"Network as measured in {path}: as fast as EFA of p5.48xlarge should be (all-gather over 8 hosts reaches "
+        f"173 GB/s, 100%)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (("p5.48xlarge:1",), "the cluster has one host"),
+        (("p5.48xlarge:8", "p5.48xlarge:4"), "describes one network. Use it with one --cluster."),
+    ],
+)
+def test_a_plan_that_cannot_use_the_fabric_is_refused(tmp_path: Path, plan, where, said):
+    path = written(tmp_path, measured(H100, shapes=((8, 8, 1),)))
+    status, out, error = plan("--fabric", path, where=where)
+    assert (status, out, error.count("\n")) == (2, "", 1) and said in error
