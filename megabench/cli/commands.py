@@ -314,14 +314,16 @@ def topo(
     ] = False,
     emulate_hosts: _EmulateHosts = None,
     model: Annotated[str | None, typer.Option(help="Also check that this model can be divided by the layout.")] = None,
+    fabric: _Fabric = None,
     as_json: _Json = False,
 ) -> None:
     """Show hosts, NVLink domains and GPUs, and the links of a layout's process groups.
 
     Describes this machine, the ranks of a launch (torchrun … -m megabench topo), or a cluster for planning. The
-    exit status is 2 if the layout is impossible.
+    exit status is 2 if the layout is impossible. With --fabric, also shows how fast the measured network is.
     """
     from megabench import topo as drawing
+    from megabench.cost.fabric_files import read_fabric
     from megabench.models.find import find_model
     from megabench.parallel.layout import Layout
     from megabench.parallel.placement import place
@@ -337,7 +339,10 @@ def topo(
         layout.check_model(shape, shape.seq_length)
     placed = place(topology, layout, policy, strict_placement)
     if launcher_rank() in (None, 0):
-        drawing.write(placed, layout, as_json)
+        measured = read_fabric(fabric) if fabric else None
+        if measured:
+            measured.check(topology)
+        drawing.write(placed, layout, as_json, measured)
 
 
 @app.command()

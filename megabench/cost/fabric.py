@@ -45,7 +45,7 @@ class Collective:
     def label(self) -> str:
         """The kind and the hosts, as text."""
         if self.kind == "send":
-            return f"send from {self.ranks_per_host} GPUs to the next host"
+            return f"send from {self.ranks_per_host} ranks to the next host"
         groups = f" in {self.groups_per_host} groups at once" if self.groups_per_host > 1 else ""
         return f"{kind_name(self.kind)} over {self.num_hosts} hosts{groups}"
 

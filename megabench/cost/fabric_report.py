@@ -18,8 +18,8 @@ def network_name(topology: Topology) -> str:
 
 
 def gb_per_s_text(rate: float) -> str:
-    """Return a bandwidth with two digits or more, such as "51 GB/s"."""
-    return f"{rate:,.0f} GB/s" if rate >= 10 else f"{rate:.2g} GB/s"
+    """Return a bandwidth with two or more digits, such as "51 GB/s"."""
+    return f"{rate:,.{0 if rate >= 10 else 1 if rate >= 1 else 2}f} GB/s"
 
 
 def slowest(bandwidths: Sequence[Bandwidth]) -> Bandwidth:

