@@ -218,6 +218,7 @@ def doctor(
             metavar="TYPE:COUNT[:GPUS]|FILE|NAME", help="Cluster on which the study will run [default: this machine]."
         ),
     ] = None,
+    fabric: _Fabric = None,
     as_json: _Json = False,
 ) -> None:
     """Report what makes a study's numbers untrustworthy, preliminary or slow, with evidence and a remedy.
@@ -230,7 +231,7 @@ def doctor(
     from megabench.terminal import standard_output
 
     source = path if path.is_dir() else find_study(path, "directory, study file")
-    write(standard_output(), findings_at(source, nproc, cluster), as_json)
+    write(standard_output(), findings_at(source, nproc, cluster, fabric), as_json)
 
 
 @app.command()
