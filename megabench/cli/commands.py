@@ -389,7 +389,8 @@ def calibrate(
 ) -> None:
     """Measure matrix products, attention, memory, launches, collectives and host copies in about a minute.
 
-    Starts one process per GPU. On several nodes: torchrun … -m megabench calibrate --out FILE.
+    Starts one process per GPU. On several nodes, also measures the network between them: torchrun … -m megabench
+    calibrate --out FILE.
     """
     from megabench.calibrate.measure import run
 

@@ -119,12 +119,14 @@ class Fabric:
                 f"--fabric {self.source} does not work with hosts that share an NVLink domain "
                 f"({topology.hosts[0].name}). Remove --fabric."
             )
-        num_ranks, measured = len(topology.ranks_by_host[0]), max(one.ranks_per_host for one in self.collectives)
-        if measured > num_ranks:
-            raise ConfigError(
-                f"--fabric {self.source} was measured with {measured} ranks per host, but the hosts of the cluster "
-                f"have {num_ranks}. Use a cluster with {measured} GPUs per host."
-            )
+        # a GPU uses only its own NICs, so fewer GPUs would make the network look slow
+        num_ranks = len(topology.ranks_by_host[0])
+        for one in self.collectives:
+            if (measured := one.ranks_per_host * one.groups_per_host) != num_ranks:
+                raise ConfigError(
+                    f"--fabric {self.source} was measured with {measured} ranks per host, but the hosts of the cluster "
+                    f"have {num_ranks}. Measure with {num_ranks} ranks per host."
+                )
 
     def profile_on(self, profile: Profile, topology: Topology) -> Profile:
         """Return the profile with the cost of the topology's network as measured."""

@@ -11,6 +11,7 @@ from megabench.cost.profile import Measurement, read_profile
 from megabench.settings.reading import ConfigError
 
 _KINDS = {kind_name(kind): kind for kind in KINDS}
+_SIZES = {"bytes", "hosts", "ranks_per_host", "groups_per_host"}  # of a measurement between hosts
 
 
 def read_fabric(path: Path) -> Fabric:
@@ -45,7 +46,7 @@ def collectives_of(measurements: Iterable[Measurement]) -> tuple[Collective, ...
             groups_per_host=int(one.sizes["groups_per_host"]),
         )
         for one in measurements
-        if one.kind in _KINDS and "hosts" in one.sizes
+        if one.kind in _KINDS and one.sizes.keys() >= _SIZES and one.seconds > 0
     )
 
 

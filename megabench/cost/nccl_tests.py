@@ -17,7 +17,9 @@ _KINDS: dict[str, Kind] = {
 _USABLE = ", ".join(f"{name}_perf" for name in _KINDS)
 _MOST_WRONG = 0.05  # largest relative difference of a bandwidth factor from that of a kind
 
-_TEST = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|alltoallv?|sendrecv|\w*broadcast|hypercube)_perf")
+_TEST = re.compile(
+    r"\b((?:all_)?reduce|(?:all_)?gather|(?:reduce_)?scatter|alltoallv?|sendrecv|broadcast|hypercube)_perf"
+)
 _RANK = re.compile(r"#\s+Rank\s+(?P<rank>\d+)(?:\s+Group\s+(?P<group>\d+))?\s+Pid\s+\d+\s+on\s+(?P<host>\S+)\s+device")
 _NUMBER = r"\d[\d.]*(?:e[+-]?\d+)?"
 # size, count and type; the operation of a reduction or "none"; the root, which not all versions print; and the

@@ -386,7 +386,7 @@ def _key(name: str) -> str:
 
 def describe(plan: Plan, top: int) -> dict[str, Any]:
     """Return the content of the plan as JSON."""
-    return _describe_network(plan) | {
+    return {
         "model": plan.job.shape.name,
         "world_size": plan.topology.world_size,
         "device": plan.topology.hosts[0].device,
@@ -411,7 +411,7 @@ def describe(plan: Plan, top: int) -> dict[str, Any]:
         "risky": [describe_estimate(estimate) for estimate in plan.risky],
         "baselines": [describe_estimate(estimate) for estimate in plan.baselines],
         "misfits": [describe_estimate(estimate) for estimate in plan.misfits],
-    }
+    } | _describe_network(plan)
 
 
 def _describe_network(plan: Plan) -> dict[str, Any]:

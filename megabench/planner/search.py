@@ -30,7 +30,7 @@ _MOST_RISKY = 3  # number of faster layouts to name that may not fit
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
-    """A measured network. `expected` is the profile without the measurements."""
+    """A measured network. `expected` is the profile with the network costs that are shipped for this GPU."""
 
     fabric: Fabric
     expected: Profile

@@ -96,6 +96,7 @@ def test_collectives_are_read_from_a_profile(tmp_path: Path):
         ("p5.48xlarge:1", "the cluster has one host. Remove --fabric"),
         ("gb200-nvl72", "does not work with hosts that share an NVLink domain"),
         ("p5.48xlarge:2:4", "was measured with 8 ranks per host, but the hosts of the cluster have 4"),
+        ("u-p6e-gb200x72:2", "does not work with hosts that share an NVLink domain"),
     ],
 )
 def test_a_topology_that_the_fabric_does_not_describe_is_refused(where, said):
@@ -140,6 +141,21 @@ def test_a_plan_says_what_a_slow_network_reaches(tmp_path: Path, plan):
     expected = json.loads(plan("--global-batch", 64, "--json")[1])
     assert "fabric" not in expected
     assert found["ranked"][0]["step_seconds"] > expected["ranked"][0]["step_seconds"]
+
+
+def test_the_network_of_a_calibrated_profile_is_not_the_expected_one(tmp_path: Path, plan):
+    """A profile that was measured on the slow hosts does not make their network look healthy."""
+    slow = with_network(hop_seconds=1e-3)
+    path = written(tmp_path, measured(slow, shapes=((8, 8, 1),)))
+    profile = tmp_path / "profile.json"
+    profile.write_text(slow.model_dump_json())
+    assert "GB/s, 2% of what EFA of" in plan("--fabric", path, "--profile", profile)[1]
+
+
+def test_fewer_gpus_per_host_are_refused():
+    """They would use a part of the NICs only."""
+    with pytest.raises(UserError, match=r"measured with 1 ranks per host, .* have 8. Measure with 8 ranks per host."):
+        measured(H100, shapes=((8, 1, 1),)).check(TOPOLOGY)
 
 
 def test_a_plan_says_that_a_network_is_as_fast_as_expected(tmp_path: Path, plan):
