@@ -15,6 +15,9 @@ from rich.text import Text
 
 from megabench.config import ConfigError
 from megabench.config.clusters import read_cluster
+from megabench.cost.fabric import Bandwidth, Fabric
+from megabench.cost.fabric_report import SLOW_SHARE, describe_fabric, fabric_sentence, gb_per_s_text, slowest
+from megabench.cost.profile import profile_for
 from megabench.hardware.facts import read_facts, visible_gpus
 from megabench.hardware.topology import Host, Topology, TopologyError, discover, from_facts, split
 from megabench.parallel.groups import groups_on
@@ -47,12 +50,31 @@ def find_topology(
     return split(topology, emulate_hosts) if emulate_hosts else topology
 
 
-def write(placement: Placement, layout: Layout, as_json: bool) -> None:
-    """Print the diagram or the JSON on standard output."""
+def write(placement: Placement, layout: Layout, as_json: bool, fabric: Fabric | None = None) -> None:
+    """Print the diagram or the JSON on standard output, with the measured network if it is given."""
+    topology, bandwidths = placement.topology, []
+    if fabric:
+        bandwidths = fabric.bandwidths(profile_for(topology.hosts[0].device), topology)
     if as_json:
-        print(json.dumps(describe(placement, layout), indent=2))
-    else:
-        show(Console(), placement, layout)
+        measured = {"fabric": describe_fabric(fabric, bandwidths)} if fabric else {}
+        print(json.dumps(describe(placement, layout) | measured, indent=2))
+        return
+    console = Console()
+    show(console, placement, layout)
+    if fabric:
+        _show_fabric(console, fabric, bandwidths, topology)
+
+
+def _show_fabric(console: Console, fabric: Fabric, bandwidths: Sequence[Bandwidth], topology: Topology) -> None:
+    """Print the measured and the expected bandwidth of each kind of collective, and whether the network is slow."""
+    table = Table("largest collective", "MB", "bus bandwidth", "expected", "share", box=box.MARKDOWN)
+    for one in bandwidths:
+        rates = [gb_per_s_text(rate) for rate in (one.measured, one.expected)]
+        table.add_row(one.collective.label, f"{one.collective.num_bytes / 1e6:,.0f}", *rates, f"{one.share:.0%}")
+    console.print(table)
+    is_slow = slowest(bandwidths).share < SLOW_SHARE
+    text = fabric_sentence(fabric, bandwidths, topology)
+    console.print(Text(f"{'WARNING: ' * is_slow}{text}", style="bold red" if is_slow else ""), soft_wrap=True)
 
 
 def _of_machine(num_processes: int | None, layout: Layout) -> Topology:

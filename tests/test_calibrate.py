@@ -10,14 +10,18 @@ from typing import cast
 import pytest
 import torch
 
+from megabench.calibrate.collectives import _shapes
 from megabench.calibrate.fp8_products import fp8_cost, num_fp8_measurements
-from megabench.calibrate.links import _link_cost
+from megabench.calibrate.links import _link_cost, num_link_measurements
+from megabench.calibrate.operations import num_device_measurements
 from megabench.calibrate.timers import Bench
+from megabench.config.clusters import read_cluster
 from megabench.cost import compute, network
 from megabench.cost.compute import Machine
+from megabench.cost.fabric_files import collectives_of, read_fabric
 from megabench.cost.job import Product
 from megabench.cost.profile import Fp8Cost, LinkCost, Measurement, profile_for, read_profile
-from megabench.hardware.topology import Host, build
+from megabench.hardware.topology import Host, build, split
 from megabench.models.find import find_model
 from tests.comparison.compare_process import REPOSITORY
 
@@ -95,6 +99,38 @@ def test_fp8_is_measured_only_where_it_works():
     assert num_fp8_measurements(llama, "NVIDIA H100 80GB HBM3") == 3 * 4 * 2 + 1
     assert not num_fp8_measurements(llama, "NVIDIA A100-SXM4-80GB") and not num_fp8_measurements(llama, "cpu")
     assert not num_fp8_measurements(replace(llama, hidden_size=4104), "NVIDIA H100 80GB HBM3")
+
+
+@pytest.mark.e2e
+def test_the_network_between_emulated_hosts_is_measured(tmp_path: Path):
+    path = tmp_path / "here.json"
+    ended = megabench("calibrate", "--out", str(path), "--model", "llama-tiny", "--nproc", "4", "--emulate-hosts", "2")
+    assert ended.returncode == 0, ended.stderr
+    profile = read_profile(path)
+    topology = split(build([(Host("host", "cpu", "shm", "socket"), 4, 4)]), 2)
+    shape = find_model("llama-tiny")
+    assert len(profile.measurements) == num_device_measurements(shape) + num_link_measurements(topology, "cpu")
+    found = read_fabric(path).collectives
+    assert found == collectives_of(profile.measurements) and all(one.seconds > 0 for one in found)
+    groups = {(one.num_hosts, one.ranks_per_host, one.groups_per_host) for one in found if one.kind != "send"}
+    assert groups == {(2, 2, 1), (2, 1, 2)}
+    assert {one.kind for one in found} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
+    links, shipped = profile.links, profile_for("cpu").links
+    assert links["socket"] != shipped["socket"] and links["shm"] != shipped["shm"]
+    assert links["efa"] == shipped["efa"] and "shm, socket" in profile.origin["links"]
+
+
+def test_groups_of_several_lengths_are_measured():
+    """Three hosts of two ranks: one ring of all, a ring of each local rank, and such rings over two hosts."""
+    host = Host("host", "cpu", "shm", "socket")
+    three = build([(replace(host, name=f"host-{number}"), 2, 2) for number in range(3)])
+    assert [(one.groups, one.num_hosts, one.ranks_per_host) for one in _shapes(three)] == [
+        ([[0, 1, 2, 3, 4, 5]], 3, 2),
+        ([[0, 2, 4], [1, 3, 5]], 3, 1),
+        ([[0, 2], [1, 3]], 2, 1),
+    ]
+    assert _shapes(build([(host, 4, 4)])) == []
+    assert _shapes(read_cluster("p6e-gb200.36xlarge:2")) == [], "one NVLink domain"
 
 
 @pytest.mark.parametrize(("ranks", "share"), [(4, 0.5), (2, 0.8)])

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from megabench import cli
+from megabench.cost.fabric import Collective
+from tests.planner.nccl_output import output
 
 CLUSTERS = Path(__file__).parents[1] / "configs/clusters"
 
@@ -42,6 +44,35 @@ def test_tp_in_hosts_and_pp_across(monkeypatch, capsys):
         {"kind": "efa", "num_pairs": 64, "gb_per_s": 50.0},
     ]
     assert found["warnings"] == []
+
+
+def test_a_measured_network(monkeypatch, capsys, tmp_path: Path):
+    """An all-gather of 256 MB between two hosts, far below the bandwidth of EFA."""
+    path, asked = tmp_path / "nccl.log", ("--cluster", "p5.48xlarge:2", "--tp", 8)
+    slow = Collective("all_gather", 2, 8, 2.56e8, 2.56e8 / 40e9)
+    path.write_text(output([slow], "all_gather_perf", redop="none"))
+    (found,) = as_json(monkeypatch, capsys, *asked, "--fabric", path)["fabric"]["bandwidths"]
+    assert found["kind"] == "all-gather" and found["gb_per_s"] == pytest.approx(slow.bus_gb_per_s, rel=1e-3)
+    assert found["share"] == pytest.approx(found["gb_per_s"] / found["expected_gb_per_s"]) and found["share"] < 0.75
+    assert topo(monkeypatch, *asked, "--fabric", path) == 0
+    shown = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in shown if line.startswith("| all-gather over 2 hosts | 256 | 38 GB/s")]
+    assert row.endswith(f"{found['share']:.0%}   |")
+    assert shown[-1].startswith(f"WARNING: Network as measured in {path}: all-gather over 2 hosts reaches 38 GB/s, ")
+    assert shown[-1].endswith("% of what EFA of p5.48xlarge should reach.")
+    assert "fabric" not in as_json(monkeypatch, capsys, *asked)
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("p5.48xlarge:1", "the cluster has one host"), ("p5.48xlarge:2:4", "hosts of the cluster have 4.")],
+)
+def test_a_measured_network_of_other_hosts_is_refused(monkeypatch, capsys, tmp_path: Path, where, said):
+    path = tmp_path / "nccl.log"
+    path.write_text(output([Collective("all_gather", 2, 8, 2.56e8, 0.01)], "all_gather_perf", redop="none"))
+    assert topo(monkeypatch, "--cluster", where, "--fabric", path) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
 
 
 def test_tp_over_hosts_is_a_warning_and_strictly_an_error(monkeypatch, capsys):

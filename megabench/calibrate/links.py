@@ -1,4 +1,4 @@
-"""Communication measurements: collectives and sends by link and size, and their interference with compute."""
+"""Communication measurements: launches, links inside hosts and between hosts, and interference with compute."""
 
 import time
 from collections.abc import Sequence
@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megabench.calibrate.collectives import between_hosts, num_measurements_between_hosts
 from megabench.calibrate.timers import Bench
 from megabench.cost import network
+from megabench.cost.fabric import Fabric
+from megabench.cost.fabric_files import collectives_of
 from megabench.cost.profile import LinkCost, Measurement, Profile
 from megabench.hardware.topology import Link, Topology
 from megabench.models.shape import ModelShape
@@ -76,27 +79,31 @@ def interference(bench: Bench, topology: Topology, tokens: int, shape: ModelShap
 
 
 def links(bench: Bench, topology: Topology, base: Profile) -> dict[Link, LinkCost]:
-    """Return the measured cost of each kind of link, inside hosts and across hosts.
+    """Return the measured cost of the link inside hosts and of the network between hosts.
 
-    All-gathers of several sizes run over pairs of ranks, over all ranks of each host, and over one rank
-    per host.
+    Inside hosts, all-gathers of several sizes run over pairs of ranks and over all ranks of each host. The cost of the
+    network is fitted to all kinds of collectives between hosts.
     """
     found: dict[Link, LinkCost] = {}
-    for groups in _groups_by_link(topology):
+    if groups := _groups_inside(topology):
         pairs = [ranks[:2] for ranks in groups]
         times = {len(some[0]): _gather_times(bench, some) for some in (pairs, groups)}
         where = network.span(topology, groups)
-        link = where.across or where.inside
-        assert link
-        found[link] = _link_cost(where, link, times, base.links[link])
+        assert where.inside
+        found[where.inside] = _link_cost(where, where.inside, times, base.links[where.inside])
         _send_times(bench, pairs)
+    between_hosts(bench, topology)
+    if collectives := collectives_of(bench.measurements):
+        inner = base.model_copy(update={"links": base.links | found})
+        link = topology.hosts[0].network
+        found[link] = Fabric("megabench calibrate", collectives).profile_on(inner, topology).links[link]
     return found
 
 
 def num_link_measurements(topology: Topology, device: str) -> int:
     """Return how many measurements `collective_launch`, `interference` and `links` take together."""
-    per_size = 3 * len(_groups_by_link(topology))  # each size is measured with two all-gathers and one send
-    return 1 + 4 * _overlaps(topology) + per_size * len(_SIZES[device])
+    inside = 3 * bool(_groups_inside(topology)) * len(_SIZES[device])  # two all-gathers and one send of each size
+    return 1 + 4 * _overlaps(topology) + inside + num_measurements_between_hosts(topology, device)
 
 
 def _overlaps(topology: Topology) -> bool:
@@ -104,13 +111,9 @@ def _overlaps(topology: Topology) -> bool:
     return min(map(len, topology.ranks_by_host)) > 1
 
 
-def _groups_by_link(topology: Topology) -> list[list[list[int]]]:
-    """Return the groups of ranks that communicate inside hosts, and the group across hosts, as far as they exist."""
-    by_host = [sorted(ranks) for ranks in topology.ranks_by_host]
-    kinds = [[ranks[: len(ranks) // 2 * 2] for ranks in by_host if len(ranks) > 1]]
-    if len(by_host) > 1:
-        kinds.append([[ranks[0] for ranks in by_host]])
-    return [groups for groups in kinds if groups]
+def _groups_inside(topology: Topology) -> list[list[int]]:
+    """Return the ranks of each host that has several, in even numbers."""
+    return [sorted(ranks)[: len(ranks) // 2 * 2] for ranks in topology.ranks_by_host if len(ranks) > 1]
 
 
 def _gather_times(bench: Bench, groups: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
@@ -156,22 +159,21 @@ def _link_cost(
     times: dict[int, list[tuple[float, float]]],
     before: LinkCost,
 ) -> LinkCost:
-    """Return the cost of a link. `times` maps a number of ranks to the (bytes, seconds) of their all-gathers.
+    """Return the cost of a link inside hosts.
 
-    The all-gathers of the most bytes determine the bandwidth. The all-gathers of the fewest bytes, once over two ranks
-    and once over the largest group, determine the base time and the time per hop.
+    `times` maps a number of ranks to the (bytes, seconds) of their all-gathers. The all-gathers of the most
+    bytes determine the bandwidth. The all-gathers of the fewest bytes, once over two ranks and once over the largest
+    group, determine the base time and the time per hop.
     """
     most = max(times)
     rates = {ranks: _bus_gb_per_s(ranks, found) for ranks, found in times.items()}
-    is_known = most > 2 and not where.across
+    is_known = most > 2
     pair_share = min(1.0, rates[2] / rates[most]) if is_known else before.pair_share
     rate = rates[most] if most > 2 else rates[most] / pair_share
     shortest = {ranks: found[0][1] for ranks, found in times.items()}
     hop = max(0.0, (shortest[most] - shortest[min(times)]) / (most - min(times))) if most > min(times) else 0.0
     hop = hop or before.hop_seconds
     stated = where.host.nvlink_gb_per_s if link == "nvlink" else None
-    if where.across and where.host.network_gbits:
-        stated = where.host.network_gbits / 8
     return LinkCost(
         efficiency=min(1.2, rate / stated) if stated else before.efficiency,
         base_seconds=max(0.0, shortest[min(times)] - hop * (min(times) - 1)),

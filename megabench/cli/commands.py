@@ -35,6 +35,14 @@ _EmulateHosts = Annotated[
 _Pp = Annotated[int, typer.Option(min=1, help="Pipeline stages.")]
 _Vp = Annotated[int, typer.Option(min=1, help="Model chunks per pipeline stage.")]
 _Cp = Annotated[int, typer.Option(min=1, help="Context-parallel size.")]
+_Fabric = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Measured network between hosts: output of nccl-tests, or a profile of megabench calibrate on several "
+        "hosts.",
+    ),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 # commands in modules that take about a second to import, with their summaries
@@ -210,6 +218,7 @@ def doctor(
             metavar="TYPE:COUNT[:GPUS]|FILE|NAME", help="Cluster on which the study will run [default: this machine]."
         ),
     ] = None,
+    fabric: _Fabric = None,
     as_json: _Json = False,
 ) -> None:
     """Report what makes a study's numbers untrustworthy, preliminary or slow, with evidence and a remedy.
@@ -222,7 +231,7 @@ def doctor(
     from megabench.terminal import standard_output
 
     source = path if path.is_dir() else find_study(path, "directory, study file")
-    write(standard_output(), findings_at(source, nproc, cluster), as_json)
+    write(standard_output(), findings_at(source, nproc, cluster, fabric), as_json)
 
 
 @app.command()
@@ -306,14 +315,16 @@ def topo(
     ] = False,
     emulate_hosts: _EmulateHosts = None,
     model: Annotated[str | None, typer.Option(help="Also check that this model can be divided by the layout.")] = None,
+    fabric: _Fabric = None,
     as_json: _Json = False,
 ) -> None:
     """Show hosts, NVLink domains and GPUs, and the links of a layout's process groups.
 
     Describes this machine, the ranks of a launch (torchrun … -m megabench topo), or a cluster for planning. The
-    exit status is 2 if the layout is impossible.
+    exit status is 2 if the layout is impossible. With --fabric, also shows how fast the measured network is.
     """
     from megabench import topo as drawing
+    from megabench.cost.fabric_files import read_fabric
     from megabench.models.find import find_model
     from megabench.parallel.layout import Layout
     from megabench.parallel.placement import place
@@ -329,7 +340,10 @@ def topo(
         layout.check_model(shape, shape.seq_length)
     placed = place(topology, layout, policy, strict_placement)
     if launcher_rank() in (None, 0):
-        drawing.write(placed, layout, as_json)
+        measured = read_fabric(fabric) if fabric else None
+        if measured:
+            measured.check(topology)
+        drawing.write(placed, layout, as_json, measured)
 
 
 @app.command()
@@ -375,7 +389,8 @@ def calibrate(
 ) -> None:
     """Measure matrix products, attention, memory, launches, collectives and host copies in about a minute.
 
-    Starts one process per GPU. On several nodes: torchrun … -m megabench calibrate --out FILE.
+    Starts one process per GPU. On several nodes, also measures the network between them: torchrun … -m megabench
+    calibrate --out FILE.
     """
     from megabench.calibrate.measure import run
 
@@ -424,6 +439,7 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="Profile written by megabench calibrate [default: a shipped profile]."),
     ] = None,
+    fabric: _Fabric = None,
     top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 12,
     emulate_hosts: _EmulateHosts = None,
     explain: Annotated[
@@ -454,6 +470,8 @@ def plan(
     if explain is not None and (tokens or len(cluster or ()) > 1):
         other = "--tokens" if tokens else "several --cluster"
         raise UserError(f"--explain shows one trial on one cluster and does not work with {other}. Omit one of them.")
+    if fabric and len(cluster or ()) > 1:
+        raise UserError(f"--fabric {fabric} describes one network. Use it with one --cluster.")
     make = partial(
         make_plan,
         model,
@@ -468,6 +486,7 @@ def plan(
         fp8_recipe=fp8_recipe,
         num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
         num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
+        fabric=fabric,
     )
     if cluster and len(cluster) > 1:
         plans = compare_clusters.make_plans(cluster, make)

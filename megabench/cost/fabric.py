@@ -6,7 +6,7 @@ Loads no torch.
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megabench.cost import network
@@ -14,6 +14,7 @@ from megabench.cost.fitting import descend
 from megabench.cost.network import Span
 from megabench.cost.profile import Profile
 from megabench.hardware.topology import Host, Link, Topology
+from megabench.settings.reading import ConfigError
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
@@ -39,6 +40,14 @@ class Collective:
     @property
     def num_ranks(self) -> int:
         return self.num_hosts * self.ranks_per_host
+
+    @property
+    def label(self) -> str:
+        """The kind and the hosts, as text."""
+        if self.kind == "send":
+            return f"send from {self.ranks_per_host} ranks to the next host"
+        groups = f" in {self.groups_per_host} groups at once" if self.groups_per_host > 1 else ""
+        return f"{kind_name(self.kind)} over {self.num_hosts} hosts{groups}"
 
     @property
     def bus_gb_per_s(self) -> float:
@@ -73,12 +82,51 @@ class Collective:
                 return network.send_seconds(profile, where, self.num_bytes, self.ranks_per_host)
 
 
+def kind_name(kind: Kind) -> str:
+    """Return the name of a kind in texts and in profiles, such as "all-gather"."""
+    return kind.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """The bus bandwidth of a measured collective, and the one that a profile expects of it, in GB/s."""
+
+    collective: Collective
+    measured: float
+    expected: float
+
+    @property
+    def share(self) -> float:
+        return self.measured / self.expected
+
+
 @dataclass(frozen=True)
 class Fabric:
     """The measured collectives between hosts of one network. `source` is the path of their file."""
 
     source: str
     collectives: tuple[Collective, ...]
+
+    def check(self, topology: Topology) -> None:
+        """Raise ConfigError if the collectives do not describe the network of the topology."""
+        if len(topology.hosts) == 1:
+            raise ConfigError(
+                f"--fabric {self.source} describes the network between hosts, but the cluster has one host. "
+                f"Remove --fabric, or use a cluster of several hosts."
+            )
+        if max(topology.node_of) + 1 < len(topology.hosts):
+            raise ConfigError(
+                f"--fabric {self.source} does not work with hosts that share an NVLink domain "
+                f"({topology.hosts[0].name}). Remove --fabric."
+            )
+        # a GPU uses only its own NICs, so fewer GPUs would make the network look slow
+        num_ranks = len(topology.ranks_by_host[0])
+        for one in self.collectives:
+            if (measured := one.ranks_per_host * one.groups_per_host) != num_ranks:
+                raise ConfigError(
+                    f"--fabric {self.source} was measured with {measured} ranks per host, but the hosts of the cluster "
+                    f"have {num_ranks}. Measure with {num_ranks} ranks per host."
+                )
 
     def profile_on(self, profile: Profile, topology: Topology) -> Profile:
         """Return the profile with the cost of the topology's network as measured."""
@@ -88,13 +136,19 @@ class Fabric:
         said = dict.fromkeys(names, f"measured between hosts ({self.source})")
         return found.model_copy(update={"origin": profile.origin | said})
 
+    def bandwidths(self, profile: Profile, topology: Topology) -> list[Bandwidth]:
+        """Return the bandwidth of the largest collective of each kind, next to the one that the profile expects."""
+        host, inside = topology.hosts[0], inner_link(topology)
+        largest = {one.kind: one for one in sorted(self.collectives, key=lambda one: (one.num_bytes, one.num_ranks))}
+        found = []
+        for one in (largest[kind] for kind in KINDS if kind in largest):
+            expected = replace(one, seconds=one.predicted(profile, host, inside))
+            found.append(Bandwidth(one, one.bus_gb_per_s, expected.bus_gb_per_s))
+        return found
+
     def shares(self, profile: Profile, topology: Topology) -> dict[Kind, float]:
         """Return the measured bandwidth of the largest collective of each kind, as a share of the profile's."""
-        host, inside = topology.hosts[0], inner_link(topology)
-        found: dict[Kind, float] = {}
-        for one in sorted(self.collectives, key=lambda one: (one.num_bytes, one.num_ranks)):
-            found[one.kind] = one.predicted(profile, host, inside) / one.seconds
-        return found
+        return {one.collective.kind: one.share for one in self.bandwidths(profile, topology)}
 
 
 def inner_link(topology: Topology) -> Link | None:
@@ -108,12 +162,12 @@ def _measured_constants(host: Host, collectives: Sequence[Collective]) -> list[s
 
     The time per hop and the bandwidth need several sizes, and the base time needs groups of several lengths. With one
     size, only the time per hop is fitted, because degraded networks differ from healthy ones in this constant
-    (benchmarks/NOTES.md).
+    (benchmarks/NOTES.md). The bandwidth comes first, because the search would otherwise explain it with longer hops.
     """
     link, sizes = host.network, {one.num_bytes for one in collectives if one.num_bytes >= _LARGE}
     names = [f"{link}.hop_seconds"]
     if len(sizes) > 1:
-        names.append(f"{link}.efficiency" if host.network_gbits else f"{link}.gb_per_s")
+        names.insert(0, f"{link}.efficiency" if host.network_gbits else f"{link}.gb_per_s")
         if len({one.num_ranks for one in collectives}) > 1:
             names.append(f"{link}.base_seconds")
     if any(one.kind == "all_reduce" for one in collectives):

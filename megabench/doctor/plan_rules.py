@@ -1,26 +1,35 @@
 """Records of a planned study: the requested settings of every run, without measurements. Rules of the planner."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megabench import UserError
 from megabench.config.clusters import read_cluster
 from megabench.config.requested_fields import auto_fields, requested_fields
+from megabench.cost.fabric import Fabric
+from megabench.cost.job import Job
+from megabench.doctor.fabric_rules import NetworkUser, rule_for
 from megabench.doctor.finding import Rule
-from megabench.doctor.planner_rules import PlannedTrial, rules_for
+from megabench.doctor.planner_rules import PlannedTrial, planned_job, rules_for
 from megabench.hardware.facts import read_facts, visible_gpus
+from megabench.hardware.gpus import find_instance
 from megabench.hardware.topology import Host, Topology, build, from_facts, split
 from megabench.parallel.groups import groups_on
 from megabench.parallel.placement import place
+from megabench.planner.predict import job_of
 from megabench.record import Environment, PlacementUsed, RunRecord
 from megabench.study.compare_request import Request
 from megabench.study.study import Study, StudyFile, Trial, plan_study
 
 
-def plan(source: Path, num_processes: int | None, cluster: str | None) -> tuple[list[RunRecord], str, tuple[Rule, ...]]:
+def plan(
+    source: Path, num_processes: int | None, cluster: str | None, fabric: Fabric | None = None
+) -> tuple[list[RunRecord], str, tuple[Rule, ...]]:
     """Return the planned records of the study file `source`, the name of its reference trial, and the planner's rules.
 
     With `cluster` (TYPE:COUNT[:GPUS], or a file), plan one process on each GPU of the cluster; otherwise plan for this
-    machine. Raises UserError if the study cannot be run.
+    machine. `fabric` is the measured network of the cluster. Raises UserError if the study cannot be run.
     """
     if cluster:
         topology = read_cluster(cluster)
@@ -34,7 +43,49 @@ def plan(source: Path, num_processes: int | None, cluster: str | None) -> tuple[
         for trial, planned in zip(study.trials, trials, strict=True)
         for repeat in range(trial.repeats)
     ]
-    return records, study.reference, rules_for(trials)
+    rules = rules_for(trials)
+    if fabric:
+        fabric.check(topology)
+        rules += (rule_for(fabric, _network_users((one.record, planned_job(one), one.topology) for one in trials)),)
+    return records, study.reference, rules
+
+
+def rule_for_records(records: Sequence[RunRecord], fabric: Fabric, cluster: str | None) -> Rule:
+    """Return the rule about the measured network of finished runs.
+
+    By default, the hosts have the instance type that the records name. Raises UserError if the records name none, or if
+    the fabric does not describe the network of the hosts.
+    """
+    topology = read_cluster(cluster or _cluster_of(records))
+    fabric.check(topology)
+    return rule_for(
+        fabric,
+        _network_users(
+            (record, job_of(record), _first_ranks(topology, record.world_size))
+            for record in records
+            if record.status == "ok" and record.world_size <= topology.world_size
+        ),
+    )
+
+
+def _cluster_of(records: Sequence[RunRecord]) -> str:
+    """Return the cluster of the run on the most hosts, as TYPE:COUNT:GPUS."""
+    widest = max(records, key=lambda record: record.num_hosts or 1)
+    types = {machine.instance_type for machine in widest.machines}
+    instance = find_instance(types.pop() or "") if len(types) == 1 else None
+    if instance is None:
+        raise UserError(
+            "--fabric needs the type of the hosts, but the records name no known instance type. Use --cluster with the "
+            "cluster that ran the study."
+        )
+    num_hosts = widest.num_hosts or 1
+    return f"{instance.name}:{num_hosts}:{widest.world_size // num_hosts}"
+
+
+def _network_users(trials: Iterable[tuple[RunRecord, Job, Topology]]) -> list[NetworkUser]:
+    """Return the trials on several hosts, without emulated ones."""
+    users = [NetworkUser(*trial) for trial in trials if len(trial[2].hosts) > 1]
+    return [user for user in users if not user.topology.emulated and not user.record.emulated_hosts]
 
 
 def _planned(trial: Trial, topology: Topology) -> PlannedTrial:

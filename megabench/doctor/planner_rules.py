@@ -77,19 +77,25 @@ def _predict(job: Job, topology: Topology, candidate: Candidate) -> Estimate | N
         return None
 
 
-def _adviser(trial: PlannedTrial) -> "_Adviser | None":
-    """Return the adviser of a trial, or None if the planner cannot predict the trial."""
-    devices, run = {host.device for host in trial.topology.hosts}, trial.run
-    mib = gpu_memory_mib(trial.topology.hosts[0].device)
-    if run.device == "cpu" or len(devices) > 1 or mib is None:
-        return None
-    job = replace(
+def planned_job(trial: PlannedTrial) -> Job:
+    """Return the job of a trial that has not run."""
+    run = trial.run
+    return replace(
         job_of(trial.record),
         shape=run.shape,
         fp8_recipe=run.fp8_recipe or "tensorwise",
         num_layers_at_start_in_bf16=run.num_layers_at_start_in_bf16,
         num_layers_at_end_in_bf16=run.num_layers_at_end_in_bf16,
     )
+
+
+def _adviser(trial: PlannedTrial) -> "_Adviser | None":
+    """Return the adviser of a trial, or None if the planner cannot predict the trial."""
+    devices, run = {host.device for host in trial.topology.hosts}, trial.run
+    mib = gpu_memory_mib(trial.topology.hosts[0].device)
+    if run.device == "cpu" or len(devices) > 1 or mib is None:
+        return None
+    job = planned_job(trial)
     estimate = _predict(job, trial.topology, candidate_of(trial.record))
     return _Adviser(trial, job, estimate, mib / 1024) if estimate else None
 

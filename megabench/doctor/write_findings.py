@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from megabench import UserError
+from megabench.cost.fabric_files import read_fabric
 from megabench.doctor.examine import examine
 from megabench.doctor.finding import Finding, Kind, names
-from megabench.doctor.plan_rules import plan
+from megabench.doctor.plan_rules import plan, rule_for_records
 from megabench.record import RunRecord
 from megabench.study.results_directory import read_folder
 
@@ -29,23 +30,28 @@ class DoctorError(UserError):
     """Raised when a path contains no study and no records."""
 
 
-def findings_at(path: Path, num_processes: int | None = None, cluster: str | None = None) -> list[Finding]:
+def findings_at(
+    path: Path, num_processes: int | None = None, cluster: str | None = None, fabric: Path | None = None
+) -> list[Finding]:
     """Return the findings for the run directory or the study file at `path`.
+
+    `fabric` is a file with measured collectives between the hosts of the study.
 
     Raises UserError if `path` is neither a directory with records nor a study file.
     """
     if path.is_dir():
-        if num_processes or cluster:
+        if num_processes or (cluster and not fabric):
             raise DoctorError(
                 f"--nproc and --cluster apply only to a study file, but {path} is a directory. Remove both options."
             )
         study = read_folder(path)
-        return examine(study.records, study.reference)
+        rules = (rule_for_records(study.records, read_fabric(fabric), cluster),) if fabric else ()
+        return examine(study.records, study.reference, rules)
     if not path.is_file():
         raise DoctorError(f"{path} does not exist. Give a study file, or a directory with results.jsonl.")
     if path.suffix not in (".yaml", ".yml"):
         raise DoctorError(f"{path} is not a study file (.yaml). Give a study file, or a directory with results.jsonl.")
-    return examine(*plan(path, num_processes, cluster))
+    return examine(*plan(path, num_processes, cluster, read_fabric(fabric) if fabric else None))
 
 
 def write(console: Console, findings: Sequence[Finding], as_json: bool) -> None:

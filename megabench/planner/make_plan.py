@@ -1,14 +1,16 @@
 """Check the input of the planner: a job, a topology and a profile. Loads no torch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import cast, get_args
 
 from megabench.config import ConfigError
+from megabench.cost.fabric_files import read_fabric
 from megabench.cost.job import Job
 from megabench.cost.profile import profile_for, read_profile
 from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
-from megabench.planner.search import Plan, plan
+from megabench.planner.search import MeasuredNetwork, Plan, plan
 from megabench.precision import POLICIES, Fp8Recipe
 from megabench.specs.fp8_check import check_fp8_settings
 
@@ -28,10 +30,11 @@ def make_plan(
     fp8_recipe: str | None = None,
     num_layers_at_start_in_bf16: int = 0,
     num_layers_at_end_in_bf16: int = 0,
+    fabric: Path | None = None,
 ) -> Plan:
     """Return the plan for a model on a cluster, or on `num_processes` of this machine.
 
-    The default precision is bf16 on GPUs and fp32 on CPUs.
+    The default precision is bf16 on GPUs and fp32 on CPUs. `fabric` is a file with measured collectives between hosts.
 
     Raises UserError for invalid input.
 
@@ -76,4 +79,13 @@ def make_plan(
         num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
         num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
     )
-    return plan(job, topology, read_profile(profile) if profile else profile_for(device), keep=top)
+    expected = read_profile(profile) if profile else profile_for(device)
+    if fabric is None:
+        return plan(job, topology, expected, keep=top)
+    # a profile that calibrate has measured on these hosts may contain the same slow network
+    link = topology.hosts[0].network
+    expected = expected.model_copy(update={"links": expected.links | {link: profile_for(device).links[link]}})
+    network = MeasuredNetwork(read_fabric(fabric), expected)
+    network.fabric.check(topology)
+    found = plan(job, topology, network.fabric.profile_on(expected, topology), keep=top)
+    return replace(found, network=network)

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from megabench import metrics
 from megabench.config import ConfigError, RunConfig, near_matches
+from megabench.cost.fabric_report import SLOW_SHARE, describe_fabric, fabric_sentence, slowest
 from megabench.cost.job import Candidate
 from megabench.hardware.gpus import find_instance
 from megabench.models.find import find_model
@@ -70,6 +71,8 @@ def write(console: Console, plan: Plan, top: int, tokens: float | None = None) -
     if job.has_fp8_products:
         sources = plan.profile.origin
         console.print(Text(f"fp8 products: {sources.get('fp8') or sources['*']}", style="dim"), soft_wrap=True)
+    if plan.network:
+        console.print(Text(network_note(plan)), soft_wrap=True)
     if plan.ranked:
         console.print(_table(plan, top))
         for note in (_merged_note(plan, top), megatron_note(_shown(plan, top))):
@@ -83,6 +86,26 @@ def write(console: Console, plan: Plan, top: int, tokens: float | None = None) -
             console.print(Text(text), soft_wrap=True)
     for line in what_is_missing(plan):
         console.print(Text(line), soft_wrap=True)
+
+
+def network_note(plan: Plan) -> str:
+    """Return sentences about the measured network and, if it is slow, its effect on the recommended layout."""
+    assert plan.network
+    fabric, topology = plan.network.fabric, plan.topology
+    bandwidths = fabric.bandwidths(plan.network.expected, topology)
+    said, slowdown = fabric_sentence(fabric, bandwidths, topology), network_slowdown(plan)
+    if slowdown is None or slowest(bandwidths).share >= SLOW_SHARE:
+        return said
+    return f"{said} It makes a step of the recommended layout {slowdown:.2f} × as long."
+
+
+def network_slowdown(plan: Plan) -> float | None:
+    """Return the recommended layout's step time ÷ that with the expected network, or None if no layout fits."""
+    if plan.network is None or not plan.ranked:
+        return None
+    best = chosen(plan)
+    expected = Costs(plan.job, plan.topology, plan.network.expected).estimate(best.candidate)
+    return best.step_seconds / expected.step_seconds
 
 
 def _table(plan: Plan, top: int) -> Table:
@@ -396,7 +419,16 @@ def describe(plan: Plan, top: int) -> dict[str, Any]:
         "risky": [describe_estimate(estimate) for estimate in plan.risky],
         "baselines": [describe_estimate(estimate) for estimate in plan.baselines],
         "misfits": [describe_estimate(estimate) for estimate in plan.misfits],
-    }
+    } | _describe_network(plan)
+
+
+def _describe_network(plan: Plan) -> dict[str, Any]:
+    """Return the measured network, or nothing without one."""
+    if plan.network is None:
+        return {}
+    fabric = plan.network.fabric
+    found = describe_fabric(fabric, fabric.bandwidths(plan.network.expected, plan.topology))
+    return {"fabric": found | {"slowdown": network_slowdown(plan)}}
 
 
 def describe_estimate(estimate: Estimate) -> dict[str, Any]:

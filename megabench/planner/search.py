@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megabench.config import ConfigError
+from megabench.cost.fabric import Fabric
 from megabench.cost.job import Candidate, Job, Recompute, Variant
 from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
@@ -28,6 +29,14 @@ _MOST_RISKY = 3  # number of faster layouts to name that may not fit
 
 
 @dataclass(frozen=True)
+class MeasuredNetwork:
+    """A measured network. `expected` is the profile with the network costs that are shipped for this GPU."""
+
+    fabric: Fabric
+    expected: Profile
+
+
+@dataclass(frozen=True)
 class Plan:
     """The result of the search: the best candidates, the best of each other engine, and candidates that do not fit.
 
@@ -37,7 +46,8 @@ class Plan:
     first candidates whose predictions differ from the fastest by less than the model's error.
 
     `risky` contains faster candidates that may not fit; `baselines` the fastest candidate of each data-parallel kind
-    that is likely to fit; `misfits` the candidates that are not likely to fit, sorted by missing memory.
+    that is likely to fit; `misfits` the candidates that are not likely to fit, sorted by missing memory. `network` is
+    the measured network that the profile includes.
     """
 
     job: Job
@@ -52,6 +62,7 @@ class Plan:
     baselines: list[Estimate]
     misfits: list[Estimate]
     usable_bytes: float
+    network: MeasuredNetwork | None = None
 
     @property
     def equals(self) -> int:
