@@ -41,8 +41,8 @@ _INTRODUCTION = """# How good the planner is
 - **Null model.** "Constant MFU" predicts each row with the median MFU of the fitted rows of the same GPU type.
 - **Fitted to the other sources.** In the last lines, a source's rows are predicted with constants that are fitted
   without any of its rows.
-- **NCCL tests.** Each of these runs is predicted with the network that the run measured on its own nodes. "On a healthy
-  network" predicts the same runs with the shipped constants.
+- **Measured networks.** The playbook sweep's runs with NCCL tests, and the runs of measured-network, are predicted with
+  collectives that were measured on their own hosts. "On a healthy network" predicts them with the shipped constants.
 - **Omitted rows.** torchtitan's and PyTorch FSDP's rows with "selective" recomputation are omitted, because these
   programs recompute whole layers, and their number is not stated. Runs on GPUs without a profile are omitted.
 - **Rank correlation.** "Spearman" is over all rows of a line. "Within a sweep" is the mean over groups of rows with the
@@ -81,6 +81,7 @@ def validate(
         own=read_own(_BENCHMARKS),
         calibrated=read_profile(_BENCHMARKS / "calibrate-h200" / "two-gpus.json"),
         nvlink=read_profile(_BENCHMARKS / "calibrate-h200" / "four-gpus.json"),
+        h100=read_profile(_BENCHMARKS / "calibrate-h100" / "two-gpus.json"),
     )
     profiles = fitted_profiles(measured)
     null = null_model(
@@ -146,22 +147,22 @@ def _tested_parts(tested: Sequence[Row]) -> Parts:
 
 def _own_parts(own: Sequence[Row]) -> Parts:
     """Return the lines of this project's records: the fitted studies, all others by number of hosts, and each study."""
-    found: Parts = [("own H200 records, 4 layers (fitted)", [row for row in own if is_own_fitted(row)])]
+    found: Parts = [("own records, 4 layers (fitted)", [row for row in own if is_own_fitted(row)])]
     hooks = [row for row in own if row.source.name == _HOOKS_FROM]
-    found.append((f"own H200 records, {_HOOKS_FROM} (what DeepSpeed's hooks cost is from it)", hooks))
+    found.append((f"own records, {_HOOKS_FROM} (what DeepSpeed's hooks cost is from it)", hooks))
     others = [row for row in own if not is_own_fitted(row) and row not in hooks]
     by_hosts: dict[str, list[Row]] = {"one host": [], "emulated hosts": []}
     for row in others:
         where = "emulated hosts" if len(row.topology.hosts) > 1 else "one host"
         by_hosts[where].append(_without_memory(row) if is_memory_fitted(row) else row)
     for where, rows in by_hosts.items():
-        found.append((f"own H200 records, all others on {where}", rows))
+        found.append((f"own records, all others on {where}", rows))
         if any(map(is_disturbed, rows)):
             rest = [row for row in rows if not is_disturbed(row)]
-            found.append((f"own H200 records, all others on {where}, without disturbed studies", rest))
+            found.append((f"own records, all others on {where}, without disturbed studies", rest))
     for name in dict.fromkeys(row.source.name for row in others):
         rows = [row for row in others if row.source.name == name]
-        found.append((f"own H200 records, {name}{' (memory fitted)' * is_memory_fitted(rows[0])}", rows))
+        found.append((f"own records, {name}{' (memory fitted)' * is_memory_fitted(rows[0])}", rows))
     return found
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
+from megabench.cost.fabric_files import read_fabric
 from megabench.cost.job import Stack
 from megabench.hardware.topology import Host, Topology, build
 from megabench.planner.predict import candidate_of, job_of
@@ -15,6 +16,8 @@ from tools.planner_validation.sources import Source
 
 # studies with known faults, which benchmarks/NOTES.md describes
 _FAULTS = {"engines-4-gpus": " (torch.compile off by a fault)"}
+# the file of a study with the collectives that `megabench calibrate` measured between its hosts
+_NETWORK = "network.json"
 _SHARED = " (other programs used the GPUs)"
 # Studies in which FSDP2, and DDP with several micro-batches, stored the gradients twice (see benchmarks/NOTES.md). This
 # fault has been fixed, so the validation ignores the peak memory of both engines in these studies.
@@ -48,9 +51,18 @@ def read_own(folder: Path) -> list[Row]:
                 seen.add(steps)
                 if path.parent.name in _GRADIENTS_HELD_TWICE and _held_twice(row):
                     row.measured.pop("memory_gib", None)
-                trials.setdefault(record.trial, []).append(replace(row, source=replace(_SOURCE, name=name)))
+                found = replace(row, source=replace(_SOURCE, name=name))
+                trials.setdefault(record.trial, []).append(_with_fabric(found, path.with_name(_NETWORK)))
         rows += map(_mean, trials.values())
     return rows
+
+
+def _with_fabric(row: Row, path: Path) -> Row:
+    """Return the row with the network that the study measured, if it has this file, instead of the runs' bandwidths."""
+    if not path.exists():
+        return row
+    plain = tuple(replace(host, network_gbits=None, ring_gbits=None) for host in row.topology.hosts)
+    return replace(row, topology=replace(row.topology, hosts=plain), fabric=read_fabric(path))
 
 
 def is_disturbed(row: Row) -> bool:

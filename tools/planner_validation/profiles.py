@@ -39,7 +39,7 @@ OWN_FITTED_MEMORY = (*OWN_FITTED, "llama3-8b-nvlink-synthetic", "llama3-8b-two-g
 # step-time constants that `megabench calibrate` does not measure
 _FEW = ("unfused_traffic", "step_seconds")
 _NVLINK: Link = "nvlink"
-# `megabench calibrate` measured the H200's interference. The H100 is the same chip.
+# `megabench calibrate` measured the interference.
 _H100_SPEED = tuple(name for name in fit.SPEED if name != "interference")
 _H100_LINKS = (
     "nvlink.efficiency",
@@ -56,7 +56,8 @@ _A100_LINKS = ("efa.efficiency", "efa.base_seconds")
 class Measurements:
     """All measurements for fits and validation.
 
-    `calibrated` and `nvlink` are the profiles that `megabench calibrate` measured on two and on four H200s of one host.
+    `calibrated` and `nvlink` are the profiles that `megabench calibrate` measured on two and on four H200s of one host,
+    and `h100` is that of two H100s.
     """
 
     published: Sequence[Row]
@@ -64,6 +65,7 @@ class Measurements:
     own: Sequence[Row]
     calibrated: Profile
     nvlink: Profile
+    h100: Profile
 
 
 def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
@@ -83,13 +85,13 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
 def published_profiles(measured: Measurements) -> dict[str, Profile]:
     """Return newly fitted profiles of the GPUs of published runs: H100 and A100."""
     shipped = shipped_profiles()
-    h100 = _reset(shipped["h100"]).model_copy(update={"interference": measured.calibrated.interference})
+    h100 = _reset(shipped["h100"]).model_copy(update={"interference": measured.h100.interference})
     h100 = _fit_published(h100, "H100", measured, _H100_LINKS, _H100_SPEED)
     h100 = _with_network_of(h100, h100)
     a100 = _with_network_of(h100, _reset(shipped["a100"]))
     a100 = _fit_published(a100, "A100", measured, _A100_LINKS, fit.SPEED)
-    as_h200 = {"interference": "as measured on the H200 (benchmarks/calibrate-h200)"}
-    h100 = h100.model_copy(update={"origin": h100.origin | as_h200})
+    calibrated = {"interference": "megabench calibrate on 2 × H100 (benchmarks/calibrate-h100)"}
+    h100 = h100.model_copy(update={"origin": h100.origin | calibrated})
     said = "published one-node runs and collectives"
     return {
         "h100": _with_origin(h100, said, [*_H100_SPEED, *fit.MEMORY, *_H100_LINKS]),
