@@ -154,6 +154,7 @@ def plan(
     num_layers_at_end_in_bf16: int = 0,
     grad_dtype: str = "fp32",
     profile: str | Path | None = None,
+    fabric: str | Path | None = None,
     emulate_hosts: int | None = None,
     top: int = 12,
 ) -> StudyPlan:
@@ -171,6 +172,7 @@ def plan(
         num_layers_at_end_in_bf16: number of last blocks that fp8 runs keep in bf16.
         grad_dtype: dtype in which gradients are accumulated and reduced, fp32 or bf16.
         profile: a profile written by `megabench calibrate`; by default a shipped profile.
+        fabric: measured collectives between the hosts: the output of nccl-tests or of `megabench calibrate`.
         emulate_hosts: divide this machine into this number of hosts that communicate over sockets.
         top: number of candidates in `ranked`.
 
@@ -191,6 +193,7 @@ def plan(
         fp8_recipe=fp8_recipe,
         num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
         num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
+        fabric=Path(fabric) if fabric else None,
     )
     if not found.ranked:
         raise UserError(" ".join(plan_table.what_is_missing(found)))

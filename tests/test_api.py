@@ -11,6 +11,7 @@ import megabench
 from megabench import Layout, UserError, compare, load, plan
 
 ROOT = Path(__file__).parents[1]
+NETWORK = ROOT / "benchmarks" / "measured-network" / "network.json"
 STUDY = """
 base:
   {model: llama-tiny, num_layers: 2, device: cpu, world_size: 2, seq_length: 32, global_batch: 4, micro_batch: 1,
@@ -48,6 +49,7 @@ def test_a_plan_has_a_best_layout_and_its_command():
         (lambda: load("nowhere"), "nowhere contains no results.jsonl"),
         (lambda: plan("llama3-8b", "p5.48xlarge:1", seq_length=-1), "seq_length=-1 must be a positive number"),
         (lambda: plan("llama3-8b", "p5.48xlarge:1", top=0), "top=0 must be a positive number"),
+        (lambda: plan("llama3-8b", "p5.48xlarge:1", fabric=NETWORK), "the cluster has one host"),
         (lambda: compare("quickstrat"), "did you mean quickstart"),
         (lambda: compare("quickstart", "unused", num_processes=-1), "-1 processes cannot run a study"),
         (lambda: compare("quickstart", "unused", only="nothing*"), r"--only nothing\* matches no trial"),

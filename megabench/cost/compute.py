@@ -140,7 +140,7 @@ def _activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
     and are cast before they are gathered: H/T elements in one layout, and H gathered elements are transposed in
     backward (engines/megatron/fp8_linear.py). All others are whole. Uncompiled blocks find three of the amaxes in
     SwiGLU's own kernels, which saves about 1% of a step and is not modelled. With bf16 gradients, only the inputs are
-    cast, in one layout.
+    cast to fp8, and no transposed copy is written.
     """
     shape = job.shape
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -272,10 +272,11 @@ def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
 
 
 def flattening_seconds(machine: Machine, job: Job, parameters: float) -> float:
-    """Return the extra seconds of a sharded optimizer whose gradients are whole and reduced as one flat tensor.
+    """Return the seconds that copies into flat tensors add to a step with a sharded optimizer.
 
-    Gradients are read for the norm, read and written for clipping, and copied twice for the reduction (once by the
-    program and once by torch). Gathered weights are copied three times (nanotron's optim/zero.py, distributed.py).
+    Each rank holds all gradients and reduces them as one flat tensor. Gradients are read for the norm, read and written
+    for clipping, and copied twice for the reduction (once by the program and once by torch). Gathered weights are copied
+    three times (nanotron's optim/zero.py, distributed.py).
     """
     return memory_seconds(machine, (7 * job.bytes_of_gradient + 6 * job.bytes_of_value) * parameters)
 

@@ -78,7 +78,7 @@ def read_nccl_tests(text: str, source: str) -> tuple[Collective, ...]:
 
 
 def _runs(text: str) -> list[_Run]:
-    """Return the tests of a text. A test's name and its ranks stand before its rows."""
+    """Return the tests of a text. Each test prints its name and its ranks before its results."""
     runs = [_Run()]
     for line in text.splitlines():
         test, rank, row = _TEST.search(line), _RANK.search(line), _ROW.search(line)

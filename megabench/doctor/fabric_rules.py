@@ -55,7 +55,7 @@ def rule_for(fabric: Fabric, users: Sequence[NetworkUser]) -> Rule:
         yield Finding(
             "slow",
             tuple(dict.fromkeys(user.record.trial for user in users)),
-            f"the network between hosts is slower than {network_name(topology)} should be",
+            f"the network between hosts is slower than expected for {network_name(topology)}",
             f"{fabric.source}: {', '.join(reached)}{effect}",
             f"{_REMEDIES[host.network]}; {_MORE}",
         )

@@ -31,7 +31,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class PlannedTrial:
-    """A trial before it runs: the record of its requested settings, its configuration and the ranks that it uses."""
+    """A trial that has not run. `record` has the requested settings, and `topology` the positions of its ranks."""
 
     record: RunRecord
     given: RunConfig

@@ -65,7 +65,7 @@ def of_network(findings: list[Finding]) -> list[Finding]:
 def check(found: list[Finding], path: Path) -> None:
     (finding,) = of_network(found)
     assert (finding.kind, finding.trials) == ("slow", ("zero3",))
-    assert finding.what == "the network between hosts is slower than EFA of p5.48xlarge should be"
+    assert finding.what == "the network between hosts is slower than expected for EFA of p5.48xlarge"
     assert finding.evidence.startswith(f"{path}: all-gather over 2 hosts reaches 19 GB/s of ")
     slowdown = finding.evidence.split("predicted: a step of zero3 takes ")[1].removesuffix(" × as long")
     assert float(slowdown) > 1.05

@@ -107,7 +107,7 @@ def validate(
         write_profiles(profiles)
 
 
-Parts = list[tuple[str, Sequence[Row]]]  # the name and the rows of each line of the table
+Parts = list[tuple[str, Sequence[Row]]]  # for each line of the table, its name and the runs that it scores
 
 
 def _by_source(rows: Sequence[Row]) -> Parts:

@@ -39,7 +39,7 @@ def draw(rows: Sequence[Row], profiles: Mapping[str, Profile], path: Path) -> No
             ratio = predicted_seconds(row, measured_profile(row, profiles)) / row.measured["seconds"]
             runs[_label(row.source.name)].append((row, ratio))
     found = {label: members for label, members in runs.items() if members}
-    # equal input gives an equal file, and text remains text
+    # the same input produces the same file, and text is not drawn as outlines
     pyplot.rcParams |= {"svg.hashsalt": "megabench", "svg.fonttype": "none"}
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
     axes.axvspan(1 - _TARGET, 1 + _TARGET, color="0.9", zorder=0)

@@ -124,7 +124,10 @@ def _planner_line(name: str, rows: Sequence[Row], profiles: Sequence[Profile]) -
 
 
 def _line(name: str, timed: Sequence[Row], predicted: Sequence[float], chosen_from: Sequence[float]) -> Line:
-    """Return a line without memory. `chosen_from` are the predictions by which a layout is chosen in each sweep."""
+    """Return a line without scores of memory.
+
+    In each sweep, the layout with the smallest value of `chosen_from` is chosen.
+    """
     within = [value for a, b in _sweeps(timed, predicted) if (value := spearman(a, b)) is not None]
     return Line(
         name=name,

@@ -70,10 +70,10 @@ NEMO = Stack(
     overlaps_tp_forward=True,
     stages="even",
 )
-# `loss_bytes` is the number of bytes per logit that the loss reads and writes in forward and in backward.
-# In llm-foundry, flash-attn's 16-bit loss reads 2 bytes per logit in forward. In backward it reads and writes 2 each.
-# In forward, torch's loss casts each logit (2 + 4 bytes) and computes maximum, sum and logarithm (4 + 4 + 4 + 4 bytes).
-# In backward, torch's loss clears the gradient (4 bytes per logit), computes it (16 bytes) and casts it (2 bytes).
+# `loss_bytes` is the memory traffic of the loss in bytes per logit, in forward and in backward.
+# llm-foundry uses flash-attn's 16-bit loss: forward reads 2 bytes, backward reads 2 and writes 2.
+# torch's loss moves 22 bytes in forward: 2 + 4 for the cast, and 16 for maximum, sum and logarithm. In backward, it
+# moves 4 bytes to fill the gradient with zeros, 16 to compute it and 2 to cast it.
 _FOUNDRY = Stack(flash_version_2=True, fused=False, fused_loss=False, loss_bytes=(2, 4), flat_parameters=True)
 _FSDP = replace(_FOUNDRY, loss_bytes=(22, 22))
 _TITAN = replace(_FSDP, flat_parameters=False)
