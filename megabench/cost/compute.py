@@ -275,8 +275,8 @@ def flattening_seconds(machine: Machine, job: Job, parameters: float) -> float:
     """Return the seconds that copies into flat tensors add to a step with a sharded optimizer.
 
     Each rank holds all gradients and reduces them as one flat tensor. Gradients are read for the norm, read and written
-    for clipping, and copied twice for the reduction (once by the program and once by torch). Gathered weights are copied
-    three times (nanotron's optim/zero.py, distributed.py).
+    for clipping, and copied twice for the reduction (once by the program and once by torch). Gathered weights are
+    copied three times (nanotron's optim/zero.py, distributed.py).
     """
     return memory_seconds(machine, (7 * job.bytes_of_gradient + 6 * job.bytes_of_value) * parameters)
 
