@@ -84,7 +84,7 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
 
 def published_profiles(measured: Measurements) -> dict[str, Profile]:
     """Return newly fitted profiles of the GPUs of published runs: H100 and A100."""
-    shipped = shipped_profiles()
+    shipped = {name: _with_pairs_of(measured.nvlink, profile) for name, profile in shipped_profiles().items()}
     h100 = _reset(shipped["h100"]).model_copy(update={"interference": measured.h100.interference})
     h100 = _fit_published(h100, "H100", measured, _H100_LINKS, _H100_SPEED)
     h100 = _with_network_of(h100, h100)
@@ -121,6 +121,17 @@ def is_own_fitted(row: Row) -> bool:
 
 def is_memory_fitted(row: Row) -> bool:
     return row.source.name in OWN_FITTED_MEMORY
+
+
+def _with_pairs_of(h200: Profile, profile: Profile) -> Profile:
+    """Return the profile with the part of the NVLink bandwidth that two ranks reach on the H200.
+
+    On H100s, two ranks reach 0.81 of the fitted bandwidth of larger groups (benchmarks/calibrate-h100).
+    """
+    share = h200.links["nvlink"].pair_share
+    nvlink = profile.links["nvlink"].model_copy(update={"pair_share": share})
+    said = {"nvlink.pair_share": "as measured on H200s (benchmarks/calibrate-h200)"}
+    return profile.model_copy(update={"links": profile.links | {"nvlink": nvlink}, "origin": profile.origin | said})
 
 
 def _with_network_of(h100: Profile, profile: Profile) -> Profile:
