@@ -19,6 +19,7 @@ from megabench.settings.reading import ConfigError
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 _LARGE = 1e6  # bytes; smaller collectives do not represent training
+_MOST_SHARE = 1.5  # measured bandwidth ÷ expected bandwidth; above it, the file is of another network
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,15 @@ class Fabric:
                 f"--fabric {self.source} does not work with hosts that share an NVLink domain "
                 f"({topology.hosts[0].name}). Remove --fabric."
             )
+        first = topology.hosts[0]
+        if (
+            any(replace(host, name=first.name) != first for host in topology.hosts)
+            or len({len(ranks) for ranks in topology.ranks_by_host}) > 1
+        ):
+            raise ConfigError(
+                f"--fabric {self.source} works only with equal hosts, but the cluster has different ones. Use a "
+                f"cluster file with equal hosts."
+            )
         # a GPU uses only its own NICs, so fewer GPUs would make the network look slow
         num_ranks = len(topology.ranks_by_host[0])
         for one in self.collectives:
@@ -128,13 +138,27 @@ class Fabric:
                     f"have {num_ranks}. Measure with {num_ranks} ranks per host."
                 )
 
+    def check_sizes(self) -> None:
+        """Raise ConfigError if the sizes do not determine bandwidth and latency."""
+        if len({one.num_bytes for one in self.collectives if one.num_bytes >= _LARGE}) < 2:
+            raise ConfigError(
+                f"--fabric {self.source} needs collectives of at least two sizes from 1 MB on, to tell bandwidth from "
+                f"latency. Measure several sizes, such as -b 1M -e 256M -f 4."
+            )
+
     def profile_on(self, profile: Profile, topology: Topology) -> Profile:
         """Return the profile with the cost of the topology's network as measured."""
         host, inside = topology.hosts[0], inner_link(topology)
-        names = _measured_constants(host, self.collectives)
-        found = fit_links(profile, [(one, host, inside) for one in self.collectives], names)
-        said = dict.fromkeys(names, f"measured between hosts ({self.source})")
-        return found.model_copy(update={"origin": profile.origin | said})
+        rings = [one for one in self.collectives if one.kind != "all_reduce"]
+        # All-reduces may use rings or trees, so they determine only the trees if there are other collectives.
+        steps = [(rings or self.collectives, _measured_constants(host, rings or self.collectives))]
+        if len(rings) < len(self.collectives):
+            steps.append((self.collectives, [f"{host.network}.tree_share"]))
+        for collectives, names in steps:
+            profile = fit_links(profile, [(one, host, inside) for one in collectives], names)
+            said = dict.fromkeys(names, f"measured between hosts ({self.source})")
+            profile = profile.model_copy(update={"origin": profile.origin | said})
+        return profile
 
     def bandwidths(self, profile: Profile, topology: Topology) -> list[Bandwidth]:
         """Return the bandwidth of the largest collective of each kind, next to the one that the profile expects."""
@@ -144,11 +168,13 @@ class Fabric:
         for one in (largest[kind] for kind in KINDS if kind in largest):
             expected = replace(one, seconds=one.predicted(profile, host, inside))
             found.append(Bandwidth(one, one.bus_gb_per_s, expected.bus_gb_per_s))
+            if found[-1].share > _MOST_SHARE:
+                raise ConfigError(
+                    f"--fabric {self.source} is of another network: {one.label} reaches {one.bus_gb_per_s:,.1f} "
+                    f"GB/s, and the cluster should reach {expected.bus_gb_per_s:,.1f} GB/s. Use the --cluster that was "
+                    f"measured."
+                )
         return found
-
-    def shares(self, profile: Profile, topology: Topology) -> dict[Kind, float]:
-        """Return the measured bandwidth of the largest collective of each kind, as a share of the profile's."""
-        return {one.collective.kind: one.share for one in self.bandwidths(profile, topology)}
 
 
 def inner_link(topology: Topology) -> Link | None:
@@ -161,8 +187,9 @@ def _measured_constants(host: Host, collectives: Sequence[Collective]) -> list[s
     """Return the constants of the network that the collectives determine.
 
     The time per hop and the bandwidth need several sizes, and the base time needs groups of several lengths. With one
-    size, only the time per hop is fitted, because degraded networks differ from healthy ones in this constant
-    (benchmarks/NOTES.md). The bandwidth comes first, because the search would otherwise explain it with longer hops.
+    size, which `check_sizes` refuses, only the time per hop is fitted, because degraded networks differ from healthy
+    ones in this constant (benchmarks/NOTES.md). The bandwidth comes first, because the search would otherwise explain
+    it with longer hops.
     """
     link, sizes = host.network, {one.num_bytes for one in collectives if one.num_bytes >= _LARGE}
     names = [f"{link}.hop_seconds"]
@@ -170,8 +197,6 @@ def _measured_constants(host: Host, collectives: Sequence[Collective]) -> list[s
         names.insert(0, f"{link}.efficiency" if host.network_gbits else f"{link}.gb_per_s")
         if len({one.num_ranks for one in collectives}) > 1:
             names.append(f"{link}.base_seconds")
-    if any(one.kind == "all_reduce" for one in collectives):
-        names.append(f"{link}.tree_share")
     return names
 
 

@@ -11,6 +11,7 @@ from megabench.cost.profile import Measurement, read_profile
 from megabench.settings.reading import ConfigError
 
 _KINDS = {kind_name(kind): kind for kind in KINDS}
+_MOST = 1000  # collectives that are fitted in about a second
 _SIZES = {"bytes", "hosts", "ranks_per_host", "groups_per_host"}  # of a measurement between hosts
 
 
@@ -24,7 +25,10 @@ def read_fabric(path: Path) -> Fabric:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; use the path of a readable file") from None
     if not text.lstrip().startswith("{"):
-        return Fabric(str(path), _medians(read_nccl_tests(text, str(path))))
+        found = _medians(read_nccl_tests(text, str(path)))
+        if len(found) > _MOST:
+            raise ConfigError(f"{path} has {len(found):,} different collectives. Use a file with at most {_MOST:,}.")
+        return Fabric(str(path), found)
     found = collectives_of(read_profile(path).measurements)
     if not found:
         raise ConfigError(
@@ -46,7 +50,7 @@ def collectives_of(measurements: Iterable[Measurement]) -> tuple[Collective, ...
             groups_per_host=int(one.sizes["groups_per_host"]),
         )
         for one in measurements
-        if one.kind in _KINDS and one.sizes.keys() >= _SIZES and one.seconds > 0
+        if one.kind in _KINDS and one.sizes.keys() >= _SIZES and one.sizes["hosts"] >= 2 and one.seconds > 0
     )
 
 

@@ -21,10 +21,10 @@ _RANGES = {
     "unfused_traffic": (1.0, 8.0),
     "allocator_share": (0.01, 0.6),
     "gather_allocator_share": (0.01, 0.6),
-    "efficiency": (0.01, 1.0),
-    "gb_per_s": (0.01, 2000.0),
-    "hop_seconds": (1e-6, 1e-2),
-    "base_seconds": (1e-6, 1e-2),
+    "efficiency": (1e-5, 1.0),
+    "gb_per_s": (1e-4, 2000.0),
+    "hop_seconds": (1e-6, 0.1),
+    "base_seconds": (1e-6, 0.1),
     "tree_share": (0.05, 1.0),
 }
 

@@ -21,11 +21,11 @@ _TEST = re.compile(
     r"\b((?:all_)?reduce|(?:all_)?gather|(?:reduce_)?scatter|alltoallv?|sendrecv|broadcast|hypercube)_perf"
 )
 _RANK = re.compile(r"#\s+Rank\s+(?P<rank>\d+)(?:\s+Group\s+(?P<group>\d+))?\s+Pid\s+\d+\s+on\s+(?P<host>\S+)\s+device")
-_NUMBER = r"\d[\d.]*(?:e[+-]?\d+)?"
+_NUMBER = r"\d{1,15}(?:\.\d+)?(?:e[+-]?\d{1,2})?"
 # size, count and type; the operation of a reduction or "none"; the root, which not all versions print; and the
 # out-of-place time with its bandwidths
 _ROW = re.compile(
-    r"\b(?P<bytes>\d+)\s+\d+\s+(?:u?int\d+|half|float|double|bfloat16|f\w*8\w*)\s+"
+    r"\b(?P<bytes>\d{1,15})\s+\d+\s+(?:u?int\d+|half|float|double|bfloat16|f\w*8\w*)\s+"
     r"(?:(?P<operation>[a-z]\w*)\s+)?(?:-1\s+)?"
     rf"(?P<microseconds>{_NUMBER})\s+{_NUMBER}\s+(?P<bus_gb_per_s>{_NUMBER})(?:\s|$)"
 )
@@ -82,12 +82,14 @@ def _runs(text: str) -> list[_Run]:
     runs = [_Run()]
     for line in text.splitlines():
         test, rank, row = _TEST.search(line), _RANK.search(line), _ROW.search(line)
-        if (test or rank) and runs[-1].rows:
-            runs.append(_Run())
+        seat = (int(rank["group"] or 0), int(rank["rank"])) if rank else None
+        last = runs[-1]
+        if (test and last.host_of) or (rank and last.rows) or seat in last.host_of:
+            runs.append(_Run())  # also after a test that printed its ranks and failed
         if test:
             runs[-1].test = test[1]
-        elif rank:
-            runs[-1].host_of[int(rank["group"] or 0), int(rank["rank"])] = rank["host"]
+        elif seat and rank:
+            runs[-1].host_of[seat] = rank["host"]
         elif row and (num_bytes := int(row["bytes"])) and (microseconds := float(row["microseconds"])):
             is_reduction = row["operation"] not in (None, "none")
             runs[-1].rows.append(_Row(num_bytes, is_reduction, microseconds / 1e6, float(row["bus_gb_per_s"])))

@@ -7,7 +7,7 @@ import json
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -70,8 +70,8 @@ class Measurement(_Part):
     """A measurement on the slowest rank, such as a matrix product of size [m, n, k], or a collective with its bytes."""
 
     kind: str
-    sizes: dict[str, float]
-    seconds: float
+    sizes: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Profile(_Part):

@@ -46,6 +46,7 @@ def plan(
     rules = rules_for(trials)
     if fabric:
         fabric.check(topology)
+        fabric.check_sizes()
         rules += (rule_for(fabric, _network_users((one.record, planned_job(one), one.topology) for one in trials)),)
     return records, study.reference, rules
 
@@ -58,6 +59,7 @@ def rule_for_records(records: Sequence[RunRecord], fabric: Fabric, cluster: str 
     """
     topology = read_cluster(cluster or _cluster_of(records))
     fabric.check(topology)
+    fabric.check_sizes()
     return rule_for(
         fabric,
         _network_users(

@@ -41,9 +41,8 @@ def findings_at(
     """
     if path.is_dir():
         if num_processes or (cluster and not fabric):
-            raise DoctorError(
-                f"--nproc and --cluster apply only to a study file, but {path} is a directory. Remove both options."
-            )
+            wrong = "--nproc" if num_processes else "--cluster"
+            raise DoctorError(f"{wrong} works only with a study file, but {path} is a directory. Remove {wrong}.")
         study = read_folder(path)
         rules = (rule_for_records(study.records, read_fabric(fabric), cluster),) if fabric else ()
         return examine(study.records, study.reference, rules)

@@ -87,5 +87,6 @@ def make_plan(
     expected = expected.model_copy(update={"links": expected.links | {link: profile_for(device).links[link]}})
     network = MeasuredNetwork(read_fabric(fabric), expected)
     network.fabric.check(topology)
+    network.fabric.check_sizes()
     found = plan(job, topology, network.fabric.profile_on(expected, topology), keep=top)
     return replace(found, network=network)

@@ -33,11 +33,13 @@ class DataParallel:
         host, hooks = self.base.host(candidate, layer, 0.0), self._hook_seconds(candidate)
         forward = max(layer.forward, host[0] + hooks[0])
         backward = max(layer.backward + again, host[1] + hooks[1])
-        shards = sharding_of(candidate).shard_size
+        sharding = sharding_of(candidate)
+        shards = sharding.shard_size
         where = geometry.neighbours(shards) if shards else geometry.world
         parameters = job.layer_parameters
         weights, gradients = gathered_bytes(job, candidate) * parameters, job.bytes_of_gradient * parameters
-        sent = 2 * gradients if sharding_of(candidate).zero_stage == 2 else weights + gradients
+        gathered_back = 0.0 if sharding.keeps_weights else weights
+        sent = 2 * gradients if sharding.zero_stage == 2 else gathered_back + gradients
         hidden_forward = self.base.interference(where, gather, weights)
         hidden_backward = self.base.interference(where, gather_back + reduce, sent)
         with_communication = (

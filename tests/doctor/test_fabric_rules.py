@@ -85,7 +85,7 @@ def test_finished_runs_name_their_hosts(tmp_path: Path, slow: Path):
     check(findings_at(results(tmp_path, None), cluster=TWO, fabric=slow), slow)
     with pytest.raises(UserError, match=r"the records name no known instance type. Use --cluster"):
         findings_at(results(tmp_path, None), fabric=slow)
-    with pytest.raises(UserError, match=r"--nproc and --cluster apply only to a study file"):
+    with pytest.raises(UserError, match=r"--(nproc|cluster) works only with a study file"):
         findings_at(results(tmp_path, None), cluster=TWO)
 
 

@@ -31,6 +31,6 @@ def output(
     for one in collectives:
         algorithm = one.num_bytes / one.seconds / 1e9
         half = f"{one.seconds * 1e6:9.2f} {algorithm:7.2f} {one.bus_gb_per_s:7.2f}      0"
-        lines.append(f"{one.num_bytes:14.0f}{one.num_bytes / 4:14.0f}   float{redop or '':>8}{root:>8}{half * 2}")
+        lines.append(f"{one.num_bytes:14.0f}{one.num_bytes / 4:14.0f}   float{redop or '':>8}{root:>8} {half}  {half}")
     lines += ["# Out of bounds values : 0 OK", "# Avg bus bandwidth    : 12.3"]
     return "".join(f"{prefix}{line}\n" for line in lines)

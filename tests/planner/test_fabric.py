@@ -56,11 +56,10 @@ def test_one_size_determines_the_time_per_hop_only():
 
 def test_bandwidths_are_those_of_the_largest_collectives():
     fabric = measured(with_network(efficiency=0.25), ("all_reduce", "all_gather"))
-    reduction, gather = fabric.bandwidths(H100, TOPOLOGY)
+    _, gather = fabric.bandwidths(H100, TOPOLOGY)
     assert gather.collective.num_bytes == 2.56e8 and gather.collective.ranks_per_host == 8
     assert 0.25 < gather.share < 0.75
     assert gather.collective.label == "all-gather over 8 hosts"
-    assert fabric.shares(H100, TOPOLOGY) == {"all_reduce": reduction.share, "all_gather": gather.share}
 
 
 def test_collectives_are_read_from_a_profile(tmp_path: Path):
@@ -177,3 +176,47 @@ def test_a_plan_that_cannot_use_the_fabric_is_refused(tmp_path: Path, plan, wher
     path = written(tmp_path, measured(H100, shapes=((8, 8, 1),)))
     status, out, error = plan("--fabric", path, where=where)
     assert (status, out, error.count("\n")) == (2, "", 1) and said in error
+
+
+def test_a_very_slow_network_is_fitted():
+    """Such as sockets in place of EFA: a hundredth of the bandwidth."""
+    slow = with_network(efficiency=0.0025, hop_seconds=5e-5, tree_share=0.5)
+    fabric = measured(slow, ("all_gather", "all_reduce"))
+    found = fabric.profile_on(H100, TOPOLOGY)
+    for one in fabric.collectives:
+        assert one.predicted(found, HOST, INSIDE) == pytest.approx(one.seconds, rel=0.1)
+
+
+def test_one_size_is_not_enough_for_a_plan(tmp_path: Path, plan):
+    path = written(tmp_path, measured(H100, sizes=(2.56e8,), shapes=((8, 8, 1),)))
+    status, _, error = plan("--fabric", path)
+    assert status == 2 and "needs collectives of at least two sizes" in error
+
+
+def test_a_file_of_a_faster_network_is_refused(tmp_path: Path, plan):
+    fast = H100.model_copy(
+        update={"links": H100.links | {"efa": H100.links["efa"].model_copy(update={"efficiency": 1})}}
+    )
+    path = written(tmp_path, measured(fast, shapes=((2, 8, 1),)))
+    status, _, error = plan("--fabric", path, where=("g6e.48xlarge:2",))
+    assert status == 2 and "is of another network: all-gather over 2 hosts reaches" in error
+
+
+def test_unequal_hosts_are_refused():
+    fast, slow = TOPOLOGY.hosts[:2]
+    hosts = (fast, replace(slow, network_gbits=400.0), *TOPOLOGY.hosts[2:])
+    with pytest.raises(UserError, match="works only with equal hosts"):
+        measured(H100).check(replace(TOPOLOGY, hosts=hosts))
+
+
+@pytest.mark.parametrize("sizes", [{"bytes": 0.0}, {"hosts": float("nan")}, {"bytes": float("inf")}])
+def test_impossible_measurements_are_refused(tmp_path: Path, sizes):
+    """JSON has no NaN or infinity, but Python reads and writes them."""
+    usual = {"bytes": 1e6, "hosts": 2.0, "ranks_per_host": 8.0, "groups_per_host": 1.0} | sizes
+    profile = json.loads(H100.model_dump_json()) | {
+        "measurements": [{"kind": "all-gather", "sizes": usual, "seconds": 1}]
+    }
+    path = tmp_path / "here.json"
+    path.write_text(json.dumps(profile))
+    with pytest.raises(UserError, match="is not a valid profile"):
+        read_fabric(path)

@@ -105,3 +105,21 @@ def test_repeated_sizes_count_once(tmp_path: Path):
     found = read_fabric(path)
     assert found.source == str(path)
     assert [one.bus_gb_per_s for one in found.collectives] == pytest.approx([one.bus_gb_per_s for one in GATHERS], 1e-3)
+
+
+@pytest.mark.parametrize("test", ["all_gather_perf", None])
+def test_ranks_of_a_test_that_failed_are_not_those_of_the_next(test):
+    failed = output([Collective("all_gather", 16, 8, 1.0, 1.0)], test, redop="none")
+    failed = "".join(line for line in failed.splitlines(keepends=True) if line.startswith("#"))
+    found = read_nccl_tests(failed + output(GATHERS, test, redop="none"), "nccl.log")
+    assert {(one.num_hosts, one.ranks_per_host) for one in found} == {(2, 8)}
+
+
+@pytest.mark.parametrize("time", ["1.2.3", "1e400", "1e-320", "-5"])
+def test_impossible_times_are_not_results(time):
+    text = output(GATHERS[:1], "all_gather_perf", redop="none")
+    row = next(line for line in text.splitlines() if line.strip()[:1].isdigit())
+    words = row.split()
+    broken = text.replace(row, row.replace(words[5], time))
+    with pytest.raises(UserError, match="contains neither results of nccl-tests nor a profile"):
+        read_nccl_tests(broken, "nccl.log")

@@ -9,7 +9,7 @@ from megabench.hardware.topology import Host
 from tools.planner_validation.published import read_table
 
 # Message size of the tests of one cluster's nodes. Its operators publish the bandwidths without the size, and a plot of
-# the same tests is titled "size=256MB". With this size, all-gathers over 4 to 64 nodes agree with a ring within 7%.
+# the same tests is titled "size=256MB". With this size, all-gathers over 4 to 64 nodes agree with a ring within 15%.
 TESTED_BYTES = 256e6
 _RING_KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter")
 
