@@ -39,7 +39,7 @@ def fp8_cost(bench: Bench, shape: ModelShape, tokens: int, profile: Profile, fp8
 
 
 def _sizes(shape: ModelShape) -> list[tuple[int, int]]:
-    """Return output and inner size of the timed products: those of the smallest and the largest tp that fp8 allows."""
+    """Return the output size and the inner size of each timed product, at the smallest and the largest tp for fp8."""
     tps = [tp for tp in tensor_parallel_sizes(shape) if not odd_size(shape, Layout(tp=tp), 1, FP8_MULTIPLE)]
     return [size for tp in sorted({*tps[:1], *tps[-1:]}) for size in layer_products(shape, tp)]
 

@@ -146,7 +146,7 @@ def _activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     inputs = (q + shape.ffn_size) / tp
     gradients = (q + 2 * kv + (job.ffn_matrices - 1) * shape.ffn_size) / tp
-    if job.stack.delayed_scaling:  # norms and activations write fp8
+    if job.stack.delayed_scaling:  # the kernels of norms and activation functions write fp8
         transposes = 0 if tp == 1 else _TRANSPOSE * 4 * shape.hidden_size
         each = CAST - _FIND_AMAX
         return each * q / tp, each * (gradients + 2 * shape.hidden_size / tp) + transposes

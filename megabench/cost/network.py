@@ -31,7 +31,9 @@ class Span:
 
 
 def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
-    """Return the worst span of the groups: the most hosts, the slowest links, the most shared NICs.
+    """Return a span with the worst properties of all groups.
+
+    These are the largest number of hosts, the slowest links, and the largest number of groups that share a host's NICs.
 
     The hosts of one NVLink domain count as one host with all their NICs. Of unequal domains, the smallest counts.
     """
@@ -178,10 +180,10 @@ def _along_ring(profile: Profile, where: Span, num_bytes: float, calls: int) -> 
 def all_reduce_seconds(profile: Profile, where: Span, num_bytes: float, calls: int = 1) -> float:
     """Return the seconds of an all-reduce by a ring or by trees, whichever is faster, as in NCCL.
 
-    A tree consists of a chain on each host and log2(hosts) levels between hosts, and is used in both directions:
-    2·((n/hosts − 1)·hop + log2(hosts)·hop). Every GPU sends `num_bytes` along the chain of its host, and every host
-    sends 2·(hosts − 1)/hosts·`num_bytes` to other hosts, at `tree_share` of a ring's bandwidth. Published times of
-    256 MB on healthy networks hardly grow from 4 to 64 hosts.
+    A tree consists of a chain on each host and log2(hosts) levels between hosts. Data go up the tree and down again, so
+    the latency is 2·((n/hosts − 1)·inner hop + log2(hosts)·outer hop). Every GPU sends `num_bytes` along the chain of
+    its host, and every host sends 2·(hosts − 1)/hosts·`num_bytes` to other hosts, at `tree_share` of a ring's
+    bandwidth. Published times of 256 MB on healthy networks hardly grow from 4 to 64 hosts.
     """
     ring = 2 * gather_seconds(profile, where, num_bytes, calls)
     if where.across is None or num_bytes == 0:

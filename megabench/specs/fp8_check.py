@@ -27,7 +27,9 @@ def check_fp8_settings(
         for name, value in zip(FP8_SETTINGS, (fp8_recipe, num_at_start, num_at_end), strict=True):
             if value:
                 others = " or ".join(name for name, policy in POLICIES.items() if policy.has_fp8_products)
-                raise ConfigError(f"{name}={value} works only with precision={others}, not {precision}; omit it")
+                raise ConfigError(
+                    f"{name}={value} works only with precision={others}, but precision is {precision}; omit {name}"
+                )
         return
     if shape.foreign or not shape.table.has_linear_layers:
         name = "no known linear layers" if shape.foreign else "no linear layers in fp8"

@@ -343,7 +343,10 @@ def test_the_command_line_plans_in_fp8():
         (("--cluster", "p4d.24xlarge:2", "--precision", "fp8"), "precision=fp8 needs Hopper GPUs or newer ones"),
         (("--cluster", "p5.48xlarge:1", "--precision", "fp4"), "precision='fp4' is unknown; use bf16, fp16, fp8"),
         (("--cluster", "p5.48xlarge:1", "--precision", "fp16", "--grad-dtype", "bf16"), "use grad_dtype=fp32"),
-        (("--cluster", "p5.48xlarge:1", "--fp8-recipe", "tensorwise"), "works only with precision=fp8, not bf16"),
+        (
+            ("--cluster", "p5.48xlarge:1", "--fp8-recipe", "tensorwise"),
+            "works only with precision=fp8, but precision is bf16",
+        ),
         (
             ("--cluster", "p5.48xlarge:1", "--precision", "fp8", "--num-layers-at-end-in-bf16", "32"),
             "leave none of the 32 layers in fp8",

@@ -175,7 +175,7 @@ def _reset(profile: Profile) -> Profile:
 
 
 def for_own_engines(profiles: dict[str, Profile]) -> dict[str, Profile]:
-    """Return the profiles for predictions of megabench's runs.
+    """Return the profiles that predict runs of megabench itself.
 
     Allocator overhead depends more on the training program than on the GPU. All profiles use the allocator
     shares that were fitted to this project's H200 records.
