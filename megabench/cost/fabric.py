@@ -138,8 +138,9 @@ class Fabric:
                     f"have {num_ranks}. Measure with {num_ranks} ranks per host."
                 )
 
-    def check_sizes(self) -> None:
-        """Raise ConfigError if the sizes do not determine bandwidth and latency."""
+    def check_fit(self, topology: Topology) -> None:
+        """Raise ConfigError as `check` does, or if the sizes do not determine bandwidth and latency."""
+        self.check(topology)
         if len({one.num_bytes for one in self.collectives if one.num_bytes >= _LARGE}) < 2:
             raise ConfigError(
                 f"--fabric {self.source} needs collectives of at least two sizes from 1 MB on, to tell bandwidth from "
@@ -187,7 +188,7 @@ def _measured_constants(host: Host, collectives: Sequence[Collective]) -> list[s
     """Return the constants of the network that the collectives determine.
 
     The time per hop and the bandwidth need several sizes, and the base time needs groups of several lengths. With one
-    size, which `check_sizes` refuses, only the time per hop is fitted, because degraded networks differ from healthy
+    size, which `check_fit` refuses, only the time per hop is fitted, because degraded networks differ from healthy
     ones in this constant (benchmarks/NOTES.md). The bandwidth comes first, because the search would otherwise explain
     it with longer hops.
     """

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from megabench import UserError
 from megabench.cost.fabric import Fabric
 from megabench.cost.fabric_report import SLOW_SHARE, gb_per_s_text, network_name
 from megabench.cost.job import Job
-from megabench.cost.profile import profile_for
+from megabench.cost.profile import Profile, profile_for
 from megabench.doctor.finding import Case, Finding, Rule
 from megabench.hardware.gpus import Network
 from megabench.hardware.topology import Topology
@@ -49,7 +50,10 @@ def rule_for(fabric: Fabric, users: Sequence[NetworkUser]) -> Rule:
             f"({one.share:.0%})"
             for one in slow
         ]
-        slowdowns = {user.record.trial: slowdown for user in users if (slowdown := _slowdown(fabric, user))}
+        fitted = cache(lambda topology: fabric.profile_on(profile_for(host.device), topology))
+        slowdowns = {
+            user.record.trial: slowdown for user in users if (slowdown := _slowdown(user, fitted(user.topology)))
+        }
         worst = max(slowdowns, key=slowdowns.__getitem__, default=None)
         effect = f"; predicted: a step of {worst} takes {slowdowns[worst]:.2f} × as long" if worst else ""
         yield Finding(
@@ -63,10 +67,9 @@ def rule_for(fabric: Fabric, users: Sequence[NetworkUser]) -> Rule:
     return slow_network
 
 
-def _slowdown(fabric: Fabric, user: NetworkUser) -> float | None:
+def _slowdown(user: NetworkUser, measured_network: Profile) -> float | None:
     """Return the predicted step time with the measured network ÷ that with the expected one, or None if unknown."""
-    expected = profile_for(user.topology.hosts[0].device)
-    profiles = fabric.profile_on(expected, user.topology), expected
+    profiles = measured_network, profile_for(user.topology.hosts[0].device)
     candidate = candidate_of(user.record)
     try:
         measured, before = (Costs(user.job, user.topology, profile).estimate(candidate) for profile in profiles)

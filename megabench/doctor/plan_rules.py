@@ -45,8 +45,7 @@ def plan(
     ]
     rules = rules_for(trials)
     if fabric:
-        fabric.check(topology)
-        fabric.check_sizes()
+        fabric.check_fit(topology)
         rules += (rule_for(fabric, _network_users((one.record, planned_job(one), one.topology) for one in trials)),)
     return records, study.reference, rules
 
@@ -58,8 +57,7 @@ def rule_for_records(records: Sequence[RunRecord], fabric: Fabric, cluster: str 
     the fabric does not describe the network of the hosts.
     """
     topology = read_cluster(cluster or _cluster_of(records))
-    fabric.check(topology)
-    fabric.check_sizes()
+    fabric.check_fit(topology)
     return rule_for(
         fabric,
         _network_users(

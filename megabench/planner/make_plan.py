@@ -85,8 +85,8 @@ def make_plan(
     # a profile that calibrate has measured on these hosts may contain the same slow network
     link = topology.hosts[0].network
     expected = expected.model_copy(update={"links": expected.links | {link: profile_for(device).links[link]}})
-    network = MeasuredNetwork(read_fabric(fabric), expected)
-    network.fabric.check(topology)
-    network.fabric.check_sizes()
-    found = plan(job, topology, network.fabric.profile_on(expected, topology), keep=top)
+    measured = read_fabric(fabric)
+    measured.check_fit(topology)
+    network = MeasuredNetwork(measured, expected, measured.bandwidths(expected, topology))
+    found = plan(job, topology, measured.profile_on(expected, topology), keep=top)
     return replace(found, network=network)

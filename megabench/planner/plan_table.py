@@ -91,9 +91,8 @@ def write(console: Console, plan: Plan, top: int, tokens: float | None = None) -
 def network_note(plan: Plan) -> str:
     """Return sentences about the measured network and, if it is slow, its effect on the recommended layout."""
     assert plan.network
-    fabric, topology = plan.network.fabric, plan.topology
-    bandwidths = fabric.bandwidths(plan.network.expected, topology)
-    said, slowdown = fabric_sentence(fabric, bandwidths, topology), network_slowdown(plan)
+    bandwidths, slowdown = plan.network.bandwidths, network_slowdown(plan)
+    said = fabric_sentence(plan.network.fabric, bandwidths, plan.topology)
     if slowdown is None or slowest(bandwidths).share >= SLOW_SHARE:
         return said
     return f"{said} It makes a step of the recommended layout {slowdown:.2f} × as long."
@@ -426,8 +425,7 @@ def _describe_network(plan: Plan) -> dict[str, Any]:
     """Return the measured network, or nothing without one."""
     if plan.network is None:
         return {}
-    fabric = plan.network.fabric
-    found = describe_fabric(fabric, fabric.bandwidths(plan.network.expected, plan.topology))
+    found = describe_fabric(plan.network.fabric, plan.network.bandwidths)
     return {"fabric": found | {"slowdown": network_slowdown(plan)}}
 
 

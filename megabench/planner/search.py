@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megabench.config import ConfigError
-from megabench.cost.fabric import Fabric
+from megabench.cost.fabric import Bandwidth, Fabric
 from megabench.cost.job import Candidate, Job, Recompute, Variant
 from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
@@ -31,10 +31,15 @@ _MOST_RISKY = 3  # number of faster layouts to name that may not fit
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
-    """A measured network. `expected` is the profile with the network costs that are shipped for this GPU."""
+    """A measured network.
+
+    `expected` is the profile with the network costs that are shipped for this GPU. `bandwidths` compares the
+    measurements with it.
+    """
 
     fabric: Fabric
     expected: Profile
+    bandwidths: list[Bandwidth]
 
 
 @dataclass(frozen=True)

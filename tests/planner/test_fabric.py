@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megabench import UserError, cli
+from megabench import UserError, api, cli
 from megabench.cost.fabric import Collective, Fabric, inner_link
 from megabench.cost.fabric_files import collectives_of, read_fabric
 from megabench.cost.profile import Measurement, Profile, profile_for
@@ -200,6 +200,8 @@ def test_a_file_of_a_faster_network_is_refused(tmp_path: Path, plan):
     path = written(tmp_path, measured(fast, shapes=((2, 8, 1),)))
     status, _, error = plan("--fabric", path, where=("g6e.48xlarge:2",))
     assert status == 2 and "is of another network: all-gather over 2 hosts reaches" in error
+    with pytest.raises(UserError, match="is of another network"):
+        api.plan(cluster="g6e.48xlarge:2", fabric=path)
 
 
 def test_unequal_hosts_are_refused():
