@@ -1,6 +1,6 @@
 """Measurements of the network: collectives and sends between hosts, for groups of several shapes and sizes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +43,9 @@ def between_hosts(bench: Bench, topology: Topology) -> None:
                 operation = _operation(kind, whole, mine) if mine else lambda: None
                 bench.seconds(kind_name(kind), operation, bytes=whole.nbytes, **shape.sizes)
     if hosts := _hosts(topology):
-        _time_sends(bench, hosts)
+        chains = list(zip(*hosts, strict=True))
+        sizes = {"hosts": len(hosts), "ranks_per_host": len(chains), "groups_per_host": 1}
+        time_sends(bench, chains, _SIZES[bench.device.type], **sizes)
 
 
 def num_measurements_between_hosts(topology: Topology, device: str) -> int:
@@ -95,12 +97,15 @@ def _operation(kind: Kind, whole: Tensor, group: dist.ProcessGroup) -> Callable[
             raise AssertionError("a send is no collective")
 
 
-def _time_sends(bench: Bench, hosts: list[list[int]]) -> None:
-    """Time sends from all ranks of each host to their counterparts on the next host, except from the last host."""
+def time_sends(bench: Bench, chains: Sequence[Sequence[int]], all_bytes: Sequence[int], **sizes: float) -> None:
+    """Time sends of several sizes from each rank of a chain to the next, on all chains at once.
+
+    Ranks outside of `chains` take part only in the timing. The measurements get `sizes` in addition to their bytes.
+    """
     rank = dist.get_rank()
-    chain = next((ring for ring in zip(*hosts, strict=True) if rank in ring), (rank,))
-    at = chain.index(rank)
-    for num_bytes in _SIZES[bench.device.type]:
+    chain = next((chain for chain in chains if rank in chain), (rank,))
+    at = list(chain).index(rank)
+    for num_bytes in all_bytes:
         sent, received = (torch.zeros(num_bytes // 4, device=bench.device) for _ in range(2))
         operations = [dist.P2POp(dist.isend, sent, after) for after in chain[at + 1 : at + 2]]
         operations += [dist.P2POp(dist.irecv, received, before) for before in chain[max(at - 1, 0) : at]]
@@ -109,5 +114,4 @@ def _time_sends(bench: Bench, hosts: list[list[int]]) -> None:
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
 
-        sizes = {"hosts": len(hosts), "ranks_per_host": len(hosts[0]), "groups_per_host": 1}
         bench.seconds(kind_name("send"), send, bytes=sent.nbytes, **sizes)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabench.calibrate.collectives import between_hosts, num_measurements_between_hosts
+from megabench.calibrate.collectives import between_hosts, num_measurements_between_hosts, time_sends
 from megabench.calibrate.timers import Bench
 from megabench.cost import network
 from megabench.cost.fabric import Fabric
@@ -91,7 +91,7 @@ def links(bench: Bench, topology: Topology, base: Profile) -> dict[Link, LinkCos
         where = network.span(topology, groups)
         assert where.inside
         found[where.inside] = _link_cost(where, where.inside, times, base.links[where.inside])
-        _send_times(bench, pairs)
+        time_sends(bench, pairs, _SIZES[bench.device.type])
     between_hosts(bench, topology)
     if collectives := collectives_of(bench.measurements):
         inner = base.model_copy(update={"links": base.links | found})
@@ -134,23 +134,6 @@ def _gather_times(bench: Bench, groups: Sequence[Sequence[int]]) -> list[tuple[f
 
         found.append((float(whole.nbytes), bench.seconds("all-gather", gather, bytes=whole.nbytes, ranks=size)))
     return found
-
-
-def _send_times(bench: Bench, pairs: Sequence[Sequence[int]]) -> None:
-    """Time a send from the first to the second rank of each pair, for each size."""
-    rank = dist.get_rank()
-    peer = next((pair[1 - list(pair).index(rank)] for pair in pairs if rank in pair), None)
-    is_sender = any(pair[0] == rank for pair in pairs)
-    for num_bytes in _SIZES[bench.device.type]:
-        tensor = torch.zeros(num_bytes // 4, device=bench.device)
-
-        def send(tensor: Tensor = tensor) -> None:
-            if peer is not None:
-                operation = dist.P2POp(dist.isend if is_sender else dist.irecv, tensor, peer)
-                for work in dist.batch_isend_irecv([operation]):
-                    work.wait()
-
-        bench.seconds("send", send, bytes=tensor.nbytes)
 
 
 def _link_cost(

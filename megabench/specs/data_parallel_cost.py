@@ -38,8 +38,7 @@ class DataParallel:
         where = geometry.neighbours(shards) if shards else geometry.world
         parameters = job.layer_parameters
         weights, gradients = gathered_bytes(job, candidate) * parameters, job.bytes_of_gradient * parameters
-        gathered_back = 0.0 if sharding.keeps_weights else weights
-        sent = 2 * gradients if sharding.zero_stage == 2 else gathered_back + gradients
+        sent = 2 * gradients if sharding.zero_stage == 2 else gradients + (weights if gather_back else 0.0)
         hidden_forward = self.base.interference(where, gather, weights)
         hidden_backward = self.base.interference(where, gather_back + reduce, sent)
         with_communication = (

@@ -181,9 +181,10 @@ class Pipeline:
         for stage, chunks in enumerate(totals):
             parameters = stage_parameters(job, candidate, stage)
             pieces = self._num_buckets(candidate, stage, parameters)
-            reduce, gather = self._replica_seconds(candidate, spans, parameters, pieces)
             if job.stack.broadcasts_tensors:
                 reduce, gather = self._owner_seconds(candidate, stage, (replicas, spans[0]), parameters, pieces)
+            else:
+                reduce, gather = self._replica_seconds(candidate, spans, parameters, pieces)
             backward, forward = sum(chunk.backward for chunk in chunks), sum(chunk.forward for chunk in chunks)
             is_all_reduce = shards == 1 or job.stack.broadcasts_tensors
             reduced = (2 if is_all_reduce else 1) * job.bytes_of_gradient * parameters

@@ -138,10 +138,9 @@ def _tested_parts(tested: Sequence[Row]) -> Parts:
     found: Parts = []
     for size in sorted({row.topology.world_size for row in tested}):
         rows = [row for row in tested if row.topology.world_size == size]
-        found.append((f"{SWEEP.name}, {size} GPUs, with its NCCL tests", rows))
-        found += [
-            (f"{SWEEP.name}, {size} GPUs, with its NCCL tests, {what}", part) for what, part in _by_pipeline(rows)
-        ]
+        name = f"{SWEEP.name}, {size} GPUs, with its NCCL tests"
+        found.append((name, rows))
+        found += [(f"{name}, {what}", part) for what, part in _by_pipeline(rows)]
     return found
 
 

@@ -10,8 +10,8 @@ from tools.planner_validation.published import read_table
 
 # Message size of the tests of one cluster's nodes. Its operators publish the bandwidths without the size, and a plot of
 # the same tests is titled "size=256MB". With this size, all-gathers over 4 to 64 nodes agree with a ring within 15%.
-TESTED_BYTES = 256e6
-_RING_KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter")
+_TESTED_BYTES = 256e6
+_TESTED_KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def read_collectives(folder: Path) -> list[Published]:
         one = Collective(kind, nodes, int(line["gpus"]) // nodes, float(line["bytes"]), float(line["time_us"]) / 1e6)
         found.append(Published(line["gpu"][:4], host, one))
     for line in read_table(folder / "fabric-by-nodes.csv", advice):
-        for kind in ("all_reduce", *_RING_KINDS):
+        for kind in _TESTED_KINDS:
             rate = float(line[f"{kind}_healthy_gb_per_s"])
             found.append(Published("H100", _host("H100", 3200), tested(kind, int(line["nodes"]), 8, rate)))
     return found
@@ -47,8 +47,8 @@ def read_collectives(folder: Path) -> list[Published]:
 
 def tested(kind: Kind, nodes: int, ranks_per_node: int, bus_gb_per_s: float) -> Collective:
     """Return the collective that the tests of the cluster's nodes ran, from its bus bandwidth."""
-    at_one = Collective(kind, nodes, ranks_per_node, TESTED_BYTES, 1.0)
-    return Collective(kind, nodes, ranks_per_node, TESTED_BYTES, at_one.bus_gb_per_s / bus_gb_per_s)
+    at_one = Collective(kind, nodes, ranks_per_node, _TESTED_BYTES, 1.0)
+    return Collective(kind, nodes, ranks_per_node, _TESTED_BYTES, at_one.bus_gb_per_s / bus_gb_per_s)
 
 
 def _host(gpu: str, gbits: float) -> Host:

@@ -112,7 +112,7 @@ def check_sources(rows: Sequence[Row], path: Path) -> None:
     found = {row.source.name for row in rows}
     if missing := [source for source in SOURCES if source.name not in found]:
         names = ", ".join(f"{source.name} ({source.part})" for source in missing)
-        raise DataError(f"{path} has no usable row of {names}. Correct SOURCES in published.py, or the file.")
+        raise DataError(f"{path} has no usable row of {names}. Correct SOURCES in sources.py, or the file.")
 
 
 def _add(row: Row, kind: Kind, value: float) -> None:
