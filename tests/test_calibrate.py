@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 import torch
 
+from megabench.calibrate.attention import NUM_ATTENTION_MEASUREMENTS, attention, fit_attention
 from megabench.calibrate.collectives import _shapes
 from megabench.calibrate.fp8_products import fp8_cost, num_fp8_measurements
 from megabench.calibrate.links import _link_cost, num_link_measurements
@@ -17,10 +18,10 @@ from megabench.calibrate.operations import num_device_measurements
 from megabench.calibrate.timers import Bench
 from megabench.config.clusters import read_cluster
 from megabench.cost import compute, network
-from megabench.cost.compute import Machine
+from megabench.cost.compute import Machine, flash_work
 from megabench.cost.fabric_files import collectives_of, read_fabric
 from megabench.cost.job import Product
-from megabench.cost.profile import Fp8Cost, LinkCost, Measurement, profile_for, read_profile
+from megabench.cost.profile import ATTENTION, Fp8Cost, LinkCost, Measurement, profile_for, read_profile
 from megabench.hardware.topology import Host, build, split
 from megabench.models.find import find_model
 from tests.comparison.compare_process import REPOSITORY
@@ -39,7 +40,15 @@ def test_a_machine_becomes_a_profile(tmp_path: Path):
     profile = read_profile(path)
     assert profile.kind == "measured" and profile.devices == ["cpu"]
     kinds = {one.kind for one in profile.measurements}
-    assert {"product", "attention", "element-wise", "kernel launches", "all-gather", "send", "host copy"} <= kinds
+    assert {
+        "product",
+        "attention forward",
+        "element-wise",
+        "kernel launches",
+        "all-gather",
+        "send",
+        "host copy",
+    } <= kinds
     assert all(one.seconds > 0 for one in profile.measurements)
     assert profile.origin["memory_gb_per_s"] == "megabench calibrate" and "shm" in profile.origin["links"]
     assert "not measured here" in profile.origin["*"] and "fp8" not in profile.origin
@@ -72,6 +81,16 @@ class FakeBench(Bench):
         super().__init__(torch.device("cpu"))
         self.machine = machine
 
+    def seconds_in_turn(
+        self, operations: Mapping[str, Callable[[], object]], before: Callable[[], object], **sizes: float
+    ) -> None:
+        profile, work = self.machine.profile, flash_work(1, self.machine.profile.attention_half_length, **sizes)
+        shares = (profile.attention_forward, profile.attention_backward / 2.5)
+        for (kind, operation), share in zip(operations.items(), shares, strict=True):
+            before()
+            operation()
+            self.measurements.append(Measurement(kind=kind, sizes=sizes, seconds=work / self.machine.peak / share))
+
     def seconds(self, kind: str, operation: Callable[[], object], **sizes: float) -> float:
         operation()
         if kind == "fp8 cast":
@@ -94,6 +113,17 @@ def test_costs_of_fp8_are_fitted_to_measurements(model: str):
     assert len(bench.measurements) == num_fp8_measurements(shape, "NVIDIA H200")
 
 
+def test_constants_of_attention_are_fitted_to_measurements():
+    known = {"attention_forward": 0.68, "attention_backward": 0.53, "attention_half_length": 460.0}
+    profile = profile_for("cpu").model_copy(update={"num_sms": 1} | known)
+    bench = FakeBench(Machine(profile, peak=1e12))
+    timed = attention(bench, find_model("llama-tiny"), 64)
+    assert len(timed) == NUM_ATTENTION_MEASUREMENTS and {one.sizes["length"] for one in timed} == {16, 32, 64}
+    other = profile.model_copy(update=dict.fromkeys(ATTENTION, 0.5))
+    found = fit_attention(other, 1e12, timed)
+    assert {name: getattr(found, name) for name in ATTENTION} == pytest.approx(known)
+
+
 def test_fp8_is_measured_only_where_it_works():
     llama = find_model("llama3-8b")
     assert num_fp8_measurements(llama, "NVIDIA H100 80GB HBM3") == 3 * 4 * 2 + 1
@@ -109,7 +139,9 @@ def test_the_network_between_emulated_hosts_is_measured(tmp_path: Path):
     profile = read_profile(path)
     topology = split(build([(Host("host", "cpu", "shm", "socket"), 4, 4)]), 2)
     shape = find_model("llama-tiny")
-    assert len(profile.measurements) == num_device_measurements(shape) + num_link_measurements(topology, "cpu")
+    assert len(profile.measurements) == num_device_measurements(
+        shape
+    ) + NUM_ATTENTION_MEASUREMENTS + num_link_measurements(topology, "cpu")
     found = read_fabric(path).collectives
     assert found == collectives_of(profile.measurements) and all(one.seconds > 0 for one in found)
     groups = {(one.num_hosts, one.ranks_per_host, one.groups_per_host) for one in found if one.kind != "send"}

@@ -11,10 +11,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megabench.calibrate.attention import NUM_ATTENTION_MEASUREMENTS, attention, fit_attention
 from megabench.calibrate.fp8_products import fp8_cost, num_fp8_measurements
 from megabench.calibrate.links import collective_launch, interference, links, num_link_measurements
 from megabench.calibrate.operations import (
-    attention,
     dram_rate,
     fit_products,
     host_copy,
@@ -26,7 +26,7 @@ from megabench.calibrate.operations import (
 )
 from megabench.calibrate.timers import Bench
 from megabench.config import ConfigError
-from megabench.cost.profile import Profile, profile_for
+from megabench.cost.profile import ATTENTION, Profile, profile_for
 from megabench.hardware.facts import RankFacts, read_facts
 from megabench.hardware.topology import Topology, emulated_host, from_facts, split
 from megabench.models.find import find_model
@@ -54,7 +54,7 @@ def calibrate(
     """
     topology = _topology(device, emulate_hosts)
     base, num_fp8 = profile_for(device_name(device)), num_fp8_measurements(shape, device_name(device))
-    total = num_device_measurements(shape) + num_fp8
+    total = num_device_measurements(shape) + NUM_ATTENTION_MEASUREMENTS + num_fp8
     if dist.get_world_size() > 1:
         total += num_link_measurements(topology, device.type)
     bench = Bench(device, lambda number, kind: show(f"measurement {number} of {total}: {kind}"))
@@ -67,8 +67,8 @@ def calibrate(
 
     here = dist.get_world_size() if topology.emulated else max(map(len, topology.ranks_by_host))
     note(memory_gib=memory_gib(device) or psutil.virtual_memory().total / here / 2**30)
-    if device.type == "cuda":
-        note(num_sms=torch.cuda.get_device_properties(device).multi_processor_count)
+    is_cuda = device.type == "cuda"
+    note(num_sms=torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else torch.get_num_threads())
     note(memory_gb_per_s=memory_rate(bench))
     tokens = min(seq_length, _MOST_TOKENS[device.type])
     timed = products(bench, shape, tokens)
@@ -78,8 +78,8 @@ def calibrate(
     note(gemm_efficiency=profile.gemm_efficiency, gemm_half_k=profile.gemm_half_k)
     if num_fp8:
         note(fp8=fp8_cost(bench, shape, tokens, profile, base.peak(device_name(device), "fp8")))
-    forward, backward = attention(bench, shape, tokens)
-    note(attention_forward=min(1.0, forward / most), attention_backward=min(1.0, backward / most))
+    profile = fit_attention(profile, most, attention(bench, shape, tokens))
+    note(**{name: getattr(profile, name) for name in ATTENTION})
     note(launch_seconds=launch(bench), host_copy_gb_per_s=host_copy(bench))
     note(dram_gb_per_s=dram_rate(bench, topology))
     if dist.get_world_size() > 1:

@@ -1,11 +1,9 @@
-"""Measurements on one device: matrix products, attention, element-wise operations, launches, copies to the host."""
+"""Measurements on one device: matrix products, element-wise operations, launches and copies to the host."""
 
 import statistics
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from megabench.calibrate.timers import Bench
 from megabench.cost import compute
@@ -23,7 +21,7 @@ _TINY_OPERATIONS = 200
 
 def num_device_measurements(shape: ModelShape) -> int:
     """Return how many measurements the functions of this module take together."""
-    return 5 * len(tensor_parallel_sizes(shape)) + 6  # attention takes two, and each other operation one
+    return 5 * len(tensor_parallel_sizes(shape)) + 4  # each operation besides products takes one
 
 
 def memory_rate(bench: Bench) -> float:
@@ -79,25 +77,6 @@ def fit_products(profile: Profile, peak: float, products: Sequence[Measurement])
         return statistics.mean(max(ratio, 1 / ratio) - 1 for ratio in ratios)
 
     return descend(profile, ("gemm_efficiency", "gemm_half_k"), loss)
-
-
-def attention(bench: Bench, shape: ModelShape, tokens: int) -> tuple[float, float]:
-    """Return the FLOP/s of causal attention in the forward and in the backward pass.
-
-    The forward FLOPs count half of the attention matrix. The backward FLOPs are 2.5 times the forward FLOPs.
-    """
-    query = bench.random(1, shape.num_heads, tokens, shape.head_dim).requires_grad_()
-    key, value = (bench.random(1, shape.num_kv_heads, tokens, shape.head_dim).requires_grad_() for _ in range(2))
-
-    def forward() -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
-    with torch.no_grad():
-        alone = bench.seconds("attention forward", forward, tokens=tokens)
-    gradient = torch.ones_like(query)
-    both = bench.seconds("attention", lambda: forward().backward(gradient), tokens=tokens)
-    flops = 2.0 * tokens * tokens * shape.num_heads * shape.head_dim
-    return flops / alone, 2.5 * flops / max(both - alone, alone)
 
 
 def launch(bench: Bench) -> float:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,35 @@ class Bench:
         self.measurements.append(Measurement(kind=kind, sizes=sizes, seconds=found))
         return found
 
+    def seconds_in_turn(
+        self, operations: Mapping[str, Callable[[], object]], before: Callable[[], object], **sizes: float
+    ) -> None:
+        """Measure the median time of each operation if `before` runs before it, on the slowest rank.
+
+        `operations` has the kind of each measurement. The operations run one after the other.
+        """
+
+        self.start(next(iter(operations)))
+
+        def timed_round() -> list[Callable[[], float]]:
+            clocks = []
+            for operation in operations.values():
+                before()
+                clocks.append(self._clock(operation))
+            return clocks
+
+        def once() -> None:
+            for clock in timed_round():
+                clock()
+
+        once()
+        seconds = self.agreed(self._timed(once, 1))
+        rounds = max(3, min(1000, int(_TARGET_SECONDS[self.device.type] / max(seconds, 1e-7))))
+        clocks = [timed_round() for _ in range(2 * rounds)][rounds:]  # a GPU reaches its power limit in the first half
+        for kind, each in zip(operations, zip(*clocks, strict=True), strict=True):
+            found = self.agreed(statistics.median(clock() for clock in each))
+            self.measurements.append(Measurement(kind=kind, sizes=sizes, seconds=found))
+
     def start(self, kind: str) -> None:
         """Report that the next measurement starts."""
         self._on_start(len(self.measurements) + 1, kind)
@@ -50,6 +79,22 @@ class Bench:
             operation()
         synchronize(self.device)
         return (time.perf_counter() - started) / repeats
+
+    def _clock(self, operation: Callable[[], object]) -> Callable[[], float]:
+        """Run the operation, and return a function that waits for its end and returns its seconds."""
+        if self.device.type != "cuda":
+            seconds = self._timed(operation, 1)
+            return lambda: seconds
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        operation()
+        end.record()
+
+        def elapsed() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end) / 1e3
+
+        return elapsed
 
     def agreed(self, seconds: float) -> float:
         slowest = torch.tensor([seconds], dtype=torch.float64, device=self.device)

@@ -15,6 +15,7 @@ _TILE_SHARE = (1.0, 1.0, 0.92, 0.8, 0.6)
 # number of kernels in a layer's forward pass, which is about half the number in its backward pass
 _KERNELS_FORWARD = 22
 _KERNELS_UNFUSED = 20  # additional kernels without fused norms, rotary embedding and activation
+_LAUNCHES_FP8 = 55  # additional host time with fp8 products, in launches of a plain operation (benchmarks/host-time)
 _KERNELS_FP8 = 12  # additional kernels with fp8 products: zero the largest value, find it and cast, for four inputs
 # Bytes per element for casting a bf16 value to fp8: one kernel reads it to find the amax (the largest absolute value),
 # and another one reads it and writes it in one or both layouts. A gathered fp8 value is transposed.
@@ -24,7 +25,8 @@ _CAST_ONE_LAYOUT = _FIND_AMAX + _CAST_KNOWN_AMAX
 CAST = _CAST_ONE_LAYOUT + _WRITE_FP8
 _TRANSPOSE = _READ_FP8 + _WRITE_FP8
 _LONG = 8192  # inner size of the calibration product, which has the full efficiency
-_BACKWARD_ATTENTION = 2.5  # FLOPs of flash attention's backward pass ÷ forward pass (arXiv 2307.08691, section 3.1)
+_ATTENTION_TILE = 128  # rows of queries of a thread block of flash attention
+BACKWARD_ATTENTION = 2.5  # FLOPs of flash attention's backward pass ÷ forward pass (arXiv 2307.08691, section 3.1)
 
 
 @dataclass(frozen=True)
@@ -158,22 +160,43 @@ def _activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
     return CAST * inputs + gathered, CAST * gradients + gathered + _TRANSPOSE * 4 * shape.hidden_size
 
 
+def flash_work(num_sms: int, half_length: float, length: float, heads: float, head_dim: float) -> float:
+    """Return the FLOPs of a causal flash attention call in the forward pass, including those lost by idle processors.
+
+    `heads` counts the heads of all sequences. Half of the attention matrix has 2·S²·N·D FLOPs. Each thread block
+    computes a tile of rows. Loading and storing the rows takes as long as `half_length` more keys. The longest thread
+    blocks take twice as long as the mean, so at the end of the call, the processors idle for half of a longest block on
+    average.
+    """
+    return 2 * (length + half_length) * (length * heads + _ATTENTION_TILE * num_sms) * head_dim
+
+
+def _flash_share(profile: Profile, job: Job, has_chunks: bool) -> float:
+    """Return the FLOP/s of the program's flash attention divided by that of cuDNN's attention."""
+    if job.stack.flash_version_1:
+        return profile.flash_1_share
+    if job.stack.flash_version_2 or (has_chunks and job.stack.chunks_by_flash_2):
+        return profile.flash_2_share
+    return 1.0
+
+
 def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
     """Return the seconds of causal attention, forward and backward.
 
-    Flash attention needs 2·S²·N·D FLOPs per sequence (half the square) in forward, and 2.5 × as many in backward.
-    Without flash attention, batched products compute the full square, 4·S²·N·D, and softmax and dropout write and read
-    the scores [B, N, S, S] (arXiv 2205.05198, figure 3).
+    Flash attention needs 2.5 × as many FLOPs in backward as in forward. Ranks of context parallelism compute all heads
+    for each of `cp` parts of the keys, or a part of the heads for all keys. Without flash attention, batched products
+    compute the full square, 4·S²·N·D, and softmax and dropout write and read the scores [B, N, S, S]
+    (arXiv 2205.05198, figure 3).
     """
-    shape, seq = job.shape, job.seq_length
-    square = micro_batch * seq * seq / cp * shape.num_heads / tp
-    profile = machine.profile
+    shape, profile, heads = job.shape, machine.profile, micro_batch * job.shape.num_heads / tp
     if job.stack.flash_attention:
         has_chunks = cp > 1 and not job.exchanges_heads(tp, cp)
-        is_version_2 = job.stack.flash_version_2 or (has_chunks and job.stack.chunks_by_flash_2)
-        rate = machine.peak * (profile.flash_2_share if is_version_2 else 1.0)
-        forward = 2 * square * shape.head_dim / rate
-        return forward / profile.attention_forward, _BACKWARD_ATTENTION * forward / profile.attention_backward
+        calls, length, each = (cp, job.seq_length / cp, heads) if has_chunks else (1, job.seq_length, heads / cp)
+        half_length = 0.0 if job.stack.flash_version_1 else profile.attention_half_length
+        work = calls * flash_work(profile.num_sms, half_length, length, each, shape.head_dim)
+        long_seconds = work / (machine.peak * _flash_share(profile, job, has_chunks))
+        return long_seconds / profile.attention_forward, BACKWARD_ATTENTION * long_seconds / profile.attention_backward
+    square = heads * job.seq_length**2 / cp
     products = 4 * square * shape.head_dim / (machine.peak * profile.gemm_efficiency)
     # the inner size is head_dim, so reading and writing the scores limits these products
     products = max(products, memory_seconds(machine, 4 * square))
@@ -204,6 +227,11 @@ def kernels_forward(job: Job) -> float:
     return _KERNELS_FORWARD + unfused + job.fp8_share("forward") * _KERNELS_FP8
 
 
+def launches_forward(job: Job) -> float:
+    """Return the host time of a layer's forward pass, in launches of a plain operation."""
+    return job.stack.launches_forward + job.fp8_share("forward") * _LAUNCHES_FP8
+
+
 def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> LayerSeconds:
     """Return the mean seconds of a layer: matrix products, attention and element-wise operations."""
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
@@ -225,7 +253,7 @@ def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int
         casts_forward, casts_backward = (
             cast_seconds(machine, fp8_share * tokens * each) for each in _activation_cast_bytes(job, tp)
         )
-    host = kernels_forward(job) * machine.profile.launch_seconds
+    host = launches_forward(job) * machine.profile.launch_seconds
     return LayerSeconds(
         forward=forward + attention + between + casts_forward,
         backward=inputs + weights + attention_backward + 1.5 * between + accumulate + casts_backward,

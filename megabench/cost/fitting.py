@@ -13,9 +13,10 @@ _STEPS = (2.0, 1.3, 1.1, 1.03)  # factors by which the search changes a constant
 _RANGES = {
     "gemm_half_k": (1.0, 500.0),
     "attention_forward": (0.2, 0.85),
+    "flash_1_share": (0.1, 1.0),
     "gemm_efficiency": (0.05, 1.0),
     "launch_seconds": (1e-6, 5e-5),
-    "collective_launch_seconds": (1e-5, 1e-3),
+    "collective_launch_seconds": (1e-6, 1e-3),
     "step_seconds": (1e-4, 0.2),
     "interference": (0.01, 1.0),
     "unfused_traffic": (1.0, 8.0),

@@ -34,12 +34,15 @@ class Stack:
     - `blocking_p2p`: pipeline stages wait for their sends, except with interleaving.
     - `overlaps_gradients`, and `overlaps_sharded_gradients` with a sharded optimizer: gradients are reduced during
       backward, in buckets of `bucket_parameters`.
+    - `launches_forward`: the host time of a layer's forward pass, in launches of a plain torch operation. In
+      megabench's engines, most of it is Python code, and fused kernels do not shorten it (benchmarks/host-time).
     - `stages`: stages have equal numbers of layers, or fewer next to the output layer, as in megabench or nanotron.
 
     These properties occur only in published runs:
 
-    - `overlaps_tp_forward`: gathers and reduce-scatters overlap with the products of the same layer, tile by tile (user
-      buffers).
+    - `user_buffers`: all gathers and reduce-scatters of tensor parallelism overlap with products of the same layer.
+      Copy engines or two SMs gather, so that gathers do not slow the products down; 24 SMs reduce (NeMo's
+      user-buffer configurations of H100, with Transformer Engine's methods ring_exchange, bulk and pipeline).
     - `delayed_scaling`: fp8 casts use the scales of earlier steps and read their tensor once. Norms and activations
       write fp8 values. The largest values are reduced over the ranks once per step (Transformer Engine).
     - `accumulates_at_end`: a backward pass first stores the 16-bit gradients of all weights.
@@ -47,11 +50,13 @@ class Stack:
     - `holds_sent`: tensors that NCCL's stream uses stay allocated until the GPU has passed the collective.
     - `flattens_shards`: gradients and weights are copied into one flat tensor for a sharded optimizer's collectives.
     - `flat_parameters`: parameters are communicated without copies (FSDP1).
+    - `flash_version_1`: attention uses FlashAttention-1.
     - `broadcasts_tensors`: a sharded optimizer shards by whole tensors. All replicas all-reduce the gradients, and each
       rank broadcasts the weights that it has updated.
     """
 
     flash_attention: bool = True
+    flash_version_1: bool = False
     flash_version_2: bool = False
     chunks_by_flash_2: bool = True
     exchanges_heads: bool = True
@@ -64,13 +69,14 @@ class Stack:
     overlaps_sharded_gradients: bool = True
     overlaps_parameters: bool = True
     overlaps_tp_backward: bool = True
-    overlaps_tp_forward: bool = False
+    user_buffers: bool = False
     keeps_gathered: bool = False
     keeps_transposed: bool = True
     adds_output_gradient: bool = True
     fuses_weight_gradient: bool = True
     fuses_fp8_weight_gradient: bool = False
     blocking_p2p: bool = True
+    launches_forward: float = 85.0
     bucket_parameters: float = 40e6
     buckets_on_all_stages: bool = False
     stages: Literal["balanced", "even", "filled"] = "balanced"

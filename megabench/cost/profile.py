@@ -74,6 +74,9 @@ class Measurement(_Part):
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+ATTENTION = ("attention_forward", "attention_backward", "attention_half_length")  # constants of flash attention
+
+
 class Profile(_Part):
     """The constants of the cost model for one kind of GPU.
 
@@ -97,12 +100,16 @@ class Profile(_Part):
     gemm_half_k: float = Field(ge=0)
     """Inner size of a matrix product that reaches half the FLOP/s of a long one."""
     attention_forward: float = Field(gt=0, le=1)
-    """Fraction of the peak FLOP/s that flash attention reaches."""
+    """Fraction of the peak FLOP/s that flash attention reaches with long sequences and many heads."""
     attention_backward: float = Field(gt=0, le=1)
+    attention_half_length: float = Field(0, ge=0)
+    """Sequence length at which flash attention reaches half of these fractions. 0 for profiles without it."""
     fp8: Fp8Cost | None = None
     """The cost of fp8 products, for GPUs that have them."""
     flash_2_share: float = Field(gt=0, le=1)
     """FLOP/s of FlashAttention-2 divided by that of cuDNN's attention."""
+    flash_1_share: float = Field(1, gt=0, le=1)
+    """FLOP/s of FlashAttention-1 divided by that of cuDNN's attention. Only published runs of 2023 use it."""
     memory_gb_per_s: float = Field(gt=0)
     """Measured bandwidth of a copy, counting bytes read and written."""
     launch_seconds: float = Field(ge=0)

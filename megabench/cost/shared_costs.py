@@ -13,6 +13,9 @@ from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
 from megabench.precision import POLICIES
 
+# Host time of a collective and of the Python code around it, in launches of a collective alone (benchmarks/host-time)
+_LAUNCHES_PER_COLLECTIVE = 4
+
 Sizes = tuple[int, int, int, bool, Policy]
 
 
@@ -48,7 +51,7 @@ class Base:
 
     def host(self, candidate: Candidate, layer: LayerSeconds, collectives: float) -> tuple[float, float]:
         """Return the seconds that the host needs to launch a layer's kernels and collectives, forward and backward."""
-        each = self.profile.collective_launch_seconds
+        each = _LAUNCHES_PER_COLLECTIVE * self.profile.collective_launch_seconds
         forward = layer.host_forward + collectives * each
         backward = layer.host_backward + 1.5 * collectives * each
         return forward, backward + (forward if candidate.recompute == "full" else 0.0)

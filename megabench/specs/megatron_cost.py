@@ -65,7 +65,8 @@ class Pipeline:
             in_fp8 = network.gather_seconds(self.profile, geometry.tp, sequence / job.bytes_of_value)
             gather = fp8_backward * in_fp8 + (1 - fp8_backward) * scatter
             if job.stack.sequence_parallel:
-                tp_forward = 2 * (fp8_forward * in_fp8 + (1 - fp8_forward) * scatter) + 2 * scatter
+                gather_forward = fp8_forward * in_fp8 + (1 - fp8_forward) * scatter
+                tp_forward = 2 * gather_forward + 2 * scatter
                 waits = 2 * gather
                 again = 0.0 if job.stack.keeps_gathered else 2 * gather
                 hidden = [
@@ -73,14 +74,15 @@ class Pipeline:
                     (2 * scatter, 2 * sequence, layer.weight_gradients),
                 ]
             else:
+                gather_forward = again = 0.0
                 tp_forward = 2 * network.all_reduce_seconds(self.profile, geometry.tp, sequence)
                 waits, hidden = 0.0, [(tp_forward, 4 * sequence, layer.weight_gradients)]
-            if job.stack.overlaps_tp_forward:
-                # The products of forward have as many FLOPs as those of the input gradients.
-                tp_forward = self.base.tail(
-                    layer.input_gradients, tp_forward, 4 * sequence, tp, geometry.tp, overlaps=True
-                )
-                waits = self.base.tail(layer.input_gradients, waits, 2 * sequence, tp, geometry.tp, overlaps=True)
+            if job.stack.user_buffers:
+                # Forward has as many FLOPs as the input gradients. Half of these products overlap with gathers.
+                work, (_, *hidden) = layer.input_gradients / 2, hidden
+                tp_forward = schedule.hidden_tail(work, 2 * gather_forward, tp)
+                tp_forward += self.base.tail(work, 2 * scatter, 2 * sequence, tp, geometry.tp, overlaps=True)
+                waits = schedule.hidden_tail(work, waits, tp) + max(0.0, again - work)
             if job.stack.overlaps_tp_backward:
                 for communicate, num_bytes, work in hidden:
                     share = self.base.interference(geometry.tp, communicate, num_bytes)

@@ -66,7 +66,7 @@ def test_large_products_gain_more_than_small_ones():
 
 def test_wide_layers_train_faster_in_fp8_and_attention_does_not():
     candidate = megatron(FOUR, pp=4)
-    for seq_length, least, most in ((4096, 1.25, 1.5), (65536, 1.0, 1.2)):
+    for seq_length, least, most in ((4096, 1.2, 1.5), (65536, 1.0, 1.2)):
         plain, fp8 = (job(precision=name, seq_length=seq_length, global_batch=64) for name in ("bf16", "fp8"))
         assert least < step(plain, candidate) / step(fp8, candidate) < most
     layer, other = (costs(work, FOUR).base.layer(1, 1, 1) for work in (job(), in_fp8()))
@@ -336,7 +336,7 @@ def test_fp8_that_a_gpu_a_profile_or_a_model_lacks_is_refused():
 
 @pytest.mark.e2e
 def test_the_command_line_plans_in_fp8():
-    shown = megabench("plan", "--cluster", "p5.48xlarge:1", "--precision", "fp8")
+    shown = megabench("plan", "--cluster", "p6-b200.48xlarge:1", "--precision", "fp8")
     assert shown.returncode == 0 and "· fp8" in shown.stdout and "--precision fp8" in shown.stdout
     assert "fp8 products: estimated" in shown.stdout
     for arguments, words in (

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megabench.cost import network
+from megabench.cost import compute, network
+from megabench.cost.compute import Machine
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Stack
 from megabench.cost.profile import profile_for
@@ -18,10 +19,11 @@ def parts(topology, stack: Stack, precision: str = "bf16", **sizes: int) -> dict
 
 
 def test_user_buffers_hide_tensor_parallel_communication():
-    """All but the last tile, and what the hidden bytes take from compute."""
+    """All but the last tile, and what the hidden reduce-scatters take from compute. Gathers take nothing."""
     topology = hosts(1, 8)
-    plain, hidden = (parts(topology, Stack(overlaps_tp_forward=overlaps), tp=2) for overlaps in (False, True))
-    assert 0.1 * plain["tp"] < hidden["tp"] < plain["tp"]
+    stacks = [Stack(user_buffers=overlaps, launches_forward=22) for overlaps in (False, True)]
+    plain, hidden = (parts(topology, stack, tp=2) for stack in stacks)
+    assert 0.1 * plain["tp"] < hidden["tp"] < 0.6 * plain["tp"]
     assert all(plain[name] == hidden[name] for name in ("compute", "optimizer", "launch"))
 
 
@@ -64,3 +66,20 @@ def test_only_the_megatron_engine_adds_gradients_to_their_buffers():
         assert adding.memory(engine) == plain.memory(engine)
     tied = job("gpt2", seq_length=1024)
     assert not tied.adds_output_gradient and not job(bytes_of_gradient=2).adds_output_gradient
+
+
+def test_short_sequences_and_few_heads_slow_attention_down():
+    """At `attention_half_length`, attention reaches half of the FLOP/s of a long sequence."""
+    machine = Machine(profile_for("NVIDIA H200"), peak=1e15)
+
+    def rate(seq_length: int, micro_batch: int, flash_version_1: bool = False) -> float:
+        work = job(seq_length=seq_length, stack=Stack(flash_version_1=flash_version_1))
+        forward, _ = compute.attention_seconds(machine, work, 1, 1, micro_batch)
+        return micro_batch * seq_length**2 / forward
+
+    half = round(machine.profile.attention_half_length)
+    long = rate(64 * half, 8)
+    assert rate(half, 512) / long == pytest.approx(0.5, rel=0.03)
+    assert rate(half, 512, flash_version_1=True) > 0.95 * rate(64 * half, 8, flash_version_1=True)
+    # 32 heads of 8192 tokens are 2048 tiles of 128 rows; the longest tiles keep 132 processors busy at the end
+    assert rate(8192, 1) / rate(8192, 64) == pytest.approx(2048 / (2048 + 132), rel=0.01)

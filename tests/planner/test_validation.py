@@ -94,7 +94,7 @@ def test_the_sweeps_memory_is_the_first_rank_s(tmp_path):
 def test_shipped_profiles_have_the_allocator_of_megabenchs_engines():
     profiles = shipped_profiles()
     for name in MEMORY:
-        assert {getattr(profile, name) for profile in for_own_engines(profiles).values()} == {
+        assert {getattr(profile, name) for profile in for_own_engines(profiles, profiles["h200"]).values()} == {
             getattr(profiles["h200"], name)
         }
         assert getattr(profiles["h100"], name) == getattr(profiles["a100"], name) == getattr(profiles["h200"], name)
@@ -211,6 +211,6 @@ def test_a_run_is_predicted_with_its_own_nccl_test(tmp_path):
 
 def test_the_picture_has_every_kind_of_source(tmp_path, table):
     rows = [row for row in read_rows(table) if "seconds" in row.measured]
-    draw(rows, shipped_profiles(), tmp_path / "picture.svg")
+    draw([(row, measured_profile(row, shipped_profiles())) for row in rows], tmp_path / "picture.svg")
     text = (tmp_path / "picture.svg").read_text()
     assert "playbook sweep" in text and "Megatron-LM papers" in text and "InternEvo" not in text

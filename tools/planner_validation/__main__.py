@@ -17,21 +17,22 @@ from tools.planner_validation.own import is_disturbed, read_own
 from tools.planner_validation.profiles import (
     Measurements,
     fitted_profiles,
+    for_own_engines,
     is_memory_fitted,
     is_own_fitted,
     published_profiles,
     write_profiles,
 )
 from tools.planner_validation.published import Row, check_sources, read_rows
-from tools.planner_validation.report import lines, null_model, table
+from tools.planner_validation.report import lines, measured_profile, null_model, table
 from tools.planner_validation.sources import SWEEP
 from tools.planner_validation.tested_nodes import read_tested
 
 _BENCHMARKS = Path("benchmarks")
 _KEPT = _BENCHMARKS / "planner" / "validation.md"
 _PICTURE = Path("docs") / "pictures" / "planner-validation.svg"
-# the study from which megabench/specs/data_parallel_cost.py takes the cost of DeepSpeed's hooks
-_HOOKS_FROM = "gpt2-zero"
+# the studies from which cost/ and specs/data_parallel_cost.py take the time of Python code and of the engines' hooks
+_HOST_TIMES_FROM = ("gpt2-zero", "host-time")
 _INTRODUCTION = """# How good the planner is
 
 `make validate-planner DATA=…` (tools/planner_validation/) generates this file.
@@ -56,8 +57,9 @@ _INTRODUCTION = """# How good the planner is
 - **Omitted memory.** Every line omits the memory of FSDP2, and of DDP with several micro-batches, in the studies in
   which these engines stored the gradients twice.
 - **Outliers.** All figures include the rows of the sweep that no layout explains (see playbook-sweep.md).
-- **Disturbed studies.** In engines-4-gpus, a fault switched torch.compile off. In fp8-engines, other programs used the
-  same GPUs, as its records say.
+- **Disturbed studies.** In engines-4-gpus, a fault switched torch.compile off.
+- **Host times.** The time of Python code and of the engines' hooks is from gpt2-zero and host-time, in which the host
+  limits the step.
 - **Own records.** options-4-gpus is fitted and engines-bf16 is held out. Before the H200 was calibrated, with older
   records, engines-bf16 was fitted and options-4-gpus was held out.
 
@@ -80,6 +82,7 @@ def validate(
         collectives=read_collectives(data.parent),
         own=read_own(_BENCHMARKS),
         calibrated=read_profile(_BENCHMARKS / "calibrate-h200" / "two-gpus.json"),
+        attention=read_profile(_BENCHMARKS / "calibrate-h200" / "attention-and-fp8.json"),
         nvlink=read_profile(_BENCHMARKS / "calibrate-h200" / "four-gpus.json"),
         h100=read_profile(_BENCHMARKS / "calibrate-h100" / "two-gpus.json"),
     )
@@ -89,8 +92,10 @@ def validate(
     )
     internevo = read_internevo(data.parent / "internevo-7b.csv")
     tested = read_tested(data.parent / "published-runs-fabric.csv")
-    parts = _published_parts(published) + _by_source(internevo) + _tested_parts(tested) + _own_parts(measured.own)
+    parts = _published_parts(published) + _by_source(internevo) + _tested_parts(tested)
+    own_profiles = for_own_engines(profiles, measured.h100)
     found = [line for name, rows in parts for line in lines(name, rows, profiles, null)]
+    found += [line for name, rows in _own_parts(measured.own) for line in lines(name, rows, own_profiles, null)]
     for source in sorted({row.source.name for row in published if row.is_fit}):
         others = replace(measured, published=[row for row in published if row.source.name != source])
         held = [row for row in published if row.is_fit and row.source.name == source]
@@ -102,9 +107,10 @@ def validate(
     _KEPT.write_text(text)
     once = [row for row in published if row.source is not SWEEP or row.is_fit]
     own = [replace(row, is_fit=is_own_fitted(row)) for row in measured.own]
-    draw([*once, *internevo, *tested, *own], profiles, _PICTURE)
+    drawn = [(row, measured_profile(row, profiles)) for row in (*once, *internevo, *tested)]
+    draw(drawn + [(row, measured_profile(row, own_profiles)) for row in own], _PICTURE)
     if write:
-        write_profiles(profiles)
+        write_profiles(own_profiles)
 
 
 Parts = list[tuple[str, Sequence[Row]]]  # for each line of the table, its name and the runs that it scores
@@ -147,14 +153,16 @@ def _tested_parts(tested: Sequence[Row]) -> Parts:
 def _own_parts(own: Sequence[Row]) -> Parts:
     """Return the lines of this project's records: the fitted studies, all others by number of hosts, and each study."""
     found: Parts = [("own records, 4 layers (fitted)", [row for row in own if is_own_fitted(row)])]
-    hooks = [row for row in own if row.source.name == _HOOKS_FROM]
-    found.append((f"own records, {_HOOKS_FROM} (what DeepSpeed's hooks cost is from it)", hooks))
-    others = [row for row in own if not is_own_fitted(row) and row not in hooks]
-    by_hosts: dict[str, list[Row]] = {"one host": [], "emulated hosts": []}
+    for name in _HOST_TIMES_FROM:
+        if rows := [row for row in own if row.source.name == name]:
+            found.append((f"own records, {name} (host times are from it)", rows))
+    others = [row for row in own if not is_own_fitted(row) and row.source.name not in _HOST_TIMES_FROM]
+    groups: dict[str, list[Row]] = {}
     for row in others:
         where = "emulated hosts" if len(row.topology.hosts) > 1 else "one host"
-        by_hosts[where].append(_without_memory(row) if is_memory_fitted(row) else row)
-    for where, rows in by_hosts.items():
+        kept = _without_memory(row) if is_memory_fitted(row) else row
+        groups.setdefault(f"{where}, {row.topology.hosts[0].device.split()[1]}", []).append(kept)
+    for where, rows in sorted(groups.items(), reverse=True):
         found.append((f"own records, all others on {where}", rows))
         if any(map(is_disturbed, rows)):
             rest = [row for row in rows if not is_disturbed(row)]

@@ -1,7 +1,7 @@
 """Picture of predicted and measured step times, by source. This module does not import torch."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -9,7 +9,6 @@ import matplotlib
 from megabench.cost.profile import Profile
 from tools.planner_validation.fit import predicted_seconds
 from tools.planner_validation.published import Row
-from tools.planner_validation.report import measured_profile
 
 matplotlib.use("svg")
 from matplotlib import pyplot
@@ -31,12 +30,12 @@ _TARGET = 0.08
 _LOWEST, _HIGHEST = 0.4, 1.6  # ends of the axis; runs beyond them are drawn at the ends and counted
 
 
-def draw(rows: Sequence[Row], profiles: Mapping[str, Profile], path: Path) -> None:
+def draw(rows: Sequence[tuple[Row, Profile]], path: Path) -> None:
     """Write an SVG with predicted ÷ measured step time of each run. Each source is a line; fitted runs are pale."""
     runs: dict[str, list[tuple[Row, float]]] = {label: [] for label in (*_LABELS.values(), _OWN)}
-    for row in rows:
+    for row, profile in rows:
         if "seconds" in row.measured:
-            ratio = predicted_seconds(row, measured_profile(row, profiles)) / row.measured["seconds"]
+            ratio = predicted_seconds(row, profile) / row.measured["seconds"]
             runs[_label(row.source.name)].append((row, ratio))
     found = {label: members for label, members in runs.items() if members}
     # the same input produces the same file, and text is not drawn as outlines

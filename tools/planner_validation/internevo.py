@@ -17,6 +17,7 @@ _STACK = Stack(
     sequence_parallel=False,
     fused=False,
     fused_loss=False,
+    launches_forward=42,
     overlaps_parameters=False,
     fuses_weight_gradient=False,
     bucket_parameters=512 * 2**20,

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from megabench.cost.fabric import fit_links
-from megabench.cost.profile import Profile, shipped_profiles
+from megabench.cost.profile import ATTENTION, Profile, shipped_profiles
 from megabench.hardware.topology import Link
 from tools.planner_validation import fit
 from tools.planner_validation.collectives import Published
@@ -19,12 +19,13 @@ _START = {
     "attention_forward": 0.6,
     "attention_backward": 0.48,
     "launch_seconds": 1e-5,
-    "collective_launch_seconds": 1e-4,
+    "collective_launch_seconds": 2.5e-5,
     "step_seconds": 0.01,
     "interference": 0.5,
     "unfused_traffic": 3.0,
     "allocator_share": 0.2,
     "gather_allocator_share": 0.2,
+    "flash_1_share": 0.5,
 }
 _START_LINKS: dict[Link, dict[str, float]] = {
     "nvlink": {"efficiency": 0.7},
@@ -39,8 +40,10 @@ OWN_FITTED_MEMORY = (*OWN_FITTED, "llama3-8b-nvlink-synthetic", "llama3-8b-two-g
 # step-time constants that `megabench calibrate` does not measure
 _FEW = ("unfused_traffic", "step_seconds")
 _NVLINK: Link = "nvlink"
-# `megabench calibrate` measured the interference.
-_H100_SPEED = tuple(name for name in fit.SPEED if name != "interference")
+# step-time constants of published programs on H100, which `megabench calibrate` does not measure with their kernels
+_H100_SPEED = ("launch_seconds", "collective_launch_seconds", "step_seconds", "unfused_traffic", "flash_1_share")
+# time that Python takes, which depends on the training program
+_HOST = ("launch_seconds", "collective_launch_seconds")
 _H100_LINKS = (
     "nvlink.efficiency",
     "efa.efficiency",
@@ -57,13 +60,15 @@ class Measurements:
     """All measurements for fits and validation.
 
     `calibrated` and `nvlink` are the profiles that `megabench calibrate` measured on two and on four H200s of one host,
-    and `h100` is that of two H100s.
+    and `h100` is that of two H100s. `attention` is a later profile of two H200s, with attention of several lengths and
+    fp8 products. Its host launches kernels more slowly than the hosts of the own records.
     """
 
     published: Sequence[Row]
     collectives: Sequence[Published]
     own: Sequence[Row]
     calibrated: Profile
+    attention: Profile
     nvlink: Profile
     h100: Profile
 
@@ -77,7 +82,9 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
     shipped = {name: _with_network_of(published["h100"], profile) for name, profile in shipped_profiles().items()}
     own = [row for row in measured.own if is_own_fitted(row)]
     start = {name: _START[name] for name in (*_FEW, *fit.MEMORY)}
-    h200 = fit.fit_speed(_calibrated(shipped["h200"], measured).model_copy(update=start), own, _FEW)
+    h200 = _with_nvlink_of(measured.nvlink, _calibrated(shipped["h200"], measured.calibrated, "H200"))
+    h200 = _calibrated(h200, measured.attention, "H200", (*ATTENTION, "fp8"))
+    h200 = fit.fit_speed(h200.model_copy(update=start), own, _FEW)
     h200 = fit.fit_memory(h200, _with_peaks([row for row in measured.own if is_memory_fitted(row)]))
     return shipped | published | {"h200": _with_origin(h200, f"own records ({', '.join(OWN_FITTED)})", _FEW)}
 
@@ -85,13 +92,13 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
 def published_profiles(measured: Measurements) -> dict[str, Profile]:
     """Return newly fitted profiles of the GPUs of published runs: H100 and A100."""
     shipped = {name: _with_pairs_of(measured.nvlink, profile) for name, profile in shipped_profiles().items()}
-    h100 = _reset(shipped["h100"]).model_copy(update={"interference": measured.h100.interference})
+    start = {name: _START[name] for name in (*_H100_SPEED, *fit.MEMORY)}
+    h100 = _calibrated(_with_start_links(shipped["h100"]), measured.h100, "H100").model_copy(update=start)
     h100 = _fit_published(h100, "H100", measured, _H100_LINKS, _H100_SPEED)
     h100 = _with_network_of(h100, h100)
-    a100 = _with_network_of(h100, _reset(shipped["a100"]))
+    start = {name: _START[name] for name in (*fit.SPEED, "attention_backward", *fit.MEMORY)}
+    a100 = _with_network_of(h100, _with_start_links(shipped["a100"]).model_copy(update=start))
     a100 = _fit_published(a100, "A100", measured, _A100_LINKS, fit.SPEED)
-    calibrated = {"interference": "megabench calibrate on 2 × H100 (benchmarks/calibrate-h100)"}
-    h100 = h100.model_copy(update={"origin": h100.origin | calibrated})
     said = "published one-node runs and collectives"
     return {
         "h100": _with_origin(h100, said, [*_H100_SPEED, *fit.MEMORY, *_H100_LINKS]),
@@ -99,14 +106,22 @@ def published_profiles(measured: Measurements) -> dict[str, Profile]:
     }
 
 
-def _calibrated(shipped: Profile, measured: Measurements) -> Profile:
-    """Return the shipped profile with the constants and the NVLink values that `megabench calibrate` measured."""
-    here = measured.calibrated
-    found = {name: getattr(here, name) for name in here.origin if name not in ("*", "links")}
-    links = shipped.links | {"nvlink": measured.nvlink.links["nvlink"]}
-    said = dict.fromkeys(found, "megabench calibrate on 2 × H200 (benchmarks/calibrate-h200)")
-    said["links.nvlink"] = "megabench calibrate on 4 × H200 (benchmarks/calibrate-h200)"
-    return shipped.model_copy(update=found | {"links": links, "origin": shipped.origin | said, "kind": "measured"})
+def _calibrated(shipped: Profile, here: Profile, gpu: str, only: Sequence[str] = ()) -> Profile:
+    """Return the shipped profile with constants that `megabench calibrate` measured on two GPUs: `only` some, or all.
+
+    Links are not included.
+    """
+    names = only or [name for name in here.origin if name not in ("*", "links")]
+    found = {name: getattr(here, name) for name in names}
+    kept = {name: said for name, said in shipped.origin.items() if name.partition(".")[0] not in found}
+    said = dict.fromkeys(found, f"megabench calibrate on 2 × {gpu} (benchmarks/calibrate-{gpu.lower()})")
+    return shipped.model_copy(update=found | {"origin": kept | said, "kind": "measured"})
+
+
+def _with_nvlink_of(here: Profile, profile: Profile) -> Profile:
+    links = profile.links | {"nvlink": here.links["nvlink"]}
+    said = {"links.nvlink": "megabench calibrate on 4 × H200 (benchmarks/calibrate-h200)"}
+    return profile.model_copy(update={"links": links, "origin": profile.origin | said})
 
 
 def _with_origin(profile: Profile, what: str, names: Sequence[str]) -> Profile:
@@ -169,27 +184,34 @@ def _with_peaks(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if "memory_gib" in row.measured]
 
 
-def _reset(profile: Profile) -> Profile:
+def _with_start_links(profile: Profile) -> Profile:
     links = {link: profile.links[link].model_copy(update=start) for link, start in _START_LINKS.items()}
-    return profile.model_copy(update=_START | {"links": profile.links | links})
+    return profile.model_copy(update={"links": profile.links | links})
 
 
-def for_own_engines(profiles: dict[str, Profile]) -> dict[str, Profile]:
+def for_own_engines(profiles: dict[str, Profile], here: Profile) -> dict[str, Profile]:
     """Return the profiles that predict runs of megabench itself.
 
     Allocator overhead depends more on the training program than on the GPU. All profiles use the allocator
-    shares that were fitted to this project's H200 records.
+    shares that were fitted to this project's H200 records. The profiles that were fitted to published programs take the
+    host times of `here`, which `megabench calibrate` measured on a host of H100s.
     """
     share = {name: getattr(profiles["h200"], name) for name in fit.MEMORY}
     said = f"own records on H200 ({', '.join(OWN_FITTED_MEMORY)})"
-    return {
+    found = {
         name: _with_origin(profile.model_copy(update=share), said, fit.MEMORY) for name, profile in profiles.items()
+    }
+    host = {name: getattr(here, name) for name in _HOST}
+    origin = dict.fromkeys(_HOST, "megabench calibrate on a host of H100s (benchmarks/calibrate-h100)")
+    fitted = {name: found[name] for name in ("h100", "a100")}
+    return found | {
+        name: profile.model_copy(update=host | {"origin": profile.origin | origin}) for name, profile in fitted.items()
     }
 
 
 def write_profiles(profiles: dict[str, Profile]) -> None:
-    """Write the fitted profiles over the shipped profiles, rounded to four significant digits."""
-    for name, profile in for_own_engines(profiles).items():
+    """Write the profiles over the shipped profiles, rounded to four significant digits."""
+    for name, profile in profiles.items():
         path = Path(str(files("megabench.cost") / "profiles" / f"{name}.json"))
         path.write_text(json.dumps(_rounded(profile.model_dump(exclude_defaults=True)), indent=2) + "\n")
 

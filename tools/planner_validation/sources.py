@@ -37,6 +37,7 @@ MEGATRON_2021 = Stack(
     sequence_parallel=False,
     fused_loss=False,
     dropout=True,
+    launches_forward=22,
     overlaps_gradients=False,
     overlaps_parameters=False,
     stages="even",
@@ -48,6 +49,7 @@ MEGATRON_2022 = replace(MEGATRON_2021, sequence_parallel=True)
 _NANOTRON = Stack(
     flash_version_2=True,
     fused=False,
+    launches_forward=42,
     fused_loss=False,
     overlaps_parameters=False,
     overlaps_sharded_gradients=False,
@@ -64,18 +66,27 @@ NEMO = Stack(
     chunks_by_flash_2=False,
     exchanges_heads=False,
     fused_loss=False,
+    launches_forward=22,
     fuses_fp8_weight_gradient=True,
     delayed_scaling=True,
     blocking_p2p=False,
-    overlaps_tp_forward=True,
+    user_buffers=True,
     stages="even",
 )
 # `loss_bytes` is the memory traffic of the loss in bytes per logit, in forward and in backward.
 # llm-foundry uses flash-attn's 16-bit loss: forward reads 2 bytes, backward reads 2 and writes 2.
 # torch's loss moves 22 bytes in forward: 2 + 4 for the cast, and 16 for maximum, sum and logarithm. In backward, it
 # moves 4 bytes to fill the gradient with zeros, 16 to compute it and 2 to cast it.
-_FOUNDRY = Stack(flash_version_2=True, fused=False, fused_loss=False, loss_bytes=(2, 4), flat_parameters=True)
-_FSDP = replace(_FOUNDRY, loss_bytes=(22, 22))
+# Its runs on one host are older than FlashAttention-2: version 0.2.0 with torch 2.0 (h100_benchmarks.sh).
+_FOUNDRY = Stack(
+    flash_version_1=True,
+    fused=False,
+    fused_loss=False,
+    launches_forward=42,
+    loss_bytes=(2, 4),
+    flat_parameters=True,
+)
+_FSDP = replace(_FOUNDRY, flash_version_1=False, flash_version_2=True, loss_bytes=(22, 22))
 _TITAN = replace(_FSDP, flat_parameters=False)
 
 
