@@ -114,7 +114,7 @@ def test_costs_of_fp8_are_fitted_to_measurements(model: str):
 
 
 def test_constants_of_attention_are_fitted_to_measurements():
-    known = {"attention_forward": 0.68, "attention_backward": 0.53, "attention_half_length": 460.0}
+    known = {"attention_forward": 0.68, "attention_backward": 0.53, "attention_half_length": 60.0}
     profile = profile_for("cpu").model_copy(update={"num_sms": 1} | known)
     bench = FakeBench(Machine(profile, peak=1e12))
     timed = attention(bench, find_model("llama-tiny"), 64)
@@ -122,6 +122,10 @@ def test_constants_of_attention_are_fitted_to_measurements():
     other = profile.model_copy(update=dict.fromkeys(ATTENTION, 0.5))
     found = fit_attention(other, 1e12, timed)
     assert {name: getattr(found, name) for name in ATTENTION} == pytest.approx(known)
+    # attention that takes no time, as if the host hid it, is predicted at the peak
+    at_once = [one.model_copy(update={"seconds": 1e-12}) for one in timed]
+    found = fit_attention(other, 1e12, at_once)
+    assert found.attention_forward == found.attention_backward == 1 and found.attention_half_length == 0
 
 
 def test_fp8_is_measured_only_where_it_works():

@@ -28,7 +28,7 @@ def attention(bench: Bench, shape: ModelShape, tokens: int) -> list[Measurement]
     begun = len(bench.measurements)
     a, b = bench.random(tokens, shape.hidden_size), bench.random(2 * shape.ffn_size, shape.hidden_size)
     for sequences in _SEQUENCES:
-        length = tokens // sequences
+        length = max(1, tokens // sequences)
         sizes = {"length": length, "heads": sequences * shape.num_heads, "head_dim": shape.head_dim}
         bench.seconds_in_turn(_passes(bench, shape, sequences, length), lambda: a @ b.t(), **sizes)
     return bench.measurements[begun:]
@@ -64,12 +64,14 @@ def fit_attention(profile: Profile, peak: float, timed: Sequence[Measurement]) -
         ]
 
     def fitted(half_length: float) -> tuple[float, Profile]:
-        forward, backward = (fractions(half_length, kind) for kind in _PASSES)
-        middle, middle_backward = statistics.median(forward), statistics.median(backward)
-        # the backward pass takes about 2.5 times as long, and counts more
-        loss = sum(abs(log(one / middle)) for one in forward)
-        loss += BACKWARD_ATTENTION * sum(abs(log(one / middle_backward)) for one in backward)
-        constants = (min(1.0, middle), min(1.0, BACKWARD_ATTENTION * middle_backward), float(half_length))
-        return loss, profile.model_copy(update=dict(zip(ATTENTION, constants, strict=True)))
+        constants, loss = [], 0.0
+        for kind, flops in zip(_PASSES, (1.0, BACKWARD_ATTENTION), strict=True):
+            each = [flops * fraction for fraction in fractions(half_length, kind)]
+            constants.append(min(1.0, statistics.median(each)))
+            # the backward pass takes about 2.5 times as long, and counts more
+            loss += flops * sum(abs(log(fraction / constants[-1])) for fraction in each)
+        found = (*constants, float(half_length))
+        return loss, profile.model_copy(update=dict(zip(ATTENTION, found, strict=True)))
 
-    return min(map(fitted, _HALF_LENGTHS), key=lambda one: one[0])[1]
+    longest = max(one.sizes["length"] for one in timed)
+    return min((fitted(half) for half in _HALF_LENGTHS if half <= longest), key=lambda one: one[0])[1]

@@ -43,10 +43,10 @@ class Bench:
     ) -> None:
         """Measure the median time of each operation if `before` runs before it, on the slowest rank.
 
-        `operations` has the kind of each measurement. The operations run one after the other.
+        `operations` has the kind of each measurement. The operations run one after the other. `before` must take longer
+        on a GPU than launching an operation on the host, whose time would otherwise be included.
         """
-
-        self.start(next(iter(operations)))
+        self.start(" and ".join(operations))
 
         def timed_round() -> list[Callable[[], float]]:
             clocks = []

@@ -15,7 +15,6 @@ _TILE_SHARE = (1.0, 1.0, 0.92, 0.8, 0.6)
 # number of kernels in a layer's forward pass, which is about half the number in its backward pass
 _KERNELS_FORWARD = 22
 _KERNELS_UNFUSED = 20  # additional kernels without fused norms, rotary embedding and activation
-_LAUNCHES_FP8 = 55  # additional host time with fp8 products, in launches of a plain operation (benchmarks/host-time)
 _KERNELS_FP8 = 12  # additional kernels with fp8 products: zero the largest value, find it and cast, for four inputs
 # Bytes per element for casting a bf16 value to fp8: one kernel reads it to find the amax (the largest absolute value),
 # and another one reads it and writes it in one or both layouts. A gathered fp8 value is transposed.
@@ -161,21 +160,21 @@ def _activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
 
 
 def flash_work(num_sms: int, half_length: float, length: float, heads: float, head_dim: float) -> float:
-    """Return the FLOPs of a causal flash attention call in the forward pass, including those lost by idle processors.
+    """Return the FLOPs that a causal flash attention call could compute in the time of its forward pass.
 
     `heads` counts the heads of all sequences. Half of the attention matrix has 2·S²·N·D FLOPs. Each thread block
     computes a tile of rows. Loading and storing the rows takes as long as `half_length` more keys. The longest thread
-    blocks take twice as long as the mean, so at the end of the call, the processors idle for half of a longest block on
-    average.
+    blocks take twice as long as the mean. At the end of the call, processors are therefore idle for half of the longest
+    block on average.
     """
     return 2 * (length + half_length) * (length * heads + _ATTENTION_TILE * num_sms) * head_dim
 
 
 def _flash_share(profile: Profile, job: Job, has_chunks: bool) -> float:
     """Return the FLOP/s of the program's flash attention divided by that of cuDNN's attention."""
-    if job.stack.flash_version_1:
+    if job.stack.flash_version == 1:
         return profile.flash_1_share
-    if job.stack.flash_version_2 or (has_chunks and job.stack.chunks_by_flash_2):
+    if job.stack.flash_version == 2 or (has_chunks and job.stack.chunks_by_flash_2):
         return profile.flash_2_share
     return 1.0
 
@@ -183,17 +182,19 @@ def _flash_share(profile: Profile, job: Job, has_chunks: bool) -> float:
 def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
     """Return the seconds of causal attention, forward and backward.
 
-    Flash attention needs 2.5 × as many FLOPs in backward as in forward. Ranks of context parallelism compute all heads
-    for each of `cp` parts of the keys, or a part of the heads for all keys. Without flash attention, batched products
-    compute the full square, 4·S²·N·D, and softmax and dropout write and read the scores [B, N, S, S]
-    (arXiv 2205.05198, figure 3).
+    Flash attention needs 2.5 × as many FLOPs in backward as in forward. With context parallelism, each rank computes a
+    part of the heads or of the rows for all keys. Transformer Engine instead passes the keys around in a ring, and
+    makes a call for each of `cp` parts. Without flash attention, batched products compute the full square, 4·S²·N·D,
+    and softmax and dropout write and read the scores [B, N, S, S] (arXiv 2205.05198, figure 3).
     """
     shape, profile, heads = job.shape, machine.profile, micro_batch * job.shape.num_heads / tp
     if job.stack.flash_attention:
         has_chunks = cp > 1 and not job.exchanges_heads(tp, cp)
-        calls, length, each = (cp, job.seq_length / cp, heads) if has_chunks else (1, job.seq_length, heads / cp)
-        half_length = 0.0 if job.stack.flash_version_1 else profile.attention_half_length
-        work = calls * flash_work(profile.num_sms, half_length, length, each, shape.head_dim)
+        calls = cp if has_chunks and not job.stack.chunks_by_flash_2 else 1
+        half_length = 0.0 if job.stack.flash_version == 1 else profile.attention_half_length
+        work = calls * flash_work(
+            profile.num_sms, half_length, job.seq_length / calls, heads * calls / cp, shape.head_dim
+        )
         long_seconds = work / (machine.peak * _flash_share(profile, job, has_chunks))
         return long_seconds / profile.attention_forward, BACKWARD_ATTENTION * long_seconds / profile.attention_backward
     square = heads * job.seq_length**2 / cp
@@ -229,7 +230,7 @@ def kernels_forward(job: Job) -> float:
 
 def launches_forward(job: Job) -> float:
     """Return the host time of a layer's forward pass, in launches of a plain operation."""
-    return job.stack.launches_forward + job.fp8_share("forward") * _LAUNCHES_FP8
+    return job.stack.launches_forward + job.fp8_share("forward") * job.stack.launches_fp8
 
 
 def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> LayerSeconds:

@@ -21,9 +21,10 @@ class Stack:
     """Properties of a training program that affect the cost. The defaults describe megabench's engines on GPUs.
 
     - `flash_attention`: no S×S scores are stored. Otherwise the full square is written and read in 16 bits.
-    - `flash_version_2`: attention uses FlashAttention-2, which is slow on Hopper. `chunks_by_flash_2`: only the chunks
-      of context parallelism do, because torch supports them only in FlashAttention-2. `exchanges_heads`: context
-      parallelism exchanges sequence parts for head parts if cp divides the heads, instead of using chunks.
+    - `flash_version`: attention uses FlashAttention-1 or 2, which are slow on Hopper, or cuDNN. `chunks_by_flash_2`:
+      the chunks of context parallelism use FlashAttention-2, because torch supports them only there.
+      `exchanges_heads`: context parallelism exchanges sequence parts for head parts if cp divides the heads, instead of
+      using chunks.
     - `fused`: element-wise kernels are fused, and read and write their tensors once.
     - `fused_loss`: the output layer and cross-entropy are computed in chunks. Any other loss reads and writes
       `loss_bytes` per logit, forward and backward. Megatron-LM's fp32 loss (cross_entropy.py) needs, in forward: cast 2
@@ -34,8 +35,9 @@ class Stack:
     - `blocking_p2p`: pipeline stages wait for their sends, except with interleaving.
     - `overlaps_gradients`, and `overlaps_sharded_gradients` with a sharded optimizer: gradients are reduced during
       backward, in buckets of `bucket_parameters`.
-    - `launches_forward`: the host time of a layer's forward pass, in launches of a plain torch operation. In
-      megabench's engines, most of it is Python code, and fused kernels do not shorten it (benchmarks/host-time).
+    - `launches_forward`: the host time of a layer's forward pass, in launches of a plain torch operation, and
+      `launches_fp8` the additional time with fp8 products. In megabench's engines, most of it is Python code, and fused
+      kernels do not shorten it (benchmarks/host-time).
     - `stages`: stages have equal numbers of layers, or fewer next to the output layer, as in megabench or nanotron.
 
     These properties occur only in published runs:
@@ -50,14 +52,12 @@ class Stack:
     - `holds_sent`: tensors that NCCL's stream uses stay allocated until the GPU has passed the collective.
     - `flattens_shards`: gradients and weights are copied into one flat tensor for a sharded optimizer's collectives.
     - `flat_parameters`: parameters are communicated without copies (FSDP1).
-    - `flash_version_1`: attention uses FlashAttention-1.
     - `broadcasts_tensors`: a sharded optimizer shards by whole tensors. All replicas all-reduce the gradients, and each
       rank broadcasts the weights that it has updated.
     """
 
     flash_attention: bool = True
-    flash_version_1: bool = False
-    flash_version_2: bool = False
+    flash_version: Literal[1, 2, "cudnn"] = "cudnn"
     chunks_by_flash_2: bool = True
     exchanges_heads: bool = True
     sequence_parallel: bool = True
@@ -77,6 +77,7 @@ class Stack:
     fuses_fp8_weight_gradient: bool = False
     blocking_p2p: bool = True
     launches_forward: float = 85.0
+    launches_fp8: float = 55.0
     bucket_parameters: float = 40e6
     buckets_on_all_stages: bool = False
     stages: Literal["balanced", "even", "filled"] = "balanced"

@@ -95,6 +95,7 @@ class Profile(_Part):
     memory_gib: float | None = Field(None, gt=0)
     """GPU memory, for a GPU that is not in the catalog."""
     num_sms: int = Field(gt=0)
+    """Number of streaming multiprocessors. For CPUs, the number of threads of a process."""
     gemm_efficiency: float = Field(gt=0, le=1)
     """Fraction of the peak FLOP/s in a product of 8192³."""
     gemm_half_k: float = Field(ge=0)
@@ -103,7 +104,7 @@ class Profile(_Part):
     """Fraction of the peak FLOP/s that flash attention reaches with long sequences and many heads."""
     attention_backward: float = Field(gt=0, le=1)
     attention_half_length: float = Field(0, ge=0)
-    """Sequence length at which flash attention reaches half of these fractions. 0 for profiles without it."""
+    """Sequence length at which flash attention with many heads reaches half of these fractions."""
     fp8: Fp8Cost | None = None
     """The cost of fp8 products, for GPUs that have them."""
     flash_2_share: float = Field(gt=0, le=1)

@@ -49,12 +49,14 @@ class Base:
         layout = candidate.layout
         return layout.tp, layout.cp, layout.pp, layout.vp > 1, candidate.placement
 
-    def host(self, candidate: Candidate, layer: LayerSeconds, collectives: float) -> tuple[float, float]:
-        """Return the seconds that the host needs to launch a layer's kernels and collectives, forward and backward."""
+    def host(self, candidate: Candidate, layer: LayerSeconds, forward: float, backward: float) -> tuple[float, float]:
+        """Return the seconds that the host needs to launch a layer's kernels and collectives, forward and backward.
+
+        `forward` and `backward` are numbers of collectives.
+        """
         each = _LAUNCHES_PER_COLLECTIVE * self.profile.collective_launch_seconds
-        forward = layer.host_forward + collectives * each
-        backward = layer.host_backward + 1.5 * collectives * each
-        return forward, backward + (forward if candidate.recompute == "full" else 0.0)
+        in_forward, in_backward = layer.host_forward + forward * each, layer.host_backward + backward * each
+        return in_forward, in_backward + (in_forward if candidate.recompute == "full" else 0.0)
 
     def interference(self, where: Span, communicate: float, num_bytes: float) -> float:
         """Return the slowdown of compute per second of overlapped communication, in which each rank gets `num_bytes`.

@@ -8,8 +8,8 @@ from megabench.specs.sharding import REDUCE_BUCKET, gathered_bytes, keeps_weight
 
 _DDP_BUCKET = 25e6 / 4  # parameters per DDP bucket: 25 MB of fp32 gradients
 # Host time of hooks, forward and backward, in units of one kernel launch: per layer for FSDP2, per parameter for
-# DeepSpeed. DeepSpeed's hooks and queues run in Python. The values of these host times are from benchmarks/gpt2-zero,
-# where the host limits the step time.
+# DeepSpeed. DeepSpeed's hooks and queues run in Python. The host limits the step in the studies that these values are
+# from: benchmarks/host-time for FSDP2, and benchmarks/gpt2-zero for DeepSpeed.
 _FSDP_HOOKS, _ZERO3_HOOKS, _ZERO_HOOKS = (90, 180), (17, 34), (0, 16)
 # Bytes per parameter that the host reads and writes for fp32 AdamW, and for DeepSpeed's clipping and cast of the new
 # weight.
@@ -30,7 +30,7 @@ class DataParallel:
         first, last = self.base.embedding(1, 1, candidate.micro_batch), self.base.output(1, 1, candidate.micro_batch)
         again = layer.forward if candidate.recompute == "full" else 0.0
         gather, gather_back, reduce, ends = self._sharded_seconds(candidate, geometry)
-        host = self.base.host(candidate, layer, collectives=float(gather > 0))
+        host = self.base.host(candidate, layer, gather > 0, (gather_back > 0) + (reduce > 0))
         hooks = self._hook_seconds(candidate)
         forward = max(layer.forward, host[0] + hooks[0])
         backward = max(layer.backward + again, host[1] + hooks[1])

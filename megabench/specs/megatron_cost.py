@@ -73,16 +73,17 @@ class Pipeline:
                     (again, 2 * sequence, layer.input_gradients),
                     (2 * scatter, 2 * sequence, layer.weight_gradients),
                 ]
+                if job.stack.user_buffers:
+                    # Forward has as many FLOPs as the input gradients. Half of these products overlap with gathers,
+                    # tile by tile. The gathers of inputs for backward ("bulk") end with their product.
+                    work = layer.input_gradients / 2
+                    tp_forward = schedule.hidden_tail(work, 2 * gather_forward, tp)
+                    tp_forward += self.base.tail(work, 2 * scatter, 2 * sequence, tp, geometry.tp, overlaps=True)
+                    waits = schedule.hidden_tail(work, waits, tp) + max(0.0, again - work)
+                    hidden = hidden[1:]
             else:
-                gather_forward = again = 0.0
                 tp_forward = 2 * network.all_reduce_seconds(self.profile, geometry.tp, sequence)
                 waits, hidden = 0.0, [(tp_forward, 4 * sequence, layer.weight_gradients)]
-            if job.stack.user_buffers:
-                # Forward has as many FLOPs as the input gradients. Half of these products overlap with gathers.
-                work, (_, *hidden) = layer.input_gradients / 2, hidden
-                tp_forward = schedule.hidden_tail(work, 2 * gather_forward, tp)
-                tp_forward += self.base.tail(work, 2 * scatter, 2 * sequence, tp, geometry.tp, overlaps=True)
-                waits = schedule.hidden_tail(work, waits, tp) + max(0.0, again - work)
             if job.stack.overlaps_tp_backward:
                 for communicate, num_bytes, work in hidden:
                     share = self.base.interference(geometry.tp, communicate, num_bytes)
@@ -140,7 +141,7 @@ class Pipeline:
         recompute = again[candidate.recompute]
         tp_again = tp_forward if candidate.recompute == "full" else 0.0
         cp_again = cp_forward if candidate.recompute != "none" else 0.0
-        host = self.base.host(candidate, layer, collectives)
+        host = self.base.host(candidate, layer, collectives, 1.5 * collectives)
         exposed_forward = layers * (tp_forward + cp_forward)
         exposed_backward = layers * (tp_backward + tp_again + cp_backward + cp_again)
         launch_forward = max(0.0, layers * host[0] - forward - exposed_forward)

@@ -1,6 +1,7 @@
 """Properties of training programs that change a prediction."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -8,7 +9,7 @@ from megabench.cost import compute, network
 from megabench.cost.compute import Machine
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Stack
-from megabench.cost.profile import profile_for
+from megabench.cost.profile import profile_for, shipped_profiles
 from megabench.parallel.layout import Layout
 from tests.planner.jobs import costs, hosts, job, megatron, zero
 
@@ -72,14 +73,45 @@ def test_short_sequences_and_few_heads_slow_attention_down():
     """At `attention_half_length`, attention reaches half of the FLOP/s of a long sequence."""
     machine = Machine(profile_for("NVIDIA H200"), peak=1e15)
 
-    def rate(seq_length: int, micro_batch: int, flash_version_1: bool = False) -> float:
-        work = job(seq_length=seq_length, stack=Stack(flash_version_1=flash_version_1))
+    def rate(seq_length: int, micro_batch: int, flash_version: Literal[1, "cudnn"] = "cudnn") -> float:
+        work = job(seq_length=seq_length, stack=Stack(flash_version=flash_version))
         forward, _ = compute.attention_seconds(machine, work, 1, 1, micro_batch)
         return micro_batch * seq_length**2 / forward
 
     half = round(machine.profile.attention_half_length)
     long = rate(64 * half, 8)
     assert rate(half, 512) / long == pytest.approx(0.5, rel=0.03)
-    assert rate(half, 512, flash_version_1=True) > 0.95 * rate(64 * half, 8, flash_version_1=True)
+    assert rate(half, 512, flash_version=1) > 0.95 * rate(64 * half, 8, flash_version=1)
     # 32 heads of 8192 tokens are 2048 tiles of 128 rows; the longest tiles keep 132 processors busy at the end
     assert rate(8192, 1) / rate(8192, 64) == pytest.approx(2048 / (2048 + 132), rel=0.01)
+
+
+def test_context_parallelism_divides_attention_even_for_short_parts():
+    """Chunks of megabench's engine take all keys at once. Transformer Engine's ring makes a call for each part."""
+    machine = Machine(profile_for("NVIDIA H100 80GB HBM3"), peak=1e15)
+
+    def overhead(cp: int, **stack: bool) -> float:
+        work = job(seq_length=32768, stack=Stack(exchanges_heads=False, **stack))
+        whole, part = (compute.attention_seconds(machine, work, 1, size, 1)[0] for size in (1, cp))
+        return cp * part / whole
+
+    flash_2 = 1 / machine.profile.flash_2_share
+    assert overhead(2) == pytest.approx(flash_2, rel=0.05) and overhead(8) == pytest.approx(flash_2, rel=0.15)
+    assert overhead(8, chunks_by_flash_2=False) > 1.2
+
+
+def test_user_buffers_change_nothing_without_sequence_parallelism():
+    topology = hosts(1, 8)
+    plain, hidden = (
+        parts(topology, Stack(user_buffers=overlaps, sequence_parallel=False), tp=2) for overlaps in (False, True)
+    )
+    assert plain == hidden
+
+
+def test_unmeasured_gpus_take_what_their_origin_says():
+    profiles = shipped_profiles()
+    for name in ("attention_backward", "attention_half_length", "launch_seconds", "collective_launch_seconds"):
+        assert profiles["blackwell"].origin[name].startswith("as measured on the H200")
+        assert getattr(profiles["blackwell"], name) == getattr(profiles["h200"], name)
+    for name in ("generic", "l40s"):
+        assert profiles[name].attention_half_length == profiles["h100"].attention_half_length

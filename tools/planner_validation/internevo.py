@@ -13,7 +13,7 @@ from tools.planner_validation.sources import Source
 # element-wise kernels, bf16 gradients that are reduced during backward in buckets of 512 Mi elements, and weights that
 # are broadcast after the step without overlap.
 _STACK = Stack(
-    flash_version_2=True,
+    flash_version=2,
     sequence_parallel=False,
     fused=False,
     fused_loss=False,

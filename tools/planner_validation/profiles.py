@@ -42,7 +42,8 @@ _FEW = ("unfused_traffic", "step_seconds")
 _NVLINK: Link = "nvlink"
 # step-time constants of published programs on H100, which `megabench calibrate` does not measure with their kernels
 _H100_SPEED = ("launch_seconds", "collective_launch_seconds", "step_seconds", "unfused_traffic", "flash_1_share")
-# time that Python takes, which depends on the training program
+# time that Python takes, which depends on the training program, and profiles in which it is fitted to other programs
+_FITTED_HOSTS = ("h100", "a100")
 _HOST = ("launch_seconds", "collective_launch_seconds")
 _H100_LINKS = (
     "nvlink.efficiency",
@@ -203,7 +204,7 @@ def for_own_engines(profiles: dict[str, Profile], here: Profile) -> dict[str, Pr
     }
     host = {name: getattr(here, name) for name in _HOST}
     origin = dict.fromkeys(_HOST, "megabench calibrate on a host of H100s (benchmarks/calibrate-h100)")
-    fitted = {name: found[name] for name in ("h100", "a100")}
+    fitted = {name: found[name] for name in _FITTED_HOSTS}
     return found | {
         name: profile.model_copy(update=host | {"origin": profile.origin | origin}) for name, profile in fitted.items()
     }

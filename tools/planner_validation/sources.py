@@ -47,7 +47,7 @@ MEGATRON_2022 = replace(MEGATRON_2021, sequence_parallel=True)
 # backward pass. Without ZeRO-1, every stage reduces gradients in 25 MB bf16 buckets, like torch's DDP. With ZeRO-1,
 # nanotron does not use DDP (trainer.py), and reduces gradients and gathers weights after the step without overlap.
 _NANOTRON = Stack(
-    flash_version_2=True,
+    flash_version=2,
     fused=False,
     launches_forward=42,
     fused_loss=False,
@@ -67,6 +67,7 @@ NEMO = Stack(
     exchanges_heads=False,
     fused_loss=False,
     launches_forward=22,
+    launches_fp8=12,
     fuses_fp8_weight_gradient=True,
     delayed_scaling=True,
     blocking_p2p=False,
@@ -79,14 +80,14 @@ NEMO = Stack(
 # moves 4 bytes to fill the gradient with zeros, 16 to compute it and 2 to cast it.
 # Its runs on one host are older than FlashAttention-2: version 0.2.0 with torch 2.0 (h100_benchmarks.sh).
 _FOUNDRY = Stack(
-    flash_version_1=True,
+    flash_version=1,
     fused=False,
     fused_loss=False,
     launches_forward=42,
     loss_bytes=(2, 4),
     flat_parameters=True,
 )
-_FSDP = replace(_FOUNDRY, flash_version_1=False, flash_version_2=True, loss_bytes=(22, 22))
+_FSDP = replace(_FOUNDRY, flash_version=2, loss_bytes=(22, 22))
 _TITAN = replace(_FSDP, flat_parameters=False)
 
 
