@@ -21,7 +21,9 @@ _TINY_OPERATIONS = 200
 
 def num_device_measurements(shape: ModelShape) -> int:
     """Return how many measurements the functions of this module take together."""
-    return 5 * len(tensor_parallel_sizes(shape)) + 4  # each operation besides products takes one
+    return (
+        5 * len(tensor_parallel_sizes(shape)) + 4
+    )  # the four operations that are no products take one measurement each
 
 
 def memory_rate(bench: Bench) -> float:

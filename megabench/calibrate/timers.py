@@ -43,8 +43,8 @@ class Bench:
     ) -> None:
         """Measure the median time of each operation if `before` runs before it, on the slowest rank.
 
-        `operations` has the kind of each measurement. The operations run one after the other. `before` must take longer
-        on a GPU than launching an operation on the host, whose time would otherwise be included.
+        `operations` has the kind of each measurement. The operations run one after the other. On a GPU, `before` must
+        run for longer than the host needs to launch an operation. Otherwise, the measured time includes the launch.
         """
         self.start(" and ".join(operations))
 

@@ -23,8 +23,8 @@ class Stack:
     - `flash_attention`: no S×S scores are stored. Otherwise the full square is written and read in 16 bits.
     - `flash_version`: attention uses FlashAttention-1 or 2, which are slow on Hopper, or cuDNN. `chunks_by_flash_2`:
       the chunks of context parallelism use FlashAttention-2, because torch supports them only there.
-      `exchanges_heads`: context parallelism exchanges sequence parts for head parts if cp divides the heads, instead of
-      using chunks.
+      `exchanges_heads`: if cp divides the heads, context parallelism exchanges them with all-to-alls, so that each rank
+      has the whole sequence of some heads. Otherwise, each rank has a chunk of the sequence.
     - `fused`: element-wise kernels are fused, and read and write their tensors once.
     - `fused_loss`: the output layer and cross-entropy are computed in chunks. Any other loss reads and writes
       `loss_bytes` per logit, forward and backward. Megatron-LM's fp32 loss (cross_entropy.py) needs, in forward: cast 2

@@ -11,8 +11,8 @@ _DDP_BUCKET = 25e6 / 4  # parameters per DDP bucket: 25 MB of fp32 gradients
 # DeepSpeed. DeepSpeed's hooks and queues run in Python. The host limits the step in the studies that these values are
 # from: benchmarks/host-time for FSDP2, and benchmarks/gpt2-zero for DeepSpeed.
 _FSDP_HOOKS, _ZERO3_HOOKS, _ZERO_HOOKS = (90, 180), (17, 34), (0, 16)
-# Bytes per parameter that the host reads and writes for fp32 AdamW, and for DeepSpeed's clipping and cast of the new
-# weight.
+# Bytes per parameter that the host reads and writes for fp32 AdamW, and the bytes that DeepSpeed adds to clip the
+# gradient and to cast the new weight.
 _ADAM_HOST_BYTES, _DEEPSPEED_HOST_BYTES = 28, 8 + 6
 
 
@@ -211,8 +211,8 @@ class DataParallel:
         - ZeRO-2 copies them to the host m times and back m − 1 times. fp32 gradients stay on the GPU instead.
         - ZeRO-1 always keeps them on the GPU (stage_1_and_2.py, copy_grads_in_partition).
 
-        At the end of a step, DeepSpeed copies fp32 gradients to the optimizer. Updated weights are copied to the GPU
-        once per step, and offloaded weights for every gather.
+        At the end of a step, DeepSpeed copies fp32 gradients to the optimizer. An offloaded optimizer
+        copies the updated weights to the GPU once per step. If weights are offloaded, every gather copies them.
         """
         sharding = sharding_of(candidate)
         if sharding.offload == "none":

@@ -75,7 +75,7 @@ class Pipeline:
                 ]
                 if job.stack.user_buffers:
                     # Forward has as many FLOPs as the input gradients. Half of these products overlap with gathers,
-                    # tile by tile. The gathers of inputs for backward ("bulk") end with their product.
+                    # tile by tile. The gathers of inputs for backward (method "bulk") overlap with one whole product.
                     work = layer.input_gradients / 2
                     tp_forward = schedule.hidden_tail(work, 2 * gather_forward, tp)
                     tp_forward += self.base.tail(work, 2 * scatter, 2 * sequence, tp, geometry.tp, overlaps=True)

@@ -31,7 +31,7 @@ from tools.planner_validation.tested_nodes import read_tested
 _BENCHMARKS = Path("benchmarks")
 _KEPT = _BENCHMARKS / "planner" / "validation.md"
 _PICTURE = Path("docs") / "pictures" / "planner-validation.svg"
-# the studies from which cost/ and specs/data_parallel_cost.py take the time of Python code and of the engines' hooks
+# studies that measured the time of Python code and of the engines' hooks, which are constants of the cost model
 _HOST_TIMES_FROM = ("gpt2-zero", "host-time")
 _INTRODUCTION = """# How good the planner is
 
