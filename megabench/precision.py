@@ -53,8 +53,8 @@ class PrecisionPolicy:
         return self.bytes_of_value + 4 + 4 * self.has_masters + 8
 
 
-# The tolerances of fp8 hold between fp8 trials, which agree less than bf16 trials: a sum in another order moves values
-# to the next fp8 number, an eighth away. Measurements:
+# The tolerances of fp8 apply if two fp8 trials are compared. Such trials agree less closely than bf16 trials: a sum in
+# another order can round a value to the next fp8 number, which differs by up to 1/8. Measurements:
 # - Llama-3-8B on two H200 GPUs, six steps: the losses of TP2, PP2·VP8, FSDP2 and ZeRO-3 agree within 0.22% in fp8
 #   (10.3112 to 10.3342) and within 0.005% in bf16. With 12 layers, the gradient norms of fp8 are within 4% of bf16.
 # - A model of 0.5 billion parameters on two H100 GPUs, eight steps: the losses of seven layouts and engines agree to

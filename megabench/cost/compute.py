@@ -109,7 +109,7 @@ def cast_seconds(machine: Machine, num_bytes: float) -> float:
 
 
 def weight_cast_seconds(machine: Machine, job: Job, parameters: float) -> float:
-    """Return the seconds for casting weights of blocks to fp8 once, or 0 without fp8 products.
+    """Return the seconds of one cast of the blocks' weights to fp8, or 0 if no matrix products are in fp8.
 
     Weights are cast in the layouts that are kept (memory.weight_cast_bytes).
     """

@@ -140,7 +140,7 @@ def _published_parts(published: Sequence[Row]) -> Parts:
 
 
 def _tested_parts(tested: Sequence[Row]) -> Parts:
-    """Return the lines of the sweep's runs with the NCCL test of their own nodes."""
+    """Return the lines of those runs of the sweep whose nodes were measured with NCCL's tests."""
     found: Parts = []
     for size in sorted({row.topology.world_size for row in tested}):
         rows = [row for row in tested if row.topology.world_size == size]
