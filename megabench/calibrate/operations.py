@@ -21,9 +21,8 @@ _TINY_OPERATIONS = 200
 
 def num_device_measurements(shape: ModelShape) -> int:
     """Return how many measurements the functions of this module take together."""
-    return (
-        5 * len(tensor_parallel_sizes(shape)) + 4
-    )  # the four operations that are no products take one measurement each
+    # the four operations that are no products take one measurement each
+    return 5 * len(tensor_parallel_sizes(shape)) + 4
 
 
 def memory_rate(bench: Bench) -> float:

@@ -15,9 +15,8 @@ _TILE_SHARE = (1.0, 1.0, 0.92, 0.8, 0.6)
 # number of kernels in a layer's forward pass, which is about half the number in its backward pass
 _KERNELS_FORWARD = 22
 _KERNELS_UNFUSED = 20  # additional kernels if norms, rotary embedding and activation are not fused
-_KERNELS_FP8 = (
-    12  # additional kernels with fp8 products: for each of four inputs, one zeroes the amax, one finds it and one casts
-)
+# additional kernels with fp8 products: for each of four inputs, one zeroes the amax, one finds it and one casts
+_KERNELS_FP8 = 12
 # Bytes per element for casting a bf16 value to fp8: one kernel reads it to find the amax (the largest absolute value),
 # and another one reads it and writes it in one or both layouts. A gathered fp8 value is transposed.
 _FIND_AMAX, _READ_BF16, _READ_FP8, _WRITE_FP8 = 2, 2, 1, 1

@@ -211,8 +211,8 @@ class DataParallel:
         - ZeRO-2 copies them to the host m times and back m − 1 times. fp32 gradients stay on the GPU instead.
         - ZeRO-1 always keeps them on the GPU (stage_1_and_2.py, copy_grads_in_partition).
 
-        At the end of a step, DeepSpeed copies fp32 gradients to the optimizer. An offloaded optimizer
-        copies the updated weights to the GPU once per step. If weights are offloaded, every gather copies them.
+        At the end of a step, DeepSpeed copies fp32 gradients to the optimizer. An offloaded optimizer copies the
+        updated weights to the GPU once per step. If weights are offloaded, every gather copies them.
         """
         sharding = sharding_of(candidate)
         if sharding.offload == "none":

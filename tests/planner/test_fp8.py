@@ -65,8 +65,8 @@ def test_large_products_gain_more_than_small_ones():
 
 
 def test_wide_layers_train_faster_in_fp8_and_attention_does_not():
-    candidate = megatron(FOUR, pp=4)
-    for seq_length, least, most in ((4096, 1.2, 1.5), (65536, 1.0, 1.2)):
+    candidate = megatron(FOUR, 2, pp=4)  # with one short sequence per micro-batch, the host would limit the step in fp8
+    for seq_length, least, most in ((4096, 1.25, 1.5), (65536, 1.0, 1.2)):
         plain, fp8 = (job(precision=name, seq_length=seq_length, global_batch=64) for name in ("bf16", "fp8"))
         assert least < step(plain, candidate) / step(fp8, candidate) < most
     layer, other = (costs(work, FOUR).base.layer(1, 1, 1) for work in (job(), in_fp8()))

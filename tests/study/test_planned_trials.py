@@ -127,14 +127,15 @@ def test_a_repeated_trial_is_one():
 
 
 def test_a_record_is_predicted_for_the_ranks_it_ran_on():
-    predictor = Predictor(hosts(1, 2), shipped_profiles()["h100"], ["plan-1"])
+    # a fast host, which does not limit the step of this small model
+    profile = shipped_profiles()["h100"].model_copy(update={"launch_seconds": 1e-9, "collective_launch_seconds": 1e-9})
+    predictor = Predictor(hosts(1, 2), profile, ["plan-1"])
     said = predictor.predict(make_record([5.0], trial="plan-1", precision="bf16"))
     assert said and said.step_seconds > 0 and said.planned_rank == 1 and said.profile == "h100"
     assert predictor.predict(make_record([5.0], world_size=4)) is None
     kernels = {"attention": "transformers eager, ALiBi", "activation": "transformers unfused BLOOM GELU"}
     eager = predictor.predict(make_record([5.0], precision="bf16", kernels=kernels))
-    # the host limits the step of this small model, whatever its kernels
-    assert eager and eager.step_seconds >= said.step_seconds and eager.peak_memory_gib > said.peak_memory_gib
+    assert eager and eager.step_seconds > said.step_seconds and eager.peak_memory_gib > said.peak_memory_gib
     sgd = predictor.predict(make_record([5.0], precision="bf16", optimizer="sgd"))
     assert sgd and sgd.peak_memory_gib < said.peak_memory_gib
     assert predictor.predict(make_record([5.0], model="unheard-of")) is None
