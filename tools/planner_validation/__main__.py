@@ -106,7 +106,7 @@ def validate(
     _KEPT.parent.mkdir(exist_ok=True)
     _KEPT.write_text(text)
     once = [row for row in published if row.source is not SWEEP or row.is_fit]
-    own = [replace(row, is_fit=is_own_fitted(row)) for row in measured.own]
+    own = [replace(row, is_fit=is_own_fitted(row) or row.source.name in _HOST_TIMES_FROM) for row in measured.own]
     drawn = [(row, measured_profile(row, profiles)) for row in (*once, *internevo, *tested)]
     draw(drawn + [(row, measured_profile(row, own_profiles)) for row in own], _PICTURE)
     if write:

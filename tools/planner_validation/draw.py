@@ -13,7 +13,7 @@ from tools.planner_validation.published import Row
 matplotlib.use("svg")
 from matplotlib import pyplot
 
-_OWN = "own records on H200"
+_OWN = "own records"
 # first words of a source's name, and the label of its line in the picture, from top to bottom
 _LABELS = {
     "NeMo": "NeMo",
