@@ -56,7 +56,7 @@ def difference_charts(group: WorkClassOfTrials, slug: str) -> list[Chart]:
     losses = _differences_chart(
         f"Relative difference of the losses from {standard.name}",
         "Differences below the dashed line are rounding errors, which depend on the order of summation. A trial above "
-        "the dashed line did different work and is not ranked.",
+        "the dashed line did different work and is not ranked, unless its difference has grown from rounding.",
         [_differences(trial, standard, "losses") for trial in others],
         slug,
         parity.tolerance,
