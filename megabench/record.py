@@ -468,7 +468,7 @@ class RunRecord(_Part):
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
         """Read a record. Raises ValueError if the file is not a record."""
-        return cls.model_validate(older_records.complete(json.loads(path.read_text())))
+        return cls.model_validate(older_records.complete(json.loads(path.read_text(encoding="utf-8"))))
 
 
 class RecordError(UserError):
@@ -485,7 +485,7 @@ def read_records(path: Path) -> list[RunRecord]:
         return []
     try:
         # splitlines() would also split at U+2028, which JSON strings may contain
-        lines = enumerate(path.read_text().split("\n"), 1)
+        lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
     except UnicodeDecodeError:
         raise RecordError(f"{path} is not a text file with records") from None
     except OSError as error:

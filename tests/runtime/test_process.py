@@ -149,7 +149,13 @@ def test_a_run_whose_environment_is_not_valid_text_keeps_its_results(tmp_path: P
         "    def on_training_end(self):\n        1 / 0\n"
         "    def section(self, by_rank):\n        return {(1, 2): 3}\n"
     )
-    bad = {"NCCL_NET_PLUGIN": BAD, "OMP_PLACES": os.fsdecode(b"\xfe"), "PYTHONIOENCODING": "ascii"}
+    bad = {
+        "NCCL_NET_PLUGIN": BAD,
+        "OMP_PLACES": os.fsdecode(b"\xfe"),
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
     done = megabench(
         folder, "train", *TINY, "--nproc", "2", "--out", "run", "--callbacks", "mine:Mine", "--save", "save", **bad
     )
