@@ -1,7 +1,7 @@
 """Measure how rounding and real errors grow in the losses of a run: `python -m tools.rounding_growth OUT.jsonl`.
 
 Trains each setting on CPU several times: unchanged, with initial weights that differ in the last bit, and with an error
-that parity must find. `tests/study/loss_curves.jsonl.gz` has these losses, and those of several engines.
+that parity must find. `tests/study/loss_curves.jsonl.gz` has most of these losses.
 """
 
 import json

@@ -18,7 +18,7 @@ TOLERANCES = {name: policy.loss_tolerance for name, policy in POLICIES.items()}
 # fp16. Training amplifies the difference. A real error shows in the first steps, or as a jump. A difference may
 # therefore grow beyond the tolerance only if it is at most `loss_rounding` in the first steps, and not faster than
 # rounding grows. Measured with tools/rounding_growth.py (docs/definitions.md, Parity): between runs whose initial
-# weights differ in the last bit, and between engines, 150 to 300 steps. In fp32, the losses of the first 10 steps
+# weights differ in the last bit, 200 to 300 steps. In fp32, the losses of the first 10 steps
 # differ by up to 6e-7. The difference then grows by up to 26 times per step and 680 times in 10 steps, where it counts
 # from `loss_rounding`. It stops at 0.06 (fp32) or 0.08 (bf16). The mean loss of 50 steps differs by up to 1.4% (fp32)
 # or 1.7% (bf16).

@@ -178,8 +178,7 @@ def _curves() -> dict[tuple[str, str], dict[str, Any]]:
 
 CURVES = _curves()
 ROUNDING = ("unchanged", "last bit 1", "last bit 2")
-ENGINES = ("ddp", "fsdp", "tp2", "pp2", "zero3")
-ERRORS = sorted(key for key in CURVES if key[1] not in (*ROUNDING, *ENGINES))
+ERRORS = sorted(key for key in CURVES if key[1] not in ROUNDING)
 
 
 def judge_curves(setting: str, change: str, reference: str) -> RunRecord:
@@ -193,9 +192,7 @@ def judge_curves(setting: str, change: str, reference: str) -> RunRecord:
 
 @pytest.mark.parametrize("setting", sorted({setting for setting, _ in CURVES}))
 def test_rounding_that_training_amplifies_is_equal(setting):
-    changes = [change for of, change in CURVES if of == setting and change in (*ROUNDING, *ENGINES)]
-    assert len(changes) >= 3
-    for change, reference in permutations(changes, 2):
+    for change, reference in permutations(ROUNDING, 2):
         judged = judge_curves(setting, change, reference)
         assert judged.parity.verdict == "equal", f"{change} against {reference}: {judged.error}"
 
