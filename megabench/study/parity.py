@@ -17,11 +17,10 @@ TOLERANCES = {name: policy.loss_tolerance for name, policy in POLICIES.items()}
 # The engines sum in different orders, so results differ by rounding: 2^-24 per sum in fp32, 2^-8 in bf16 and 2^-11 in
 # fp16. Training amplifies the difference. A real error shows in the first steps, or as a jump. A difference may
 # therefore grow beyond the tolerance only if it is at most `loss_rounding` in the first steps, and not faster than
-# rounding grows. Measured with tools/rounding_growth.py (docs/definitions.md, Parity): between runs whose initial
-# weights differ in the last bit, 200 to 300 steps. In fp32, the losses of the first 10 steps
-# differ by up to 6e-7. The difference then grows by up to 26 times per step and 680 times in 10 steps, where it counts
-# from `loss_rounding`. It stops at 0.06 (fp32) or 0.08 (bf16). The mean loss of 50 steps differs by up to 1.4% (fp32)
-# or 1.7% (bf16).
+# rounding grows. Measured with tools/rounding_growth.py (docs/definitions.md) between runs whose initial weights
+# differ in the last bit, 200 to 300 steps: in fp32, the losses of the first 10 steps differ by up to 6e-7. Above 1e-6,
+# the difference grows by up to 19 times per step. In 10 steps, it reaches up to 680 times `loss_rounding`. It stops at
+# 0.06 (fp32) or 0.08 (bf16). The mean loss of 50 steps differs by up to 1.4% (fp32) or 1.7% (bf16).
 FIRST_STEPS = 10
 GROWTH_PER_STEP = 30.0
 GROWTH_PER_10_STEPS = 1000.0
