@@ -80,5 +80,5 @@ def _check(run: RunConfig, arguments: list[str], num_processes: int | None) -> i
     if world_size > 1 and device == "cpu" and not run.skip_memory_check:
         from megabench.train.memory_check import check_memory
 
-        check_memory(resolved, 0, world_size)  # before each process imports torch
+        check_memory(resolved, run, 0, world_size)  # before each process imports torch
     return world_size
