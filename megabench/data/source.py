@@ -12,26 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megabench.config import ResolvedConfig, RunConfig
+from megabench.config import ResolvedConfig
 from megabench.data import DataError
+from megabench.data.checks import STDLIB, SYNTHETIC, check_recorded, check_tokens, tokenizer_of
 from megabench.data.text import Piece, check_text_file, is_text_file, read_stdlib, read_text
-from megabench.data.token_file import IdRange, id_range, open_token_file, read_facts, scan, token_file_prefix
-from megabench.data.tokenizer import (
-    BYTES,
-    Tokenizer,
-    check_end_of_document,
-    check_recorded,
-    default_tokenizer,
-    open_tokenizer,
-    token_dtype,
-    tokenize,
-)
+from megabench.data.token_file import IdRange, id_range, merged, open_token_file, read_facts, scan, token_file_prefix
+from megabench.data.tokenizer import BYTES, Tokenizer, token_dtype, tokenize
 from megabench.record import TokenizerUsed
 from megabench.runtime.messages import gathered
 from megabench.runtime.rendezvous import Rendezvous
 
-SYNTHETIC = "synthetic"
-STDLIB = "stdlib"
 MAX_TEXT_BYTES = 1 << 30  # size limit of a text file, because every rank keeps all tokens of the file in memory
 
 
@@ -146,12 +136,12 @@ def open_source(config: ResolvedConfig, rendezvous: Rendezvous | None = None) ->
     if config.data == STDLIB or is_text_file(path):
         tokenizer = tokenizer_of(config)
         tokens = _read_tokens(config.data, tokenizer)
-        _check(config, tokens, id_range(tokens, config.shape.vocab_size))
+        check_tokens(config, tokens, id_range(tokens, config.shape.vocab_size))
         sha256, used, warnings = scan(tokens).sha256, tokenizer.used, _warnings(config, tokenizer)
     elif prefix := token_file_prefix(path):
         path, tokens, warnings = prefix, open_token_file(prefix), ()
         ids = _id_range_of_ranks(tokens, config.shape.vocab_size, rendezvous)
-        _check(config, tokens, ids)
+        check_tokens(config, tokens, ids)
         facts = read_facts(prefix, tokens, ids.max_token)
         check_recorded(config.data, facts.tokenizer, config)
         sha256, used = facts.sha256, facts.tokenizer
@@ -164,17 +154,6 @@ def open_source(config: ResolvedConfig, rendezvous: Rendezvous | None = None) ->
             f"token file made with megabench preprocess."
         )
     return Corpus(path.name, tokens, sha256, config.seq_length, seed, used, warnings)
-
-
-def tokenizer_of(config: RunConfig) -> Tokenizer:
-    """Open the tokenizer for the text of a run, and check that it can separate documents.
-
-    Raises:
-        DataError: The tokenizer cannot be loaded, or neither `config` nor the model directory names one.
-    """
-    tokenizer = open_tokenizer(config.tokenizer or default_tokenizer(config.model))
-    check_end_of_document(tokenizer, "train on a token file that megabench preprocess --no-append-eod wrote")
-    return tokenizer
 
 
 def _warnings(config: ResolvedConfig, tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -192,29 +171,9 @@ def _id_range_of_ranks(tokens: NDArray[Any], vocab_size: int, rendezvous: Rendez
     """Return the IdRange of all tokens. Each rank reads an equal share of the tokens."""
     if rendezvous is None:
         return id_range(tokens, vocab_size)
-    share = id_range(tokens, vocab_size, rendezvous.rank, rendezvous.world_size)
-    shares = [
-        IdRange(*each) for each in gathered(rendezvous.store, rendezvous.rank, rendezvous.world_size, "ids", share)
-    ]
-    outside = [each.first_outside for each in shares if each.first_outside is not None]
-    return IdRange(max(each.max_token for each in shares), min(outside, default=None))
-
-
-def _check(config: ResolvedConfig, tokens: NDArray[Any], ids: IdRange) -> None:
-    """Raise DataError if there are too few tokens, or tokens outside the vocabulary of the model."""
-    if len(tokens) <= config.seq_length:
-        shorter = f", or set seq_length to {len(tokens) - 1} or less" if len(tokens) > 1 else ""
-        raise DataError(
-            f"data={config.data} has {len(tokens)} tokens, too few for one sequence of {config.seq_length} "
-            f"inputs and one more label. Use more text{shorter}."
-        )
-    if ids.first_outside is not None:
-        raise DataError(
-            f"data={config.data} contains token {tokens[ids.first_outside]}, but {config.model} has a vocabulary of "
-            f"{config.shape.vocab_size} tokens (0 to {config.shape.vocab_size - 1}). The first such token is number "
-            f"{ids.first_outside:,} of the data, counted from 0. Use the tokenizer of the model, or a model with a "
-            f"larger vocabulary."
-        )
+    rank, world_size = rendezvous.rank, rendezvous.world_size
+    share = id_range(tokens, vocab_size, rank, world_size)
+    return merged(IdRange(*each) for each in gathered(rendezvous.store, rank, world_size, "ids", share))
 
 
 def _read_tokens(data: str, tokenizer: Tokenizer) -> NDArray[Any]:

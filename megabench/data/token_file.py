@@ -7,6 +7,7 @@ missing or does not describe the tokens, the reader computes its contents by rea
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,16 +101,20 @@ def read_facts(prefix: Path, tokens: NDArray[Any], max_token: int) -> TokenFacts
 
     `max_token` is the largest token of the .bin file.
     """
+    facts = recorded_facts(prefix)
+    if facts and (facts.num_tokens, facts.max_token) == (len(tokens), max_token):
+        return facts
+    return scan(tokens)
+
+
+def recorded_facts(prefix: Path) -> TokenFacts | None:
+    """Return the TokenFacts from the .json file of a token file, or None if the .bin file is newer."""
     path = beside(prefix, ".json")
     try:
         facts = TokenFacts.model_validate_json(path.read_bytes())
-        is_newer = path.stat().st_mtime >= beside(prefix, ".bin").stat().st_mtime
+        return facts if path.stat().st_mtime >= beside(prefix, ".bin").stat().st_mtime else None
     except (OSError, ValidationError):
-        return scan(tokens)
-    if is_newer and (facts.num_tokens, facts.max_token) == (len(tokens), max_token):
-        return facts
-    found = scan(tokens)
-    return facts if facts.sha256 == found.sha256 and facts.max_token == max_token else found
+        return None
 
 
 def write_facts(prefix: Path, facts: TokenFacts) -> None:
@@ -126,17 +131,24 @@ def scan(tokens: NDArray[Any]) -> TokenFacts:
     return TokenFacts(num_tokens=len(tokens), max_token=max_token, sha256=digest.hexdigest())
 
 
-def id_range(tokens: NDArray[Any], vocab_size: int, rank: int = 0, world_size: int = 1) -> IdRange:
-    """Return the IdRange of the part of `tokens` that rank `rank` of `world_size` ranks checks."""
-    first, end = (len(tokens) * share // world_size for share in (rank, rank + 1))
+def id_range(tokens: NDArray[Any], vocab_size: int, share: int = 0, num_shares: int = 1) -> IdRange:
+    """Return the IdRange of one of `num_shares` equal shares of `tokens`."""
+    first, end = (len(tokens) * border // num_shares for border in (share, share + 1))
     max_token, first_outside = -1, None
     for start in range(first, end, _SCAN_TOKENS):
         block = tokens[start : min(start + _SCAN_TOKENS, end)]
         highest = int(block.max())
         max_token = max(max_token, highest)
-        if first_outside is None and (highest >= vocab_size or block.min() < 0):
+        if first_outside is None and (highest >= vocab_size or (block.dtype.kind == "i" and block.min() < 0)):
             first_outside = start + int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
     return IdRange(max_token, first_outside)
+
+
+def merged(shares: Iterable[IdRange]) -> IdRange:
+    """Return the IdRange of all shares."""
+    ranges = list(shares)
+    outside = [each.first_outside for each in ranges if each.first_outside is not None]
+    return IdRange(max(each.max_token for each in ranges), min(outside, default=None))
 
 
 def _read_index(path: Path) -> tuple[type[np.integer[Any]], int]:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megabench.config import RunConfig
 from megabench.data import DataError
 from megabench.data.text import Piece
 from megabench.data.tokenizer_probe import PROBE
@@ -191,22 +190,6 @@ def _vocabularies(directory: Path) -> list[Path]:
     names = _VOCABULARIES | {_TOKENIZER_JSON}
     files = directory.iterdir() if directory.is_dir() else ()
     return sorted(file for file in files if file.name in names or file.suffix in _VOCABULARY_SUFFIXES)
-
-
-def check_recorded(data: str, recorded: TokenizerUsed | None, run: RunConfig) -> None:
-    """Raise DataError if a token file names another tokenizer than the run: that of the setting or of the model."""
-    if recorded is None or not (run.tokenizer or is_directory(run.model)):
-        return
-    try:
-        name = run.tokenizer or default_tokenizer(run.model)
-    except DataError:
-        return
-    if (sha256 := tokenizer_sha256(name)) != recorded.sha256:
-        raise DataError(
-            f"data={data} was made with tokenizer {recorded}, but the tokenizer of the run is {name} (sha256 "
-            f"{sha256[:12]}). Tokenize the text with megabench preprocess --tokenizer {name}, or set tokenizer to "
-            f"that of the data."
-        )
 
 
 def check_end_of_document(tokenizer: Tokenizer, remedy: str) -> None:

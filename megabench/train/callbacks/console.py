@@ -5,7 +5,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megabench.config import ResolvedConfig
-from megabench.data.source import SYNTHETIC
+from megabench.data.checks import SYNTHETIC
 from megabench.metrics import throughput
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import number_ranges
