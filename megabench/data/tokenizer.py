@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,17 +109,25 @@ class HuggingFaceTokenizer:
 
     def _difference(self, directory: Path) -> str | None:
         """Return a warning if transformers splits a probe text unlike tokenizer.json."""
-        text = PROBE + " ".join(self._tokenizer.all_special_tokens)
-        encoded = self._json.encode(text, add_special_tokens=False)
-        ours, theirs = encoded.ids, self._ids_of_transformers(text)
-        if ours == theirs:
+        known = [token for token in self._tokenizer.all_special_tokens if self._json.token_to_id(token) is not None]
+        text = PROBE + " ".join(known)
+        try:
+            encoded = self._json.encode(text, add_special_tokens=False)
+        except Exception:  # the vocabulary lacks a character of the probe, and a token for unknown ones
             return None
-        first = next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), -1)
-        start = encoded.offsets[first][0]
+        try:
+            theirs = self._ids_of_transformers(text)
+        except Exception:
+            theirs = []
+        if encoded.ids == theirs:
+            return None
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(encoded.ids, theirs, strict=False))
+        first = min(sum(1 for _ in same), len(encoded.ids) - 1)
+        piece = text[encoded.offsets[first][0] :][:16]
         return (
-            f"transformers loads tokenizer={directory} as {type(self._tokenizer).__name__}, which splits "
-            f"{text[start : start + 16]!r} unlike tokenizer.json. The run uses the tokens of tokenizer.json; load "
-            f"the file with PreTrainedTokenizerFast(tokenizer_file=...) to get them in transformers."
+            f"transformers loads tokenizer={directory} as {type(self._tokenizer).__name__}, which splits {piece!r} "
+            f"unlike tokenizer.json; megabench uses the tokens of tokenizer.json, which "
+            f"PreTrainedTokenizerFast.from_pretrained also gives"
         )
 
     def _ids_of_transformers(self, text: str) -> list[int]:
@@ -134,7 +143,14 @@ class HuggingFaceTokenizer:
                 f"Convert the file to UTF-8, or use tokenizer=bytes."
             ) from None
         # documents contain no BOS or EOS token but the one that `tokenize` appends
-        ids = self._json.encode(text, add_special_tokens=False).ids if self._json else self._ids_of_transformers(text)
+        try:
+            ids = (
+                self._json.encode(text, add_special_tokens=False).ids if self._json else self._ids_of_transformers(text)
+            )
+        except Exception as error:  # tokenizers raises Exception itself
+            raise DataError(
+                f"{piece.where} cannot be tokenized with tokenizer={self.used.name} ({error}). Use another tokenizer."
+            ) from None
         return np.asarray(ids, dtype=np.int64)
 
 
