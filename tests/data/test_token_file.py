@@ -13,9 +13,9 @@ import pytest
 
 from megabench.cli.preprocess import write_tokens
 from megabench.data import DataError, token_file
+from megabench.data.checks import check_before_start
 from megabench.data.source import open_source
 from megabench.data.text import read_text
-from megabench.data.checks import check_before_start
 from megabench.data.token_file import (
     TokenFacts,
     id_range,
