@@ -54,10 +54,10 @@ def test_what_cannot_run_is_one_sentence_and_2(tmp_path: Path, flags: list[str],
     assert result.stderr.startswith("Error: ") and words in result.stderr and result.stderr.count("\n") == 1
 
 
-def write_negative_tokens(prefix: Path) -> None:
-    """A token file whose loss mask was written into the ids."""
+def write_tokens_with(prefix: Path, token: int) -> None:
+    """A token file with this token in the middle, such as the -100 of a loss mask."""
     tokens = np.full(3000, 7, dtype=np.int32)
-    tokens[2000] = -100
+    tokens[2000] = token
     prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
     header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, 1, 2)
     prefix.with_suffix(".idx").write_bytes(header + struct.pack("<iqqq", len(tokens), 0, 0, 1))
@@ -66,10 +66,31 @@ def write_negative_tokens(prefix: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.parametrize("flags", [["--tp", "2"], ["--engine", "ddp", "--nproc", "2"], ["--nproc", "1"]])
 def test_tokens_outside_the_vocabulary_are_one_sentence_and_2(tmp_path: Path, flags: list[str]) -> None:
-    write_negative_tokens(tmp_path / "tokens")
+    write_tokens_with(tmp_path / "tokens", -100)
     result = train(tmp_path, *TINY, "--data", "tokens", *flags)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("Error: data=tokens contains token -100, but") and result.stderr.count("\n") == 1
+
+
+CORRUPTION = """
+import numpy as np
+from megabench.train.callbacks import Callback
+
+class Corruption(Callback):
+    def on_step_end(self, step):
+        np.memmap("tokens.bin", dtype=np.int32, mode="r+")[:] = -100
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("flags", [["--tp", "2"], ["--engine", "fsdp", "--nproc", "2"]])
+def test_a_token_file_that_changes_during_training_ends_the_run(tmp_path: Path, flags: list[str]) -> None:
+    write_tokens_with(tmp_path / "tokens", 7)
+    (tmp_path / "corruption.py").write_text(CORRUPTION)
+    result = train(tmp_path, *TINY, "--data", "tokens", "--callbacks", "corruption:Corruption", *flags)
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert result.stderr.count("Error: data=tokens contains token -100 in tokens ") == 1
+    assert "step 1/2" in result.stdout and "step 2/2" not in result.stdout
 
 
 @pytest.mark.e2e
