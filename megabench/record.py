@@ -102,6 +102,21 @@ class WorkClass(_Part):
         return hashlib.sha256(self.model_dump_json(exclude={"data"}).encode()).hexdigest()[:12]
 
 
+class TokenizerUsed(_Part):
+    """The tokenizer of the training data.
+
+    `name` is "bytes" or a directory. `sha256` is the hash of everything that maps text to token ids, and `num_tokens`
+    is the largest token id plus 1.
+    """
+
+    name: str
+    sha256: str
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.num_tokens:,} tokens, sha256 {self.sha256[:12]})"
+
+
 class StepSeconds(_Part):
     """Seconds of the timed steps on the slowest rank."""
 
@@ -380,6 +395,8 @@ class RunRecord(_Part):
     options: dict[str, Any]
     optimizer: str
     work_class: WorkClass | None
+    tokenizer: TokenizerUsed | None = None
+    """Tokenizer of the data, or None for random tokens and for token files that do not name a tokenizer."""
     status: Status
     error: str | None = None
     failure: RunFailure | None = None

@@ -96,7 +96,7 @@ def _run(given: RunConfig, find: Find | None, arguments: Sequence[str]) -> None:
         _make_folders(run)
         if rendezvous.rank == 0:
             _check_free(run)
-        source = open_source(run)
+        source = open_source(run, rendezvous)
         _check_same_data(run, source.sha256, rendezvous)
         watchdog.at("checking the checkpoint", 0)
         if not run.skip_memory_check:
