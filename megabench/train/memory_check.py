@@ -124,7 +124,7 @@ def _largest(run: ResolvedConfig, fits: _Fits) -> int | None:
 
 def _reads_data(run: ResolvedConfig, name: str) -> bool:
     """Return whether the vocabulary of a catalogue model contains the tokens of the run's data."""
-    is_bytes = run.tokenizer == BYTES and (run.data == "stdlib" or is_text_file(Path(run.data)))
+    is_bytes = run.tokenizer in (None, BYTES) and (run.data == "stdlib" or is_text_file(Path(run.data)))
     return run.data == "synthetic" or is_bytes or CATALOG[name].vocab_size >= run.shape.vocab_size
 
 
