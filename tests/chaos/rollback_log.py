@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from megabench.checkpoint import CheckpointError, save
+from megabench.checkpoint import CheckpointError
+from megabench.checkpoint import save as save_module
 from megabench.checkpoint.weights_only import open_weights
 from megabench.data.batch import micro_batches
 from megabench.record import Rollback, SaveTimes
@@ -41,25 +42,25 @@ class Poison(Callback):
     def on_start(self, trainer: TrainerState) -> None:
         self._trainer = trainer
         if trainer.rank == self._given["slow_rank"]:
-            write = save.write_files
+            write = save_module.write_files
 
             def write_late(*arguments: Any) -> Any:
                 time.sleep(self._given["slow_seconds"])
                 return write(*arguments)
 
-            save.write_files = write_late
+            save_module.write_files = write_late
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
         if batch_of_step(self._trainer.rollbacks, step - 1) in self._given["bad"]:
             poison(self._trainer.engine)
         return nullcontext()
 
-    def on_save(self, trainer: TrainerState, saved: SaveTimes) -> None:
-        assert trainer.run.save is not None
-        for folder in sorted(trainer.run.save.glob("step-*")):
+    def on_save(self, save: SaveTimes) -> None:
+        assert self._trainer.run.save is not None
+        for folder in sorted(self._trainer.run.save.glob("step-*")):
             if problem := problem_of(folder):
                 with open(self._given["damaged"], "a", encoding="utf-8") as file:
-                    file.write(f"{folder.name} after the save of step {saved.step}: {problem}\n")
+                    file.write(f"{folder.name} after the save of step {save.step}: {problem}\n")
 
 
 class Repeat(Callback):
