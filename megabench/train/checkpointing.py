@@ -116,10 +116,10 @@ class Checkpoints:
             self._clean(run.save, run_id)
             self._set_aside(resume)
         dist.broadcast_object_list(token)  # send this after the cleanup, because ranks then start to save
-        self._run_id = run_id_of(token[0])
+        self._token, self._run_id = token[0], run_id_of(token[0])
         assets = assets_of_run(run) if rank == 0 else {}
         self._saver = Saver(
-            run.save, rendezvous.store, rank, dist.get_world_size(), token[0], lock, staging, run.keep, assets
+            run.save, rendezvous.store, rank, dist.get_world_size(), self._token, lock, staging, run.keep, assets
         )
         self._saver.last_finite_step = resume.num_done
         if self._resumed is not None:
@@ -296,7 +296,7 @@ class Checkpoints:
         """
         assert self._run.save is not None
         self._finish()
-        store, topic = self._rendezvous.store, f"rollback/{len(self.rollbacks)}"
+        store, topic = self._rendezvous.store, f"rollback/{self._token}/{len(self.rollbacks)}"
         if loss := shared(store, dist.get_rank(), f"{topic}/lock", lambda: self._lock.loss if self._lock else None):
             raise StoppedError(f"the run cannot return to a checkpoint: {loss}")
         below = max(self._saver.last_finite_step, self._restored + 1)
