@@ -33,7 +33,8 @@ def problem_of(folder: Path) -> str | None:
 class Poison(Callback):
     """Poisons the weights before each of the batches "bad", counted from 0, and inspects all checkpoints at each save.
 
-    The rank "slow_rank" starts to write "slow_seconds" late. Damaged checkpoints are written to the file "damaged".
+    The rank "slow_rank" starts to write its files, or reports them, "slow_seconds" late. Damaged checkpoints are listed
+    in the file "damaged".
     """
 
     def __init__(self) -> None:
@@ -45,8 +46,11 @@ class Poison(Callback):
             write = save_module.write_files
 
             def write_late(*arguments: Any) -> Any:
-                time.sleep(self._given["slow_seconds"])
-                return write(*arguments)
+                seconds, is_after = self._given["slow_seconds"], self._given["is_slow_after_writing"]
+                time.sleep(0.0 if is_after else seconds)
+                files = write(*arguments)
+                time.sleep(seconds if is_after else 0.0)
+                return files
 
             save_module.write_files = write_late
 

@@ -3,7 +3,7 @@
 import json
 import random
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -40,6 +40,7 @@ class Plan:
     bad: frozenset[int]
     slow_rank: int
     slow_seconds: float
+    is_slow_after_writing: bool = True
 
     @classmethod
     def drawn(cls, dice: random.Random) -> "Plan":
@@ -53,12 +54,14 @@ class Plan:
             keep=dice.choice((1, 1, 2, 3, None)),
             bad=frozenset(bad),
             slow_rank=dice.randrange(layout[0]),
-            slow_seconds=dice.choice((0.0, 0.0, 0.05, 0.3)),
+            slow_seconds=dice.choice((0.0, 0.05, 0.3)),
+            is_slow_after_writing=dice.random() < 0.5,
         )
 
     def __str__(self) -> str:
         number, flags = self.layout
-        slow = f", rank {self.slow_rank} writes {self.slow_seconds} s late" if self.slow_seconds else ""
+        late = "reports" if self.is_slow_after_writing else "writes"
+        slow = f", rank {self.slow_rank} {late} {self.slow_seconds} s late" if self.slow_seconds else ""
         return (
             f"{flags or 'dp'} on {number}, {self.mode} saves every {self.save_every}, keep {self.keep}{slow}; "
             f"bad batches {sorted(self.bad)}"
@@ -132,14 +135,14 @@ def roll_back(plan: Plan, place: Path, findings: Findings) -> None:
     number, flags = plan.layout
     common = ("--num-layers", 4, "--steps", STEPS, *flags.split())
     save, damaged = place / "save", place / "damaged"
-    poison = {"bad": sorted(plan.bad), "slow_rank": plan.slow_rank, "slow_seconds": plan.slow_seconds}
+    poison = asdict(plan) | {"bad": sorted(plan.bad), "damaged": str(damaged)}
     keep = () if plan.keep is None else ("--keep", plan.keep)
     run = Run.start(
         number,
         *(*common, "--save", save, "--save-every", plan.save_every, *keep, "--save-mode", plan.mode),
         *("--on-nan", "rollback", "--nan-tolerance", 0, "--max-rollbacks", 99, "--out", place / "out"),
         *("--callbacks", "tests.chaos.rollback_log:Poison"),
-        ROLLBACKS=json.dumps(poison | {"damaged": str(damaged)}),
+        ROLLBACKS=json.dumps(poison),
     )
     status = run.finish(300)
     findings.num_runs[plan.mode] += 1

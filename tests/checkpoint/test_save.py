@@ -81,10 +81,10 @@ def after_writing(monkeypatch: pytest.MonkeyPatch, rank: int, change: Callable[[
     monkeypatch.setattr(save_module, "write_files", write)
 
 
-def slow(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def before_writing(monkeypatch: pytest.MonkeyPatch, rank: int, change: Callable[[Path], object]) -> None:
     def write(folder: Path, stem: str, tensors: Sequence[Named]) -> list[FileEntry]:
         if stem == f"rank-{rank:05d}":
-            time.sleep(0.5)
+            change(folder)
         return write_files(folder, stem, tensors)
 
     monkeypatch.setattr(save_module, "write_files", write)
@@ -99,9 +99,10 @@ def errors(saves: list[Save]) -> set[str | None]:
     return {save.error for save in saves}
 
 
+@pytest.mark.parametrize("when", [before_writing, after_writing])
 @pytest.mark.parametrize("slow_rank", range(RANKS))
 def test_a_step_that_is_saved_again_has_the_files_of_its_own_save(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, slow_rank: int
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, slow_rank: int, when: Callable[..., None]
 ) -> None:
     """After a rollback, rank 0 must not take what another rank reported about the earlier save of the step."""
     assert errors(ranks.save(2, 1.0)) == errors(ranks.save(4, 2.0)) == {None}
@@ -109,7 +110,7 @@ def test_a_step_that_is_saved_again_has_the_files_of_its_own_save(
         saver.last_finite_step = 2
         saver.verified = {2}
     set_aside(folder_of(ranks.directory, 4), "unhealthy")
-    slow(monkeypatch, slow_rank)
+    when(monkeypatch, slow_rank, lambda folder: time.sleep(0.3))
     assert errors(ranks.save(4, 3.0)) == {None}
     assert steps_in(ranks.directory) == [4, 2] and values_in(folder_of(ranks.directory, 4)) == {3.0}
     assert values_in(ranks.directory / "step-00000004.unhealthy") == {2.0}

@@ -129,7 +129,7 @@ def test_a_rollback_equals_a_run_that_never_saw_the_batches(tmp_path, layout):
 @pytest.mark.distributed
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_every_checkpoint_is_right_after_rollbacks(tmp_path, mode):
-    """Bad batches directly after a saved step, and two in a row, with --keep 1 and a rank that writes late."""
+    """Bad batches directly after a saved step, and two in a row, with --keep 1 and a rank that reports late."""
     plan = Plan((2, "--tp 2"), mode, save_every=2, keep=1, bad=frozenset({6, 11, 12}), slow_rank=1, slow_seconds=0.3)
     assert plan.rollbacks() == [(7, 4, 7), (9, 6, 12), (7, 6, 13)]
     findings = Findings()
