@@ -23,7 +23,7 @@ LAYOUTS: tuple[Layout, ...] = (
     (2, "--engine deepspeed --zero-stage 2"),
     (2, "--engine fsdp"),
     (2, "--engine ddp"),
-    (3, "--global-batch 6"),
+    (3, "--micro-batch 2 --global-batch 6"),
     (4, "--tp 2 --pp 2"),
     (4, "--engine deepspeed --zero-stage 3"),
 )
