@@ -39,6 +39,7 @@ class Poison(Callback):
 
     def __init__(self) -> None:
         self._given = json.loads(os.environ["ROLLBACKS"])
+        self._listed: set[int] = set()
 
     def on_start(self, trainer: TrainerState) -> None:
         self._trainer = trainer
@@ -62,7 +63,9 @@ class Poison(Callback):
     def on_save(self, save: SaveTimes) -> None:
         assert self._trainer.run.save is not None
         for folder in sorted(self._trainer.run.save.glob("step-*")):
-            if problem := problem_of(folder):
+            is_listed = folder.stat().st_ino in self._listed  # a renamed directory keeps its inode
+            if not is_listed and (problem := problem_of(folder)):
+                self._listed.add(folder.stat().st_ino)
                 with open(self._given["damaged"], "a", encoding="utf-8") as file:
                     file.write(f"{folder.name} after the save of step {save.step}: {problem}\n")
 
