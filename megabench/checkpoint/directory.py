@@ -3,7 +3,7 @@
 .run-id                                     the run id and the launch id of the run that saves to this directory
 .rollbacks.json                             the rollbacks of the run (train/rollback.py)
 step-00000006/                              a complete checkpoint: tensor files and a manifest
-.step-00000012.9a31c2-1f0c.partial/         an incomplete checkpoint of run 9a31c2: a save in progress or interrupted
+.step-00000012.9a31c2-1f0c-6.partial/       an incomplete checkpoint of run 9a31c2: a save in progress or interrupted
 .step-00000003.9a31c2-77e0.partial.old/     a checkpoint that run 9a31c2 is deleting
 step-00000012.damaged/                      a damaged checkpoint, renamed by a run that resumed from an older one
 step-00000012.unhealthy/                    a checkpoint newer than the one that a run has rolled back to
@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import stat
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -77,7 +78,7 @@ def folder_of(directory: Path, step: int) -> Path:
 
 
 def partial_folder(directory: Path, step: int, token: str) -> Path:
-    """Return the directory that a checkpoint is written to until it is complete. `new_token` creates `token`."""
+    """Return the directory that a checkpoint is written to until it is complete. `token` is unique to the save."""
     return directory / f".{folder_of(directory, step).name}.{token}.partial"
 
 
@@ -147,17 +148,15 @@ def is_own(folder: Path, run_id: str) -> bool:
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Rename a complete checkpoint to its final name. The path `final` must not exist."""
+    """Rename a complete checkpoint to its final name.
+
+    Raises CheckpointError if a checkpoint already has this name. A run sets a checkpoint aside before it saves the same
+    step again, so that the older checkpoint is never deleted for one that is not complete.
+    """
+    if final.exists() or final.is_symlink():
+        raise CheckpointError(f"{final} already exists. Move it away.")
     partial.rename(final)
     sync_folder(final.parent)
-
-
-def make_way(final: Path, token: str) -> None:
-    """Delete this run's checkpoint at `final`, or raise CheckpointError if another run wrote the checkpoint."""
-    if final.exists() or final.is_symlink():
-        if not is_own(final, run_id_of(token)):
-            raise CheckpointError(f"{final} already exists, and another run wrote it. Move it away.")
-        discard(final, token)
 
 
 def set_aside(folder: Path, state: Literal["damaged", "unhealthy"]) -> Path:
@@ -171,17 +170,19 @@ def set_aside(folder: Path, state: Literal["damaged", "unhealthy"]) -> Path:
     return target
 
 
-def prune(directory: Path, keep: int, token: str, healthy_before: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints of the run that `token` belongs to.
+def prune(directory: Path, keep: int, token: str, healthy_before: int, verified: Collection[int]) -> None:
+    """Delete old checkpoints of the run that `token` belongs to.
 
-    The newest checkpoint of a step below `healthy_before` is always kept, because its weights are known to produce a
-    finite loss and finite gradients. If deletions fail, the OSError of the last failed deletion is raised at the end.
+    The `keep` newest checkpoints among the steps `verified`, whose checksums have been compared with their files, and
+    all newer checkpoints are kept. The newest verified checkpoint of a step below `healthy_before` is also kept,
+    because its weights are known to produce a finite loss and finite gradients. Without such a checkpoint, nothing is
+    deleted. If deletions fail, the OSError of the last failed deletion is raised at the end.
     """
     own = [step for step in steps_in(directory) if is_own(folder_of(directory, step), run_id_of(token))]
-    good = [step for step in own if looks_good(folder_of(directory, step))]
-    if len(good) <= keep:
-        return
+    good = [step for step in own if step in verified and looks_good(folder_of(directory, step))]
     healthy = next((step for step in good if step < healthy_before), None)
+    if len(good) < keep or healthy is None:
+        return
     problem: OSError | None = None
     for step in own:
         if step < good[keep - 1] and step != healthy:

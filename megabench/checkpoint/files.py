@@ -10,7 +10,7 @@ import os
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ def _write_file(path: Path, tensors: Sequence[Named]) -> FileEntry:
                 rest = rest[file.write(rest) :]
             written += len(chunk)
         os.fsync(file.fileno())
+        # drop the file from the page cache, so that reading it back reads the disk
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return FileEntry(name=path.name, num_bytes=written, crc32=checksum)
 
 
@@ -123,13 +125,16 @@ def write_assets(folder: Path, assets: Mapping[str, bytes]) -> list[FileEntry]:
     ]
 
 
-def check_files(folder: Path, files: Sequence[FileEntry]) -> None:
-    """Raise DamagedError for the first file whose CRC-32 checksum differs from the checksum in the manifest."""
+def check_files(folder: Path, files: Sequence[FileEntry], on_file: Callable[[], object] = lambda: None) -> None:
+    """Raise DamagedError for the first file whose CRC-32 checksum differs from the checksum in the manifest.
+
+    `on_file` is called after each file, from several threads.
+    """
     with ThreadPoolExecutor(num_threads()) as pool:
-        list(pool.map(lambda file: _check_file(folder, file), files))
+        list(pool.map(lambda file: _check_file(folder, file, on_file), files))
 
 
-def _check_file(folder: Path, entry: FileEntry) -> None:
+def _check_file(folder: Path, entry: FileEntry, on_file: Callable[[], object]) -> None:
     checksum = 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     try:
@@ -140,6 +145,7 @@ def _check_file(folder: Path, entry: FileEntry) -> None:
         raise DamagedError(f"{entry.name} cannot be read: {error.strerror}") from None
     if checksum != entry.crc32:
         raise DamagedError(f"{entry.name} has checksum {checksum:08x} instead of {entry.crc32:08x}")
+    on_file()
 
 
 def check_tensors(folder: Path, files: Sequence[FileEntry], is_training_state: bool) -> None:

@@ -1,30 +1,39 @@
 """Saving of checkpoints: each rank writes its own shards, and rank 0 completes the checkpoint when all ranks are done.
 
 A background thread of each rank saves while training continues. The ranks coordinate a save only through the rendezvous
-store, without collectives. A failed save is reported: the save does not stop the run and does not affect older
-checkpoints.
+store, without collectives. A save has these phases, and an error on any rank ends it after the phase:
+
+1. Each rank writes its files and publishes their checksums ("written").
+2. Rank 0 writes the manifest ("manifest").
+3. Each rank reads some of the files and compares them with the manifest's checksums ("checked").
+4. Rank 0 renames the directory to the checkpoint's name, deletes old checkpoints, and publishes the outcome.
+
+The store keys and the directory of a save are named after the number of the save, because a run can save the same step
+again after a rollback. A failed save is reported: the save does not stop the run and does not affect older checkpoints.
 """
 
 import json
 import shutil
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import DistError, Store
 
 from megabench.checkpoint import CheckpointError
-from megabench.checkpoint.directory import bytes_in, commit, folder_of, make_way, partial_folder, prune
-from megabench.checkpoint.files import Named, write_assets, write_files
+from megabench.checkpoint.directory import bytes_in, commit, folder_of, partial_folder, prune
+from megabench.checkpoint.files import Named, check_files, write_assets, write_files
 from megabench.checkpoint.health import count_non_finite, describe_non_finite
-from megabench.checkpoint.manifest import FileEntry, Manifest
+from megabench.checkpoint.manifest import DamagedError, FileEntry, Manifest
 from megabench.checkpoint.shards import StateShard, TrainingState, key, num_elements, view
 from megabench.checkpoint.staging import Staging
-from megabench.runtime.messages import wait_for
+from megabench.runtime.messages import publish, wait_for
+from megabench.runtime.process import host_name
 from megabench.runtime.rendezvous import reconnect
 from megabench.runtime.run_lock import RunLock
 
@@ -60,7 +69,8 @@ class Saver:
     `token` identifies one start of the run. `claim` is the single-writer lock of `directory`, which rank 0 holds. Saves
     are asynchronous if `staging` is set. `keep` is the number of newest checkpoints to keep. `assets` are the files
     that every checkpoint contains besides tensors. The caller sets `last_finite_step` to the newest step with finite
-    loss and gradient norm.
+    loss and gradient norm. `verified` are the steps of the checkpoints in `directory` whose files this run has compared
+    with their checksums. The caller adds the checkpoint from which the run resumed.
     """
 
     def __init__(
@@ -79,11 +89,14 @@ class Saver:
         self._store = reconnect(store)
         self._rank, self._world_size, self._token, self._claim = rank, world_size, token, claim
         self._thread: Thread | None = None
-        self._started, self._step = 0.0, 0
+        self._started = 0.0
+        self._num_saves = 0
+        self._topic, self._partial = "", directory
         self._stall = self._check = 0.0
         self._warning: str | None = None
         self._non_finite: Counter[str] = Counter()
         self.last_finite_step = 0
+        self.verified: set[int] = set()
         self._outcome: Save | None = None
 
     def start(self, step: int, state: TrainingState, describe: Describe) -> None:
@@ -93,7 +106,10 @@ class Saver:
         before `finish` returns.
         """
         assert self._thread is None
-        self._started, self._step = time.perf_counter(), step
+        self._started = time.perf_counter()
+        self._num_saves += 1
+        token = f"{self._token}-{self._num_saves:x}"
+        self._topic, self._partial = f"save/{token}", partial_folder(self.directory, step, token)
         self._non_finite = count_non_finite(state.shards)
         self._check = time.perf_counter() - self._started
         shards = state.shards
@@ -119,37 +135,62 @@ class Saver:
         return self._thread is not None and not self._thread.is_alive()
 
     def finish(self, touch: Callable[[], None]) -> Save:
-        """Wait for the current save and return its outcome. Call `touch` whenever the checkpoint has grown."""
+        """Wait for the current save and return its outcome.
+
+        Call `touch` whenever the checkpoint has grown or a rank has read a file back.
+        """
         assert self._thread is not None
-        waited, size = time.perf_counter(), 0
+        waited, progress = time.perf_counter(), 0
         while self._thread.is_alive():
             self._thread.join(_LOOK_SECONDS)
-            if (now := bytes_in(partial_folder(self.directory, self._step, self._token))) > size:
-                size = now
+            if (now := bytes_in(self._partial) + self._num_files_read()) > progress:
+                progress = now
                 touch()
         self._thread = None
         assert self._outcome is not None
         stall = self._stall + time.perf_counter() - waited
         return replace(self._outcome, stall_seconds=stall, check_seconds=self._check)
 
+    def _num_files_read(self) -> int:
+        """Return the number of files that all ranks together have read back so far."""
+        with suppress(DistError):  # the thread of the save reports that the store is lost
+            return int(self._store.add(f"{self._topic}/read", 0))
+        return 0
+
     def _save(self, step: int, shards: list[StateShard], describe: Describe) -> None:
-        """Write the files of this rank, publish a report in the store, and wait for the outcome from rank 0."""
-        topic = f"save/{self._token}/{step}"
+        """Take part in all phases of a save, as rank 0 or as another rank."""
         try:
             if self._rank == 0:
                 self._prune()  # later steps may have shown that the last checkpoint is healthy
-            self._store.set(f"{topic}/{self._rank}", json.dumps(self._write(step, shards)))
+            self._publish(f"written/{self._rank}", self._write(shards))
             if self._rank == 0:
-                self._store.set(f"{topic}/outcome", json.dumps(self._conclude(step, topic, describe)))
-            wait_for(self._store, [f"{topic}/outcome"])
-            self._outcome = Save(**json.loads(self._store.get(f"{topic}/outcome")))
+                self._publish("manifest", self._describe(describe))
+            if not self._receive("manifest")["error"]:
+                self._publish(f"checked/{self._rank}", {"error": self._read_back()})
+            if self._rank == 0:
+                self._publish("outcome", self._conclude(step))
+            self._outcome = Save(**self._receive("outcome"))
         except Exception as error:  # the rendezvous store is lost, which means that the run has ended
             self._outcome = Save(step, 0, 0.0, 0.0, error=f"{_here(self._rank)}: {_words(error)}")
 
-    def _write(self, step: int, shards: list[StateShard]) -> dict[str, object]:
+    def _publish(self, name: str, message: dict[str, Any]) -> None:
+        publish(self._store, f"{self._topic}/{name}", json.dumps(message))
+
+    def _receive(self, name: str) -> dict[str, Any]:
+        key = f"{self._topic}/{name}"
+        wait_for(self._store, [key])
+        message: dict[str, Any] = json.loads(self._store.get(key))
+        return message
+
+    def _receive_of_all(self, name: str) -> list[dict[str, Any]]:
+        """Wait for the messages of all ranks."""
+        wait_for(self._store, [f"{self._topic}/{name}/{rank}" for rank in range(self._world_size)])
+        return [self._receive(f"{name}/{rank}") for rank in range(self._world_size)]
+
+    def _write(self, shards: list[StateShard]) -> dict[str, Any]:
         if self._non_finite:
             return {"non_finite": self._non_finite}
-        folder = partial_folder(self.directory, step, self._token)
+        folder = self._partial
         try:
             folder.mkdir(parents=True, exist_ok=True)
             named = tensors_of(shards)
@@ -164,58 +205,71 @@ class Saver:
         except Exception as error:
             return {"error": f"{_here(self._rank)}: {_words(error)}"}
 
-    def _conclude(self, step: int, topic: str, describe: Describe) -> dict[str, object]:
-        """Wait on rank 0 for the reports of all ranks. Complete the checkpoint, or delete its files after an error."""
-        keys = [f"{topic}/{rank}" for rank in range(self._world_size)]
-        wait_for(self._store, keys)
-        reports = [json.loads(self._store.get(key)) for key in keys]
-        partial = partial_folder(self.directory, step, self._token)
-        loss = self._claim.loss if self._claim else None
+    def _describe(self, describe: Describe) -> dict[str, Any]:
+        """Wait on rank 0 for the files of all ranks, and write the manifest if no rank has reported an error."""
+        reports = self._receive_of_all("written")
         non_finite: Counter[str] = Counter()
         for report in reports:
             non_finite.update(report.get("non_finite", {}))
-        # report the lost directory lock first: another run may have deleted files of this save
-        if loss:
-            errors = [loss]
-        elif non_finite:
-            errors = [describe_non_finite(non_finite)]
-        else:
-            errors = [report["error"] for report in reports if "error" in report]
         files = [FileEntry(**file) for report in reports for file in report.get("files", ())]
-        if not errors:
+        error = describe_non_finite(non_finite) if non_finite else _first_error(reports)
+        if not error:
             try:
+                for file in files:
+                    if not (self._partial / file.name).exists():
+                        raise FileNotFoundError(
+                            f"rank 0 cannot see {file.name}. Save to a directory that all hosts share."
+                        )
                 elements = sum((Counter(report["elements"]) for report in reports), Counter())
-                self._commit(step, partial, describe(dict(elements), files))
-            except Exception as error:
-                errors.append(f"{_here(0)}: {_words(error)}")
-        if errors:
-            shutil.rmtree(partial, ignore_errors=True)
+                describe(dict(elements), files).write(self._partial)
+            except Exception as problem:
+                error = f"{_here(0)}: {_words(problem)}"
+        num_bytes = sum(file.num_bytes for file in files)
+        return {"error": error, "ends_run": bool(non_finite), "num_bytes": num_bytes}
+
+    def _read_back(self) -> str | None:
+        """Read this rank's share of the files, and return an error message if one differs from the manifest."""
+        try:
+            files = Manifest.read(self._partial).files[self._rank :: self._world_size]
+            check_files(self._partial, files, lambda: self._store.add(f"{self._topic}/read", 1))
+        except DamagedError as error:
+            return f"{_here(self._rank)}: {error}, when the file was read back"
+        except Exception as error:
+            return f"{_here(self._rank)}: {_words(error)}"
+        return None
+
+    def _conclude(self, step: int) -> dict[str, Any]:
+        """Complete the checkpoint on rank 0 if all ranks have read the right files, else delete its files."""
+        described = self._receive("manifest")
+        error = described["error"] or _first_error(self._receive_of_all("checked"))
+        # report a lost directory lock instead: another run may have deleted files of this save
+        loss = self._claim.loss if self._claim else None
+        error = loss or error
+        if not error:
+            try:
+                commit(self._partial, folder_of(self.directory, step))
+                self.verified.add(step)
+                self._prune()
+            except Exception as problem:
+                error = f"{_here(0)}: {_words(problem)}"
+        if error:
+            shutil.rmtree(self._partial, ignore_errors=True)
         return {
             "step": step,
-            "num_bytes": sum(file.num_bytes for file in files),
+            "num_bytes": described["num_bytes"],
             "seconds": time.perf_counter() - self._started,
             "stall_seconds": 0.0,
-            "error": errors[0] if errors else None,
-            "ends_run": bool(loss or non_finite),
+            "error": error,
+            "ends_run": described["ends_run"] or bool(loss),
             "warning": self._warning,
         }
-
-    def _commit(self, step: int, partial: Path, manifest: Manifest) -> None:
-        for file in manifest.files:
-            if not (partial / file.name).exists():
-                raise FileNotFoundError(f"rank 0 cannot see {file.name}. Save to a directory that all hosts share.")
-        manifest.write(partial)
-        final = folder_of(self.directory, step)
-        make_way(final, self._token)
-        commit(partial, final)
-        self._prune()
 
     def _prune(self) -> None:
         """Delete old checkpoints. A failed deletion causes a warning, but does not make the save fail."""
         self._warning = None
-        if self.keep is not None:
+        if self.keep is not None and not (self._claim and self._claim.loss):
             try:
-                prune(self.directory, self.keep, self._token, healthy_before=self.last_finite_step)
+                prune(self.directory, self.keep, self._token, self.last_finite_step, self.verified)
             except OSError as error:
                 self._warning = f"--keep could not delete an old checkpoint: {error}"
 
@@ -230,8 +284,12 @@ def tensors_of(shards: list[StateShard]) -> list[Named]:
     ]
 
 
+def _first_error(reports: list[dict[str, Any]]) -> str | None:
+    return next((report["error"] for report in reports if report.get("error")), None)
+
+
 def _here(rank: int) -> str:
-    return f"rank {rank} ({socket.gethostname()})"
+    return f"rank {rank} ({host_name()})"
 
 
 def _words(error: Exception) -> str:

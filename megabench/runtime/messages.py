@@ -51,6 +51,17 @@ class Failure:
     waited_for: int | None = None
 
 
+def publish(store: Store, key: str, value: str) -> None:
+    """Set a key that no rank has set before.
+
+    A rank that waits for a key takes any value that the key already has for the message it waits for. A key that is
+    used twice therefore raises an error.
+    """
+    if store.check([key]):
+        raise RuntimeError(f"the store already contains the message {key}")
+    store.set(key, value)
+
+
 def report_progress(store: Store, rank: int, progress: Progress) -> None:
     store.set(f"progress/{rank}", json.dumps(asdict(progress)))
 
@@ -89,7 +100,7 @@ def disagreement(store: Store, rank: int, topic: str, value: str) -> str | None:
     Every rank must call this function.
     """
     if rank == 0:
-        store.set(f"agreed/{topic}", value)
+        publish(store, f"agreed/{topic}", value)
         return None
     theirs = store.get(f"agreed/{topic}").decode()
     return None if theirs == value else theirs
@@ -98,10 +109,12 @@ def disagreement(store: Store, rank: int, topic: str, value: str) -> str | None:
 def shared(store: Store, rank: int, topic: str, find: Callable[[], Any]) -> Any:
     """Return on every rank what `find` returns on rank 0, converted to JSON and back.
 
+    `topic` is a store key, unique to each call.
+
     Rank 0 decides what is in a directory, because other hosts may see new files of a shared file system late.
     """
     if rank == 0:
-        store.set(topic, json.dumps(find()))
+        publish(store, topic, json.dumps(find()))
     wait_for(store, [topic])
     return json.loads(store.get(topic))
 
@@ -122,10 +135,10 @@ def wait_for(store: Store, keys: list[str]) -> None:
 
 def meet(store: Store, rank: int, world_size: int, topic: str) -> None:
     """Wait for all ranks: a barrier that needs no process group."""
-    store.set(f"met/{topic}/{rank}", "here")
+    publish(store, f"met/{topic}/{rank}", "here")
     if rank == 0:
         wait_for(store, [f"met/{topic}/{other}" for other in range(world_size)])
-        store.set(f"met/{topic}/all", "yes")
+        publish(store, f"met/{topic}/all", "yes")
     wait_for(store, [f"met/{topic}/all"])
 
 

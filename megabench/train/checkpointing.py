@@ -39,6 +39,7 @@ from megabench.engines.protocol import Engine, StepResult
 from megabench.models.mapping import hugging_face_shapes, stored_shapes
 from megabench.record import LayoutSizes, LoadTimes, Rollback, SaveTimes
 from megabench.runtime import environment
+from megabench.runtime.messages import shared
 from megabench.runtime.rendezvous import Rendezvous, launch_identity
 from megabench.runtime.run_lock import RunLock
 from megabench.train.nan_guard import NanGuard
@@ -96,9 +97,11 @@ class Checkpoints:
         self._rendezvous = rendezvous
         self._nan_guard = nan_guard or NanGuard(run)
         self.rollbacks = list(resume.rollbacks)
-        is_own = resume.found and resume.found.folder.parent.resolve() == run.save.resolve()
-        self._resumed = resume.num_done if is_own else None
+        self._resumed = resume.num_done if resume.found and self._is_in_save(resume.found.folder) else None
         self._loaded = resume.found
+        is_after_rollback = self.rollbacks and self.rollbacks[-1].restored_step == resume.num_done
+        self._restored = resume.num_done if is_after_rollback else -1  # this step's checkpoint has proved healthy
+        self._lock = lock
         self._good_step = resume.num_done  # the newest step after which the state may be saved
         self._is_postponed = False
         self._end: str | None = None  # the reason why no later save can succeed
@@ -113,12 +116,14 @@ class Checkpoints:
             self._clean(run.save, run_id)
             self._set_aside(resume)
         dist.broadcast_object_list(token)  # send this after the cleanup, because ranks then start to save
-        self._run_id = run_id_of(token[0])
+        self._token, self._run_id = token[0], run_id_of(token[0])
         assets = assets_of_run(run) if rank == 0 else {}
         self._saver = Saver(
-            run.save, rendezvous.store, rank, dist.get_world_size(), token[0], lock, staging, run.keep, assets
+            run.save, rendezvous.store, rank, dist.get_world_size(), self._token, lock, staging, run.keep, assets
         )
         self._saver.last_finite_step = resume.num_done
+        if self._resumed is not None:
+            self._saver.verified.add(self._resumed)
 
     def _stage(self, local_world_size: int, device: torch.device) -> Staging | None:
         """Allocate host memory for asynchronous saves if they are enabled and every host has enough memory."""
@@ -153,8 +158,11 @@ class Checkpoints:
     def _set_aside(self, resume: Resume) -> None:
         """Rename damaged checkpoints that are newer than the one the run resumes from, so that they are ignored."""
         for folder in resume.found.passed_over if resume.found else ():
-            if self._run.save and folder.parent.resolve() == self._run.save.resolve():
+            if self._is_in_save(folder):
                 self._rename(folder, "damaged")
+
+    def _is_in_save(self, folder: Path) -> bool:
+        return self._run.save is not None and folder.parent.resolve() == self._run.save.resolve()
 
     def _rename(self, folder: Path, state: Literal["damaged", "unhealthy"]) -> None:
         self._note(f"{folder} is now {set_aside(folder, state).name}")
@@ -284,19 +292,27 @@ class Checkpoints:
         """Return the newest healthy checkpoint, or None. Collective.
 
         A checkpoint is healthy if a later step was finite. If this run has saved none, the checkpoint from which it
-        resumed may be healthy.
+        resumed may be healthy. Raises StoppedError on every rank if another run has taken the directory over.
         """
         assert self._run.save is not None
         self._finish()
-        last, store, topic = self._saver.last_finite_step, self._rendezvous.store, f"rollback/{len(self.rollbacks)}"
-        try:
-            found = find_newest_good(self._run.save, store, dist.get_rank(), dist.get_world_size(), topic, below=last)
-        except CheckpointError:
-            found = None
+        store, topic = self._rendezvous.store, f"rollback/{self._token}/{len(self.rollbacks)}"
+        if loss := shared(store, dist.get_rank(), f"{topic}/lock", lambda: self._lock.loss if self._lock else None):
+            raise StoppedError(f"the run cannot return to a checkpoint: {loss}")
+        below = max(self._saver.last_finite_step, self._restored + 1)
+        found = self._find(self._run.save, f"{topic}/save", below)
         loaded = self._loaded
-        if found or not loaded or not loaded.manifest.training or loaded.manifest.training.step >= last:
+        if found or not loaded or self._is_in_save(loaded.folder):
             return found
-        return loaded
+        is_healthy = loaded.manifest.training and loaded.manifest.training.step < below
+        return self._find(loaded.folder, f"{topic}/load", below) if is_healthy else None
+
+    def _find(self, directory: Path, topic: str, below: int) -> Found | None:
+        store, rank, world_size = self._rendezvous.store, dist.get_rank(), dist.get_world_size()
+        try:
+            return find_newest_good(directory, store, rank, world_size, topic, below)
+        except CheckpointError:
+            return None
 
     def roll_back(self, found: Found, rollback: Rollback) -> None:
         """Restore a healthy checkpoint, and set newer checkpoints of this run aside. Collective.
@@ -306,6 +322,10 @@ class Checkpoints:
         assert self._run.save is not None and found.manifest.training is not None
         self.rollbacks.append(rollback)
         step = self._newest = self._good_step = self._saver.last_finite_step = rollback.restored_step
+        self._restored = step
+        self._saver.verified = {older for older in self._saver.verified if older < step}
+        if self._is_in_save(found.folder):
+            self._saver.verified.add(step)
         self._is_postponed = False
         self.times = [times for times in self.times if times.step <= step]
         self._resumed = self._resumed and min(self._resumed, step)

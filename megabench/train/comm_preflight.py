@@ -27,6 +27,7 @@ from megabench.parallel.layout import Layout
 from megabench.parallel.placement import and_more, number_ranges
 from megabench.record import Group, LinkBandwidth
 from megabench.runtime.device import synchronize
+from megabench.runtime.messages import publish
 from megabench.runtime.process import host_name
 
 _PROBE_BYTES = 8 * 2**20  # large enough that NCCL uses its protocols and channels for large messages
@@ -97,7 +98,7 @@ def try_out(
     whole = transport.LogTail(nccl_log).read_on()
     nodes = [made.num_nodes for made in whole.communicators if made.num_ranks == world_size]
     mine = {"heard": heard, "unknown": unknown, "nodes": nodes[:1]}
-    store.set(f"network/{rank}", json.dumps(mine))
+    publish(store, f"network/{rank}", json.dumps(mine))
     everyone = [json.loads(text) for text in store.multi_get([f"network/{other}" for other in range(world_size)])]
     groups: list[Group] = []
     wrong: dict[tuple[str, str], list[Group]] = {}

@@ -1,4 +1,4 @@
-"""Run the chaos suite and print its summary."""
+"""Run the chaos suite, with kills or with rollbacks, and print its summary."""
 
 import argparse
 import random
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.chaos.chain import FAMILIES, Chain, Report
 from tests.chaos.loss_log import Key
+from tests.chaos.rollbacks import run_rollbacks
 
 
 def run_suite(num_kills: int, seed: int, folder: Path) -> Report:
@@ -52,10 +53,16 @@ def summary(report: Report) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=100)
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument("--kills", type=int, default=100)
+    number.add_argument("--rollbacks", type=int)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        if given.rollbacks:
+            findings = run_rollbacks(given.rollbacks, given.seed, Path(folder))
+            print(findings)
+            return 1 if findings.problems else 0
         report = run_suite(given.kills, given.seed, Path(folder))
     print(summary(report))
     return 1 if report.problems else 0

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.directory import (
     RUN_ID_NAME,
     claim_run_id,
+    commit,
     discard,
     folder_of,
     is_launched_by,
     looks_good,
-    make_way,
     partial_folder,
     prune,
     remove_partial,
@@ -33,6 +33,7 @@ from megabench.checkpoint.loading import Found, find_newest_good, read_shards
 from megabench.checkpoint.manifest import (
     MANIFEST_NAME,
     DataEntry,
+    FileEntry,
     Manifest,
     ModelEntry,
     OptimizerEntry,
@@ -58,7 +59,12 @@ def write(directory: Path, step: int, value: float | None = None, run_id: str | 
         files += write_files(
             folder, f"rank-{rank}", tensors_of([StateShard("weight", blocks, torch.full((16,), value))])
         )
-    manifest = Manifest(
+    manifest_of(step, files, run_id).write(folder)
+    return folder
+
+
+def manifest_of(step: int, files: Sequence[FileEntry], run_id: str | None = RUN_ID) -> Manifest:
+    return Manifest(
         model=ModelEntry.of(get_model("llama-tiny")),
         training=TrainingEntry(
             run_id=run_id,
@@ -74,8 +80,6 @@ def write(directory: Path, step: int, value: float | None = None, run_id: str | 
         versions={},
         files=tuple(files),
     )
-    manifest.write(folder)
-    return folder
 
 
 def find(directory: Path) -> Found | None:
@@ -262,26 +266,43 @@ def test_a_checkpoint_of_schema_1_is_read(tmp_path: Path) -> None:
     assert found is not None and found.manifest.training is not None and found.manifest.training.run_id is None
 
 
+STEPS = (3, 6, 9, 12)
+
+
 def test_pruning_counts_good_ones_alone(tmp_path: Path) -> None:
-    for step in (3, 6, 9, 12):
+    for step in STEPS:
         write(tmp_path, step)
     truncate(folder_of(tmp_path, 12))
-    prune(tmp_path, 2, TOKEN, healthy_before=0)
+    prune(tmp_path, 2, TOKEN, healthy_before=12, verified=STEPS)
     assert steps_in(tmp_path) == [12, 9, 6]
     assert set_aside(folder_of(tmp_path, 12), "damaged").name == "step-00000012.damaged"
-    prune(tmp_path, 1, TOKEN, healthy_before=0)
+    prune(tmp_path, 1, TOKEN, healthy_before=12, verified=STEPS)
     assert steps_in(tmp_path) == [9]
 
 
 @pytest.mark.parametrize(
+    ("verified", "left"),
+    [((), [12, 9, 6, 3]), ((12,), [12, 9, 6, 3]), ((9,), [12, 9]), ((12, 9), [12, 9]), ((12, 6), [12, 6])],
+)
+def test_pruning_counts_only_checkpoints_that_were_read_back(
+    tmp_path: Path, verified: tuple[int, ...], left: list[int]
+) -> None:
+    """All sizes are right. A checkpoint that nobody has read back replaces no other one."""
+    for step in STEPS:
+        write(tmp_path, step)
+    prune(tmp_path, 1, TOKEN, healthy_before=12, verified=verified)
+    assert steps_in(tmp_path) == left
+
+
+@pytest.mark.parametrize(
     ("healthy_before", "left"),
-    [(0, [12]), (3, [12]), (4, [12, 3]), (10, [12, 9]), (12, [12, 9]), (13, [12])],
+    [(0, [12, 9, 6, 3]), (3, [12, 9, 6, 3]), (4, [12, 3]), (10, [12, 9]), (12, [12, 9]), (13, [12])],
 )
 def test_the_newest_healthy_one_stays(tmp_path: Path, healthy_before: int, left: list[int]) -> None:
     """Step 12 is new; steps up to `healthy_before` had finite losses, so that what they began with was healthy."""
-    for step in (3, 6, 9, 12):
+    for step in STEPS:
         write(tmp_path, step)
-    prune(tmp_path, 1, TOKEN, healthy_before)
+    prune(tmp_path, 1, TOKEN, healthy_before, STEPS)
     assert steps_in(tmp_path) == left
 
 
@@ -292,21 +313,20 @@ def test_pruning_leaves_alone_what_the_run_did_not_create(tmp_path: Path) -> Non
     for step, run_id in ((2, "ffffffffffff"), (3, None), (4, RUN_ID), (5, RUN_ID)):
         write(directory, step, run_id=run_id)
     folder_of(directory, 1).symlink_to(elsewhere, target_is_directory=True)
-    prune(directory, 1, TOKEN, healthy_before=0)
+    prune(directory, 1, TOKEN, healthy_before=6, verified=(1, 2, 3, 4, 5))
     assert steps_in(directory) == [5, 3, 2, 1]
     assert looks_good(elsewhere) and folder_of(directory, 1).is_symlink()
 
 
-def test_a_name_that_another_run_uses_is_not_taken(tmp_path: Path) -> None:
+def test_no_save_replaces_a_checkpoint(tmp_path: Path) -> None:
     own, other = write(tmp_path, 4), write(tmp_path, 5, run_id="ffffffffffff")
-    link = folder_of(tmp_path, 6)
-    link.symlink_to(own, target_is_directory=True)
-    for folder in (other, link):
-        with pytest.raises(CheckpointError, match=r"already exists, and another run wrote it\. Move it away\."):
-            make_way(folder, TOKEN)
-        assert looks_good(folder)
-    make_way(own, TOKEN)
-    assert not own.exists()
+    link, partial = folder_of(tmp_path, 6), partial_folder(tmp_path, 4, TOKEN)
+    link.symlink_to(tmp_path / "nowhere", target_is_directory=True)
+    shutil.copytree(own, partial)
+    for folder in (own, other, link):
+        with pytest.raises(CheckpointError, match=r"already exists\. Move it away\."):
+            commit(partial, folder)
+    assert looks_good(own) and looks_good(other) and looks_good(partial) and link.is_symlink()
 
 
 def test_remains_of_a_save_are_no_checkpoint(tmp_path: Path) -> None:

@@ -364,6 +364,28 @@ def test_a_skipped_step_of_fp16_proves_no_checkpoint_healthy(tmp_path: Path) -> 
     assert distributed.run(health_under_fp16, 1, run)[0] == [6, 1]
 
 
+class TakenOver:
+    loss = "another run has taken the directory over"
+
+
+def rollback_after_take_over(run: ResolvedConfig) -> str:
+    """Why a run that has lost the lock of its directory does not roll back."""
+    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    rendezvous = Rendezvous(dist.distributed_c10d._get_default_store(), 0, 1, 0, 1)
+    lock: Any = TakenOver()
+    checkpoints = Checkpoints(run, source, engine, rendezvous, Resume(), torch.device("cpu"), lock=lock)
+    with pytest.raises(StoppedError) as error:
+        checkpoints.find_healthy()
+    return str(error.value)
+
+
+def test_a_rollback_leaves_the_directory_of_another_run_alone(tmp_path: Path) -> None:
+    run = resolve(1, **SMALL, save=tmp_path)
+    assert distributed.run(rollback_after_take_over, 1, run) == [
+        "the run cannot return to a checkpoint: another run has taken the directory over"
+    ]
+
+
 def cannot_delete(run: ResolvedConfig) -> list[str | None]:
     """The errors of saves while the oldest checkpoint cannot be renamed."""
     from pathlib import PosixPath

@@ -23,6 +23,18 @@ def test_progress_and_failures_arrive() -> None:
     assert (first.order, first.kind, second.order) == (1, "oom", 2)
 
 
+def test_no_key_is_used_twice() -> None:
+    """A rank that waits for the second message of a key would take the first one for it."""
+    store = HashStore()
+    messages.publish(store, "save/1", "first")
+    with pytest.raises(RuntimeError, match="the store already contains the message save/1"):
+        messages.publish(store, "save/1", "second")
+    assert store.get("save/1") == b"first"
+    assert messages.shared(store, 0, "steps", lambda: [1]) == [1]
+    with pytest.raises(RuntimeError, match="the message steps"):
+        messages.shared(store, 0, "steps", lambda: [2])
+
+
 def test_a_sentence_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     store = HashStore()
     messages.print_once(store, "Error: too few GPUs")

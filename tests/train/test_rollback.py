@@ -14,6 +14,7 @@ from megabench.engines.protocol import StepResult
 from megabench.record import Rollback, RunRecord
 from megabench.train.nan_guard import NanGuard
 from megabench.train.rollback import ROLLBACKS_NAME, batch_of_step, read_rollbacks, write_rollbacks
+from tests.chaos.rollbacks import Findings, Plan, roll_back
 from tests.train.resilience import REPOSITORY, Run, losses
 
 FAULTS = f"{REPOSITORY}/tests/faults:{REPOSITORY}"
@@ -123,6 +124,18 @@ def test_a_rollback_equals_a_run_that_never_saw_the_batches(tmp_path, layout):
     assert (save / "step-00000004.unhealthy").is_dir() and steps_in(save) == [9, 8, 6, 4, 2]
     entry = Manifest.read(folder_of(save, 9)).training
     assert entry and entry.data.next_sequence == 12 * record.global_batch and len(entry.rollbacks) == 1
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_every_checkpoint_is_right_after_rollbacks(tmp_path, mode):
+    """Bad batches directly after a saved step, and two in a row, with --keep 1 and a rank that reports late."""
+    plan = Plan((2, "--tp 2"), mode, save_every=2, keep=1, bad=frozenset({6, 11, 12}), slow_rank=1, slow_seconds=0.3)
+    assert plan.rollbacks() == [(7, 4, 7), (9, 6, 12), (7, 6, 13)]
+    findings = Findings()
+    roll_back(plan, tmp_path, findings)
+    assert not findings.problems and not findings.damaged
+    assert findings.num_rollbacks == 3 and findings.num_compared == 2
 
 
 @pytest.mark.distributed
