@@ -4,9 +4,9 @@ from pathlib import Path
 
 from megabench.config import ResolvedConfig
 from megabench.data.tokenizer import BYTES
+from megabench.models.assets import read_assets, read_tokenizer
 from megabench.models.find import ASSETS, is_directory
 from megabench.models.hugging_face import CONFIG_NAME, config_text
-from megabench.models.model_directory import read_assets, read_tokenizer
 
 
 def assets_of_run(run: ResolvedConfig) -> dict[str, bytes]:

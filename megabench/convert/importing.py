@@ -19,10 +19,11 @@ from megabench.checkpoint.weights_only import Weights, open_weights, weights_man
 from megabench.config import ResolvedConfig
 from megabench.convert import ConvertError, UnequalError
 from megabench.convert.verifying import Advance, Comparison, compare
+from megabench.models.assets import read_assets
 from megabench.models.families import OUTPUT
 from megabench.models.find import find_model
 from megabench.models.mapping import Piece, parallel_parameters, shard
-from megabench.models.model_directory import HuggingFaceWeights, read_assets
+from megabench.models.model_directory import HuggingFaceWeights
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
 

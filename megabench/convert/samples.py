@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megabench.data.text import Piece
 from megabench.data.tokenizer import HuggingFaceTokenizer
-from megabench.models.model_directory import read_tokenizer
+from megabench.models.assets import read_tokenizer
 from megabench.models.shape import ModelShape
 
 SEQ_LENGTH = 128

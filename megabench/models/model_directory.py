@@ -1,4 +1,4 @@
-"""Hugging Face model directories: config.json, safetensors files and tokenizer files."""
+"""The weights of a Hugging Face model directory."""
 
 import json
 from pathlib import Path
@@ -15,11 +15,6 @@ from megabench.models.shape import ModelShape
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-GENERATION_CONFIG = "generation_config.json"
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _OUTPUT = "lm_head.weight"
 # Older files contain buffers that transformers now computes.
@@ -153,17 +148,3 @@ class HuggingFaceWeights:
                 f"{self.folder}: {_OUTPUT} differs from {embedding}, but {CONFIG_NAME} ties both tensors. "
                 f"Use the {CONFIG_NAME} of the weights."
             )
-
-
-def read_assets(folder: Path) -> dict[str, bytes]:
-    """Return all files of a model except its weights, by name: configuration, generation settings and tokenizer."""
-    return _read(folder, (CONFIG_NAME, GENERATION_CONFIG)) | read_tokenizer(folder)
-
-
-def read_tokenizer(folder: Path) -> dict[str, bytes]:
-    """Return the tokenizer files in `folder` by name. Without a tokenizer, the result is empty."""
-    return _read(folder, _TOKENIZER_FILES)
-
-
-def _read(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
