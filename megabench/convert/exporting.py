@@ -10,6 +10,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megabench.checkpoint.assets import listed_assets
 from megabench.checkpoint.shards import whole
 from megabench.checkpoint.weights_only import Weights
 from megabench.convert import ConvertError
@@ -24,6 +25,8 @@ from megabench.models.shape import ModelShape
 from megabench.runtime.device import DTYPES
 
 SHARD_BYTES = 5_000_000_000  # the default of transformers
+_MOST_NOTES = 8
+_DTYPE_FIELDS = ("torch_dtype", "dtype")  # the field of older versions of transformers, and of newer versions
 _CONFIG_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -73,7 +76,7 @@ def export_model(
     began = time.perf_counter()
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(weights.folder / ASSETS, partial)
+        notes = _copy_assets(weights.folder, partial)
         _say_dtype(partial, {rounded.dtype(name) for name in sizes})
         _write(rounded, partial, sizes, shard_bytes, advance)
         written = time.perf_counter()
@@ -98,7 +101,36 @@ def export_model(
         write_seconds=written - began,
         compare_seconds=time.perf_counter() - written,
         comparison=comparison,
+        notes=tuple(notes),
     )
+
+
+def _copy_assets(checkpoint: Path, out: Path) -> list[str]:
+    """Copy the model files that the manifest lists to the new directory `out`, and return notes for the user.
+
+    Raises:
+        CheckpointError: The model files of the checkpoint are damaged.
+        ConvertError: The checkpoint has no config.json.
+    """
+    assets = listed_assets(checkpoint)
+    if CONFIG_NAME not in assets:
+        raise ConvertError(
+            f"the manifest of {checkpoint} lists no {ASSETS}/{CONFIG_NAME}. Export a checkpoint that megabench wrote."
+        )
+    for name, content in assets.items():
+        path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    beside = (path.relative_to(checkpoint / ASSETS).as_posix() for path in sorted((checkpoint / ASSETS).rglob("*")))
+    unlisted = [f"{name!a}" for name in beside if not (out / name).exists()]
+    notes = [f"not copied, because the manifest does not list it: {name}" for name in unlisted[:_MOST_NOTES]]
+    config = read_config(out)
+    if "rope_parameters" in config and "rope_theta" not in config:
+        notes.append(
+            f"{CONFIG_NAME} is that of the model directory and has rope_parameters without rope_theta: transformers 4 "
+            f"would use its default rotary embedding. Load the export with transformers 5"
+        )
+    return notes
 
 
 def _write(weights: Rounded, folder: Path, sizes: Shapes, shard_bytes: int, advance: Advance) -> None:
@@ -126,9 +158,8 @@ def _whole(name: str, size: tuple[int, ...]) -> Piece:
 def _say_dtype(folder: Path, dtypes: set[torch.dtype]) -> None:
     """Write the dtype of the weights to config.json if all weights have one dtype and config.json names another."""
     content = read_config(folder)
-    # older versions of transformers use torch_dtype, newer versions use dtype
-    field = "torch_dtype" if "torch_dtype" in content else "dtype"
+    fields = [field for field in _DTYPE_FIELDS if field in content] or _DTYPE_FIELDS
     name = _CONFIG_NAMES[next(iter(dtypes))]
-    if len(dtypes) == 1 and content.get(field) != name:
-        text = json.dumps(content | {field: name}, indent=2, sort_keys=True) + "\n"
+    if len(dtypes) == 1 and any(content.get(field) != name for field in fields):
+        text = json.dumps(content | dict.fromkeys(fields, name), indent=2, sort_keys=True) + "\n"
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
