@@ -1,29 +1,69 @@
-"""Model files that a checkpoint contains besides tensors: the transformers configuration and the tokenizer."""
+"""Model files that a checkpoint contains besides tensors: configuration, tokenizer, templates and documents."""
 
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
+from megabench.checkpoint import CheckpointError
+from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, FileEntry, Manifest, read_regular
 from megabench.config import ResolvedConfig
 from megabench.data.tokenizer import BYTES
+from megabench.models.assets import is_tokenizer, is_weights, read_assets
 from megabench.models.find import ASSETS, is_directory
 from megabench.models.hugging_face import CONFIG_NAME, config_text
-from megabench.models.model_directory import read_assets, read_tokenizer
 
 
-def assets_of_run(run: ResolvedConfig) -> dict[str, bytes]:
-    """Return the configuration and tokenizer files of a run as a mapping from file name to content.
+def assets_of_run(run: ResolvedConfig, note: Callable[[str], None]) -> dict[str, bytes]:
+    """Return the model files of a run, by their path in the ASSETS subdirectory of a checkpoint.
 
-    The run's `tokenizer` setting takes precedence over the tokenizer in the model directory.
+    The tokenizer in the run's `tokenizer` setting replaces the tokenizer of the model directory. `note` is called with
+    a sentence that names files of these directories that are left out.
+
+    Raises:
+        CheckpointError: The run's model is a checkpoint with damaged model files.
     """
-    if is_directory(run.model):
-        folder = assets_folder(Path(run.model))
-        assets = read_assets(folder)
-        if run.tokenizer:  # files of two tokenizers must not mix
-            assets = {name: assets[name] for name in assets.keys() - read_tokenizer(folder).keys()}
-    else:
-        assets = {CONFIG_NAME: config_text(run.shape)}
-    return assets | (read_tokenizer(Path(run.tokenizer)) if run.tokenizer and run.tokenizer != BYTES else {})
+    assets = _assets_in(Path(run.model), note) if is_directory(run.model) else {CONFIG_NAME: config_text(run.shape)}
+    if run.tokenizer and run.tokenizer != run.model:
+        assets = {name: content for name, content in assets.items() if not is_tokenizer(name)}
+        if run.tokenizer != BYTES:
+            assets |= _assets_in(Path(run.tokenizer), note, is_tokenizer)
+    return assets
 
 
-def assets_folder(model: Path) -> Path:
-    """Return the directory that contains config.json: `model`, or the assets subdirectory of a checkpoint."""
-    return model if (model / CONFIG_NAME).exists() else model / ASSETS
+def _assets_in(
+    folder: Path, note: Callable[[str], None], is_wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, bytes]:
+    """Return the model files in a model directory, a checkpoint, or the ASSETS subdirectory of a checkpoint."""
+    checkpoint = folder.parent if folder.name == ASSETS else folder
+    if (checkpoint / CONFIG_NAME).exists() or not (checkpoint / MANIFEST_NAME).exists():
+        return read_assets(folder, note, is_wanted)
+    return {name: content for name, content in listed_assets(checkpoint).items() if is_wanted(name)}
+
+
+def listed_assets(folder: Path) -> dict[str, bytes]:
+    """Return the model files that the manifest of a checkpoint lists, by their path in the ASSETS subdirectory.
+
+    Raises:
+        CheckpointError: A file does not match the manifest, or is a link to a file outside the checkpoint.
+    """
+    try:
+        return {
+            entry.name.removeprefix(f"{ASSETS}/"): _read_listed(folder.resolve(), entry)
+            for entry in Manifest.read(folder).files
+            if entry.name.startswith(f"{ASSETS}/") and not is_weights(entry.name)
+        }
+    except DamagedError as error:
+        raise CheckpointError(f"{folder} is damaged: {error}. Use another checkpoint.") from None
+
+
+def _read_listed(root: Path, entry: FileEntry) -> bytes:
+    path = root / entry.name
+    if not path.resolve().is_relative_to(root):
+        raise DamagedError(f"{entry.name} is a link to a file outside the checkpoint")
+    try:
+        content = read_regular(path, entry.num_bytes)
+    except OSError as error:
+        raise DamagedError(f"{entry.name} cannot be read: {error.strerror}") from None
+    if zlib.crc32(content) != entry.crc32:
+        raise DamagedError(f"{entry.name} does not have the checksum in the manifest")
+    return content

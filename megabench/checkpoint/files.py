@@ -108,13 +108,13 @@ def _header(tensors: Sequence[Named]) -> bytes:
 
 
 def write_assets(folder: Path, assets: Mapping[str, bytes]) -> list[FileEntry]:
-    """Write the configuration and tokenizer files of a model to the ASSETS subdirectory of a checkpoint.
+    """Write the files of a model other than weights to the ASSETS subdirectory of a checkpoint.
 
     Raises:
         OSError: A file cannot be written.
     """
-    (folder / ASSETS).mkdir(exist_ok=True)
     for name, content in assets.items():
+        (folder / ASSETS / name).parent.mkdir(parents=True, exist_ok=True)
         with (folder / ASSETS / name).open("wb") as file:
             file.write(content)
             file.flush()

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megabench.checkpoint import CheckpointError
+from megabench.models.assets import ASSET_NAME
 from megabench.models.find import ASSETS
 from megabench.models.shape import ModelShape
 from megabench.record import Rollback, TokenizerUsed
@@ -51,7 +52,8 @@ class _Part(BaseModel):
 class FileEntry(_Part):
     """A file of the checkpoint: its path below the checkpoint's folder, its size, and the CRC-32 of its bytes."""
 
-    name: str = Field(pattern=rf"^({ASSETS}/)?[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)  # never leaves the folder
+    # never leaves the folder
+    name: str = Field(pattern=rf"^({ASSETS}/{ASSET_NAME}|[A-Za-z0-9_][A-Za-z0-9_.-]*)$", max_length=200)
     num_bytes: int = Field(ge=0, le=2**50)
     crc32: int
 

@@ -159,6 +159,8 @@ def _print_result(done: "Converted") -> None:
         _print_comparison(done.comparison)
     else:
         _print_first("logits were not compared (--no-verify)")
+    for note in done.notes:
+        _print_first(f"note: {note}")
 
 
 def _print_comparison(comparison: "Comparison") -> None:

@@ -10,7 +10,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megabench.checkpoint.shards import whole
+from megabench.checkpoint.assets import listed_assets
 from megabench.checkpoint.weights_only import Weights
 from megabench.convert import ConvertError
 from megabench.convert.importing import Converted, check_equal, partial_of, same_bits
@@ -18,12 +18,14 @@ from megabench.convert.proof import Compare
 from megabench.convert.verifying import Advance
 from megabench.models.find import ASSETS
 from megabench.models.hugging_face import CONFIG_NAME, read_config
-from megabench.models.mapping import Piece, Shapes, hugging_face_shapes
-from megabench.models.model_directory import INDEX, HuggingFaceWeights
+from megabench.models.mapping import Piece, stored_shapes, whole_piece
+from megabench.models.model_directory import INDEX, HuggingFaceWeights, names_in_files
 from megabench.models.shape import ModelShape
 from megabench.runtime.device import DTYPES
 
 SHARD_BYTES = 5_000_000_000  # the default of transformers
+_MOST_NOTES = 8
+_DTYPE_FIELDS = ("torch_dtype", "dtype")  # the field of older versions of transformers, and of newer versions
 _CONFIG_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -69,17 +71,18 @@ def export_model(
         UnequalError: The logits of the two models differ.
     """
     partial, rounded = partial_of(out), Rounded(weights, dtype)
-    sizes = hugging_face_shapes(shape)
+    sizes = stored_shapes(shape)
     began = time.perf_counter()
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(weights.folder / ASSETS, partial)
+        notes = _copy_assets(weights.folder, partial)
         _say_dtype(partial, {rounded.dtype(name) for name in sizes})
-        _write(rounded, partial, sizes, shard_bytes, advance)
+        _write(rounded, partial, shape, shard_bytes, advance)
         written = time.perf_counter()
         exported = HuggingFaceWeights(partial)
         for name, size in sizes.items():
-            if not same_bits(exported.read(_whole(name, size)), rounded.read(_whole(name, size))):
+            whole = whole_piece(name, size)
+            if not same_bits(exported.read(whole), rounded.read(whole)):
                 raise ConvertError(f"{name} in {out} differs from the tensor in {weights.folder}")
         comparison = prove(exported, rounded, advance) if prove else None
         check_equal(comparison, f"{out} was not written, because its logits would differ from {weights.folder}")
@@ -98,20 +101,55 @@ def export_model(
         write_seconds=written - began,
         compare_seconds=time.perf_counter() - written,
         comparison=comparison,
+        notes=tuple(notes),
     )
 
 
-def _write(weights: Rounded, folder: Path, sizes: Shapes, shard_bytes: int, advance: Advance) -> None:
+def _copy_assets(checkpoint: Path, out: Path) -> list[str]:
+    """Copy the model files that the manifest lists to the new directory `out`, and return notes for the user.
+
+    Raises:
+        CheckpointError: The model files of the checkpoint are damaged.
+        ConvertError: The checkpoint has no config.json.
+    """
+    assets = listed_assets(checkpoint)
+    if CONFIG_NAME not in assets:
+        raise ConvertError(
+            f"the manifest of {checkpoint} lists no {ASSETS}/{CONFIG_NAME}. Export a checkpoint that megabench wrote."
+        )
+    for name, content in assets.items():
+        path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    beside = (path.relative_to(checkpoint / ASSETS).as_posix() for path in sorted((checkpoint / ASSETS).rglob("*")))
+    unlisted = [f"{name!a}" for name in beside if not (out / name).exists()]
+    notes = [f"not copied, because the manifest does not list it: {name}" for name in unlisted[:_MOST_NOTES]]
+    config = read_config(out)
+    if "rope_parameters" in config and "rope_theta" not in config:
+        notes.append(
+            f"{CONFIG_NAME} is that of the model directory and has rope_parameters without rope_theta: transformers 4 "
+            f"would use its default rotary embedding. Load the export with transformers 5"
+        )
+    return notes
+
+
+def _write(weights: Rounded, folder: Path, shape: ModelShape, shard_bytes: int, advance: Advance) -> None:
     """Write the tensors to files of at most about `shard_bytes` bytes. Write an index if there are several files."""
+    sizes = stored_shapes(shape)
+    in_model = {stored: name for name, stored in names_in_files(shape).items()}
     planned = split_torch_state_dict_into_shards(
-        {name: torch.empty(size, dtype=weights.dtype(name), device="meta") for name, size in sizes.items()},
+        {
+            stored: torch.empty(sizes[name], dtype=weights.dtype(name), device="meta")
+            for stored, name in in_model.items()
+        },
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
     )
     for file, names in planned.filename_to_tensors.items():
         tensors = {}
-        for name in names:
-            tensors[name] = weights.read(_whole(name, sizes[name])).contiguous()
+        for stored in names:
+            name = in_model[stored]
+            tensors[stored] = weights.read(whole_piece(name, sizes[name])).view(sizes[name]).contiguous()
             advance(f"writing {name}")
         save_file(tensors, folder / file, metadata={"format": "pt"})
     if planned.is_sharded:
@@ -119,16 +157,11 @@ def _write(weights: Rounded, folder: Path, sizes: Shapes, shard_bytes: int, adva
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _whole(name: str, size: tuple[int, ...]) -> Piece:
-    return whole(name, size).pieces[0]
-
-
 def _say_dtype(folder: Path, dtypes: set[torch.dtype]) -> None:
     """Write the dtype of the weights to config.json if all weights have one dtype and config.json names another."""
     content = read_config(folder)
-    # older versions of transformers use torch_dtype, newer versions use dtype
-    field = "torch_dtype" if "torch_dtype" in content else "dtype"
+    fields = [field for field in _DTYPE_FIELDS if field in content] or _DTYPE_FIELDS
     name = _CONFIG_NAMES[next(iter(dtypes))]
-    if len(dtypes) == 1 and content.get(field) != name:
-        text = json.dumps(content | {field: name}, indent=2, sort_keys=True) + "\n"
+    if len(dtypes) == 1 and any(content.get(field) != name for field in fields):
+        text = json.dumps(content | dict.fromkeys(fields, name), indent=2, sort_keys=True) + "\n"
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")

@@ -19,17 +19,21 @@ from megabench.checkpoint.weights_only import Weights, open_weights, weights_man
 from megabench.config import ResolvedConfig
 from megabench.convert import ConvertError, UnequalError
 from megabench.convert.verifying import Advance, Comparison, compare
+from megabench.models.assets import read_assets
 from megabench.models.families import OUTPUT
 from megabench.models.find import find_model
 from megabench.models.mapping import Piece, parallel_parameters, shard
-from megabench.models.model_directory import HuggingFaceWeights, read_assets
+from megabench.models.model_directory import HuggingFaceWeights
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
 class Converted:
-    """The output of a conversion. `comparison` is None if no comparison of the logits was requested."""
+    """The output of a conversion. `comparison` is None if no comparison of the logits was requested.
+
+    `notes` are sentences for the user, for example about files that were not copied.
+    """
 
     folder: Path
     num_bytes: int
@@ -37,6 +41,7 @@ class Converted:
     write_seconds: float
     compare_seconds: float
     comparison: Comparison | None
+    notes: tuple[str, ...] = ()
 
 
 def check_new(out: Path) -> None:
@@ -63,6 +68,7 @@ def import_model(
         UnequalError: The logits of the two models differ.
     """
     partial, is_first = partial_of(out), dist.get_rank() == 0
+    notes: list[str] = []
     began = time.perf_counter()
     try:
         with _all_or_none(f"{out} cannot be written"):
@@ -71,7 +77,7 @@ def import_model(
                 partial.mkdir(parents=True)
         mine: list[FileEntry] = []
         with _all_or_none(f"{out} cannot be written"):
-            mine = _write(source, partial, run.layout, advance)
+            mine = _write(source, partial, run.layout, advance, notes)
         parts: list[list[FileEntry]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(parts, mine)
         files = [file for part in parts for file in part]
@@ -97,6 +103,7 @@ def import_model(
         write_seconds=written - began,
         compare_seconds=time.perf_counter() - written,
         comparison=comparison,
+        notes=tuple(notes),
     )
 
 
@@ -125,8 +132,10 @@ def check_equal(comparison: Comparison | None, sentence: str) -> None:
         )
 
 
-def _write(source: HuggingFaceWeights, partial: Path, layout: Layout, advance: Advance) -> list[FileEntry]:
-    """Write the weight blocks of this rank. Rank 0 also writes the configuration and tokenizer files."""
+def _write(
+    source: HuggingFaceWeights, partial: Path, layout: Layout, advance: Advance, notes: list[str]
+) -> list[FileEntry]:
+    """Write the weight blocks of this rank. Rank 0 also writes the other files of the model and adds to `notes`."""
     rank = dist.get_rank()
 
     def blocks() -> Iterator[tuple[Piece, Tensor]]:
@@ -135,7 +144,7 @@ def _write(source: HuggingFaceWeights, partial: Path, layout: Layout, advance: A
             advance(f"writing {piece.name}")
 
     files = write_weights(partial, f"rank-{rank:05d}", blocks())
-    return files + (write_assets(partial, read_assets(source.folder)) if rank == 0 else [])
+    return files + (write_assets(partial, read_assets(source.folder, notes.append)) if rank == 0 else [])
 
 
 def owned_blocks(shape: ModelShape, layout: Layout, rank: int) -> list[Piece]:

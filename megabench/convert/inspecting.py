@@ -28,7 +28,8 @@ def describe(folder: Path) -> Table:
         table.add_row(f"{kind}, elements", f"{number:,}")
     table.add_row("dtypes of the weights", ", ".join(sorted({str(weights.dtype(name)) for name in weights.names})))
     table.add_row("files", f"{len(manifest.files)}, {manifest.num_bytes / 1e9:.3f} GB, all checksums match")
-    beside = [Path(file.name).name for file in manifest.files if file.name.startswith(f"{ASSETS}/")]
+    prefix = f"{ASSETS}/"
+    beside = [file.name.removeprefix(prefix) for file in manifest.files if file.name.startswith(prefix)]
     table.add_row("model files", ", ".join(beside) or "none")
     if training := manifest.training:
         sizes = " ".join(f"{axis}{size}" for axis, size in training.layout.items() if size)

@@ -75,6 +75,20 @@ def persistent_buffers(model: "PreTrainedModel") -> dict[str, Any]:
     return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
+def stored_name(model: "PreTrainedModel", name: str) -> str:
+    """Return the name under which transformers stores a tensor of `model`, the inverse of `names_in_model`."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
+
+    conversions = reversed(get_model_conversion_mapping(model, add_legacy=False))
+    renamings = [
+        conversion.reverse_transform()
+        for conversion in conversions
+        if isinstance(conversion, WeightRenaming) and not isinstance(conversion, PrefixChange)
+    ]
+    return str(rename_source_key(name, renamings, [])[0])
+
+
 def names_in_model(model: "PreTrainedModel", stored: Iterable[str]) -> dict[str, str]:
     """Return the name in `model` of every stored tensor. transformers renames some tensors when it loads a model.
 

@@ -112,11 +112,19 @@ def _rope_parameters(shape: ModelShape) -> dict[str, Any]:
 
 
 def config_text(shape: ModelShape) -> bytes:
-    """Return the content of config.json for a model that has no Hugging Face directory yet."""
+    """Return the content of config.json for a model that has no Hugging Face directory yet.
+
+    The file describes the rotary embedding twice: in the fields of transformers 5 and in those of transformers 4, which
+    otherwise computes with its default frequencies.
+    """
     config = transformers_config(shape)
     config.use_cache = True
-    with_class = config.to_diff_dict() | {"architectures": [type(_on_meta(shape)).__name__]}
-    return (json.dumps(with_class, indent=2, sort_keys=True) + "\n").encode()
+    content = config.to_diff_dict() | {"architectures": [type(_on_meta(shape)).__name__]}
+    if rope := content.get("rope_parameters"):
+        content["rope_theta"] = rope["rope_theta"]
+        if rope["rope_type"] != "default":
+            content["rope_scaling"] = {field: value for field, value in rope.items() if field != "rope_theta"}
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _on_meta(shape: ModelShape) -> "PreTrainedModel":

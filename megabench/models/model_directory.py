@@ -1,4 +1,4 @@
-"""Hugging Face model directories: config.json, safetensors files and tokenizer files."""
+"""The weights of a Hugging Face model directory."""
 
 import json
 from pathlib import Path
@@ -9,18 +9,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megabench import UserError
-from megabench.models.causal_lm import CONFIG_NAME, UnsupportedModelError, build_model, is_ignored, names_in_model
+from megabench.models.causal_lm import (
+    CONFIG_NAME,
+    UnsupportedModelError,
+    build_model,
+    is_ignored,
+    names_in_model,
+    stored_name,
+)
 from megabench.models.hugging_face import read_shape, transformers_config
 from megabench.models.mapping import Piece, Shapes, stored_shapes
 from megabench.models.shape import ModelShape
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-GENERATION_CONFIG = "generation_config.json"
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DDP and torch.compile add to tensor names
 _COMPARED_ROWS = 4096
@@ -198,15 +200,11 @@ class HuggingFaceWeights:
                 )
 
 
-def read_assets(folder: Path) -> dict[str, bytes]:
-    """Return all files of a model except its weights, by name: configuration, generation settings and tokenizer."""
-    return _read(folder, (CONFIG_NAME, GENERATION_CONFIG)) | read_tokenizer(folder)
-
-
-def read_tokenizer(folder: Path) -> dict[str, bytes]:
-    """Return the tokenizer files in `folder` by name. Without a tokenizer, the result is empty."""
-    return _read(folder, _TOKENIZER_FILES)
-
-
-def _read(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+def names_in_files(shape: ModelShape) -> dict[str, str]:
+    """Return the names under which transformers stores the tensors of a model, by their names in the model."""
+    names = stored_shapes(shape).keys()
+    if not shape.foreign:
+        return {name: name for name in names}
+    with torch.device("meta"):
+        model = build_model(transformers_config(shape))
+    return {name: stored_name(model, name) for name in names}

@@ -117,7 +117,7 @@ class Checkpoints:
             self._set_aside(resume)
         dist.broadcast_object_list(token)  # send this after the cleanup, because ranks then start to save
         self._token, self._run_id = token[0], run_id_of(token[0])
-        assets = assets_of_run(run) if rank == 0 else {}
+        assets = assets_of_run(run, self._note) if rank == 0 else {}
         self._saver = Saver(
             run.save, rendezvous.store, rank, dist.get_world_size(), self._token, lock, staging, run.keep, assets
         )

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.weights_only import open_weights
 from megabench.convert import UnequalError
 from megabench.convert.exporting import SHARD_BYTES, export_dtype, export_model
@@ -18,6 +19,7 @@ from megabench.convert.proof import proof_of
 from megabench.convert.samples import sample_tokens
 from megabench.convert.verifying import Comparison, compare, comparison_run
 from megabench.models.find import find_model
+from megabench.models.hugging_face import config_text
 from megabench.models.mapping import Piece
 from megabench.models.model_directory import INDEX, HuggingFaceWeights
 from tests import distributed
@@ -157,3 +159,56 @@ def test_what_is_not_equal_leaves_nothing(tmp_path: Path, folders: dict[str, Pat
     for said in distributed.run(import_another, 2, folders["llama-tiny"], tmp_path / "checkpoint"):
         assert "its logits would differ from" in said and "logits differ by up to" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def exported(checkpoint: Path, out: Path) -> tuple[str, ...]:
+    """The notes of an export without a comparison of logits."""
+    weights = open_weights(checkpoint)
+    return export_model(weights, out, find_model(str(checkpoint)), export_dtype(weights), None, quiet).notes
+
+
+def test_only_files_of_the_model_are_exported(tmp_path: Path) -> None:
+    source, checkpoint, out = tmp_path / "source", tmp_path / "checkpoint", tmp_path / "exported"
+    save_model(source, CATALOG["llama-tiny"].with_layers(1))
+    (source / "additional_chat_templates").mkdir()
+    for name in ("README.md", "tekken.json", "additional_chat_templates/tool.jinja"):
+        (source / name).write_text(name)
+    (tmp_path / "private").write_text("secret")
+    (source / "merges.txt").symlink_to(tmp_path / "private")
+    distributed.run(import_here, 1, source, checkpoint, 1, 1)
+    (checkpoint / "hugging_face" / "vocab.txt").symlink_to(tmp_path / "private")
+    (checkpoint / "hugging_face" / "left.json").write_text("{}")
+    notes = exported(checkpoint, out)
+    files = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert files == {
+        *("config.json", "generation_config.json", "model.safetensors", "README.md", "tekken.json"),
+        "additional_chat_templates/tool.jinja",
+    }
+    assert not [path for path in out.rglob("*") if path.is_symlink()]
+    assert notes[:2] == tuple(
+        f"not copied, because the manifest does not list it: '{name}'" for name in ("left.json", "vocab.txt")
+    )
+    listed = checkpoint / "hugging_face" / "README.md"
+    listed.unlink()
+    (tmp_path / "same").write_text("README.md")
+    listed.symlink_to(tmp_path / "same")
+    with pytest.raises(CheckpointError, match=r"README\.md is a link to a file outside the checkpoint"):
+        exported(checkpoint, tmp_path / "another")
+    assert not (tmp_path / "another").exists()
+
+
+def test_the_configuration_for_older_transformers(tmp_path: Path) -> None:
+    """A source keeps its fields, with a note if transformers 4 misreads them; the catalogue has those of both."""
+    shape = CATALOG["llama31-tiny"].with_layers(1)
+    for name in ("source", "catalogue"):
+        save_model(tmp_path / name, shape)
+    (tmp_path / "catalogue" / "config.json").write_bytes(config_text(shape))
+    notes, content = {}, {}
+    for name in ("source", "catalogue"):
+        distributed.run(import_here, 1, tmp_path / name, tmp_path / f"{name}-ckpt", 1, 1)
+        notes[name] = exported(tmp_path / f"{name}-ckpt", tmp_path / f"{name}-out")
+        content[name] = json.loads((tmp_path / f"{name}-out" / "config.json").read_text())
+    assert len(notes["source"]) == 1 and "Load the export with transformers 5" in notes["source"][0]
+    assert "rope_theta" not in content["source"] and "torch_dtype" not in content["source"]
+    assert notes["catalogue"] == () and content["catalogue"]["rope_theta"] == shape.rope_theta
+    assert content["catalogue"]["dtype"] == content["catalogue"]["torch_dtype"] == "float32"

@@ -74,6 +74,24 @@ def test_untrained_it_comes_out_as_it_went_in(tmp_path: Path, imported: Path, la
         assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes(), name
 
 
+def test_every_file_of_the_model_survives(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_model(source, CATALOG["llama32-tiny"].with_layers(1))
+    for name in ("spiece.model", "LICENSE", "a note.txt", "additional_chat_templates/tool.jinja", "deep/er/file.json"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    (source / "optimizer.pt").write_text("no file of the model")
+    distributed.run(import_here, 1, source, tmp_path / "checkpoint", 1, 1)
+    run = resolve(1, model=str(tmp_path / "checkpoint"), num_layers=None, save=tmp_path / "run")
+    distributed.run(train_and_save, 1, run, 0)
+    distributed.run(export_here, 1, tmp_path / "run", tmp_path / "exported")
+    expected = {path.relative_to(source) for path in source.rglob("*") if path.is_file()} - {Path("optimizer.pt")}
+    files = [path for path in (tmp_path / "exported").rglob("*") if path.is_file()]
+    assert {path.relative_to(tmp_path / "exported") for path in files} == expected
+    for name in expected:
+        assert (tmp_path / "exported" / name).read_bytes() == (source / name).read_bytes(), name
+
+
 def test_fine_tuned_by_two_engines(tmp_path: Path, imported: Path) -> None:
     engines: dict[str, dict[str, Any]] = {"megatron": {"tp": 2, "pp": 2}, "deepspeed": {"zero_stage": 3}}
     exported = {}
