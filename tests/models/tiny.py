@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from megabench.models.catalog import CATALOG
-from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.causal_lm import build_model
+from megabench.models.hugging_face import transformers_config
 from megabench.models.shape import ModelShape, RopeScaling
 
 # a vocabulary that no tensor-parallel size divides
