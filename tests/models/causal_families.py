@@ -99,14 +99,44 @@ VARIANTS |= {f"{name}-decoder": TinyModel(name, {"is_decoder": True}) for name i
 VARIANTS |= {
     "gpt2-scaled": TinyModel("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt2-16-positions": TinyModel("gpt2", {"n_positions": 16}),
+    "granitemoehybrid-dense": TinyModel("granitemoehybrid", {"num_local_experts": 0}),
     "gpt2-untied": TinyModel("gpt2", {"tie_word_embeddings": False}),
     "llama-bidirectional": TinyModel("llama", {"is_causal": False}),
     "llama-dropout": TinyModel("llama", {"attention_dropout": DROPOUT}),
     "llama-padding": TinyModel("llama", {"pad_token_id": 5}),  # its embedding gets no gradient
     "llama-tied": TinyModel("llama", {"tie_word_embeddings": True}),
+    "nemotron_h-dense": TinyModel("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"]}),
     "xlm-causal": TinyModel("xlm", {"causal": True}),
 }
 MODELS = {name: TinyModel(name, {}) for name in TYPES if name not in UNBUILT} | VARIANTS
+
+
+# What a refusal must say, by model. All other models must be trained by every engine but megatron.
+_NAMES_BY_REFUSAL = {
+    "mixtures of experts": "afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe dbrx deepseek_v2 deepseek_v3 "
+    "deepseek_v32 deepseek_v4 dots1 dots3_note dots3_note_text ernie4_5_moe exaone_moe flex_olmo glm4_moe "
+    "glm4_moe_lite glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_moe "
+    "hy_v3 hy_v4 inkling2_text inkling_text jamba jetmoe kimi_linear kolibri1 laguna lfm2_moe llama4 llama4_text "
+    "longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text mixtral nemotron_h olmoe phimoe "
+    "qwen2_moe qwen3_5_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text solar_open zaya",
+    "no gradient": "bart bigbird_pegasus blenderbot blenderbot-small hrm_text marian mbart mvp pegasus plbart "
+    "prophetnet trocr whisper bart-decoder big_bird-decoder bigbird_pegasus-decoder blenderbot-decoder "
+    "blenderbot-small-decoder marian-decoder mbart-decoder mvp-decoder pegasus-decoder plbart-decoder "
+    "prophetnet-decoder roformer-decoder trocr-decoder",
+    "attention to later tokens": "bert bert-generation big_bird camembert cpmant data2vec-text electra ernie "
+    "megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-causal xlm-roberta xlm-roberta-xl "
+    "exact-bert0 llama-bidirectional",
+    "language model|multimodal": "emu3 fuyu gemma3 gemma4 gemma4_unified git got_ocr2 mllama moss_transcribe_diarize "
+    "phi4_multimodal",
+    "engines cannot be compared": "reformer xmod xmod-decoder",
+    "transformers converts the stored tensor": "olmo_hybrid",
+    "transformers rejects": "blt gemma4_text gemma4_unified_text",
+    "num_positions=-1": "xlnet",
+    "exceeds the 16 positions": "gpt2-16-positions",
+}
+REFUSALS = {name: message for message, names in _NAMES_BY_REFUSAL.items() for name in names.split()}
+# Models that the megatron engine's blocks compute. It refuses all others.
+PARALLEL = ("llama", "qwen2", "qwen3", "exact-llama", "llama-padding", "llama-tied")
 
 
 def tiny_config(model: TinyModel) -> PreTrainedConfig:
