@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "config.json"
 # patterns of buffers that older files contain, and that newer versions of transformers compute
-_COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attention)\.(bias|masked_bias)$")
+_COMPUTED = (
+    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",
+    r"(^|\.)position_ids$",
+    r"\.(attn|attention)\.(bias|masked_bias)$",
+)
 
 
 class UnsupportedModelError(UserError):

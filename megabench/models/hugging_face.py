@@ -166,6 +166,8 @@ def read_shape(folder: Path) -> ModelShape:
     from transformers import CONFIG_MAPPING
 
     family = content.get("model_type")
+    if not family:
+        raise UnsupportedModelError(f"{path} has no model_type. Use the {CONFIG_NAME} that belongs to the model.")
     if family not in CONFIG_MAPPING:
         if code := own_code(folder):
             raise UnsupportedModelError(
@@ -219,7 +221,19 @@ def read_shape(folder: Path) -> ModelShape:
         norm_eps=config.rms_norm_eps,
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=scaling,
-        pad_token_id=config.pad_token_id,
+        pad_token_id=_padding_token(config, path),
+    )
+
+
+def _padding_token(config: "PreTrainedConfig", path: Path) -> int | None:
+    """Return the token whose embedding torch.nn.Embedding does not train. A negative id counts from the end."""
+    token, size = config.pad_token_id, config.vocab_size
+    if token is None or 0 <= token < size:
+        return token
+    if -size <= token < 0:
+        return token + size
+    raise UnsupportedModelError(
+        f"{path}: pad_token_id={token} is outside the vocabulary of {size} tokens. Correct pad_token_id."
     )
 
 
