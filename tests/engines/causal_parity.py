@@ -16,7 +16,15 @@ from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
 from megabench.engines.build import build_engine
 from tests import distributed
-from tests.engines.equivalence import OPTIMIZERS, Trace, device_of, relative_difference, resolve, train_reference
+from tests.engines.equivalence import (
+    ANY_MODEL,
+    OPTIMIZERS,
+    Trace,
+    device_of,
+    relative_difference,
+    resolve,
+    train_reference,
+)
 from tests.engines.reference import Reference
 
 NUM_STEPS = 2
@@ -39,8 +47,9 @@ class Model:
 
     def outcome(self, world_size: int, **layout: Any) -> Outcome:
         """Train the model on `world_size` ranks of the pool, and compare rank 0 with the reference."""
+        work: dict[str, Any] = {"model": str(self.folder), "num_layers": None, **OPTIMIZERS["adamw"]}
         try:
-            run = resolve(world_size, model=str(self.folder), num_layers=None, **OPTIMIZERS["adamw"], **layout)
+            run = resolve(world_size, **work, **layout)
             trace = distributed.run(_train, world_size, run)[0]
         except UserError as error:
             return Outcome("REFUSED", str(error))
@@ -51,7 +60,7 @@ class Model:
         if not self._is_causal():
             return Outcome("DIFFERENT", "the engine trains a model whose logits depend on later tokens")
         if self._reference is None:
-            self._reference = train_reference(run, NUM_STEPS, _TransformersReference)
+            self._reference = train_reference(resolve(1, engine=ANY_MODEL, **work), NUM_STEPS, _TransformersReference)
         return _compare(trace, self._reference)
 
     @torch.no_grad()
