@@ -346,6 +346,7 @@ class Checkpoints:
                 data=DataEntry(
                     name=self._source.name,
                     sha256=self._source.sha256,
+                    tokenizer=self._source.tokenizer,
                     next_sequence=batch_of_step(self.rollbacks, step) * run.global_batch,
                 ),
                 config=run.flat(mode="json"),

@@ -39,7 +39,9 @@ def write(directory: Path, step: int, **fields: Any) -> Path:
         layout={},
         world_size=1,
         optimizer=OptimizerEntry(name="adamw", step=step),
-        data=DataEntry(name=source.name, sha256=source.sha256, next_sequence=step * run.global_batch),
+        data=DataEntry(
+            name=source.name, sha256=source.sha256, next_sequence=step * run.global_batch, tokenizer=source.tokenizer
+        ),
         config=run.flat(mode="json"),
     )
     files = tuple(write_files(folder, "rank-0", tensors_of(shards)))
@@ -96,6 +98,17 @@ def test_another_run_is_refused(tmp_path: Path, fields: dict[str, Any], words: l
     with pytest.raises(CheckpointError) as error:
         find(load=tmp_path, **fields)
     assert str(folder) in str(error.value) and all(word in str(error.value) for word in words), error.value
+
+
+def test_another_tokenizer_is_refused_by_name(tmp_path: Path, tokenizer_dir: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some text " * 1000)
+    fields = {"data": str(text), "seq_length": 32}
+    write(tmp_path / "run", 3, **fields)
+    find(load=tmp_path / "run", **fields)
+    words = rf"with tokenizer bytes \(257 tokens, sha256 .*with tokenizer {tokenizer_dir} \(400 tokens, sha256 .* same"
+    with pytest.raises(CheckpointError, match=words):
+        find(load=tmp_path / "run", tokenizer=str(tokenizer_dir), **fields)
 
 
 def test_weights_alone_are_no_run(tmp_path: Path) -> None:
