@@ -5,7 +5,7 @@ VENV ?= .venv
 INSTALLED := $(VENV)/.installed
 TOOLS := $(VENV)/.installed-tools
 
-.PHONY: quickstart test test-fast lint docs readme-tables settings-page validate-planner versions venv clean
+.PHONY: quickstart test test-fast test-exhaustive lint docs readme-tables settings-page validate-planner versions venv clean
 
 quickstart: versions
 	rm -rf runs/quickstart
@@ -17,6 +17,10 @@ test: versions $(TOOLS)
 # the tests that start no processes and open no pages
 test-fast: versions $(TOOLS)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not distributed and not e2e"
+
+# every causal model of transformers under every engine; the outcomes are in build/causal-families.md
+test-exhaustive: versions $(TOOLS)
+	$(VENV)/bin/python -m pytest -m "distributed or exhaustive" tests/engines/test_causal_families.py
 
 lint: $(TOOLS)
 	$(VENV)/bin/ruff check .

@@ -21,12 +21,7 @@ class Reference:
     def __init__(self, run: ResolvedConfig, device: torch.device) -> None:
         self.run = run
         self.device = device
-        self.model = build_model(transformers_config(run.shape)).float().to(device)
-        weights = initial_weights(run, torch.device("cpu"))
-        shapes = hugging_face_shapes(run.shape)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(read_flat(weights, name, shapes, 0, parameter.numel()).view(parameter.shape))
+        self.model = self.load().to(device)
         groups = [
             {"params": [p for p in self.model.parameters() if p.ndim > 1], "weight_decay": run.weight_decay},
             {"params": [p for p in self.model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
@@ -38,6 +33,16 @@ class Reference:
             self.optimizer = torch.optim.SGD(groups, lr=run.lr)
         else:
             self.optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps)
+
+    def load(self) -> torch.nn.Module:
+        """The model with its initial weights in fp32."""
+        model = build_model(transformers_config(self.run.shape)).float()
+        weights = initial_weights(self.run, torch.device("cpu"))
+        shapes = hugging_face_shapes(self.run.shape)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(read_flat(weights, name, shapes, 0, parameter.numel()).view(parameter.shape))
+        return model
 
     def step(self, batches: Sequence[Batch], learning_rate: float) -> tuple[float, float, dict[str, Tensor]]:
         """One optimizer step: (loss, gradient norm before clipping, gradients before clipping)."""
