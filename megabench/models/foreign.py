@@ -40,7 +40,6 @@ def foreign_shape(folder: Path, common: dict[str, Any], reason: str) -> ModelSha
             f"{path}: transformers has no causal language model for model_type={config.model_type!r}. Use another "
             f"model."
         )
-    _check_is_causal(config, path)
     try:
         with torch.device("meta"):
             model = build_model(config)
@@ -75,7 +74,7 @@ def foreign_shape(folder: Path, common: dict[str, Any], reason: str) -> ModelSha
     return ModelShape(**common, norm_eps=0.0, foreign=Foreign(table, buffers, str(folder), reason))
 
 
-def _check_is_causal(config: "PreTrainedConfig", path: Path) -> None:
+def check_is_causal(config: "PreTrainedConfig", path: Path) -> None:
     """Raise UnsupportedModelError for a configuration whose tokens attend to later tokens, or that is random."""
     family = config.model_type
     if family in _NOT_DETERMINISTIC:
@@ -114,7 +113,7 @@ def _check_model(model: "PreTrainedModel", path: Path) -> None:
         raise UnsupportedModelError(
             f"{path}: mixtures of experts are not supported (parameter {experts}). Use a dense model."
         )
-    if any(getattr(module, "is_decoder", True) is False for module in model.modules()):
+    if any(getattr(m, "is_decoder", True) is False and not getattr(m, "causal", False) for m in model.modules()):
         raise UnsupportedModelError(
             f"{path}: {type(model).__name__} is an encoder: {_bidirectional('is_decoder=False')} "
             f"An encoder that was trained as a decoder needs is_decoder=true in {CONFIG_NAME}."

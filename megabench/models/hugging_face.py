@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megabench import UserError
 from megabench.models.causal_lm import (
     CONFIG_NAME,
     UnsupportedModelError,
@@ -18,7 +19,7 @@ from megabench.models.causal_lm import (
     training_config,
 )
 from megabench.models.families import FAMILIES
-from megabench.models.foreign import foreign_shape
+from megabench.models.foreign import check_is_causal, foreign_shape
 from megabench.models.shape import ModelShape, RopeScaling
 
 if TYPE_CHECKING:
@@ -55,12 +56,13 @@ _IGNORED = {
 # configuration fields of older transformers, which newer versions read into other fields
 _OLDER = {"rope_theta", "rope_scaling", "torch_dtype"}
 _ROPE_TYPES = ("default", "llama3")
-# words in the names of the parts of a configuration, and the kind of model that such a part belongs to
+# parts of the configurations of multimodal models, and the kind of such a model
 _MODALITIES = {
-    "vision": "a vision-language",
-    "vq": "a vision-language",
-    "image": "a vision-language",
-    "audio": "an audio-language",
+    "vision_config": "a vision-language",
+    "vq_config": "a vision-language",
+    "image_config": "a vision-language",
+    "audio_config": "an audio-language",
+    "audio_encoder": "an audio-language",
     "text_config": "a multimodal",
 }
 
@@ -186,11 +188,10 @@ def read_shape(folder: Path) -> ModelShape:
             f"{path}: the installed transformers does not support model_type={family!r}. Use another model, or upgrade "
             f"transformers."
         )
-    if parts := [name for name in CONFIG_MAPPING[family].sub_configs if any(word in name for word in _MODALITIES)]:
-        kind = next((kind for word, kind in _MODALITIES.items() if any(word in part for part in parts)), "")
+    if parts := [name for name in _MODALITIES if name in CONFIG_MAPPING[family].sub_configs]:
         raise UnsupportedModelError(
-            f"{path}: model_type={family!r} is {kind} model ({', '.join(parts)}), and megabench trains only models of "
-            f"text. Use a causal language model."
+            f"{path}: model_type={family!r} is {_MODALITIES[parts[0]]} model ({', '.join(parts)}), and megabench "
+            f"trains only models of text. Use a causal language model."
         )
     if content.get("quantization_config"):
         raise UnsupportedModelError(
@@ -198,10 +199,17 @@ def read_shape(folder: Path) -> ModelShape:
         )
     try:
         config = load_config(folder)
+        check_is_causal(config, path)
         sizes = _sizes(config)
+    except UserError:
+        raise
     except Exception as error:  # the checks in transformers raise many types of exceptions
         raise UnsupportedModelError(f"transformers rejects {path} ({reason_of(error)}). Correct {path}.") from None
     for field, value in sizes.items():
+        if value is None:
+            raise UnsupportedModelError(
+                f"{path}: megabench does not know the {field} of a model with model_type={family!r}. Use another model."
+            )
         if not isinstance(value, int) or value < 1:
             raise UnsupportedModelError(f"{path}: {field}={value!r} is not a positive integer. Correct {path}.")
     common: dict[str, Any] = {
@@ -247,13 +255,18 @@ def _padding_token(config: "PreTrainedConfig", path: Path) -> int | None:
 
 def _sizes(config: Any) -> dict[str, Any]:
     """Return the sizes of a model. Sizes that the configuration omits are derived from other sizes."""
+    layers = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
     def size(name: str) -> Any:
-        value = getattr(config, name, None)
-        return max(value) if isinstance(value, list) and value else value  # some models have a size for each layer
+        """Return a size, or the largest one of all layers if layers have different sizes."""
+        values: list[Any] = []
+        for layer in layers:
+            value = getattr(layer, name, None)
+            values += value if isinstance(value, list) else [value]
+        return max((value for value in values if value is not None), default=None)
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
-    head_dim = size("head_dim") or (hidden // heads if heads else None)
+    head_dim = size("head_dim") or (hidden // heads if heads and hidden else None)
     return {
         "num_layers": size("num_hidden_layers"),
         "hidden_size": hidden,
@@ -261,7 +274,7 @@ def _sizes(config: Any) -> dict[str, Any]:
         "num_heads": heads or 1,
         "num_kv_heads": size("num_key_value_heads") or heads or 1,
         "head_dim": head_dim if heads else 1,
-        "ffn_size": size("intermediate_size") or 4 * hidden,
+        "ffn_size": size("intermediate_size") or (4 * hidden if hidden else None),
         "vocab_size": size("vocab_size"),
         "num_positions": size("max_position_embeddings") or 2048,
     }
@@ -276,6 +289,8 @@ def _check(config: Any, content: dict[str, Any], path: Path) -> None:
 
     if (family := config.model_type) not in FAMILIES or not FAMILIES[family].has_parallel_blocks:
         raise UnsupportedModelError(f"{path}: model_type={family!r} is not Llama, Mistral or Qwen")
+    if layers := content.get("per_layer_config"):
+        raise _refusal(path, "per_layer_config", layers, None, "layers that differ from each other")
     if config.num_attention_heads % (config.num_key_value_heads or config.num_attention_heads):
         raise UnsupportedModelError(
             f"{path}: num_key_value_heads={config.num_key_value_heads} does not divide num_attention_heads="

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megabench.models.families import FAMILIES, OUTPUT, Dims, Family, Rule
 
@@ -29,8 +29,8 @@ class Foreign:
     model.
     """
 
-    table: Family
-    buffers: dict[str, tuple[int, ...]]
+    table: Family = field(hash=False)
+    buffers: dict[str, tuple[int, ...]] = field(hash=False)
     config_folder: str
     reason: str
 

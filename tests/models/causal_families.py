@@ -123,15 +123,14 @@ _NAMES_BY_REFUSAL = {
     "qwen2_moe qwen3_5_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text solar_open zaya",
     "no gradient": "bart bigbird_pegasus blenderbot blenderbot-small hrm_text marian mbart mvp pegasus plbart "
     "prophetnet trocr whisper big_bird-decoder roformer-decoder",
-    "attention to later tokens": "bert bert-generation big_bird camembert cpmant data2vec-text electra ernie "
-    "megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-causal xlm-roberta xlm-roberta-xl "
+    "attention to later tokens": "xlnet bert bert-generation big_bird camembert cpmant data2vec-text electra ernie "
+    "megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl "
     "exact-bert0 llama-bidirectional",
     "language model|multimodal": "emu3 fuyu gemma3 gemma4 gemma4_unified git got_ocr2 mllama moss_transcribe_diarize "
     "phi4_multimodal",
     "engines cannot be compared": "reformer xmod xmod-decoder",
     "transformers converts the stored tensor": "olmo_hybrid",
-    "transformers rejects": "blt gemma4_text gemma4_unified_text",
-    "num_positions=-1": "xlnet",
+    "does not know the": "blt",
     "exceeds the 16 positions": "gpt2-16-positions",
 }
 REFUSALS = {name: message for message, names in _NAMES_BY_REFUSAL.items() for name in names.split()}
