@@ -17,7 +17,7 @@ from megabench.engines.common.loss_scale import LossScale
 from megabench.engines.common.optim import is_decayed
 from megabench.engines.common.transformers_blocks import LossHead
 from megabench.engines.protocol import StepResult, TensorKind
-from megabench.models.hugging_face import transformers_config
+from megabench.models.hugging_face import UnsupportedModelError, transformers_config
 from megabench.models.mapping import hugging_face_shapes
 from megabench.models.weights import read_flat
 from megabench.runtime.device import DTYPES
@@ -56,6 +56,11 @@ def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -
         model.base_model.rotary_emb = type(rotary)(model.config).to(device)
     model.tie_weights()  # moving a model between devices separates tied weights
     if run.recompute == "full":
+        if not model.supports_gradient_checkpointing:
+            raise UnsupportedModelError(
+                f"recompute=full is not possible with {run.model}, because transformers cannot recompute the layers of "
+                f"{type(model).__name__}. Use recompute=none."
+            )
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
 
