@@ -297,3 +297,15 @@ def _refusal(path: Path, field: str, value: object, wanted: object, meaning: str
         f"{path}: {field}={value!r} means {meaning}, which megabench's tensor-parallel blocks do not support "
         f"({field} must be {wanted!r})"
     )
+
+
+def config_difference(there: ModelShape, here: ModelShape) -> str | None:
+    """Return how the configurations of two models that only transformers computes differ, or None if they are equal.
+
+    The other fields of the shape of such a model are only its sizes. The result names the first different field.
+    """
+    one, other = (transformers_config(shape).to_dict() for shape in (there, here))
+    for field in sorted((one.keys() | other.keys()) - _IGNORED):
+        if one.get(field) != other.get(field):
+            return f"{field} {one.get(field)!r} there, {other.get(field)!r} here"
+    return None
