@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "config.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 
 # Maps a field of transformers' configuration to the required value and to the meaning of any other value.
 _REQUIRED: dict[str, tuple[Any, str]] = {
@@ -155,6 +156,11 @@ def read_shape(folder: Path) -> ModelShape:
     transformers, and for a model that cannot be trained, such as a quantized model.
     """
     path, content = folder / CONFIG_NAME, read_config(folder)
+    if (folder / ADAPTER_CONFIG_NAME).exists():
+        raise UnsupportedModelError(
+            f"{folder} contains an adapter ({ADAPTER_CONFIG_NAME}), which changes the model and which megabench does "
+            f"not train. Merge the adapter into the weights, or remove {ADAPTER_CONFIG_NAME}."
+        )
     from transformers import CONFIG_MAPPING, AutoConfig
 
     family = content.get("model_type")
