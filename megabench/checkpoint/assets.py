@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from megabench.checkpoint.catalog_config import catalog_config
 from megabench.config import ResolvedConfig
 from megabench.data.tokenizer import BYTES
 from megabench.models.find import ASSETS, is_directory
-from megabench.models.hugging_face import CONFIG_NAME, config_text
+from megabench.models.hugging_face import CONFIG_NAME
 from megabench.models.model_directory import read_assets, read_tokenizer
 
 
@@ -17,7 +18,7 @@ def assets_of_run(run: ResolvedConfig) -> dict[str, bytes]:
     if is_directory(run.model):
         assets = read_assets(assets_folder(Path(run.model)))
     else:
-        assets = {CONFIG_NAME: config_text(run.shape)}
+        assets = {CONFIG_NAME: catalog_config(run)}
     return assets | (read_tokenizer(Path(run.tokenizer)) if run.tokenizer != BYTES else {})
 
 
