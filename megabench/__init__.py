@@ -30,6 +30,15 @@ class UserError(ValueError):
         return " ".join(super().__str__().splitlines())  # names that are read from files may contain line breaks
 
 
+def printable(text: str) -> str:
+    """Return `text` with its lone surrogates escaped, e.g. "a\\udcff".
+
+    Python decodes bytes of variables, paths and host names that are not valid text to lone surrogates, which no file
+    in UTF-8 can contain.
+    """
+    return text.encode(errors="backslashreplace").decode()
+
+
 def error_message(error: UserError | OSError) -> str:
     """Return the sentence for the user. Raises `error` itself if `error` is an OSError that names no file."""
     if isinstance(error, UserError):

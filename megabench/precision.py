@@ -19,9 +19,10 @@ class PrecisionPolicy:
     that precision. `grad_dtypes` lists the dtypes allowed for gradient accumulation and reduction. If `scales_loss` is
     true, a dynamic loss scale skips steps whose gradients overflow.
 
-    `loss_tolerance` is the largest allowed relative difference of the loss at any step between two trials of one work
-    class. `grad_norm_tolerance` limits the median relative difference of the gradient norm over the first steps. See
-    `study/parity.py`.
+    Two trials of one work class are compared by these relative differences, see `study/parity.py`. `loss_tolerance`
+    limits the loss at any step, `grad_norm_tolerance` the median of the gradient norm over the first steps. Rounding
+    may grow beyond `loss_tolerance` if the losses of the first steps differ by at most `loss_rounding`. Then
+    `mean_loss_tolerance` limits the mean loss of many steps.
     """
 
     name: str
@@ -30,6 +31,8 @@ class PrecisionPolicy:
     grad_dtypes: tuple[Dtype, ...]
     loss_tolerance: float
     grad_norm_tolerance: float
+    loss_rounding: float
+    mean_loss_tolerance: float
     scales_loss: bool = False
     needs_gpu: bool = False
 
@@ -66,9 +69,9 @@ class PrecisionPolicy:
 POLICIES: dict[str, PrecisionPolicy] = {
     policy.name: policy
     for policy in (
-        PrecisionPolicy("bf16", "bf16", "bf16", ("fp32", "bf16"), 2e-2, 1e-2),
-        PrecisionPolicy("fp16", "fp16", "fp16", ("fp32",), 2e-2, 1e-2, scales_loss=True, needs_gpu=True),
-        PrecisionPolicy("fp8", "bf16", "fp8", ("fp32", "bf16"), 2e-2, 3e-2),
-        PrecisionPolicy("fp32", "fp32", "fp32", ("fp32",), 1e-4, 1e-3),
+        PrecisionPolicy("bf16", "bf16", "bf16", ("fp32", "bf16"), 2e-2, 1e-2, 1e-3, 3e-2),
+        PrecisionPolicy("fp16", "fp16", "fp16", ("fp32",), 2e-2, 1e-2, 1e-3, 3e-2, scales_loss=True, needs_gpu=True),
+        PrecisionPolicy("fp8", "bf16", "fp8", ("fp32", "bf16"), 2e-2, 3e-2, 5e-3, 3e-2),
+        PrecisionPolicy("fp32", "fp32", "fp32", ("fp32",), 1e-4, 1e-3, 2e-6, 2e-2),
     )
 }

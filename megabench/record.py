@@ -8,12 +8,13 @@ Unknown values are None.
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
-from megabench import UserError, older_records
+from megabench import UserError, older_records, printable
 from megabench.atomic_write import write_atomically
 
 # The schema version increases with the first change of a field after a release (0.1.0 wrote version 1). An older
@@ -31,8 +32,30 @@ Measure = Annotated[
 ]
 
 
+def _printable(value: Any) -> Any:
+    """Return `value` with printable strings, so that it can be written to any file."""
+    match value:
+        case str():
+            return printable(value)
+        case dict():
+            return {_printable(key): _printable(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_printable(item) for item in value]
+        case _:
+            return value
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _make_printable(cls, fields: Any) -> Any:
+        return _printable(fields)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with some other fields, whose strings become printable, too."""
+        return super().model_copy(update=_printable(dict(update or {})), deep=deep)
 
 
 class LayoutSizes(_Part):
@@ -77,6 +100,21 @@ class WorkClass(_Part):
         Trials with equal identifiers are comparable. The identifier contains the hash of the data, not its name.
         """
         return hashlib.sha256(self.model_dump_json(exclude={"data"}).encode()).hexdigest()[:12]
+
+
+class TokenizerUsed(_Part):
+    """The tokenizer of the training data.
+
+    `name` is "bytes" or a directory. `sha256` is the hash of everything that maps text to token ids, and `num_tokens`
+    is the largest token id plus 1.
+    """
+
+    name: str
+    sha256: str
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.num_tokens:,} tokens, sha256 {self.sha256[:12]})"
 
 
 class StepSeconds(_Part):
@@ -357,6 +395,8 @@ class RunRecord(_Part):
     options: dict[str, Any]
     optimizer: str
     work_class: WorkClass | None
+    tokenizer: TokenizerUsed | None = None
+    """Tokenizer of the data, or None for random tokens and for token files that do not name a tokenizer."""
     status: Status
     error: str | None = None
     failure: RunFailure | None = None
@@ -445,7 +485,7 @@ class RunRecord(_Part):
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
         """Read a record. Raises ValueError if the file is not a record."""
-        return cls.model_validate(older_records.complete(json.loads(path.read_text())))
+        return cls.model_validate(older_records.complete(json.loads(path.read_text(encoding="utf-8"))))
 
 
 class RecordError(UserError):
@@ -462,7 +502,7 @@ def read_records(path: Path) -> list[RunRecord]:
         return []
     try:
         # splitlines() would also split at U+2028, which JSON strings may contain
-        lines = enumerate(path.read_text().split("\n"), 1)
+        lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
     except UnicodeDecodeError:
         raise RecordError(f"{path} is not a text file with records") from None
     except OSError as error:

@@ -1,12 +1,18 @@
 """`megabench train`: processes are started after all checks, and the settings are those of launch/pretrain.py."""
 
+import json
 import os
+import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megabench.cli.preprocess import write_tokens
+from megabench.data.tokenizer import ByteTokenizer
 from megabench.record import RunRecord
 
 TINY = ["--model", "llama-tiny", "--num-layers", "2", "--seq-length", "32", "--device", "cpu", "--steps", "2"]
@@ -46,6 +52,73 @@ def test_what_cannot_run_is_one_sentence_and_2(tmp_path: Path, flags: list[str],
     result = train(tmp_path, *flags)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("Error: ") and words in result.stderr and result.stderr.count("\n") == 1
+
+
+def write_tokens_with(prefix: Path, token: int) -> None:
+    """A token file with this token in the middle, such as the -100 of a loss mask."""
+    tokens = np.full(3000, 7, dtype=np.int32)
+    tokens[2000] = token
+    prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, 1, 2)
+    prefix.with_suffix(".idx").write_bytes(header + struct.pack("<iqqq", len(tokens), 0, 0, 1))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("flags", [["--tp", "2"], ["--engine", "ddp", "--nproc", "2"], ["--nproc", "1"]])
+def test_tokens_outside_the_vocabulary_are_one_sentence_and_2(tmp_path: Path, flags: list[str]) -> None:
+    write_tokens_with(tmp_path / "tokens", -100)
+    result = train(tmp_path, *TINY, "--data", "tokens", *flags)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: data=tokens contains token -100, but") and result.stderr.count("\n") == 1
+
+
+CORRUPTION = """
+import numpy as np
+from megabench.train.callbacks import Callback
+
+class Corruption(Callback):
+    def on_step_end(self, step):
+        np.memmap("tokens.bin", dtype=np.int32, mode="r+")[:] = -100
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("flags", [["--tp", "2"], ["--engine", "fsdp", "--nproc", "2"]])
+def test_a_token_file_that_changes_during_training_ends_the_run(tmp_path: Path, flags: list[str]) -> None:
+    write_tokens_with(tmp_path / "tokens", 7)
+    (tmp_path / "corruption.py").write_text(CORRUPTION)
+    result = train(tmp_path, *TINY, "--data", "tokens", "--callbacks", "corruption:Corruption", *flags)
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert result.stderr.count("Error: data=tokens contains token -100 in tokens ") == 1
+    assert "step 1/2" in result.stdout and "step 2/2" not in result.stdout
+
+
+@pytest.mark.e2e
+def test_a_refusal_by_the_ranks_has_the_same_status_and_no_traceback(tmp_path: Path, tokenizer_dir: Path) -> None:
+    """Only the ranks tokenize text, so that they find tokens outside the vocabulary."""
+    shutil.copytree(tokenizer_dir, tmp_path / "t")
+    content = json.loads((tmp_path / "t" / "tokenizer.json").read_text())
+    content["model"]["vocab"]["<late>"] = 600
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 600, "content": "<late>"})
+    (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "corpus.txt").write_text("some text <late> " * 100)
+    result = train(tmp_path, *TINY, "--data", "corpus.txt", "--tokenizer", "t", "--tp", "2")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.stderr.count("Error: data=corpus.txt contains token 600") == 1
+
+
+@pytest.mark.e2e
+def test_the_log_and_the_record_name_the_tokenizer(tmp_path: Path) -> None:
+    result = train(tmp_path, *TINY, "--out", "run")
+    record = RunRecord.read(tmp_path / "run" / "record.json")
+    assert record.tokenizer == ByteTokenizer.used
+    assert f"data stdlib · tokenizer bytes (257 tokens, sha256 {record.tokenizer.sha256[:12]})" in result.stdout
+    result = train(tmp_path, *TINY, "--data", "synthetic")
+    assert "data synthetic\n" in result.stdout
+    (tmp_path / "corpus.txt").write_text("some text " * 100)
+    write_tokens([tmp_path / "corpus.txt"], tmp_path / "o", "bytes", workers=1, append_eod=True)
+    (tmp_path / "o.json").unlink()
+    assert "data o · tokenizer not known\n" in train(tmp_path, *TINY, "--data", "o").stdout
 
 
 def test_nproc_is_not_for_launchers(tmp_path: Path) -> None:

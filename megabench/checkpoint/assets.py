@@ -16,10 +16,13 @@ def assets_of_run(run: ResolvedConfig) -> dict[str, bytes]:
     The run's `tokenizer` setting takes precedence over the tokenizer in the model directory.
     """
     if is_directory(run.model):
-        assets = read_assets(assets_folder(Path(run.model)))
+        folder = assets_folder(Path(run.model))
+        assets = read_assets(folder)
+        if run.tokenizer:  # files of two tokenizers must not mix
+            assets = {name: assets[name] for name in assets.keys() - read_tokenizer(folder).keys()}
     else:
         assets = {CONFIG_NAME: catalog_config(run)}
-    return assets | (read_tokenizer(Path(run.tokenizer)) if run.tokenizer != BYTES else {})
+    return assets | (read_tokenizer(Path(run.tokenizer)) if run.tokenizer and run.tokenizer != BYTES else {})
 
 
 def assets_folder(model: Path) -> Path:

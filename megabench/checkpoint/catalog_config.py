@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 from megabench.config import ResolvedConfig
+from megabench.data.checks import STDLIB, tokenizer_of
 from megabench.data.text import is_text_file
-from megabench.data.tokenizer import BYTES, open_tokenizer
+from megabench.data.token_file import recorded_facts, token_file_prefix
+from megabench.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
 from megabench.models.hugging_face import config_text
 
 
@@ -25,5 +27,11 @@ def catalog_config(run: ResolvedConfig) -> bytes:
 
 def _end_of_document(run: ResolvedConfig) -> int | None:
     """Return the token that ends a document in the training data, or None if the tokenizer of the data is unknown."""
-    has_text = run.data == "stdlib" or is_text_file(Path(run.data))
-    return open_tokenizer(run.tokenizer).end_of_document if has_text or run.tokenizer != BYTES else None
+    path = Path(run.data)
+    if run.data == STDLIB or is_text_file(path):
+        return tokenizer_of(run).end_of_document
+    if run.tokenizer:
+        return open_tokenizer(run.tokenizer).end_of_document
+    facts = recorded_facts(prefix) if (prefix := token_file_prefix(path)) else None
+    has_bytes = facts and facts.tokenizer and facts.tokenizer.name == BYTES
+    return ByteTokenizer.end_of_document if has_bytes else None

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megabench.checkpoint import CheckpointError
 from megabench.models.find import ASSETS
 from megabench.models.shape import ModelShape
-from megabench.record import Rollback
+from megabench.record import Rollback, TokenizerUsed
 
 SCHEMA_VERSION = 2
 _READABLE_VERSIONS = (1, 2)  # schema version 1 has no run_id
@@ -92,6 +92,7 @@ class DataEntry(_Part):
     name: str
     sha256: str
     next_sequence: int
+    tokenizer: TokenizerUsed | None = None
 
 
 class TrainingEntry(_Part):

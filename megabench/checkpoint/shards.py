@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from megabench.models.mapping import Piece, Shard
+from megabench.models.mapping import Piece, Shard, whole_piece
 
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq", "row_var", "col_var", "variance"]
 
@@ -52,7 +52,7 @@ class TrainingState:
 
 def whole(name: str, shape: tuple[int, ...]) -> Shard:
     """Return the shard that contains a whole Hugging Face tensor."""
-    return Shard((Piece(name, (0, shape[0]), (0, shape[1]) if len(shape) == 2 else None),))
+    return Shard((whole_piece(name, shape),))
 
 
 def size(piece: Piece) -> tuple[int, ...]:

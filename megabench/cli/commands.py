@@ -11,6 +11,7 @@ from typer.main import get_command
 
 from megabench import UserError, __version__, error_message, shipped
 from megabench.runtime.launcher import launcher_rank, refuse_num_processes
+from megabench.runtime.process import set_up_process
 
 # base class of command-line errors, which typer does not export
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)
@@ -515,6 +516,7 @@ def main(command: str | None = None) -> None:
     prints_errors = True
     try:
         prints_errors = launcher_rank() in (None, 0)
+        set_up_process(sys.argv[1:])
         app(arguments, prog_name="megabench", standalone_mode=prints_errors)
     except (UserError, OSError) as error:
         message = error_message(error)

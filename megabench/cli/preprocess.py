@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,15 @@ from rich.progress import Progress
 from megabench.data import DataError
 from megabench.data.text import Piece, check_text_file, read_text
 from megabench.data.token_file import TokenFacts, beside, open_token_file, scan, write_facts
-from megabench.data.tokenizer import BYTES, open_tokenizer, token_dtype, tokenize
+from megabench.data.tokenizer import (
+    BYTES,
+    check_end_of_document,
+    default_tokenizer,
+    open_tokenizer,
+    token_dtype,
+    tokenize,
+)
+from megabench.models.find import find_model
 from megabench.runtime.exit import exit_on_sigterm
 
 PIECES_PER_TASK = 16
@@ -40,18 +49,29 @@ class Tokenized(NamedTuple):
 def preprocess(
     inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help=".txt, .jsonl or .parquet files.")],
     out: Annotated[Path, typer.Option(metavar="PREFIX", help="Output: PREFIX.bin, PREFIX.idx and PREFIX.json.")],
-    tokenizer: Annotated[str, typer.Option(metavar="bytes|DIR", help="bytes, or a Hugging Face tokenizer.")] = BYTES,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="bytes|DIR", help="bytes, or a Hugging Face tokenizer.  [default: that of --model, or bytes]"
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Use the tokenizer in the directory of this model.")
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that tokenize.")] = os.cpu_count() or 1,
     append_eod: Annotated[bool, typer.Option(help="Append the end-of-document token to each document.")] = True,
 ) -> None:
     """Tokenize text into a token file, for training with `--data PREFIX`."""
     exit_on_sigterm()
     started = time.perf_counter()
-    num_documents, facts = write_tokens(inputs, out, tokenizer, workers, append_eod)
+    if tokenizer is None and model is not None:
+        find_model(model)
+        tokenizer = default_tokenizer(model)
+    num_documents, facts = write_tokens(inputs, out, tokenizer or BYTES, workers, append_eod)
     seconds = time.perf_counter() - started
     print(
         f"{out}.bin and .idx: {num_documents:,} documents, {facts.num_tokens:,} tokens, "
-        f"{beside(out, '.bin').stat().st_size:,} bytes in {seconds:.1f} s"
+        f"{beside(out, '.bin').stat().st_size:,} bytes in {seconds:.1f} s, tokenizer {facts.tokenizer}"
     )
 
 
@@ -61,7 +81,11 @@ def write_tokens(
     """Write the token file `prefix` atomically. Return the number of documents and facts about the tokens."""
     for path in inputs:
         check_text_file(path)
-    vocab_size = tokenizer_of(tokenizer_name).vocab_size
+    tokenizer = tokenizer_of(tokenizer_name)
+    if append_eod:
+        check_end_of_document(tokenizer, "add --no-append-eod")
+    if tokenizer.warning:
+        print(f"WARNING: {tokenizer.warning}", file=sys.stderr)
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{prefix.name}-", dir=prefix.parent) as folder:
@@ -69,9 +93,9 @@ def write_tokens(
             num_documents = _write(
                 partial_prefix,
                 _with_progress(_tokenized(inputs, tokenizer_name, workers, append_eod), inputs),
-                token_dtype(vocab_size),
+                token_dtype(tokenizer.vocab_size),
             )
-            facts = scan(open_token_file(partial_prefix))
+            facts = scan(open_token_file(partial_prefix)).model_copy(update={"tokenizer": tokenizer.used})
             write_facts(partial_prefix, facts)
             beside(prefix, ".idx").unlink(missing_ok=True)
             for suffix in (".bin", ".json", ".idx"):  # written last, because a token file without its index is ignored

@@ -11,6 +11,7 @@ from typer.main import get_command
 from megabench import UserError
 from megabench.config import RunConfig
 from megabench.config.auto import resolve_first
+from megabench.data.checks import check_before_start
 from megabench.hardware.facts import visible_gpus
 from megabench.parallel.layout import LayoutError
 from megabench.runtime.launcher import check_launcher, launcher_rank, refuse_num_processes
@@ -57,7 +58,7 @@ def train(
     if world_size > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets this value, too, but with a warning
         launch = ["--standalone", "--nproc-per-node", str(world_size), "--signals-to-handle", _SIGNALS]
-        words = ["-m", "torch.distributed.run", *launch, *words]
+        words = ["-m", "megabench.train.torchrun", *launch, *words]
     os.execv(sys.executable, [sys.executable, *words])
 
 
@@ -77,8 +78,10 @@ def _check(run: RunConfig, arguments: list[str], num_processes: int | None) -> i
     except LayoutError as error:
         raise LayoutError(f"{error}.{launch_commands(run, arguments, world_size)}") from None
     check_data("megabench train", run.data)
+    if world_size > 1:  # a single process refuses by itself
+        check_before_start(resolved)
     if world_size > 1 and device == "cpu" and not run.skip_memory_check:
         from megabench.train.memory_check import check_memory
 
-        check_memory(resolved, 0, world_size)  # before each process imports torch
+        check_memory(resolved, run, 0, world_size)  # before each process imports torch
     return world_size

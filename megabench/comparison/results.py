@@ -144,7 +144,7 @@ class Results:
         self._environment.write_text(json.dumps(describe(), indent=2) + "\n")
         said = self._put_aside()
         if self.study.as_run is not None:
-            self._copy.write_text(self.study.as_run)
+            self._copy.write_text(self.study.as_run, encoding="utf-8")
         elif not self._is_source:
             self._copy.write_bytes(self.study.source.read_bytes())
         return said

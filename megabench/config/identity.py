@@ -4,6 +4,7 @@ import hashlib
 from typing import Any
 
 from megabench.config.run_config import RunConfig
+from megabench.models.find import is_directory
 from megabench.settings.setting import names
 from megabench.specs.all_settings import SETTINGS, is_default
 
@@ -30,5 +31,7 @@ def identity(run: RunConfig, **more: object) -> str:
     newer = settings.keys() - _COMMON_0_1 - _OF_ENGINES_0_1.keys()
     left_out |= {name for name in newer if is_default(name, settings[name])}
     kept = {name: value for name, value in run.flat(mode="json").items() if name not in left_out}
+    if run.tokenizer is None and not is_directory(run.model):
+        kept["tokenizer"] = "bytes"  # the value of version 0.1, and still the tokenizer of these models
     fields = {**_OF_ENGINES_0_1, **kept, **run.spec.recorded(run.options), **more}
     return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]

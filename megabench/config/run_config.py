@@ -188,10 +188,10 @@ class RunConfig(RunSettings):
                 f"{_listed(others)} train it: add --engine {others[0]}, or use a Llama, Mistral or Qwen model"
             )
         length = self.seq_length or shape.seq_length
-        if shape.table.positions == "learned" and shape.num_positions and length > shape.num_positions:
+        if shape.max_seq_length and length > shape.max_seq_length:
             raise ConfigError(
-                f"seq_length={length} is more than the {shape.num_positions} learned positions of {self.model}; "
-                f"use a smaller seq_length"
+                f"seq_length={length} exceeds the {shape.max_seq_length} positions of {self.model}; use a smaller "
+                f"seq_length"
             )
 
     def _check_placement(self, world_size: int) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from megabench.config import ResolvedConfig, RunConfig
 from megabench.convert.samples import SEQ_LENGTH
 from megabench.engines.megatron.parts import Parts
-from megabench.models.hugging_face import build_model
+from megabench.models.causal_lm import build_model
 from megabench.models.mapping import Piece
 from megabench.models.model_directory import HuggingFaceWeights
 from megabench.models.weights import Weights

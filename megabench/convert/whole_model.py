@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from megabench.checkpoint.shards import whole
 from megabench.convert.verifying import Advance, Comparison, difference
-from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.causal_lm import build_model
+from megabench.models.hugging_face import transformers_config
+from megabench.models.mapping import stored_shapes, whole_piece
 from megabench.models.model_directory import HuggingFaceWeights
 from megabench.models.shape import ModelShape
 from megabench.models.weights import Weights
@@ -36,8 +37,9 @@ def compare_whole(
     del loaded
     advance("transformers on the files")
     model = build_model(transformers_config(shape))
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights.read(whole(name, reference.sizes[name]).pieces[0]))
+    for name, size in stored_shapes(shape).items():
+        tensor = model.get_parameter_or_buffer(name)
+        tensor.copy_(weights.read(whole_piece(name, size)).view(size))
     ours = _logits(model, tokens)
     advance("transformers on the weights")
     return difference(theirs, ours)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megabench.config import ResolvedConfig
+from megabench.data import DataError
 from megabench.data.source import TokenSource
 
 
@@ -40,12 +41,28 @@ def micro_batches(source: TokenSource, config: ResolvedConfig, dp_rank: int, ste
 
     With a global batch of G sequences, step k uses sequences k·G to (k+1)·G - 1 under any layout. Micro-batch m of
     data-parallel rank r uses the B sequences that start at k·G + (m·dp + r)·B.
+
+    Raises:
+        DataError: A token is outside the vocabulary of the model.
     """
     return [
-        Batch(torch.stack([source.sequence(first + offset) for offset in range(config.micro_batch)]))
+        Batch(torch.stack([_checked(source, first + offset, config) for offset in range(config.micro_batch)]))
         for first in range(
             step * config.global_batch + dp_rank * config.micro_batch,
             (step + 1) * config.global_batch,
             config.layout.data_parallel * config.micro_batch,
         )
     ]
+
+
+def _checked(source: TokenSource, index: int, config: ResolvedConfig) -> Tensor:
+    """Return sequence `index`. A tensor-parallel embedding would not notice a token outside the vocabulary."""
+    tokens = source.sequence(index)
+    for token in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= token < config.shape.vocab_size:
+            raise DataError(
+                f"data={config.data} contains token {token} in {source.place(index)}, but {config.model} has a "
+                f"vocabulary of {config.shape.vocab_size} tokens. Do not change a token file during training, and use "
+                f"the same file on every host."
+            )
+    return tokens

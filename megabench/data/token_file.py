@@ -1,20 +1,22 @@
 """Token files in the format of megatron-core's IndexedDataset (.bin and .idx), opened as one memory-mapped stream.
 
 The reader does not import megatron-core, because runs of other engines do not need megatron-core. megabench preprocess
-also writes a .json file with the token count, the largest token and the checksum. If the .json file is missing, the
-reader computes its contents by reading all tokens once.
+also writes a .json file with the token count, the largest token, the checksum and the tokenizer. If the .json file is
+missing or does not describe the tokens, the reader computes its contents by reading all tokens once.
 """
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megabench.data import DataError
+from megabench.record import TokenizerUsed
 
 # The format of the .idx file is defined by _IndexWriter in megatron/core/datasets/indexed_dataset.py. The header has a
 # magic string, version, dtype code, number of sequences, and number of documents + 1. The header is followed by int32
@@ -30,13 +32,24 @@ _SCAN_TOKENS = 1 << 23
 
 
 class TokenFacts(BaseModel):
-    """Number of tokens and largest token id of a token file, and the SHA-256 hash of its .bin file."""
+    """Number of tokens and largest token id of a token file, and the SHA-256 hash of its .bin file.
+
+    `tokenizer` is None if another program wrote the file.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     num_tokens: int
     max_token: int
     sha256: str
+    tokenizer: TokenizerUsed | None = None
+
+
+class IdRange(NamedTuple):
+    """The largest token id of an array, and the position of its first token outside the vocabulary, if any."""
+
+    max_token: int
+    first_outside: int | None
 
 
 def token_file_prefix(path: Path) -> Path | None:
@@ -83,15 +96,25 @@ def open_token_file(prefix: Path) -> NDArray[Any]:
     return np.memmap(bin_path, dtype=dtype, mode="r")
 
 
-def read_facts(prefix: Path, tokens: NDArray[Any]) -> TokenFacts:
-    """Return the TokenFacts from the .json file of a token file, or compute the facts if that file is outdated."""
+def read_facts(prefix: Path, tokens: NDArray[Any], max_token: int) -> TokenFacts:
+    """Return the TokenFacts from the .json file of a token file, or compute the facts if that file is outdated.
+
+    `max_token` is the largest token of the .bin file.
+    """
+    facts = recorded_facts(prefix)
+    if facts and (facts.num_tokens, facts.max_token) == (len(tokens), max_token):
+        return facts
+    return scan(tokens)
+
+
+def recorded_facts(prefix: Path) -> TokenFacts | None:
+    """Return the TokenFacts from the .json file of a token file, or None if the .bin file is newer."""
     path = beside(prefix, ".json")
     try:
         facts = TokenFacts.model_validate_json(path.read_bytes())
-        is_current = path.stat().st_mtime >= beside(prefix, ".bin").stat().st_mtime
+        return facts if path.stat().st_mtime >= beside(prefix, ".bin").stat().st_mtime else None
     except (OSError, ValidationError):
-        return scan(tokens)
-    return facts if is_current and facts.num_tokens == len(tokens) else scan(tokens)
+        return None
 
 
 def write_facts(prefix: Path, facts: TokenFacts) -> None:
@@ -108,6 +131,26 @@ def scan(tokens: NDArray[Any]) -> TokenFacts:
     return TokenFacts(num_tokens=len(tokens), max_token=max_token, sha256=digest.hexdigest())
 
 
+def id_range(tokens: NDArray[Any], vocab_size: int, share: int = 0, num_shares: int = 1) -> IdRange:
+    """Return the IdRange of one of `num_shares` equal shares of `tokens`."""
+    first, end = (len(tokens) * border // num_shares for border in (share, share + 1))
+    max_token, first_outside = -1, None
+    for start in range(first, end, _SCAN_TOKENS):
+        block = tokens[start : min(start + _SCAN_TOKENS, end)]
+        highest = int(block.max())
+        max_token = max(max_token, highest)
+        if first_outside is None and (highest >= vocab_size or (block.dtype.kind == "i" and block.min() < 0)):
+            first_outside = start + int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
+    return IdRange(max_token, first_outside)
+
+
+def merged(shares: Iterable[IdRange]) -> IdRange:
+    """Return the IdRange of all shares."""
+    ranges = list(shares)
+    outside = [each.first_outside for each in ranges if each.first_outside is not None]
+    return IdRange(max(each.max_token for each in ranges), min(outside, default=None))
+
+
 def _read_index(path: Path) -> tuple[type[np.integer[Any]], int]:
     """Return the dtype and the number of tokens according to an .idx file."""
     damaged = DataError(f"{path} is damaged or is not a token index. Create it again with megabench preprocess.")
@@ -120,7 +163,17 @@ def _read_index(path: Path) -> tuple[type[np.integer[Any]], int]:
         raise damaged
     if size != _HEADER.itemsize + num_sequences * (4 + 8) + num_borders * 8:
         raise damaged
-    lengths = np.fromfile(path, dtype="<i4", count=num_sequences, offset=_HEADER.itemsize)
-    if num_sequences and lengths.min() < 0:
+    dtype = _DTYPES[int(header["dtype"])]
+    num_tokens = 0
+    for start in range(0, num_sequences, _SCAN_TOKENS):
+        count = min(_SCAN_TOKENS, num_sequences - start)
+        lengths = np.fromfile(path, "<i4", count, offset=_HEADER.itemsize + start * 4)
+        offsets = np.fromfile(path, "<i8", count, offset=_HEADER.itemsize + num_sequences * 4 + start * 8)
+        ends = num_tokens + np.cumsum(lengths, dtype=np.int64)
+        if lengths.min() < 0 or not np.array_equal(offsets, (ends - lengths) * np.dtype(dtype).itemsize):
+            raise damaged
+        num_tokens = int(ends[-1])
+    borders = np.fromfile(path, "<i8", num_borders, offset=size - num_borders * 8)
+    if num_borders and (borders[0] != 0 or borders[-1] > num_sequences or (np.diff(borders) < 0).any()):
         raise damaged
-    return _DTYPES[int(header["dtype"])], int(lengths.sum(dtype=np.int64))
+    return dtype, num_tokens

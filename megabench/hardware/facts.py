@@ -6,7 +6,6 @@ is None or absent.
 
 import ctypes
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import pynvml
 from pydantic import BaseModel, ConfigDict
 
 from megabench.hardware.gpus import Network, find_instance
+from megabench.runtime.process import host_name
 
 _SYS = Path("/sys")
 _NO_INTERFACE = ("lo", "docker", "veth", "br-", "virbr", "cni", "flannel")
@@ -66,7 +66,7 @@ def read_facts(local_rank: int, gpu_uuid: str | None) -> RankFacts:
     """Return the facts of this process. `gpu_uuid` is the UUID of the process's GPU ("GPU-…"), or None on CPU."""
     network, gbits = read_network(_SYS)
     return RankFacts(
-        hostname=socket.gethostname(),
+        hostname=host_name(),
         boot_id=_read(Path("/proc/sys/kernel/random/boot_id")) or "",
         nccl_hostid=os.environ.get("NCCL_HOSTID"),
         shm_device=_device_number("/dev/shm"),

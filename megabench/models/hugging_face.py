@@ -9,14 +9,21 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabench import UserError
-from megabench.models.families import FAMILIES, Family, Rule
-from megabench.models.shape import Foreign, ModelShape, RopeScaling
+from megabench.models.causal_lm import (
+    CONFIG_NAME,
+    UnsupportedModelError,
+    build_model,
+    load_config,
+    reason_of,
+    training_config,
+)
+from megabench.models.families import FAMILIES
+from megabench.models.foreign import foreign_shape
+from megabench.models.shape import ModelShape, RopeScaling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-CONFIG_NAME = "config.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 
@@ -28,24 +35,35 @@ _REQUIRED: dict[str, tuple[Any, str]] = {
     "attention_dropout": (0.0, "dropout in attention"),
     "sliding_window": (None, "attention over a sliding window"),
     "use_sliding_window": (False, "attention over a sliding window"),
+    "is_causal": (True, "attention to later tokens"),
+    "is_encoder_decoder": (False, "an encoder and a decoder"),
 }
 # configuration fields that determine the shape
 _TAKEN = {
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "layer_types",
-    "max_position_embeddings",
+    "max_position_embeddings", "pad_token_id",
 }  # fmt: skip
 # configuration fields that do not affect training
 _IGNORED = {
     "transformers_version", "architectures", "output_hidden_states", "output_attentions", "return_dict", "dtype",
-    "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "initializer_range",
-    "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp", "max_window_layers", "_name_or_path",
+    "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type", "initializer_range", "use_cache",
+    "bos_token_id", "eos_token_id", "pretraining_tp", "max_window_layers", "_name_or_path", "_attn_implementation",
+    "_attn_implementation_autoset", "_commit_hash", "attn_implementation", "tie_last_hidden_states", "tokenizer_class",
+    "finetuning_task", "task_specific_params", "torchscript", "use_bfloat16", "is_decoder", "add_cross_attention",
+    "cross_attention_hidden_size", "unsloth_version", "unsloth_fixed",
 }  # fmt: skip
+# configuration fields of older transformers, which newer versions read into other fields
+_OLDER = {"rope_theta", "rope_scaling", "torch_dtype"}
 _ROPE_TYPES = ("default", "llama3")
-
-
-class UnsupportedModelError(UserError):
-    """Raised for a Hugging Face model that megabench cannot train exactly as transformers does."""
+# words in the names of the parts of a configuration, and the kind of model that such a part belongs to
+_MODALITIES = {
+    "vision": "a vision-language",
+    "vq": "a vision-language",
+    "image": "a vision-language",
+    "audio": "an audio-language",
+    "text_config": "a multimodal",
+}
 
 
 def transformers_config(shape: ModelShape) -> "PreTrainedConfig":
@@ -53,10 +71,11 @@ def transformers_config(shape: ModelShape) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
     if shape.foreign:
-        return _foreign_config(Path(shape.foreign.config_folder))
+        return training_config(Path(shape.foreign.config_folder))
     common: dict[str, Any] = {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
+        "pad_token_id": shape.pad_token_id,
         "tie_word_embeddings": shape.tied_embeddings,
         "use_cache": False,
         "attn_implementation": "sdpa",
@@ -91,17 +110,6 @@ def transformers_config(shape: ModelShape) -> "PreTrainedConfig":
 def _rope_parameters(shape: ModelShape) -> dict[str, Any]:
     scaling = {"rope_type": "llama3", **vars(shape.rope_scaling)} if shape.rope_scaling else {"rope_type": "default"}
     return scaling | {"rope_theta": shape.rope_theta}
-
-
-def build_model(config: "PreTrainedConfig") -> "PreTrainedModel":
-    """Build a configuration's causal language model with uninitialized weights, on the default device and dtype."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights():
-        model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    model.tie_weights()
-    return model
 
 
 def config_text(shape: ModelShape) -> bytes:
@@ -161,9 +169,11 @@ def read_shape(folder: Path) -> ModelShape:
             f"{folder} contains an adapter ({ADAPTER_CONFIG_NAME}), which changes the model and which megabench does "
             f"not train. Merge the adapter into the weights, or remove {ADAPTER_CONFIG_NAME}."
         )
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
     family = content.get("model_type")
+    if not family:
+        raise UnsupportedModelError(f"{path} has no model_type. Use the {CONFIG_NAME} that belongs to the model.")
     if family not in CONFIG_MAPPING:
         if code := own_code(folder):
             raise UnsupportedModelError(
@@ -174,23 +184,28 @@ def read_shape(folder: Path) -> ModelShape:
             f"{path}: the installed transformers does not support model_type={family!r}. Use another model, or upgrade "
             f"transformers."
         )
+    if parts := [name for name in CONFIG_MAPPING[family].sub_configs if any(word in name for word in _MODALITIES)]:
+        kind = next((kind for word, kind in _MODALITIES.items() if any(word in part for part in parts)), "")
+        raise UnsupportedModelError(
+            f"{path}: model_type={family!r} is {kind} model ({', '.join(parts)}), and megabench trains only models of "
+            f"text. Use a causal language model."
+        )
     if content.get("quantization_config"):
         raise UnsupportedModelError(
             f"{path}: quantized weights cannot be trained (quantization_config is set). Use unquantized weights."
         )
     try:
-        config = AutoConfig.for_model(family, **{k: v for k, v in content.items() if k != "model_type"})
+        config = load_config(folder)
         sizes = _sizes(config)
     except Exception as error:  # the checks in transformers raise many types of exceptions
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UnsupportedModelError(f"transformers rejects {path} ({reason}). Correct {path}.") from None
+        raise UnsupportedModelError(f"transformers rejects {path} ({reason_of(error)}). Correct {path}.") from None
     for field, value in sizes.items():
         if not isinstance(value, int) or value < 1:
             raise UnsupportedModelError(f"{path}: {field}={value!r} is not a positive integer. Correct {path}.")
     common: dict[str, Any] = {
         "name": str(folder),
         "family": family,
-        "tied_embeddings": bool(config.tie_word_embeddings),
+        "tied_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
         "seq_length": min(sizes["num_positions"], 4096),
         "micro_batch": 1,
         "global_batch": 32,
@@ -200,79 +215,63 @@ def read_shape(folder: Path) -> ModelShape:
         **sizes,
     }
     try:
-        _check(config, path)
+        _check(config, content, path)
     except UnsupportedModelError as error:
-        return _foreign_shape(folder, common, str(error))
+        return foreign_shape(folder, common, str(error))
     rope = config.rope_parameters
     scaling = None
     if rope["rope_type"] == "llama3":
         scaling = RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
     return ModelShape(
-        **common, norm_eps=config.rms_norm_eps, rope_theta=float(rope["rope_theta"]), rope_scaling=scaling
+        **common,
+        norm_eps=config.rms_norm_eps,
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=scaling,
+        pad_token_id=_padding_token(config, path),
+    )
+
+
+def _padding_token(config: "PreTrainedConfig", path: Path) -> int | None:
+    """Return the token whose embedding torch.nn.Embedding does not train. A negative id counts from the end."""
+    token, size = config.pad_token_id, config.vocab_size
+    if token is None or 0 <= token < size:
+        return token
+    if -size <= token < 0:
+        return token + size
+    raise UnsupportedModelError(
+        f"{path}: pad_token_id={token} is outside the vocabulary of {size} tokens. Correct pad_token_id."
     )
 
 
 def _sizes(config: Any) -> dict[str, Any]:
     """Return the sizes of a model. Sizes that the configuration omits are derived from other sizes."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
+
+    def size(name: str) -> Any:
+        value = getattr(config, name, None)
+        return max(value) if isinstance(value, list) and value else value  # some models have a size for each layer
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    head_dim = size("head_dim") or (hidden // heads if heads else None)
     return {
-        "num_layers": config.num_hidden_layers,
+        "num_layers": size("num_hidden_layers"),
         "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or hidden // heads,
-        "ffn_size": getattr(config, "intermediate_size", None) or 4 * hidden,
-        "vocab_size": config.vocab_size,
-        "num_positions": getattr(config, "max_position_embeddings", None) or 2048,
+        # without attention, such as in Mamba, one head of size 1 adds almost nothing to the FLOPs
+        "num_heads": heads or 1,
+        "num_kv_heads": size("num_key_value_heads") or heads or 1,
+        "head_dim": head_dim if heads else 1,
+        "ffn_size": size("intermediate_size") or 4 * hidden,
+        "vocab_size": size("vocab_size"),
+        "num_positions": size("max_position_embeddings") or 2048,
     }
 
 
-def _foreign_shape(folder: Path, common: dict[str, Any], reason: str) -> ModelShape:
-    """Return the shape of a model whose tensors are known only to transformers."""
-    import torch
-    from torch import nn
+def _check(config: Any, content: dict[str, Any], path: Path) -> None:
+    """Raise UnsupportedModelError if megabench's tensor-parallel blocks compute a configuration unlike transformers.
 
-    path = folder / CONFIG_NAME
-    try:
-        with torch.device("meta"):
-            model = build_model(_foreign_config(folder))
-    except Exception as error:
-        raise UnsupportedModelError(f"{path}: transformers cannot build a causal language model: {error}") from None
-    sizes = {name: " ".join(map(str, parameter.shape)) for name, parameter in model.named_parameters()}
-    if experts := next((name for name in sizes if "expert" in name), None):
-        raise UnsupportedModelError(
-            f"{path}: mixtures of experts are not supported (parameter {experts}). Use a dense model."
-        )
-    embedding = next(n for n, p in model.named_parameters() if p is model.get_input_embeddings().weight)
-    looked_up = [n for n, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    first = [embedding, *(name for name in sizes if name.rpartition(".")[0] in looked_up and name != embedding)]
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    layers = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
-    table = Family(
-        name=common["family"],
-        layer_prefix=f"{layers}.",
-        first=(Rule(None, {name: sizes[name] for name in first}, "whole"),),
-        layer=(),
-        last=(Rule(None, {name: size for name, size in sizes.items() if name not in first}, "whole"),),
-        residual=(),
-    )
-    return ModelShape(**common, norm_eps=0.0, foreign=Foreign(table, str(folder), reason))
+    `content` is the content of config.json, which may have fields that `config` does not declare.
+    """
+    from transformers import GenerationConfig
 
-
-def _foreign_config(folder: Path) -> "PreTrainedConfig":
-    """Return the configuration in `config_folder` with dropout disabled, because engines draw different dropout."""
-    from transformers import AutoConfig
-
-    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    config.use_cache = False
-    for field, value in config.to_dict().items():
-        if isinstance(value, float) and field.endswith(("dropout", "pdrop", "drop")):
-            setattr(config, field, 0.0)
-    return config
-
-
-def _check(config: Any, path: Path) -> None:
-    """Raise UnsupportedModelError if megabench's tensor-parallel blocks compute a configuration unlike transformers."""
     if (family := config.model_type) not in FAMILIES or not FAMILIES[family].has_parallel_blocks:
         raise UnsupportedModelError(f"{path}: model_type={family!r} is not Llama, Mistral or Qwen")
     if config.num_attention_heads % (config.num_key_value_heads or config.num_attention_heads):
@@ -280,7 +279,6 @@ def _check(config: Any, path: Path) -> None:
             f"{path}: num_key_value_heads={config.num_key_value_heads} does not divide num_attention_heads="
             f"{config.num_attention_heads}; correct the file"
         )
-    declared = type(config)().to_dict()
     for field, (wanted, meaning) in _REQUIRED.items():
         if (value := getattr(config, field, wanted)) != wanted:
             raise _refusal(path, field, value, wanted, meaning)
@@ -293,8 +291,10 @@ def _check(config: Any, path: Path) -> None:
         raise _refusal(path, "rope_type", kind, " or ".join(_ROPE_TYPES), "another rotary embedding")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise _refusal(path, "partial_rotary_factor", rope["partial_rotary_factor"], 1.0, "a partial rotary embedding")
-    for field, default in declared.items():
-        if field not in _TAKEN | _IGNORED | _REQUIRED.keys() and (value := getattr(config, field, default)) != default:
+    declared, generation = type(config)().to_dict(), GenerationConfig().to_dict()
+    known = _TAKEN | _IGNORED | _OLDER | _REQUIRED.keys() | generation.keys()
+    for field, value in (content | config.to_dict()).items():
+        if field not in known and value != (default := declared.get(field)):
             raise _refusal(path, field, value, default, "a feature that megabench does not support")
 
 

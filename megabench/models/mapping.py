@@ -19,7 +19,10 @@ _LAYERS = "decoder.layers."
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows and columns [start, stop) of the Hugging Face tensor `name`. `columns` is None for a vector."""
+    """Rows and columns [start, stop) of the matrix form of the Hugging Face tensor `name`; see `matrix_form`.
+
+    `columns` is None for a vector.
+    """
 
     name: str
     rows: tuple[int, int]
@@ -48,6 +51,23 @@ class Shard:
         )
 
 
+def matrix_form(size: tuple[int, ...]) -> tuple[int] | tuple[int, int]:
+    """Return the shape in which pieces address a tensor of any number of dimensions: [rows, columns] or [rows].
+
+    A scalar is a vector of one element. From the second dimension on, the dimensions of a tensor form its columns, so
+    that the order of the elements stays the same.
+    """
+    if len(size) < 2:
+        return (math.prod(size),)
+    return size[0], math.prod(size[1:])
+
+
+def whole_piece(name: str, size: tuple[int, ...]) -> Piece:
+    """Return the piece that covers a Hugging Face tensor of shape `size`."""
+    rows, *columns = matrix_form(size)
+    return Piece(name, (0, rows), (0, columns[0]) if columns else None)
+
+
 def padded_vocab_size(shape: ModelShape, tp: int) -> int:
     """Return the vocabulary size, rounded up to a multiple of `tp`."""
     return -(-shape.vocab_size // tp) * tp
@@ -60,6 +80,11 @@ def hugging_face_shapes(shape: ModelShape) -> Shapes:
     for layer in range(shape.num_layers):
         shapes |= _shapes(table.layer, shape, f"{table.layer_prefix}{layer}.")
     return shapes | _shapes(shape.last, shape)
+
+
+def stored_shapes(shape: ModelShape) -> Shapes:
+    """Return the shapes of all parameters and persistent buffers, which files of the model contain."""
+    return hugging_face_shapes(shape) | (shape.foreign.buffers if shape.foreign else {})
 
 
 def largest_parameter(shape: ModelShape) -> int:
@@ -98,11 +123,11 @@ def _part(size: int, tp: int, rank: int) -> tuple[int, int]:
 
 
 def _columns(size: tuple[int, ...]) -> tuple[int, int] | None:
-    return (0, size[1]) if len(size) == 2 else None
+    return whole_piece("", size).columns
 
 
 def _whole(tensors: Shapes, shape: ModelShape, tp: int, rank: int) -> Shard:
-    return Shard(tuple(Piece(name, (0, size[0]), _columns(size)) for name, size in tensors.items()))
+    return Shard(tuple(whole_piece(name, size) for name, size in tensors.items()))
 
 
 def _rows(tensors: Shapes, shape: ModelShape, tp: int, rank: int) -> Shard:

@@ -9,8 +9,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megabench import UserError
-from megabench.models.hugging_face import CONFIG_NAME, read_shape
-from megabench.models.mapping import Piece, Shapes, hugging_face_shapes
+from megabench.models.causal_lm import CONFIG_NAME, UnsupportedModelError, build_model, is_ignored, names_in_model
+from megabench.models.hugging_face import read_shape, transformers_config
+from megabench.models.mapping import Piece, Shapes, stored_shapes
 from megabench.models.shape import ModelShape
 
 ONE_FILE = "model.safetensors"
@@ -21,9 +22,7 @@ _TOKENIZER_FILES = (
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_OUTPUT = "lm_head.weight"
-# Older files contain buffers that transformers now computes.
-_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
+_WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DDP and torch.compile add to tensor names
 _COMPARED_ROWS = 4096
 
 
@@ -34,8 +33,9 @@ class ModelFilesError(UserError):
 class HuggingFaceWeights:
     """The weights in a Hugging Face directory, read on demand; implements `megabench.models.weights.Weights`.
 
-    The constructor checks the names, shapes and dtypes of all tensors in the headers of the files. ModelFilesError
-    names the first tensor that is missing or unknown, or that has a wrong shape or dtype.
+    `sizes` has the shapes of all parameters and persistent buffers by their names in the model. The constructor checks
+    the names, shapes and dtypes of all tensors in the headers of the files. ModelFilesError names the first tensor that
+    is missing or unknown, or that has a wrong shape or dtype.
     """
 
     def __init__(self, folder: Path, shape: ModelShape | None = None) -> None:
@@ -43,18 +43,24 @@ class HuggingFaceWeights:
         self.shape = shape or read_shape(folder)
         self._files = {name: self._open(name) for name in self._file_names()}
         self._where = {tensor: file for name, file in self._files.items() for tensor in self._checked_keys(name, file)}
-        self.sizes: Shapes = hugging_face_shapes(self.shape)
+        self.sizes: Shapes = stored_shapes(self.shape)
+        self._stored_names = self._find_names()
         self._check()
 
     def read(self, wanted: Piece) -> Tensor:
         """Return a block of a tensor in the dtype of its file."""
-        part = self._where[wanted.name].get_slice(wanted.name)
-        rows, columns = slice(*wanted.rows), wanted.columns
-        block: Tensor = part[rows] if columns is None else part[rows, slice(*columns)]
+        part = self._part(wanted.name)
+        rows, columns = part[slice(*wanted.rows)] if part.get_shape() else part[...].flatten(), wanted.columns
+        block: Tensor = rows if columns is None else rows.flatten(1)[:, slice(*columns)]
         return block
 
     def dtype(self, name: str) -> torch.dtype:
-        return _DTYPES[self._where[name].get_slice(name).get_dtype()]
+        return _DTYPES[self._part(name).get_dtype()]
+
+    def _part(self, name: str) -> Any:
+        """Return the stored tensor, not yet read, of a tensor of the model."""
+        stored = self._stored_names[name]
+        return self._where[stored].get_slice(stored)
 
     @property
     def num_bytes(self) -> int:
@@ -62,9 +68,16 @@ class HuggingFaceWeights:
         return sum(torch.Size(size).numel() * self.dtype(name).itemsize for name, size in self.sizes.items())
 
     def _file_names(self) -> list[str]:
-        if (self.folder / INDEX).exists():
-            return sorted(set(self._index().values()))
-        if (self.folder / ONE_FILE).exists():
+        has_one, has_index = (self.folder / ONE_FILE).exists(), (self.folder / INDEX).exists()
+        if has_index:
+            names = sorted(set(self._index().values()))
+            if has_one and ONE_FILE not in names:
+                raise ModelFilesError(
+                    f"{self.folder} has both {ONE_FILE} and {INDEX}, which lists other files, and transformers reads "
+                    f"only {ONE_FILE}. Remove the file that does not belong to the model."
+                )
+            return names
+        if has_one:
             return [ONE_FILE]
         pickled = next(iter(sorted(self.folder.glob("*.bin"))), None)
         other = (
@@ -78,9 +91,14 @@ class HuggingFaceWeights:
         path = self.folder / INDEX
         try:
             weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            return {str(tensor): str(file) for tensor, file in weight_map.items()}
+            index = {str(tensor): str(file) for tensor, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ModelFilesError(f"{path} has no readable weight_map. Download {path} again.") from None
+        if outside := next((file for file in index.values() if Path(file).name != file), None):
+            raise ModelFilesError(
+                f"{path} lists {outside!r}, which is not the name of a file beside it. Correct {path}."
+            )
+        return index
 
     def _open(self, name: str) -> Any:
         path = self.folder / name
@@ -112,14 +130,48 @@ class HuggingFaceWeights:
                 )
         return keys
 
+    def _find_names(self) -> dict[str, str]:
+        """Return the stored name of every tensor of the model. transformers renames some tensors on loading.
+
+        Raise ModelFilesError for a tensor that does not belong to the model.
+        """
+        if not self.shape.foreign and self._where.keys() == self.sizes.keys():
+            return {name: name for name in self.sizes}
+        with torch.device("meta"):
+            model = build_model(transformers_config(self.shape))
+        try:
+            in_model = names_in_model(model, self._where)
+        except UnsupportedModelError as error:
+            raise ModelFilesError(f"{self.folder}: {error}.") from None
+        first: dict[int, str] = {}  # the name in `sizes` of each parameter, which may have other names too
+        tied = {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+        found: dict[str, list[str]] = {}
+        for stored, name in in_model.items():
+            if (name := tied.get(name, name)) in self.sizes:
+                found.setdefault(name, []).append(stored)
+            elif not is_ignored(model, name):
+                raise ModelFilesError(f"{self.folder} contains the tensor {stored}, {self._why_unknown()}")
+        for several in found.values():
+            self._check_equal(*several)
+        return {name: several[0] for name, several in found.items()}
+
+    def _why_unknown(self) -> str:
+        for prefix in _WRAPPERS:
+            if all(name.startswith(prefix) for name in self._where):
+                return (
+                    f"and all names begin with {prefix!r}, the prefix of a wrapper. Save the model inside the wrapper "
+                    f"again."
+                )
+        return f"which a model with this {CONFIG_NAME} does not have. Use the {CONFIG_NAME} of the weights."
+
     def _check(self) -> None:
         for name, size in self.sizes.items():
-            if name not in self._where:
+            if name not in self._stored_names:
                 raise ModelFilesError(
                     f"{self.folder} lacks the tensor {name}, which {CONFIG_NAME} requires. "
                     f"Use the {CONFIG_NAME} of the weights."
                 )
-            part = self._where[name].get_slice(name)
+            part = self._part(name)
             if tuple(part.get_shape()) != size:
                 raise ModelFilesError(
                     f"{self.folder}: {name} has shape {list(part.get_shape())}, but {CONFIG_NAME} requires "
@@ -130,29 +182,20 @@ class HuggingFaceWeights:
                     f"{self.folder}: {name} has dtype {part.get_dtype()}. "
                     f"Convert the weights to {' or '.join(_DTYPES)}."
                 )
-        for name in self._where:
-            if name in self.sizes or name.endswith(_BUFFERS):
-                continue
-            if name == _OUTPUT and self.shape.tied_embeddings:
-                self._check_tied()
-            else:
+
+    def _check_equal(self, first: str, *others: str) -> None:
+        """Check that the stored tensors of one tied parameter, such as embedding and output layer, are equal."""
+        one = self._where[first].get_slice(first)
+        for name in others:
+            other = self._where[name].get_slice(name)
+            same = one.get_shape() == other.get_shape()
+            for row in range(0, one.get_shape()[0] if same else 0, _COMPARED_ROWS):
+                same = same and torch.equal(one[row : row + _COMPARED_ROWS], other[row : row + _COMPARED_ROWS])
+            if not same:
                 raise ModelFilesError(
-                    f"{self.folder} contains the tensor {name}, which a model with this {CONFIG_NAME} does not have. "
+                    f"{self.folder}: {name} differs from {first}, but {CONFIG_NAME} ties both tensors. "
                     f"Use the {CONFIG_NAME} of the weights."
                 )
-
-    def _check_tied(self) -> None:
-        """Check that an output layer that a tied model stores separately is equal to the embedding."""
-        embedding = self.shape.table.embedding
-        one, other = (self._where[name].get_slice(name) for name in (embedding, _OUTPUT))
-        same = one.get_shape() == other.get_shape()
-        for row in range(0, self.shape.vocab_size if same else 0, _COMPARED_ROWS):
-            same = same and torch.equal(one[row : row + _COMPARED_ROWS], other[row : row + _COMPARED_ROWS])
-        if not same:
-            raise ModelFilesError(
-                f"{self.folder}: {_OUTPUT} differs from {embedding}, but {CONFIG_NAME} ties both tensors. "
-                f"Use the {CONFIG_NAME} of the weights."
-            )
 
 
 def read_assets(folder: Path) -> dict[str, bytes]:

@@ -24,11 +24,13 @@ class Foreign:
 
     Only engines that train transformers models support such a model.
 
-    `table` lists the model's tensors, `config_folder` contains the config.json, and `reason` explains why megabench has
-    no tensor-parallel blocks for the model.
+    `table` lists the model's parameters, and `buffers` the shapes of the buffers that are stored with them.
+    `config_folder` contains the config.json, and `reason` explains why megabench has no tensor-parallel blocks for the
+    model.
     """
 
     table: Family
+    buffers: dict[str, tuple[int, ...]]
     config_folder: str
     reason: str
 
@@ -37,7 +39,8 @@ class Foreign:
 class ModelShape:
     """The sizes of a decoder-only model. The table in families.py for `family` describes the blocks.
 
-    For learned positions, `rope_theta` is None and `num_positions` is set. `seq_length`, `micro_batch`,
+    For learned positions, `rope_theta` is None and `num_positions` is set. The embedding of `pad_token_id` gets no
+    gradient, as in transformers. `seq_length`, `micro_batch`,
     `global_batch`, `learning_rate` and `lr_warmup` (in steps) are defaults that a run may override.
     """
 
@@ -61,12 +64,18 @@ class ModelShape:
     rope_scaling: RopeScaling | None = None
     num_positions: int | None = None
     tied_embeddings: bool = False
+    pad_token_id: int | None = None
     foreign: Foreign | None = None
 
     @property
     def table(self) -> Family:
         """The table of the model's tensors: that of the model family, or for a foreign model its own table."""
         return self.foreign.table if self.foreign else FAMILIES[self.family]
+
+    @property
+    def max_seq_length(self) -> int | None:
+        """The largest possible sequence length, or None for a model that computes positions of any length."""
+        return self.num_positions if self.table.positions == "learned" else None
 
     @property
     def last(self) -> tuple[Rule, ...]:

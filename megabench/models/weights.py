@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megabench.models.mapping import Piece, Shapes, Shard
+from megabench.models.mapping import Piece, Shapes, Shard, whole_piece
 
 
 class Weights(Protocol):
@@ -38,12 +38,12 @@ def read_flat(weights: Weights, name: str, shapes: Shapes, start: int, stop: int
     Elements past the end of the tensor are zero. The result is on the device of the blocks of `weights`, or on CPU if
     all elements are past the end.
     """
-    shape = shapes[name]
-    width = shape[1] if len(shape) == 2 else 1
-    end = min(stop, shape[0] * width)
+    whole = whole_piece(name, shapes[name])
+    width = whole.columns[1] if whole.columns else 1
+    end = min(stop, whole.num_rows * width)
     if start >= end:
         return torch.zeros(stop - start)
     rows = start // width, -(-end // width)
-    block = weights.read(Piece(name, rows, (0, width) if len(shape) == 2 else None)).flatten()
+    block = weights.read(Piece(name, rows, whole.columns)).flatten()
     values = block[start - rows[0] * width : end - rows[0] * width]
     return torch.cat([values, values.new_zeros(stop - end)]) if stop > end else values

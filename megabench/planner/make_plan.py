@@ -60,10 +60,9 @@ def make_plan(
             "profile that megabench calibrate has measured"
         )
     length = seq_length or shape.seq_length
-    if shape.num_positions and length > shape.num_positions:
+    if shape.max_seq_length and length > shape.max_seq_length:
         raise ConfigError(
-            f"seq_length={length} is more than the {shape.num_positions} learned positions of {model}; use a "
-            f"smaller seq_length"
+            f"seq_length={length} exceeds the {shape.max_seq_length} positions of {model}; use a smaller seq_length"
         )
     precision = precision or ("fp32" if device == "cpu" else "bf16")
     if grad_dtype not in POLICIES[precision].grad_dtypes:

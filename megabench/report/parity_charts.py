@@ -44,6 +44,9 @@ def losses_chart(trials: Sequence[Shown], slug: str, words: str = _SAME_WORK) ->
     )
 
 
+_GROWN = ", unless its difference has grown from rounding, which the table states as equal"
+
+
 def difference_charts(group: WorkClassOfTrials, slug: str) -> list[Chart]:
     """Return the charts of the relative differences to the parity reference at each step, with the tolerance."""
     judged = [t for t in group.measured if t.record.parity and t.record.parity.max_relative_difference is not None]
@@ -53,10 +56,13 @@ def difference_charts(group: WorkClassOfTrials, slug: str) -> list[Chart]:
     others = [trial for trial in judged if trial is not standard]
     if not standard or not others or len(standard.record.losses) < 2:
         return []
+    has_grown = any(  # from rounding
+        trial.row.parity == "equal" and (trial.row.max_relative_difference or 0) > parity.tolerance for trial in others
+    )
     losses = _differences_chart(
         f"Relative difference of the losses from {standard.name}",
         "Differences below the dashed line are rounding errors, which depend on the order of summation. A trial above "
-        "the dashed line did different work and is not ranked.",
+        f"the dashed line did different work and is not ranked{_GROWN * has_grown}.",
         [_differences(trial, standard, "losses") for trial in others],
         slug,
         parity.tolerance,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from megabench.runtime.process import SAFE_PATH
+
 TERM_GRACE_SECONDS = 5.0
 KILL_WAIT_SECONDS = 15.0
 
@@ -51,7 +53,7 @@ class Child:
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
-                env=environment,
+                env={**environment, **SAFE_PATH},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import socket
 import warnings
 from datetime import timedelta
 from typing import Literal
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from megabench import UserError
 from megabench.precision import POLICIES, Dtype, PrecisionPolicy
 from megabench.runtime.attention import pin_kernel
+from megabench.runtime.process import host_name
 from megabench.runtime.rendezvous import Rendezvous, share_of_cores
 
 # torch 2.13 renames these collectives; older supported versions have only the old names
@@ -36,7 +36,7 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_world_size: int)
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
         return "cpu"
     if num_gpus < local_world_size:
-        found = f"{num_gpus} GPU{'s' * (num_gpus != 1)} for {local_world_size} processes on {socket.gethostname()}"
+        found = f"{num_gpus} GPU{'s' * (num_gpus != 1)} for {local_world_size} processes on {host_name()}"
         raise DeviceError(f"device={wanted} found {found}; start one process a GPU, or use --device cpu")
     return "cuda"
 
@@ -49,7 +49,7 @@ def check_precision(policy: PrecisionPolicy, device: DeviceKind) -> None:
         if torch.cuda.get_device_capability(number) < _HOPPER:
             name = torch.cuda.get_device_name(number)
             raise DeviceError(
-                f"precision={policy.name} needs Hopper GPUs or newer ones, but {socket.gethostname()} has {name}; use "
+                f"precision={policy.name} needs Hopper GPUs or newer ones, but {host_name()} has {name}; use "
                 f"precision=bf16"
             )
 

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import socket
 import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import megabench
 from megabench.record import Environment
+from megabench.runtime.process import host_name
 
 _PACKAGES = (
     "torch",
@@ -55,7 +55,7 @@ def collect() -> Environment:
         for name, value in sorted(os.environ.items())
         if name.startswith(_VARIABLES) and name not in _LOG_FILES and not is_secret(name)
     }
-    return Environment(versions=versions(), variables=variables, host=socket.gethostname(), commit=commit())
+    return Environment(versions=versions(), variables=variables, host=host_name(), commit=commit())
 
 
 @cache

@@ -106,6 +106,14 @@ def shared(store: Store, rank: int, topic: str, find: Callable[[], Any]) -> Any:
     return json.loads(store.get(topic))
 
 
+def gathered(store: Store, rank: int, world_size: int, topic: str, value: Any) -> list[Any]:
+    """Return the `value` of every rank, converted to JSON and back. Every rank must call this function."""
+    store.set(f"{topic}/{rank}", json.dumps(value))
+    keys = [f"{topic}/{other}" for other in range(world_size)]
+    wait_for(store, keys)
+    return [json.loads(store.get(key)) for key in keys]
+
+
 def wait_for(store: Store, keys: list[str]) -> None:
     """Wait until all `keys` exist, without the time limit of the store's own wait."""
     while not store.check(keys):

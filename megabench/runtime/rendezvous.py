@@ -15,6 +15,7 @@ import psutil
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from megabench.runtime.process import host_name
 from megabench.runtime.signed_store import SignedStore, agree_on_key, secret_from_environment
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ def launch_identity() -> str:
     if (run := os.environ.get("TORCHELASTIC_RUN_ID", "none")) != "none":
         return f"torchrun {run}"
     parent = psutil.Process(os.getppid())
-    return f"process {parent.pid} of {socket.gethostname()} since {parent.create_time():.0f}"
+    return f"process {parent.pid} of {host_name()} since {parent.create_time():.0f}"
 
 
 def open_store(port: int = 0, timeout: timedelta = timedelta(minutes=10)) -> TCPStore:

@@ -9,7 +9,6 @@ behind by dead processes are ignored.
 import json
 import os
 import secrets
-import socket
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from megabench import UserError
+from megabench.runtime.process import host_name
 
 _NAME = ".claim.json"
 _TOKEN = secrets.token_hex(8)  # of this process
@@ -57,7 +57,7 @@ class _Owner:
 
     @property
     def is_alive_here(self) -> bool:
-        if self.host != socket.gethostname():
+        if self.host != host_name():
             return False
         try:
             is_same = abs(_began(self.pid) - self.began) < _SAME_SECONDS
@@ -77,7 +77,7 @@ class RunLock:
         self.folder = folder
         path, mine = folder / _NAME, folder / f".claim.{_TOKEN}.partial"
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        me = _Owner(_TOKEN, socket.gethostname(), os.getpid(), _began(os.getpid()), now)
+        me = _Owner(_TOKEN, host_name(), os.getpid(), _began(os.getpid()), now)
         try:
             mine.write_text(json.dumps(asdict(me)) + "\n", encoding="utf-8")
             with suppress(OSError):  # the lock exists, or the file system has no hard links

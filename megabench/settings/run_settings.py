@@ -193,14 +193,15 @@ class RunSettings(Settings):
     data: str = setting("stdlib", "Model and data", "work", "content", synonyms="data_path dataset dataset_path")
     """Training data: stdlib, synthetic, a .txt/.jsonl/.parquet file, or the prefix of a .bin/.idx token file."""
 
-    tokenizer: str = setting(
-        "bytes",
+    tokenizer: str | None = setting(
+        None,
         "Model and data",
         "work",
         "free",
         synonyms="tokenizer_name tokenizer_path tokenizer_model tokenizer_name_or_path",
     )
-    """Tokenizer: bytes, or a Hugging Face tokenizer directory."""
+    """Tokenizer: bytes, or a Hugging Face tokenizer directory [default: the tokenizer in the model directory, or bytes
+    for models of the catalogue]."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(
         1234, "Model and data", "work", "same", synonyms="random_seed"

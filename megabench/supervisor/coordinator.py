@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistError
 
+from megabench.runtime.process import host_name
 from megabench.runtime.signed_store import with_prefix
 from megabench.supervisor.launch import Launch
 
@@ -98,7 +98,7 @@ class Coordinator:
 
     def report(self, report: dict[str, Any]) -> None:
         """Send a report to the lead supervisor before the study starts."""
-        report = {"host": socket.gethostname(), **report}
+        report = {"host": host_name(), **report}
         self._store.set(f"report/{self.launch.supervisor}", json.dumps(report))
 
     def reports(self) -> list[dict[str, Any]]:
@@ -165,7 +165,7 @@ class Coordinator:
     def _me(self) -> str:
         ranks = self.launch.ranks
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}–{ranks[-1]}"
-        return f"{which} on {socket.gethostname()}"
+        return f"{which} on {host_name()}"
 
     def _beat(self) -> None:
         self._num_beats += 1

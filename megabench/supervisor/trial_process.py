@@ -2,7 +2,6 @@
 others. The lead supervisor decides when a trial is over. Supervisors share the ends of their ranks over the store."""
 
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch.distributed import PrefixStore
 
 from megabench.runtime.child import Child, end_all, end_strays, without_launcher
 from megabench.runtime.messages import Failure, Progress, read_failure, read_progress
+from megabench.runtime.process import host_name
 from megabench.runtime.rendezvous import PREFIX_VARIABLE
 from megabench.runtime.signed_store import SECRET_VARIABLE, SignedStore, with_prefix
 from megabench.supervisor.coordinator import ANSWER_SECONDS, Coordinator
@@ -154,7 +154,7 @@ class TrialProcesses:
         progress = read_progress(self._messages, rank)
         end = RankEnd(
             rank=rank,
-            host=socket.gethostname(),
+            host=host_name(),
             code=-9 if code is None else code,  # the process is stuck in the kernel and has not received SIGKILL yet
             was_ended=was_ended,
             order=self._notes.add("failed", 1) if code and not was_ended else None,
@@ -170,7 +170,7 @@ class TrialProcesses:
 
     def _publish_unstarted(self, rank: int, problem: str) -> None:
         order = self._notes.add("failed", 1)
-        end = RankEnd(rank, socket.gethostname(), code=1, was_ended=False, order=order, last_line=problem)
+        end = RankEnd(rank, host_name(), code=1, was_ended=False, order=order, last_line=problem)
         self._notes.set(f"end/{rank}", end.to_json())
         self._notes.add("ended", 1)
         self._ended.add(rank)

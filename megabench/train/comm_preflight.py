@@ -8,7 +8,6 @@ import atexit
 import json
 import os
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -28,6 +27,7 @@ from megabench.parallel.layout import Layout
 from megabench.parallel.placement import and_more, number_ranges
 from megabench.record import Group, LinkBandwidth
 from megabench.runtime.device import synchronize
+from megabench.runtime.process import host_name
 
 _PROBE_BYTES = 8 * 2**20  # large enough that NCCL uses its protocols and channels for large messages
 _BANDWIDTH_BYTES = {"cuda": 128 * 2**20, "cpu": 8 * 2**20}
@@ -61,7 +61,7 @@ def write_nccl_log(folder: Path | None, rank: int) -> None:
 def nccl_log_path() -> Path | None:
     """Return the file to which NCCL logs in this process, or None if NCCL logs to no file."""
     pattern = os.environ.get("NCCL_DEBUG_FILE")
-    host = socket.gethostname().split(".")[0]
+    host = host_name().split(".")[0]
     return Path(pattern.replace("%h", host).replace("%p", str(os.getpid()))) if pattern else None
 
 

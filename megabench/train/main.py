@@ -8,7 +8,6 @@ import contextlib
 import faulthandler
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from megabench.record import Probe, RunRecord
 from megabench.runtime.child import die_with_parent
 from megabench.runtime.exit import exit_process
 from megabench.runtime.launcher import check_launcher
+from megabench.runtime.process import host_name, set_up_process
 from megabench.runtime.run_lock import check_free
 from megabench.train.flags import parse_flags
 from megabench.train.launch_commands import launch_commands, small_run_command
@@ -51,6 +51,7 @@ def main(find: Find | None = None, arguments: Sequence[str] | None = None) -> No
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # torchrun cannot end its processes if it is killed with SIGKILL
     try:
+        set_up_process(sys.argv[1:] if arguments is None else arguments)
         given = parse_flags(arguments)
         if given is not None:
             check_launcher()
@@ -95,11 +96,11 @@ def _run(given: RunConfig, find: Find | None, arguments: Sequence[str]) -> None:
         _make_folders(run)
         if rendezvous.rank == 0:
             _check_free(run)
-        source = open_source(run)
+        source = open_source(run, rendezvous)
         _check_same_data(run, source.sha256, rendezvous)
         watchdog.at("checking the checkpoint", 0)
         if not run.skip_memory_check:
-            check_memory(run, rendezvous.local_rank, rendezvous.local_world_size)
+            check_memory(run, given, rendezvous.local_rank, rendezvous.local_world_size)
             # all ranks finish the check before any rank allocates memory
             meet(rendezvous.store, rendezvous.rank, rendezvous.world_size, "memory-check")
         resume = find_resume(run, source, rendezvous)
@@ -209,7 +210,7 @@ def _check_same_data(run: ResolvedConfig, sha256: str, rendezvous: "Rendezvous")
     theirs = disagreement(rendezvous.store, rendezvous.rank, "data", sha256)
     if theirs is not None:
         raise DataError(
-            f"data={run.data} on rank {rendezvous.rank} ({socket.gethostname()}) has sha256 {sha256[:12]}, on rank 0 "
+            f"data={run.data} on rank {rendezvous.rank} ({host_name()}) has sha256 {sha256[:12]}, on rank 0 "
             f"{theirs[:12]}; use the same file on every host (for stdlib, the same Python version)"
         )
 

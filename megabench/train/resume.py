@@ -146,8 +146,10 @@ def check_belongs(folder: Path, manifest: Manifest, run: ResolvedConfig, source:
                 f"{name}={settings[name]}; use the same value"
             )
     if training.data.sha256 != source.sha256:
+        tokenizer = training.data.tokenizer or training.config.get("tokenizer") or "not known"
         raise CheckpointError(
-            f"{folder} was trained on data {training.data.name} (sha256 {training.data.sha256[:12]}), but the run "
-            f"reads {source.name} ({source.sha256[:12]}); use the same data"
+            f"{folder} was trained on data {training.data.name} (sha256 {training.data.sha256[:12]}) with tokenizer "
+            f"{tokenizer}, but the run reads {source.name} ({source.sha256[:12]}) with tokenizer "
+            f"{source.tokenizer or 'not known'}; use the same data and the same tokenizer"
         )
     return training

@@ -41,6 +41,7 @@ def build_record(
         **auto_fields(trainer.given),
         trial=run.out.name if run.out else f"{run.engine}-{run.layout}",
         work_class=work_class(run, trainer.source),
+        tokenizer=trainer.source.tokenizer,
         status="ok",
         num_hosts=len(placement.topology.hosts),
         device=trainer.device_name,
@@ -76,6 +77,7 @@ def build_record(
         probes=trainer.probes,
         rollbacks=list(trainer.rollbacks),
         warnings=[
+            *trainer.source.warnings,
             *placement.warnings,
             *network.warnings,
             *unsaved(saves),

@@ -1,12 +1,14 @@
 """The trainer: builds a run on this rank, trains it step by step, and writes its record."""
 
+import json
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,11 @@ def learning_rate_at(run: ResolvedConfig, step: int) -> float:
         return run.lr * (step + 1) / run.lr_warmup
     progress = (step - run.lr_warmup) / max(1, run.steps - 1 - run.lr_warmup)
     return run.min_lr + (run.lr - run.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _json_section(callback: Callback, parts: Sequence[Any]) -> Any:
+    """Return the section of a user's callback as JSON. Values that are no JSON become strings."""
+    return json.loads(json.dumps(dict(callback.section(parts)), default=str))
 
 
 class StepClock:
@@ -108,6 +115,7 @@ class Trainer:
         self._stop_signal = StopSignal()
         self._built_in = self._built_in_callbacks()
         self._users = list(callbacks)
+        self._failed_hooks = list[str]()
 
     def _built_in_callbacks(self) -> list[Callback]:
         run, monitor = self.run, HardwareMonitor()
@@ -316,14 +324,17 @@ class Trainer:
     def _finish(self) -> RunRecord | None:
         """Complete the last save, gather the measurements of all ranks, and write the record. Ranks return together."""
         for callback in self.callbacks:
-            callback.on_training_end()
+            self._ask(callback, callback.on_training_end)
         self.watchdog.at("saving", self.num_finished)
         not_saved = self._checkpoints.close() if self._checkpoints else None
         seconds = [step.seconds for step in self.steps]
         mine: dict[str, Any] = {"seconds": seconds, "peak_memory_gib": devices.peak_memory_gib(self.device)}
         for callback in self.callbacks:
             callback.after_training(self)
-        mine |= {"sections": {type(callback).__name__: callback.local() for callback in self.callbacks}}
+        mine |= {
+            "sections": {type(callback).__name__: self._ask(callback, callback.local) for callback in self.callbacks}
+        }
+        mine["failed_hooks"] = self._failed_hooks
         by_rank = gather_objects(mine)
         record = self._record(by_rank) if self.rank == 0 else None
         path, wrong = self._write(record) if record else (None, None)
@@ -356,13 +367,30 @@ class Trainer:
         fields: dict[str, Any] = {"extra": {}}
         for callback in self.callbacks:
             name = type(callback).__name__
-            section = callback.section([each["sections"].get(name) for each in by_rank])
+            parts = [each["sections"].get(name) for each in by_rank]
             if callback in self._built_in:
-                fields |= section
-            elif section:
-                fields["extra"][name] = dict(section)
+                fields |= callback.section(parts)
+            elif section := self._ask(callback, partial(_json_section, callback, parts)):
+                fields["extra"][name] = section
         seconds = [max(times) for times in zip(*(each["seconds"] for each in by_rank), strict=True)]
-        return build_record(self, seconds, [each["peak_memory_gib"] for each in by_rank], fields)
+        record = build_record(self, seconds, [each["peak_memory_gib"] for each in by_rank], fields)
+        failed = dict.fromkeys([*(text for each in by_rank for text in each["failed_hooks"]), *self._failed_hooks])
+        return record.model_copy(update={"warnings": [*record.warnings, *failed]})
+
+    def _ask(self, callback: Callback, hook: Callable[[], Any]) -> Any:
+        """Return the result of a hook at the end of the run.
+
+        If a user's callback fails, return None and keep a warning for the record, so that the run does not lose its
+        results.
+        """
+        try:
+            return hook()
+        except Exception as error:
+            if callback in self._built_in:
+                raise
+            name, reason = type(callback).__name__, " ".join(f"{type(error).__name__}: {error}".split())
+            self._failed_hooks.append(f"callback {name} failed at the end of the run: {reason}")
+            return None
 
     def _write(self, record: RunRecord) -> tuple[Path | None, str | None]:
         """Write the record.

@@ -5,7 +5,6 @@ Each rank runs a thread that publishes a heartbeat over a connection of its own 
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from megabench.runtime.messages import FailureKind, explain
+from megabench.runtime.process import host_name
 from megabench.runtime.rendezvous import Rendezvous, reconnect
 
 BEFORE_FIRST_STEP = 4.0  # multiple of stall_seconds for the first step, which may compile kernels
@@ -126,7 +126,7 @@ class Watchdog:
 
     def __init__(self, rendezvous: Rendezvous, stall_seconds: float, num_steps: int) -> None:
         self._rank, self._world_size = rendezvous.rank, rendezvous.world_size
-        self._host = socket.gethostname()
+        self._host = host_name()
         self._store = reconnect(rendezvous.store)
         self._stall_seconds, self._num_steps = stall_seconds, num_steps
         self._interval = min(5.0, stall_seconds / 10)

@@ -9,6 +9,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from megabench.checkpoint.assets import assets_of_run
+from megabench.cli.preprocess import write_tokens
 from megabench.config import RunConfig
 
 
@@ -30,12 +31,15 @@ def tokenizer(tmp_path: Path) -> str:
 
 
 def test_special_tokens_are_those_of_the_data(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    write_tokens([tmp_path / "text.txt"], tmp_path / "bytes", "bytes", 1, True)
     for fields, expected in (
         ({"data": "stdlib"}, 256),
         ({"data": "synthetic"}, None),
         ({"data": "stdlib", "tokenizer": tokenizer}, 7),
         ({"data": "some/prefix", "tokenizer": tokenizer}, 7),
         ({"data": "some/prefix"}, None),
+        ({"data": str(tmp_path / "bytes")}, 256),
     ):
         config = config_of(tmp_path / "out", **fields)
         assert (config.bos_token_id, config.eos_token_id) == (None, expected), fields

@@ -1,10 +1,12 @@
 """Which rank reads what: the same sequences a step under any layout."""
 
+import numpy as np
 import pytest
 import torch
 
+from megabench.data import DataError
 from megabench.data.batch import Batch, micro_batches
-from megabench.data.source import Synthetic, open_source
+from megabench.data.source import Corpus, Synthetic, open_source, window_order
 
 
 def step_sequences(config, source, step):
@@ -71,6 +73,22 @@ def test_steps_follow_one_another_without_gap_or_overlap(resolve):
     ]
     # [step 0: rank 0, rank 1; step 1: rank 0, rank 1], two micro-batches of two sequences each
     assert seen == [[0, 1], [4, 5], [2, 3], [6, 7], [8, 9], [12, 13], [10, 11], [14, 15]]
+
+
+@pytest.mark.parametrize("token", [-1, 512])
+def test_a_token_outside_the_vocabulary_stops_the_batch(resolve, token):
+    """The check at the start cannot see a file that another process changes during training."""
+    tokens = np.full(16 * 40 + 1, 7, dtype=np.int64)
+    corpus = Corpus("tokens", tokens, "", seq_length=16, seed=1)
+    config = resolve(1, data="synthetic")
+    micro_batches(corpus, config, 0, 0)
+    start = int(window_order(1, 0, 40)[5]) * 16
+    tokens[start + 3] = token
+    with pytest.raises(
+        DataError, match=rf"contains token {token} in tokens {start:,} to {start + 16:,}, but llama-tiny"
+    ):
+        micro_batches(corpus, config, 0, 0)
+    micro_batches(corpus, config, 0, 1)
 
 
 def test_batches_have_the_promised_shape_and_dtype(resolve):

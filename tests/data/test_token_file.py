@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,20 @@ import pytest
 
 from megabench.cli.preprocess import write_tokens
 from megabench.data import DataError, token_file
+from megabench.data.checks import check_before_start
 from megabench.data.source import open_source
 from megabench.data.text import read_text
-from megabench.data.token_file import open_token_file, read_facts, scan, token_file_prefix
-from megabench.data.tokenizer import BYTES
+from megabench.data.token_file import (
+    TokenFacts,
+    id_range,
+    merged,
+    open_token_file,
+    read_facts,
+    scan,
+    token_file_prefix,
+    write_facts,
+)
+from megabench.data.tokenizer import BYTES, ByteTokenizer
 from tests.data.conftest import DOCUMENTS
 
 PREPROCESS = Path(__file__).parents[2] / "tools" / "preprocess.py"
@@ -46,6 +57,9 @@ def test_preprocess_tells_what_it_wrote_and_leaves_nothing_else(made):
     folder, printed = made
     num_tokens = sum(len(document.encode()) + 1 for document in DOCUMENTS)
     assert f"4 documents, {num_tokens:,} tokens, {2 * num_tokens:,} bytes in " in printed
+    assert f"tokenizer bytes (257 tokens, sha256 {ByteTokenizer.used.sha256[:12]})" in printed
+    facts = json.loads((folder / "out" / "tokens.json").read_text())
+    assert facts["tokenizer"] == ByteTokenizer.used.model_dump()
     assert sorted(os.listdir(folder / "out")) == ["tokens.bin", "tokens.idx", "tokens.json"]
 
 
@@ -148,7 +162,9 @@ def test_facts_beside_the_tokens_spare_reading_them(prefix, monkeypatch):
     tokens = open_token_file(prefix)
     expected = scan(tokens)
     monkeypatch.setattr(token_file, "scan", lambda tokens: pytest.fail("read every token"))
-    assert read_facts(prefix, tokens) == expected
+    facts = read_facts(prefix, tokens, 256)
+    assert facts.tokenizer == ByteTokenizer.used
+    assert facts.model_copy(update={"tokenizer": None}) == expected
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"num_tokens": 3, "max_token": 1, "sha256": "0"}'])
@@ -156,16 +172,107 @@ def test_facts_that_are_missing_or_do_not_fit_are_found_again(prefix, content):
     path = prefix.with_suffix(".json")
     path.unlink() if content is None else path.write_text(content)
     tokens = open_token_file(prefix)
-    assert read_facts(prefix, tokens) == scan(tokens)
+    assert read_facts(prefix, tokens, 256) == scan(tokens)
 
 
 def test_facts_older_than_the_tokens_are_not_believed(prefix):
     facts = prefix.with_suffix(".json")
+    expected = scan(open_token_file(prefix)).sha256
+    facts.write_text(facts.read_text().replace(expected, "0" * 64))
+    tokens = open_token_file(prefix)
+    assert read_facts(prefix, tokens, 256).sha256 == "0" * 64
+    os.utime(facts, ns=(0, 0))
+    assert read_facts(prefix, tokens, 256).sha256 == expected
+
+
+def test_facts_with_another_largest_token_are_not_believed(prefix, resolve):
+    facts = prefix.with_suffix(".json")
     facts.write_text(facts.read_text().replace('"max_token": 256', '"max_token": 7'))
     tokens = open_token_file(prefix)
-    assert read_facts(prefix, tokens).max_token == 7
-    os.utime(facts, ns=(0, 0))
-    assert read_facts(prefix, tokens).max_token == 256
+    assert open_source(resolve(data=str(prefix))).sha256 == scan(tokens).sha256
+    changed = np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16)
+    changed[9] = 511
+    changed.tofile(prefix.with_suffix(".bin"))
+    os.utime(facts)  # newer than the changed tokens, as after a copy
+    source = open_source(resolve(data=str(prefix)))
+    assert source.sha256 == scan(changed).sha256 and source.tokenizer is None
+
+
+def write_token_file(prefix, tokens, code):
+    """Write `tokens` as a token file of one document, without megatron-core's restriction of the dtypes."""
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, 1, 2)
+    prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
+    prefix.with_suffix(".idx").write_bytes(header + struct.pack("<iqqq", len(tokens), 0, 0, 1))
+    return prefix
+
+
+@pytest.mark.parametrize(
+    ("code", "dtype", "token"),
+    [(2, np.int8, -1), (3, np.int16, -100), (4, np.int32, -100), (5, np.int64, 2**40), (8, np.uint16, 512)],
+)
+@pytest.mark.parametrize("claimed", [None, 256])
+def test_tokens_outside_the_vocabulary_are_refused_in_every_dtype(tmp_path, resolve, code, dtype, token, claimed):
+    tokens = np.full(5000, 7, dtype=dtype)
+    tokens[[4321, 4444]] = token
+    prefix = write_token_file(tmp_path / "tokens", tokens, code)
+    if claimed:
+        write_facts(prefix, TokenFacts(num_tokens=5000, max_token=claimed, sha256="0" * 64))
+    words = rf"contains token {token}, but llama-tiny has a vocabulary of 512 tokens \(0 to 511\).* number 4,321 of"
+    for check in (open_source, check_before_start):
+        with pytest.raises(DataError, match=words):
+            check(resolve(data=str(prefix)))
+
+
+def test_small_dtypes_that_fit_are_accepted(tmp_path, resolve):
+    prefix = write_token_file(tmp_path / "tokens", np.arange(100, dtype=np.int8), 2)
+    assert open_source(resolve(data=str(prefix))).sequence(0).max() < 128
+    check_before_start(resolve(data=str(prefix)))
+
+
+def test_shares_of_the_check_cover_every_token(monkeypatch):
+    tokens = np.full(1000, 5, dtype=np.int32)
+    for place in (0, 1, 333, 334, 999):
+        changed = tokens.copy()
+        changed[place] = -3
+        for num_shares in (1, 3, 7):
+            shares = [id_range(changed, 512, share, num_shares) for share in range(num_shares)]
+            assert merged(shares) == (5, place)
+            assert sum(share.first_outside is not None for share in shares) == 1
+    monkeypatch.setattr(token_file, "_SCAN_TOKENS", 64)
+    assert merged(id_range(changed, 512, share, 3) for share in range(3)) == (5, 999)
+    assert merged(id_range(tokens[:2], 512, share, 3) for share in range(3)) == (5, None)  # fewer tokens than shares
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (-8, 5),  # the last document ends beyond the last sequence
+        (-16, 9),  # documents in the wrong order
+        (-8 * 5, 1),  # the first document does not start at the first sequence
+        (-8 * 6, 2**40),  # the last sequence starts beyond the end of the .bin file
+        (-8 * 8, 4),  # the second sequence does not follow the first one
+    ],
+)
+def test_an_index_that_points_elsewhere(prefix, place, value):
+    path = prefix.with_suffix(".idx")
+    content = bytearray(path.read_bytes())
+    content[place : place + 8 or None] = struct.pack("<q", value)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"tokens.idx is damaged or is not a token index"):
+        open_token_file(prefix)
+
+
+def test_the_index_is_read_in_blocks(prefix, monkeypatch):
+    monkeypatch.setattr(token_file, "_SCAN_TOKENS", 3)
+    assert len(open_token_file(prefix)) == sum(len(document.encode()) + 1 for document in DOCUMENTS)
+
+
+def test_a_dtype_that_does_not_fit_the_size(prefix):
+    path = prefix.with_suffix(".idx")
+    content = path.read_bytes()
+    path.write_bytes(content[:17] + b"\4" + content[18:])  # int32 in place of uint16
+    with pytest.raises(DataError, match=r"damaged|requires \d+"):
+        open_token_file(prefix)
 
 
 def test_scan_of_a_file_longer_than_its_blocks(monkeypatch):

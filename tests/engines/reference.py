@@ -9,7 +9,8 @@ from torch import Tensor
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common.initial import initial_weights
-from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.causal_lm import build_model
+from megabench.models.hugging_face import transformers_config
 from megabench.models.mapping import hugging_face_shapes
 from megabench.models.weights import read_flat
 

@@ -48,6 +48,9 @@ def test_parallel_blocks(folders: dict[str, str], family: str) -> None:
         ("llama32-tiny", 4, {"tp": 4, "micro_batch": 4}),
         ("llama32-tiny", 4, {"pp": 2, "vp": 2}),  # tied ends in two chunks of one pipeline, and replicas
         ("qwen2-tiny", 4, {"tp": 2, "cp": 2, "micro_batch": 2}),
+        ("llama-padded", 4, {"tp": 2, "pp": 2}),
+        ("llama-padded", 4, {"tp": 2, "cp": 2, "micro_batch": 2, "kernels": "reference"}),
+        ("llama-padded-tied", 4, {"tp": 2, "pp": 2, "vp": 2}),
         ("qwen3-tiny", 4, {"tp": 2, "pp": 2, "recompute": "full"}),
         ("qwen2-tiny", 4, {"tp": 2, "pp": 2, "kernels": "reference"}),
     ],

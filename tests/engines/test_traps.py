@@ -122,6 +122,15 @@ def _unmasked_padding() -> Any:
     return patch.object(ParallelLlama, "__init__", init)
 
 
+def _trained_padding() -> Any:
+    """An embedding that trains the row of the padding token, which transformers' embedding does not train."""
+    from megatron.core.tensor_parallel import VocabParallelEmbedding
+
+    from megabench.engines.megatron.model import PaddedEmbedding
+
+    return patch.object(PaddedEmbedding, "forward", VocabParallelEmbedding.forward)
+
+
 def _same_data_everywhere() -> Any:
     """Every replica reads what the first one reads."""
     original = equivalence.micro_batches
@@ -187,6 +196,7 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "waits at messages": _config(batch_p2p_sync=True),
     "megatron-core's own stages": _config(pipeline_model_parallel_layout=None),
     "unmasked padding": _unmasked_padding,
+    "trained padding": _trained_padding,
     "same data everywhere": _same_data_everywhere,
     "no tp marks": _unmarked_parts,
     "separate copies": _separate_copies,
@@ -224,6 +234,7 @@ def compare_broken(world_size: int, what: str, **fields: Any) -> dict[str, float
         ("batched p2p", 2, {"pp": 2, "vp": 2}),
         ("unmarked norms", 2, {"tp": 2}),
         ("unmasked padding", 2, {"tp": 2, "model": "llama-odd"}),
+        ("trained padding", 2, {"tp": 2, "model": "llama-padded"}),
         ("no tp marks", 2, {"tp": 2}),
         ("separate copies", 4, {"shard_size": 2}),
         ("same data everywhere", 2, {}),

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megabench.models.catalog import CATALOG, UnknownModelError, get_model
-from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.causal_lm import build_model
+from megabench.models.hugging_face import transformers_config
 from megabench.models.mapping import hugging_face_shapes
 
 

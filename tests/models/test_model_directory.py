@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from megabench import UserError
 from megabench.config import RunConfig
+from megabench.models.causal_lm import build_model
 from megabench.models.find import find_model
-from megabench.models.hugging_face import build_model, read_shape, transformers_config
+from megabench.models.hugging_face import read_shape, transformers_config
 from megabench.models.model_directory import INDEX, HuggingFaceWeights
 from tests.models.tiny import CATALOG, FAMILIES, save_model
 
@@ -164,7 +165,7 @@ def test_tied_weights_that_are_there_twice(tmp_path: Path) -> None:
     save_file(load_file(path) | {"lm_head.weight": embedding.clone()}, path)
     assert HuggingFaceWeights(tmp_path / "model").num_bytes == sum(p.numel() * 4 for p in model.parameters())
     save_file(load_file(path) | {"lm_head.weight": embedding + 1}, path)
-    assert "differs from model.embed_tokens.weight" in refusal(tmp_path / "model")
+    assert "model.embed_tokens.weight differs from lm_head.weight" in refusal(tmp_path / "model")
 
 
 def test_buffers_of_older_files_are_passed_over(tmp_path: Path) -> None:

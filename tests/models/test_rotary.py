@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.causal_lm import build_model
+from megabench.models.hugging_face import transformers_config
 from megabench.models.rotary import rotary_frequencies
 from tests.models.tiny import CATALOG
 

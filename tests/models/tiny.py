@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from megabench.models.catalog import CATALOG
-from megabench.models.hugging_face import build_model, transformers_config
+from megabench.models.causal_lm import build_model
+from megabench.models.hugging_face import transformers_config
 from megabench.models.shape import ModelShape, RopeScaling
 
 # a vocabulary that no tensor-parallel size divides
@@ -21,6 +22,9 @@ CATALOG["llama31-tiny"] = replace(CATALOG["llama-tiny"], name="llama31-tiny", ro
 CATALOG["llama32-tiny"] = replace(
     CATALOG["llama-odd"], name="llama32-tiny", rope_scaling=_SCALING, tied_embeddings=True
 )
+# whose padding token occurs in the data
+CATALOG["llama-padded"] = replace(CATALOG["llama-odd"], name="llama-padded", pad_token_id=300)
+CATALOG["llama-padded-tied"] = replace(CATALOG["llama-padded"], name="llama-padded-tied", tied_embeddings=True)
 CATALOG["mistral-tiny"] = replace(CATALOG["llama-tiny"], name="mistral-tiny", family="mistral")
 CATALOG["qwen2-tiny"] = replace(CATALOG["llama-tiny"], name="qwen2-tiny", family="qwen2", tied_embeddings=True)
 

@@ -54,6 +54,15 @@ def test_every_study_makes_a_page_that_is_complete(name):
     assert all(finding.what in text and finding.change in text for finding in FINDINGS)
 
 
+def test_a_difference_that_has_grown_from_rounding_is_explained():
+    losses = [6.0] * 30
+    grown = [6.0] * 10 + [6.0 * (1 + 1e-6 * 1.4**step) for step in range(20)]
+    for other, is_explained in ((grown, True), (losses, False)):
+        records = [make_record(other, trial="tp2"), make_record(losses, trial="zero3")]
+        text = page(report_studies.study(records))
+        assert "DIVERGED" not in text and ("grown from rounding" in text) == is_explained
+
+
 def test_gradient_norms_have_a_picture_of_their_own():
     def study(norms):
         losses = [6.0, 5.0, 4.0]

@@ -1,11 +1,17 @@
 """Parity: equal losses are equal, a drift is marked, and nothing is compared across work classes."""
 
+import gzip
+import json
 import math
+import re
+from itertools import permutations
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megabench.record import RunRecord
-from megabench.study.parity import compare_losses, judge_parity
+from megabench.study.parity import compare_losses, judge_parity, loss_problem
 from megabench.study.summary import summarize
 from tests.study.records import make_record, work_class
 
@@ -162,3 +168,94 @@ def test_a_loss_that_is_not_finite_is_a_divergence_after_the_file_too(tmp_path):
     again = RunRecord.read(tmp_path / "record.json")
     judged, _ = judge_parity([again, make_record(LOSSES, trial="zero3")], "zero3")
     assert judged.status == "diverged"
+
+
+def _curves() -> dict[tuple[str, str], dict[str, Any]]:
+    """The losses that tools/rounding_growth.py measured, by setting and change."""
+    with gzip.open(Path(__file__).with_name("loss_curves.jsonl.gz"), "rt", encoding="utf-8") as lines:
+        return {(curve["setting"], curve["change"]): curve for curve in map(json.loads, lines)}
+
+
+CURVES = _curves()
+ROUNDING = ("unchanged", "last bit 1", "last bit 2")
+ERRORS = sorted(key for key in CURVES if key[1] not in ROUNDING)
+
+
+def judge_curves(setting: str, change: str, reference: str) -> RunRecord:
+    curves = {"mine": CURVES[setting, change], "zero3": CURVES[setting, reference]}
+    records = [
+        make_record(curve["losses"], trial=name, precision=curve["precision"], grad_norms=curve["grad_norms"])
+        for name, curve in curves.items()
+    ]
+    return judge_parity(records, "zero3")[0]
+
+
+@pytest.mark.parametrize("setting", sorted({setting for setting, _ in CURVES}))
+def test_rounding_that_training_amplifies_is_equal(setting):
+    for change, reference in permutations(ROUNDING, 2):
+        judged = judge_curves(setting, change, reference)
+        assert judged.parity.verdict == "equal", f"{change} against {reference}: {judged.error}"
+
+
+def test_some_rounding_grows_beyond_the_tolerance():
+    grown = [
+        judge_curves(setting, "last bit 1", "unchanged").parity
+        for setting in ("llama", "gpt2", "llama, 300 steps", "llama, lr 1e-2", "llama, bf16")
+    ]
+    assert all(parity.max_relative_difference > parity.tolerance for parity in grown)
+
+
+# Errors that the losses alone do not show. In fp32, rounding has grown to their size when they begin. In bf16, they
+# stay smaller than the differences that rounding causes.
+HIDDEN = {
+    *((setting, "no decay from step 100") for setting in ("llama", "qwen3", "llama, seed 7", "gpt2", "llama, bf16")),
+    *((setting, "other sequence at step 60") for setting in ("llama", "gpt2", "llama, bf16")),
+    *((setting, change) for setting, change in ERRORS if "bf16" in setting and change.startswith("unreduced")),
+}
+
+
+@pytest.mark.parametrize(("setting", "change"), [key for key in ERRORS if key not in HIDDEN])
+def test_a_real_error_diverges_even_with_rounding(setting, change):
+    for reference in ROUNDING:
+        judged = judge_curves(setting, change, reference)
+        assert judged.status == "diverged" and "losses differ from those of zero3 by" in judged.error, reference
+
+
+def test_an_error_that_begins_late_is_told_with_its_step():
+    judged = judge_curves("llama, lr 3e-4", "other sequence at step 60", "last bit 1")
+    assert judged.error == (
+        "its losses differ from those of zero3 by 0.011 of their value at step 60, more than the 0.0001 to which "
+        "rounding can grow until then"
+    )
+    judged = judge_curves("llama, lr 3e-4", "no decay from step 100", "last bit 1")
+    assert re.fullmatch(
+        r"its losses differ from those of zero3 by 0.02 of their mean over steps \d+ to \d+, more than 0.02",
+        judged.error,
+    )
+
+
+def test_other_learning_rates_diverge_from_their_first_step_on():
+    rates = [3e-3 * (1 - step / 400) for step in range(200)]
+    wrong = [*rates[:99], *[rates[99]] * 101]
+    reference = make_record(CURVES["llama", "last bit 1"]["losses"], trial="zero3", learning_rates=rates)
+    losses = CURVES["llama", "no decay from step 100"]["losses"]
+    mine, resumed, right, old = (
+        make_record(losses[first - 1 :], trial=trial, learning_rates=own and own[first - 1 :], first_step=first)
+        for trial, own, first in (("mine", wrong, 1), ("resumed", wrong, 21), ("right", rates, 1), ("old", None, 1))
+    )
+    judged = judge_parity([mine, resumed, right, old, reference], "zero3")
+    error = "its learning rate differs from that of zero3 from step 101 on"
+    assert [record.error for record in judged[:2]] == [error, error]
+    assert all("learning rate" not in (record.error or "") for record in judged[2:])
+
+
+def test_a_difference_counts_from_the_first_steps():
+    """A start above rounding, such as an unreduced gradient, gets the tolerance at every step."""
+    expected = [2.0] * 40
+    grown = [2.0] * 10 + [2 * (1 + 1e-6 * 1.4**step) for step in range(30)]
+    assert loss_problem(grown, expected, "fp32") is None
+    grown[3] = 2 * (1 + 5e-6)
+    assert loss_problem(grown, expected, "fp32") == "by up to 0.017 of their value, more than 0.0001"
+    assert loss_problem([2.0] * 30 + [2.001] * 10, expected, "fp32", first_step=11) == (
+        "by 0.0005 of their value at step 41, more than the 0.0001 to which rounding can grow until then"
+    )

@@ -40,7 +40,9 @@ def write(directory: Path, step: int, **fields: Any) -> Path:
         layout={},
         world_size=1,
         optimizer=OptimizerEntry(name="adamw", step=step),
-        data=DataEntry(name=source.name, sha256=source.sha256, next_sequence=step * run.global_batch),
+        data=DataEntry(
+            name=source.name, sha256=source.sha256, next_sequence=step * run.global_batch, tokenizer=source.tokenizer
+        ),
         config=run.flat(mode="json"),
     )
     files = tuple(write_files(folder, "rank-0", tensors_of(shards)))
@@ -107,13 +109,24 @@ def test_another_configuration_of_the_same_sizes_is_refused(tmp_path: Path) -> N
     run = {"engine": "ddp", "model": str(tmp_path / "model"), "seq_length": 16}
     folder = write(tmp_path / "run", 6, **run)
     config.save_pretrained(folder / "hugging_face")
-    config.use_cache, config.pad_token_id, config.architectures = False, 3, ["Other"]
+    config.use_cache, config.eos_token_id, config.architectures = False, 3, ["Other"]
     config.save_pretrained(tmp_path / "same")
     assert find(load=tmp_path / "run", **run | {"model": str(tmp_path / "same")}).num_done == 6
     config.logits_scaling = 2.0
     config.save_pretrained(tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"logits_scaling 8\.0 there, 2\.0 here\); train the same model"):
         find(load=tmp_path / "run", **run | {"model": str(tmp_path / "other")})
+
+
+def test_another_tokenizer_is_refused_by_name(tmp_path: Path, tokenizer_dir: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some text " * 1000)
+    fields = {"data": str(text), "seq_length": 32}
+    write(tmp_path / "run", 3, **fields)
+    find(load=tmp_path / "run", **fields)
+    words = rf"with tokenizer bytes \(257 tokens, sha256 .*with tokenizer {tokenizer_dir} \(400 tokens, sha256 .* same"
+    with pytest.raises(CheckpointError, match=words):
+        find(load=tmp_path / "run", tokenizer=str(tokenizer_dir), **fields)
 
 
 def test_weights_alone_are_no_run(tmp_path: Path) -> None:

@@ -43,8 +43,9 @@ class ReplicaState:
         shards = []
         for held in self._held:
             for kind, values in self._tensors(held.values).items():
-                # Adafactor keeps one sum per row and one per column of a matrix
-                size = {"row_var": shapes[held.name][:1], "col_var": shapes[held.name][1:]}.get(kind, shapes[held.name])
+                # Adafactor keeps one sum per row and one per column of a matrix, or of each matrix in a larger tensor
+                size = shapes[held.name]
+                size = {"row_var": size[:-1], "col_var": size[:-2] + size[-1:]}.get(kind, size)
                 blocks = blocks_of(whole(held.name, size), held.first, held.first + values.numel())
                 shards.append(StateShard(kind, blocks, values.detach().view(-1), held.is_owner))
         steps = [int(state["step"]) for state in self._optimizer.state.values() if "step" in state]
@@ -75,5 +76,5 @@ class ReplicaState:
             return {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
         if parameter.ndim < 2:
             return {"variance": torch.zeros_like(parameter)}
-        rows, columns = parameter.shape
-        return {"row_var": parameter.new_zeros(rows, 1), "col_var": parameter.new_zeros(1, columns)}
+        *rest, rows, columns = parameter.shape
+        return {"row_var": parameter.new_zeros(*rest, rows, 1), "col_var": parameter.new_zeros(*rest, 1, columns)}

@@ -1,10 +1,13 @@
 """Base class of the engines that train transformers models."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
+from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.engines.common import kernels
-from megabench.engines.common.transformers_model import optimizer_name
+from megabench.engines.common.transformers_model import OptimizerState, PersistentBuffers, optimizer_name
 from megabench.engines.protocol import DataParallelEngine
 from megabench.record import KernelTraits
 
@@ -16,7 +19,17 @@ class TransformersEngine(DataParallelEngine):
     """
 
     run: ResolvedConfig
+    state: OptimizerState
+    buffers: PersistentBuffers
     loss: Tensor
+
+    def training_state(self) -> TrainingState:
+        state = self.state.read()
+        return replace(state, shards=state.shards + self.buffers.shards())
+
+    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
+        self.state.restored(optimizer_step, loss_scale)
+        self.buffers.restored()
 
     @property
     def rank_loss(self) -> float:

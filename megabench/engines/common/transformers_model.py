@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megabench.checkpoint.shards import StateShard, TrainingState, blocks_of, whole
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common.initial import initial_weights
@@ -17,8 +19,10 @@ from megabench.engines.common.loss_scale import LossScale
 from megabench.engines.common.optim import is_decayed
 from megabench.engines.common.transformers_blocks import LossHead
 from megabench.engines.protocol import StepResult, TensorKind
-from megabench.models.hugging_face import UnsupportedModelError, transformers_config
-from megabench.models.mapping import hugging_face_shapes
+from megabench.models.causal_lm import UnsupportedModelError
+from megabench.models.foreign import unused_words
+from megabench.models.hugging_face import transformers_config
+from megabench.models.mapping import stored_shapes
 from megabench.models.weights import read_flat
 from megabench.runtime.device import DTYPES
 
@@ -91,12 +95,51 @@ class InitialValues:
     """
 
     def __init__(self, run: ResolvedConfig, device: torch.device) -> None:
-        self._weights, self._sizes = initial_weights(run, device), hugging_face_shapes(run.shape)
+        self._weights, self._sizes = initial_weights(run, device), stored_shapes(run.shape)
         self._device = device
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return the elements `start` to `stop` of the flattened parameter, with zeros beyond its end."""
         return read_flat(self._weights, name, self._sizes, start, stop).to(self._device).float()
+
+
+class OptimizerState(Protocol):
+    """The master weights of an engine and the state of its optimizer."""
+
+    def read(self) -> TrainingState:
+        """Return this rank's tensors, which training uses."""
+        ...
+
+    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
+        """Continue from the state that was written into the tensors of `read`."""
+        ...
+
+
+class PersistentBuffers:
+    """The buffers that the files of a model contain. Training does not change them.
+
+    The model has the buffers in the training dtype, and checkpoints contain them in fp32.
+    """
+
+    def __init__(self, model: PreTrainedModel, run: ResolvedConfig, values: InitialValues) -> None:
+        self._model, self._dtype = model, DTYPES[run.precision]
+        self._sizes = run.shape.foreign.buffers if run.shape.foreign else {}
+        self._values = {name: values.read(name, 0, math.prod(size)) for name, size in self._sizes.items()}
+        self.restored()
+
+    def shards(self) -> list[StateShard]:
+        """Return the buffers as a part of the training state. Rank 0 saves them."""
+        is_owner = dist.get_rank() == 0
+        return [
+            StateShard("weight", blocks_of(whole(name, size), 0, math.prod(size)), self._values[name], is_owner)
+            for name, size in self._sizes.items()
+        ]
+
+    def restored(self) -> None:
+        """Copy the values, which a checkpoint may have changed, to the model."""
+        for name, values in self._values.items():
+            buffer = self._model.get_buffer(name)
+            buffer.data = values.view(buffer.shape).to(buffer.device, self._dtype)
 
 
 def parameter_groups(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> list[dict[str, Any]]:
@@ -116,6 +159,14 @@ def build_optimizer(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, in
     if run.optimizer == "adafactor":
         return torch.optim.Adafactor(groups, lr=run.lr)
     return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
+
+
+def gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Tensor]:
+    """Return the gradients of named parameters. Raise UnsupportedModelError if a parameter has none."""
+    parameters = list(parameters)
+    if unused := [name for name, parameter in parameters if parameter.grad is None]:
+        raise UnsupportedModelError(unused_words(unused))
+    return [parameter.grad for _, parameter in parameters if parameter.grad is not None]
 
 
 def finish_step(

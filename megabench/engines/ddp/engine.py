@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common import transformers_blocks
@@ -27,7 +26,7 @@ from megabench.engines.common.fp8_linear import Fp8Linear
 from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.protocol import StepResult, TensorKind
-from megabench.models.hugging_face import build_model
+from megabench.models.causal_lm import build_model
 from megabench.runtime.device import DTYPES
 from megabench.specs.ddp import POWERSGD_PLAIN_STEPS, DdpSettings
 
@@ -71,6 +70,7 @@ class DdpEngine(TransformersEngine):
         shared.materialize(model, self.device)
         shared.prepare(model, run, self.device)
         values = shared.InitialValues(run, self.device)
+        self.buffers = shared.PersistentBuffers(model, run, values)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(values.read(name, 0, parameter.numel()).to(dtype).view(parameter.shape))
@@ -115,19 +115,13 @@ class DdpEngine(TransformersEngine):
 
     @torch.no_grad()
     def update(self, learning_rate: float) -> StepResult:
-        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        grads = shared.gradients(self._named_parameters())
         total = self.loss.clone()
         dist.all_reduce(total)
         loss, grad_norm = torch.stack([total, torch.nn.utils.get_total_norm(grads)]).tolist()
         return shared.finish_step(
             self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate, self.loss_scale
         )
-
-    def training_state(self) -> TrainingState:
-        return self.state.read()
-
-    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
-        self.state.restored(optimizer_step, loss_scale)
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._named_parameters():

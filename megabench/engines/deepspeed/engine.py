@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megabench.checkpoint.shards import TrainingState
 from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common import loss_scale, transformers_blocks
@@ -25,7 +24,7 @@ from megabench.engines.common.fp8_casts import forget_casts
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.deepspeed.state import ZeroState
 from megabench.engines.protocol import EngineError, StepResult, TensorKind
-from megabench.models.hugging_face import build_model
+from megabench.models.causal_lm import build_model
 from megabench.runtime.device import DTYPES
 from megabench.specs.deepspeed import DeepSpeedSettings
 from megabench.specs.deepspeed_json import merge, read_deepspeed_json
@@ -89,7 +88,9 @@ class DeepSpeedEngine(TransformersEngine):
             deepspeed.utils.set_z3_leaf_modules(
                 model, [type(block) for block in transformers_blocks.blocks(model, self.run)]
             )
-        _load_initial_weights(model, shared.InitialValues(self.run, shared.home(self.own.offload, self.device)))
+        values = shared.InitialValues(self.run, shared.home(self.own.offload, self.device))
+        self.buffers = shared.PersistentBuffers(model, self.run, values)
+        _load_initial_weights(model, values)
         return model
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
@@ -130,12 +131,6 @@ class DeepSpeedEngine(TransformersEngine):
         """Return the gradient norm without ZeRO, where every rank has all reduced gradients."""
         grads = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(grads).item()
-
-    def training_state(self) -> TrainingState:
-        return self.state.read()
-
-    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
-        self.state.restored(optimizer_step, loss_scale)
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.engine.module.named_parameters():

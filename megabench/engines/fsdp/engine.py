@@ -18,7 +18,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common import transformers_blocks
@@ -28,7 +27,7 @@ from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.fsdp.fp8_gather import Fp8Shards
 from megabench.engines.protocol import StepResult, TensorKind
-from megabench.models.hugging_face import build_model
+from megabench.models.causal_lm import build_model
 from megabench.runtime.device import DTYPES
 from megabench.specs.fsdp import FsdpSettings
 
@@ -81,6 +80,7 @@ class FsdpEngine(TransformersEngine):
         shared.materialize(model, home)
         shared.prepare(model, run, self.device)
         values = shared.InitialValues(run, home)
+        self.buffers = shared.PersistentBuffers(model, run, values)
         for name, parameter in model.named_parameters():
             self._fill(name, parameter, values)
         return model
@@ -132,10 +132,9 @@ class FsdpEngine(TransformersEngine):
 
     @torch.no_grad()
     def update(self, learning_rate: float) -> StepResult:
-        for name, parameter in self._named_parameters():
-            assert parameter.grad is not None, f"{name} has no gradient"
-            self.shards[name].grad = _local(parameter.grad)
-        grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        grads = [_local(grad) for grad in shared.gradients(self._named_parameters())]
+        for shard, grad in zip(self.shards.values(), grads, strict=True):
+            shard.grad = grad
         # HSDP replicas have equal gradients
         replicas = dist.get_world_size() // (self.own.shard_size or dist.get_world_size())
         # norms of single tensors on the device, because one fp32 norm of all gradients on CPU is off by 0.1%
@@ -151,12 +150,6 @@ class FsdpEngine(TransformersEngine):
         return shared.finish_step(
             self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate, self.loss_scale
         )
-
-    def training_state(self) -> TrainingState:
-        return self.state.read()
-
-    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
-        self.state.restored(optimizer_step, loss_scale)
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._named_parameters():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -68,6 +68,23 @@ class _WithAddedGradient(torch.autograd.Function):
         return grad_loss, added(ctx.weight), None
 
 
+class PaddedEmbedding(VocabParallelEmbedding):
+    """An embedding in which the row of the padding token gets no gradient, like transformers' nn.Embedding.
+
+    The output layer still updates this row of a tied weight.
+    """
+
+    padding_token: int
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, S] -> [S/tp, B, H] under sequence parallelism, else [B, S, H]."""
+        hidden: Tensor = super().forward(tokens)
+        is_padding = tokens == self.padding_token
+        if self.reduce_scatter_embeddings:
+            is_padding = is_padding.transpose(0, 1).chunk(self.tp_group.size())[self.tp_group.rank()]
+        return torch.where(is_padding.unsqueeze(-1), hidden.detach(), hidden)
+
+
 class ParallelLlama(GPTModel):
     """GPTModel with Llama blocks for one pipeline chunk, or for a part of a chunk.
 
@@ -99,6 +116,9 @@ class ParallelLlama(GPTModel):
             vp_stage=chunk if layout.vp > 1 else None,
         )
         self.rotary_pos_emb.inv_freq = rotary_frequencies(shape).to(self.rotary_pos_emb.inv_freq.device)
+        if has_embedding and shape.pad_token_id is not None:
+            self.embedding.word_embeddings.__class__ = PaddedEmbedding
+            self.embedding.word_embeddings.padding_token = shape.pad_token_id
         held = shape.vocab_size - self.vocab_size // layout.tp * groups.tp.rank()
         self.num_real_rows = max(0, min(held, self.vocab_size // layout.tp))
         if self.post_process and fuses_cross_entropy(run):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
-from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.common import transformers_blocks
@@ -24,7 +23,7 @@ from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.protocol import StepResult, TensorKind
-from megabench.models.hugging_face import build_model
+from megabench.models.causal_lm import build_model
 from megabench.runtime.device import DTYPES
 from megabench.runtime.megatron_fsdp import prepare
 from megabench.specs.megatron_fsdp import MegatronFsdpSettings
@@ -73,6 +72,7 @@ class MegatronFsdpEngine(TransformersEngine):
             shared.materialize_buffers(model, self.device)
         shared.prepare(model, run, self.device)
         values = shared.InitialValues(run, self.device)
+        self.buffers = shared.PersistentBuffers(model, run, values)
         if run.shape.tied_embeddings:
             _fill(model, "", values)
             return model
@@ -154,11 +154,8 @@ class MegatronFsdpEngine(TransformersEngine):
         self.wrapped.install_optimized_model_weights()
         return result
 
-    def training_state(self) -> TrainingState:
-        return self.state.read()
-
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
-        self.state.restored(optimizer_step, loss_scale)
+        super().restored(optimizer_step, loss_scale)
         self.wrapped.install_optimized_model_weights()
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:

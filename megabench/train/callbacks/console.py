@@ -5,6 +5,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megabench.config import ResolvedConfig
+from megabench.data.checks import SYNTHETIC
 from megabench.metrics import throughput
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import number_ranges
@@ -23,11 +24,15 @@ class Console(Callback):
         run = self._run
         what = f"{run.model}, {run.shape.num_layers} layers, {run.shape.num_parameters / 1e6:,.1f} M parameters"
         print(f"{what} · {_engine(run)} · {run.layout} on {run.world_size} × {trainer.device_name}")
+        source = trainer.source
+        tokenizer = "" if run.data == SYNTHETIC else f" · tokenizer {source.tokenizer or 'not known'}"
         print(
             f"{run.precision}, gradients {run.grad_dtype} · sequence {run.seq_length}, micro-batch {run.micro_batch}, "
-            f"global batch {run.global_batch} · {run.optimizer}, lr {run.lr:g} · data {trainer.source.name}",
-            flush=True,
+            f"global batch {run.global_batch} · {run.optimizer}, lr {run.lr:g} · data {source.name}{tokenizer}"
         )
+        for warning in source.warnings:
+            print(f"WARNING: {warning}")
+        sys.stdout.flush()
 
     def on_network(self, trainer: TrainerState, network: Network) -> None:
         """Print the hosts of the ranks, the transports of the process groups, and the warnings about them."""

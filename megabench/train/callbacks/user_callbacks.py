@@ -12,7 +12,8 @@ def load_callbacks(names: str) -> list[Callback]:
 
     Raises ConfigError if a class cannot be imported or created.
     """
-    sys.path.insert(0, "")  # search the working directory first, as `python -m` does
+    if "" not in sys.path:
+        sys.path.append("")  # search the working directory last, because a file in it may have the name of a library
     found: dict[str, Callback] = {}
     for name in names.split(","):
         module, _, attribute = name.strip().partition(":")
