@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megabench.checkpoint import CheckpointError
+from megabench.checkpoint.catalog_config import catalog_config
 from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, FileEntry, Manifest, read_regular
 from megabench.config import ResolvedConfig
 from megabench.data.tokenizer import BYTES
 from megabench.models.assets import is_tokenizer, is_weights, read_assets
 from megabench.models.find import ASSETS, is_directory
-from megabench.models.hugging_face import CONFIG_NAME, config_text
+from megabench.models.hugging_face import CONFIG_NAME
 
 
 def assets_of_run(run: ResolvedConfig, note: Callable[[str], None]) -> dict[str, bytes]:
@@ -22,7 +23,7 @@ def assets_of_run(run: ResolvedConfig, note: Callable[[str], None]) -> dict[str,
     Raises:
         CheckpointError: The run's model is a checkpoint with damaged model files.
     """
-    assets = _assets_in(Path(run.model), note) if is_directory(run.model) else {CONFIG_NAME: config_text(run.shape)}
+    assets = _assets_in(Path(run.model), note) if is_directory(run.model) else {CONFIG_NAME: catalog_config(run)}
     if run.tokenizer and run.tokenizer != run.model:
         assets = {name: content for name, content in assets.items() if not is_tokenizer(name)}
         if run.tokenizer != BYTES:

@@ -152,6 +152,7 @@ def _write(weights: Rounded, folder: Path, shape: ModelShape, shard_bytes: int, 
             tensors[stored] = weights.read(whole_piece(name, sizes[name])).view(sizes[name]).contiguous()
             advance(f"writing {name}")
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        shutil.copymode(folder / CONFIG_NAME, folder / file)  # safetensors ignores the umask: only the owner could read
     if planned.is_sharded:
         index = {"metadata": planned.metadata, "weight_map": planned.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -29,12 +29,14 @@ _DTYPES: dict[int, type[np.integer[Any]]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16
 }  # fmt: skip
 _SCAN_TOKENS = 1 << 23
+_SAMPLES, _SAMPLE_TOKENS = 256, 1024
 
 
 class TokenFacts(BaseModel):
     """Number of tokens and largest token id of a token file, and the SHA-256 hash of its .bin file.
 
-    `tokenizer` is None if another program wrote the file.
+    `sample_sha256` is the hash of a sample of the tokens, which shows that other tokens replaced the .bin file. It is
+    None in files of earlier versions. `tokenizer` is None if another program wrote the file.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -42,6 +44,7 @@ class TokenFacts(BaseModel):
     num_tokens: int
     max_token: int
     sha256: str
+    sample_sha256: str | None = None
     tokenizer: TokenizerUsed | None = None
 
 
@@ -102,9 +105,18 @@ def read_facts(prefix: Path, tokens: NDArray[Any], max_token: int) -> TokenFacts
     `max_token` is the largest token of the .bin file.
     """
     facts = recorded_facts(prefix)
-    if facts and (facts.num_tokens, facts.max_token) == (len(tokens), max_token):
-        return facts
-    return scan(tokens)
+    if not facts or (facts.num_tokens, facts.max_token) != (len(tokens), max_token):
+        return scan(tokens)
+    # a .bin file that was copied over the original may have an older time than the facts
+    return facts if facts.sample_sha256 in (None, _sample_sha256(tokens)) else scan(tokens)
+
+
+def _sample_sha256(tokens: NDArray[Any]) -> str:
+    """Return the SHA-256 hash of the number of tokens and of blocks of tokens at regular distances."""
+    digest = hashlib.sha256(str(len(tokens)).encode())
+    for start in range(0, len(tokens), max(_SAMPLE_TOKENS, len(tokens) // _SAMPLES)):
+        digest.update(tokens[start : start + _SAMPLE_TOKENS].tobytes())
+    return digest.hexdigest()
 
 
 def recorded_facts(prefix: Path) -> TokenFacts | None:
@@ -128,7 +140,12 @@ def scan(tokens: NDArray[Any]) -> TokenFacts:
         block = np.ascontiguousarray(tokens[start : start + _SCAN_TOKENS])
         digest.update(block.data)
         max_token = max(max_token, int(block.max()))
-    return TokenFacts(num_tokens=len(tokens), max_token=max_token, sha256=digest.hexdigest())
+    return TokenFacts(
+        num_tokens=len(tokens),
+        max_token=max_token,
+        sha256=digest.hexdigest(),
+        sample_sha256=_sample_sha256(tokens),
+    )
 
 
 def id_range(tokens: NDArray[Any], vocab_size: int, share: int = 0, num_shares: int = 1) -> IdRange:

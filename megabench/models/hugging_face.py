@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 
 # Maps a field of transformers' configuration to the required value and to the meaning of any other value.
 _REQUIRED: dict[str, tuple[Any, str]] = {
@@ -173,6 +174,11 @@ def read_shape(folder: Path) -> ModelShape:
     transformers, and for a model that cannot be trained, such as a quantized model.
     """
     path, content = folder / CONFIG_NAME, read_config(folder)
+    if (folder / ADAPTER_CONFIG_NAME).exists():
+        raise UnsupportedModelError(
+            f"{folder} contains an adapter ({ADAPTER_CONFIG_NAME}), which changes the model and which megabench does "
+            f"not train. Merge the adapter into the weights, or remove {ADAPTER_CONFIG_NAME}."
+        )
     from transformers import CONFIG_MAPPING
 
     family = content.get("model_type")
@@ -320,3 +326,15 @@ def _refusal(path: Path, field: str, value: object, wanted: object, meaning: str
         f"{path}: {field}={value!r} means {meaning}, which megabench's tensor-parallel blocks do not support "
         f"({field} must be {wanted!r})"
     )
+
+
+def config_difference(there: ModelShape, here: ModelShape) -> str | None:
+    """Return how the configurations of two models that only transformers computes differ, or None if they are equal.
+
+    The other fields of the shape of such a model are only its sizes. The result names the first different field.
+    """
+    one, other = (transformers_config(shape).to_dict() for shape in (there, here))
+    for field in sorted((one.keys() | other.keys()) - _IGNORED):
+        if one.get(field) != other.get(field):
+            return f"{field} {one.get(field)!r} there, {other.get(field)!r} here"
+    return None

@@ -10,6 +10,8 @@ from megabench.checkpoint.loading import Found, find_newest_good
 from megabench.checkpoint.manifest import Manifest, ModelEntry, TrainingEntry
 from megabench.config import SETTINGS, ResolvedConfig
 from megabench.data.source import TokenSource
+from megabench.models.find import find_model
+from megabench.models.hugging_face import CONFIG_NAME, config_difference
 from megabench.record import Rollback
 from megabench.runtime.messages import shared
 from megabench.runtime.rendezvous import Rendezvous, launch_identity, restart_count
@@ -124,6 +126,11 @@ def check_belongs(folder: Path, manifest: Manifest, run: ResolvedConfig, source:
     if difference := theirs.difference(ours):
         raise CheckpointError(
             f"{folder} contains {theirs.name}, but the run trains {ours.name} ({difference}); train the same model"
+        )
+    if run.shape.foreign and (difference := config_difference(find_model(str(folder)), run.shape)):
+        raise CheckpointError(
+            f"{folder} was trained with another {CONFIG_NAME} than that in {run.model} ({difference}); train the same "
+            f"model, or load only the weights with --model {folder}"
         )
     if training.engine != run.engine:
         raise CheckpointError(

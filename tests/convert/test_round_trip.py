@@ -89,6 +89,14 @@ def test_export_gives_back_every_bit(tmp_path: Path, folders: dict[str, Path], f
         assert (tmp_path / "exported" / name).read_text() == (folders[family] / name).read_text()
 
 
+def test_an_export_can_be_read_by_all_whom_the_umask_allows(tmp_path: Path) -> None:
+    save_model(tmp_path / "source", CATALOG["llama-tiny"].with_layers(1))
+    distributed.run(import_here, 1, tmp_path / "source", tmp_path / "checkpoint", 1, 1)
+    distributed.run(export_here, 1, tmp_path / "checkpoint", tmp_path / "exported")
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "exported").iterdir()}
+    assert len(modes) >= 2 and set(modes.values()) == {modes["config.json"]}, modes
+
+
 @pytest.mark.parametrize("family", ["llama32-tiny", "qwen2-tiny", "qwen3-tiny"])
 def test_several_files_in_bf16(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
     source = tmp_path / "source"

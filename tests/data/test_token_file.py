@@ -185,6 +185,17 @@ def test_facts_older_than_the_tokens_are_not_believed(prefix):
     assert read_facts(prefix, tokens, 256).sha256 == expected
 
 
+def test_facts_of_replaced_tokens_are_not_believed(prefix, tmp_path):
+    """A copy may keep the time of its source, which is older than the facts."""
+    tokens = np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16)
+    np.roll(tokens, 1).tofile(tmp_path / "other.bin")
+    os.utime(tmp_path / "other.bin", ns=(0, 0))
+    shutil.copy2(tmp_path / "other.bin", prefix.with_suffix(".bin"))
+    replaced = open_token_file(prefix)
+    facts = read_facts(prefix, replaced, 256)
+    assert facts == scan(replaced) and facts.sha256 != scan(tokens).sha256
+
+
 def test_facts_with_another_largest_token_are_not_believed(prefix, resolve):
     facts = prefix.with_suffix(".json")
     facts.write_text(facts.read_text().replace('"max_token": 256', '"max_token": 7'))

@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, Gemma3TextConfig, OPTConfig, PreTrainedConfig, Starcoder2Config
+import torch
+from transformers import CTRLConfig, Gemma2Config, Gemma3TextConfig, OPTConfig, PreTrainedConfig, Starcoder2Config
 
 from megabench.config import ConfigError
+from megabench.engines.build import build_engine
 from megabench.specs.registry import ENGINES
+from tests import distributed
 from tests.engines.equivalence import OPTIMIZERS, assert_equal_to_reference, resolve
 from tests.models.tiny import CATALOG, FAMILIES, save_config, save_model
 
@@ -106,3 +109,16 @@ def check_model_that_no_table_describes(tmp_path: Path, config: PreTrainedConfig
     assert_equal_to_reference(2, model=str(tmp_path / "model"), num_layers=None, engine=engine, **OPTIMIZERS["adamw"])
     with pytest.raises(ConfigError, match="the megatron engine has no tensor-parallel blocks for it"):
         resolve(1, model=str(tmp_path / "model"), num_layers=None)
+
+
+def build(fields: dict[str, Any]) -> None:
+    build_engine(resolve(1, **fields), torch.device("cpu"))
+
+
+def test_a_model_that_transformers_cannot_recompute_is_refused(tmp_path: Path) -> None:
+    save_config(tmp_path / "model", CTRLConfig(vocab_size=256, n_positions=64, n_embd=64, dff=128, n_layer=2, n_head=4))
+    fields = {"model": str(tmp_path / "model"), "num_layers": None, "engine": "ddp"}
+    distributed.run(build, 1, fields)
+    words = "UnsupportedModelError: recompute=full is not possible with .*CTRLLMHeadModel"
+    with pytest.raises(distributed.DistributedTestError, match=words):
+        distributed.run(build, 1, fields | {"recompute": "full"})

@@ -175,6 +175,13 @@ def test_buffers_of_older_files_are_passed_over(tmp_path: Path) -> None:
     HuggingFaceWeights(tmp_path / "model")
 
 
+def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
+    """transformers would apply the adapter when it loads the model."""
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "contains an adapter (adapter_config.json)" in refusal(folder) and "Merge" in refusal(folder)
+    assert "contains an adapter" in unparallel(folder)
+
+
 def test_what_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is neither a directory nor a name of the catalogue"):
         find_model(str(tmp_path / "nowhere"))

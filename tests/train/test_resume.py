@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import HashStore
+from transformers import GraniteConfig
 
 from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.directory import claim_run_id, folder_of
@@ -98,6 +99,23 @@ def test_another_run_is_refused(tmp_path: Path, fields: dict[str, Any], words: l
     with pytest.raises(CheckpointError) as error:
         find(load=tmp_path, **fields)
     assert str(folder) in str(error.value) and all(word in str(error.value) for word in words), error.value
+
+
+def test_another_configuration_of_the_same_sizes_is_refused(tmp_path: Path) -> None:
+    """Only config.json has the multipliers of a model that only transformers computes."""
+    fields = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = GraniteConfig(**fields, intermediate_size=64, logits_scaling=8.0)
+    config.save_pretrained(tmp_path / "model")
+    run = {"engine": "ddp", "model": str(tmp_path / "model"), "seq_length": 16}
+    folder = write(tmp_path / "run", 6, **run)
+    config.save_pretrained(folder / "hugging_face")
+    config.use_cache, config.eos_token_id, config.architectures = False, 3, ["Other"]
+    config.save_pretrained(tmp_path / "same")
+    assert find(load=tmp_path / "run", **run | {"model": str(tmp_path / "same")}).num_done == 6
+    config.logits_scaling = 2.0
+    config.save_pretrained(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"logits_scaling 8\.0 there, 2\.0 here\); train the same model"):
+        find(load=tmp_path / "run", **run | {"model": str(tmp_path / "other")})
 
 
 def test_another_tokenizer_is_refused_by_name(tmp_path: Path, tokenizer_dir: Path) -> None:

@@ -62,8 +62,11 @@ def _is_llama_like(run: ResolvedConfig) -> bool:
 
 
 def uses_liger(run: ResolvedConfig) -> bool:
-    """Return whether Liger's kernels replace modules of transformers."""
-    serves = run.kernels == "auto" and run.device == "cuda" and run.shape.family in _LLAMA_LIKE
+    """Return whether Liger's kernels replace modules of transformers.
+
+    Models without a table are excluded, because Liger's MLP has neither biases nor other activations than SiLU.
+    """
+    serves = run.kernels == "auto" and run.device == "cuda" and _is_llama_like(run)
     return serves and find_spec("liger_kernel") is not None
 
 

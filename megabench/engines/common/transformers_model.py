@@ -60,6 +60,11 @@ def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -
         model.base_model.rotary_emb = type(rotary)(model.config).to(device)
     model.tie_weights()  # moving a model between devices separates tied weights
     if run.recompute == "full":
+        if not model.supports_gradient_checkpointing:
+            raise UnsupportedModelError(
+                f"recompute=full is not possible with {run.model}, because transformers cannot recompute the layers of "
+                f"{type(model).__name__}. Use recompute=none."
+            )
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
 
