@@ -1,7 +1,8 @@
 """Loss, optimizer and initial weights of transformers models, shared by several engines."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from megabench.engines.common.loss_scale import LossScale
 from megabench.engines.common.optim import is_decayed
 from megabench.engines.common.transformers_blocks import LossHead
 from megabench.engines.protocol import StepResult, TensorKind
-from megabench.models.causal_lm import UnsupportedModelError
+from megabench.models.causal_lm import UnsupportedModelError, build_model
 from megabench.models.foreign import unused_words
 from megabench.models.hugging_face import transformers_config
 from megabench.models.mapping import stored_shapes
@@ -31,6 +32,29 @@ def model_config(run: ResolvedConfig) -> PreTrainedConfig:
     """Return the transformers configuration of a run's model, after patching the kernels."""
     patch_transformers(run)
     return transformers_config(run.shape)
+
+
+@contextmanager
+def default_dtype(run: ResolvedConfig) -> Iterator[None]:
+    """Create tensors without a given dtype in the training dtype, as transformers does when it loads a model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[run.precision])
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build_on_meta(config: PreTrainedConfig, run: ResolvedConfig) -> PreTrainedModel:
+    """Build a model on the meta device, with parameters in fp32 and buffers in the dtypes of mixed-precision training.
+
+    Some layers multiply their buffers with activations, so that both must have one dtype.
+    """
+    with torch.device("meta"), default_dtype(run):
+        model = build_model(config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return model
 
 
 def materialize(model: PreTrainedModel, device: torch.device) -> None:

@@ -26,7 +26,6 @@ from megabench.engines.common.fp8_linear import Fp8Linear
 from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.protocol import StepResult, TensorKind
-from megabench.models.causal_lm import build_model
 from megabench.runtime.device import DTYPES
 from megabench.specs.ddp import POWERSGD_PLAIN_STEPS, DdpSettings
 
@@ -63,9 +62,7 @@ class DdpEngine(TransformersEngine):
 
     def _build_model(self) -> PreTrainedModel:
         run, dtype = self.run, DTYPES[self.run.precision]
-        config = shared.model_config(run)
-        with torch.device("meta"):
-            model = build_model(config)
+        model = shared.build_on_meta(shared.model_config(run), run)
         transformers_blocks.fuse(model, run)
         shared.materialize(model, self.device)
         shared.prepare(model, run, self.device)

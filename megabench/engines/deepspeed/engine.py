@@ -25,7 +25,6 @@ from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.deepspeed.state import ZeroState
 from megabench.engines.protocol import EngineError, StepResult, TensorKind
 from megabench.models.causal_lm import build_model
-from megabench.runtime.device import DTYPES
 from megabench.specs.deepspeed import DeepSpeedSettings
 from megabench.specs.deepspeed_json import merge, read_deepspeed_json
 from megabench.specs.sharding import reduce_bucket
@@ -75,13 +74,13 @@ class DeepSpeedEngine(TransformersEngine):
         Under ZeRO-3, parameters are partitioned when they are created.
         """
         config = shared.model_config(self.run)  # zero.Init would partition the model that this call creates
-        default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(DTYPES[self.run.precision])
-        try:
-            with self.device, deepspeed.zero.Init(config_dict_or_path=self.settings, enabled=self.zero_stage == 3):
-                model = build_model(config)
-        finally:
-            torch.set_default_dtype(default_dtype)
+        is_partitioned = self.zero_stage == 3
+        with (
+            self.device,
+            shared.default_dtype(self.run),
+            deepspeed.zero.Init(config_dict_or_path=self.settings, enabled=is_partitioned),
+        ):
+            model = build_model(config)
         transformers_blocks.fuse(model, self.run)
         shared.prepare(model, self.run, self.device)
         if self.own.zero_leaf_layers:

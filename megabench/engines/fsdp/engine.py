@@ -27,7 +27,6 @@ from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.fsdp.fp8_gather import Fp8Shards
 from megabench.engines.protocol import StepResult, TensorKind
-from megabench.models.causal_lm import build_model
 from megabench.runtime.device import DTYPES
 from megabench.specs.fsdp import FsdpSettings
 
@@ -57,9 +56,7 @@ class FsdpEngine(TransformersEngine):
     def _build_model(self) -> PreTrainedModel:
         """Build the sharded model with its initial weights. No rank ever stores the whole model."""
         run = self.run
-        config = shared.model_config(run)
-        with torch.device("meta"):
-            model = build_model(config)
+        model = shared.build_on_meta(shared.model_config(run), run)
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[run.precision], reduce_dtype=DTYPES[run.grad_dtype])
         mesh = self._mesh()
         offload = CPUOffloadPolicy(pin_memory=run.device == "cuda") if self.own.offload == "all" else OffloadPolicy()

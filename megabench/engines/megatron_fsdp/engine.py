@@ -63,8 +63,8 @@ class MegatronFsdpEngine(TransformersEngine):
         """
         run = self.run
         config = shared.model_config(run)
-        with torch.device("meta"):
-            model = build_model(config).to(DTYPES[run.precision])
+        with torch.device("meta"), shared.default_dtype(run):
+            model = build_model(config)
         transformers_blocks.fuse(model, run)
         if run.shape.tied_embeddings:
             shared.materialize(model, self.device)
