@@ -2,20 +2,35 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import CTRLConfig, Gemma2Config, Gemma3TextConfig, OPTConfig, PreTrainedConfig, Starcoder2Config
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    CTRLConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    Starcoder2Config,
+)
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1PreTrainedModel
 
-from megabench.config import ConfigError
+from megabench.config import ConfigError, ResolvedConfig
 from megabench.engines.build import build_engine
+from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.specs.registry import ENGINES
 from tests import distributed
-from tests.engines.equivalence import OPTIMIZERS, assert_equal_to_reference, resolve
+from tests.engines.equivalence import OPTIMIZERS, assert_equal_to_reference, device_of, resolve
+from tests.models.causal_families import MODELS
+from tests.models.causal_families import save_model as save_tiny
 from tests.models.tiny import CATALOG, FAMILIES, save_config, save_model
 
 pytestmark = pytest.mark.distributed
 
+DATA_PARALLEL = [name for name, spec in ENGINES.items() if not spec.needs_blocks]
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -59,7 +74,38 @@ def test_parallel_blocks_otherwise(family: str, world_size: int, fields: dict[st
     assert_equal_to_reference(world_size, model=family, **fields, **OPTIMIZERS["adamw"])
 
 
-@pytest.mark.parametrize("engine", [name for name, spec in ENGINES.items() if not spec.needs_blocks])
+@pytest.mark.parametrize("engine", DATA_PARALLEL)
+@pytest.mark.parametrize("name", ["falcon_h1", "openai-gpt", "xglm", "apertus", "gemma3_text"])
+def test_buffers_are_those_of_transformers(tmp_path: Path, engine: str, name: str) -> None:
+    """Buffers have the values and dtypes that transformers gives them in bf16, because activations meet them there."""
+    save_tiny(tmp_path, MODELS[name])
+    run = resolve(1, model=str(tmp_path), num_layers=None, engine=engine, precision="bf16")
+    ours = distributed.run(buffers_of_engine, 1, run)[0]
+    theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).named_buffers())
+    assert ours.keys() == theirs.keys()
+    for buffer, values in theirs.items():
+        assert ours[buffer].dtype == values.dtype and torch.equal(ours[buffer], values), buffer
+
+
+def buffers_of_engine(run: ResolvedConfig) -> dict[str, Tensor]:
+    engine = build_engine(run, device_of(run))
+    assert isinstance(engine, TransformersEngine)
+    return {name: buffer.clone() for name, buffer in engine.buffers.model.named_buffers()}
+
+
+def test_buffers_that_transformers_leaves_undefined_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, MODELS["falcon_h1"])
+    run = resolve(1, model=str(tmp_path), num_layers=None, engine="fsdp", precision="bf16")
+    with pytest.raises(distributed.DistributedTestError, match=r"does not initialize the buffer .*mup_vector"):
+        distributed.run(build_without_initialization, 1, run)
+
+
+def build_without_initialization(run: ResolvedConfig) -> None:
+    with patch.object(FalconH1PreTrainedModel, "_init_weights", lambda self, module: None):
+        build_engine(run, device_of(run))
+
+
+@pytest.mark.parametrize("engine", DATA_PARALLEL)
 @pytest.mark.parametrize("family", ["qwen2-tiny", "qwen3-tiny"])
 def test_data_parallel_engines_read_directories(folders: dict[str, str], family: str, engine: str) -> None:
     assert_equal_to_reference(2, model=folders[family], num_layers=None, engine=engine, **OPTIMIZERS["adamw"])

@@ -20,7 +20,7 @@ from megabench.engines.common.loss_scale import LossScale
 from megabench.engines.common.optim import is_decayed
 from megabench.engines.common.transformers_blocks import LossHead
 from megabench.engines.protocol import StepResult, TensorKind
-from megabench.models.causal_lm import UnsupportedModelError, build_model
+from megabench.models.causal_lm import UnsupportedModelError, build_model, persistent_buffers
 from megabench.models.foreign import unused_words
 from megabench.models.hugging_face import transformers_config
 from megabench.models.mapping import stored_shapes
@@ -72,9 +72,16 @@ def materialize_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _initialize_buffers(model: PreTrainedModel) -> None:
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.fill_(torch.nan)  # `prepare` finds buffers that transformers does not initialize
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # with this flag, transformers initializes only the buffers
+    wrapped = type(model)
+    # transformers leaves out modules if the class of the model is not its own, such as the class that FSDP2 creates
+    model.__class__ = next(kind for kind in wrapped.__mro__ if kind.__module__.startswith("transformers."))
     model.initialize_weights()
+    model.__class__ = wrapped
 
 
 def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:
@@ -82,6 +89,12 @@ def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -
     # recompute the buffers in fp32, because rounding changes the rotary frequencies
     if rotary := getattr(model.base_model, "rotary_emb", None):
         model.base_model.rotary_emb = type(rotary)(model.config).to(device)
+    loaded = persistent_buffers(model)
+    for name, buffer in model.named_buffers():
+        if name not in loaded and buffer.is_floating_point() and buffer.isnan().any():
+            raise UnsupportedModelError(
+                f"transformers does not initialize the buffer {name} of {run.model}. Use --engine deepspeed."
+            )
     model.tie_weights()  # moving a model between devices separates tied weights
     if run.recompute == "full":
         if not model.supports_gradient_checkpointing:
@@ -146,7 +159,7 @@ class PersistentBuffers:
     """
 
     def __init__(self, model: PreTrainedModel, run: ResolvedConfig, values: InitialValues) -> None:
-        self._model, self._dtype = model, DTYPES[run.precision]
+        self.model, self._dtype = model, DTYPES[run.precision]
         self._sizes = run.shape.foreign.buffers if run.shape.foreign else {}
         self._values = {name: values.read(name, 0, math.prod(size)) for name, size in self._sizes.items()}
         self.restored()
@@ -162,7 +175,7 @@ class PersistentBuffers:
     def restored(self) -> None:
         """Copy the values, which a checkpoint may have changed, to the model."""
         for name, values in self._values.items():
-            buffer = self._model.get_buffer(name)
+            buffer = self.model.get_buffer(name)
             buffer.data = values.view(buffer.shape).to(buffer.device, self._dtype)
 
 
