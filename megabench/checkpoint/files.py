@@ -125,27 +125,27 @@ def write_assets(folder: Path, assets: Mapping[str, bytes]) -> list[FileEntry]:
     ]
 
 
-def check_files(folder: Path, files: Sequence[FileEntry], on_file: Callable[[], object] = lambda: None) -> None:
+def check_files(folder: Path, files: Sequence[FileEntry], on_part: Callable[[], object] = lambda: None) -> None:
     """Raise DamagedError for the first file whose CRC-32 checksum differs from the checksum in the manifest.
 
-    `on_file` is called after each file, from several threads.
+    `on_part` is called after each part of a file, from several threads.
     """
     with ThreadPoolExecutor(num_threads()) as pool:
-        list(pool.map(lambda file: _check_file(folder, file, on_file), files))
+        list(pool.map(lambda file: _check_file(folder, file, on_part), files))
 
 
-def _check_file(folder: Path, entry: FileEntry, on_file: Callable[[], object]) -> None:
+def _check_file(folder: Path, entry: FileEntry, on_part: Callable[[], object]) -> None:
     checksum = 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     try:
         with (folder / entry.name).open("rb", buffering=0) as file:
             while length := file.readinto(buffer):
                 checksum = zlib.crc32(buffer[:length], checksum)
+                on_part()
     except OSError as error:
         raise DamagedError(f"{entry.name} cannot be read: {error.strerror}") from None
     if checksum != entry.crc32:
         raise DamagedError(f"{entry.name} has checksum {checksum:08x} instead of {entry.crc32:08x}")
-    on_file()
 
 
 def check_tensors(folder: Path, files: Sequence[FileEntry], is_training_state: bool) -> None:

@@ -1,6 +1,5 @@
 """Loading of checkpoints: finding the newest valid checkpoint, and reading this rank's shards."""
 
-import json
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from megabench.checkpoint.directory import check_sizes, check_step, folder_of, i
 from megabench.checkpoint.files import TensorFiles, check_files, check_tensors, num_threads
 from megabench.checkpoint.manifest import DamagedError, Manifest
 from megabench.checkpoint.shards import StateShard, view
-from megabench.runtime.messages import publish, shared, wait_for
+from megabench.runtime.messages import gathered, shared
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,7 @@ def _first_of_all(
     store: Store, rank: int, world_size: int, topic: str, problem: str | None, refused: str | None
 ) -> tuple[str | None, str | None]:
     """Return the first `problem` and the first `refused` that is not None on a rank, in the order of ranks."""
-    publish(store, f"{topic}/{rank}", json.dumps([problem, refused]))
-    keys = [f"{topic}/{other}" for other in range(world_size)]
-    wait_for(store, keys)
-    said = [json.loads(store.get(key)) for key in keys]
+    said = gathered(store, rank, world_size, topic, [problem, refused])
     return next((p for p, _ in said if p), None), next((r for _, r in said if r), None)
 
 

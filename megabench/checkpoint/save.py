@@ -137,13 +137,13 @@ class Saver:
     def finish(self, touch: Callable[[], None]) -> Save:
         """Wait for the current save and return its outcome.
 
-        Call `touch` whenever the checkpoint has grown or a rank has read a file back.
+        Call `touch` whenever the checkpoint has grown or a rank has read a part of a file back.
         """
         assert self._thread is not None
         waited, progress = time.perf_counter(), 0
         while self._thread.is_alive():
             self._thread.join(_LOOK_SECONDS)
-            if (now := bytes_in(self._partial) + self._num_files_read()) > progress:
+            if (now := bytes_in(self._partial) + self._num_parts_read()) > progress:
                 progress = now
                 touch()
         self._thread = None
@@ -151,8 +151,8 @@ class Saver:
         stall = self._stall + time.perf_counter() - waited
         return replace(self._outcome, stall_seconds=stall, check_seconds=self._check)
 
-    def _num_files_read(self) -> int:
-        """Return the number of files that all ranks together have read back so far."""
+    def _num_parts_read(self) -> int:
+        """Return the number of parts of files that all ranks together have read back so far."""
         with suppress(DistError):  # the thread of the save reports that the store is lost
             return int(self._store.add(f"{self._topic}/read", 0))
         return 0
@@ -248,10 +248,11 @@ class Saver:
         if not error:
             try:
                 commit(self._partial, folder_of(self.directory, step))
-                self.verified.add(step)
-                self._prune()
             except Exception as problem:
                 error = f"{_here(0)}: {_words(problem)}"
+            else:
+                self.verified.add(step)
+                self._prune()
         if error:
             shutil.rmtree(self._partial, ignore_errors=True)
         return {

@@ -22,10 +22,11 @@ _MOST_NAMED = 8  # number of files that a note names
 _WEIGHTS = re.compile(
     r"\.(safetensors|bin|pt|pth|pkl|pickle|ckpt|h5|hdf5|msgpack|npz|npy|gguf|ggml|onnx|ot|tflite|mlmodel|nemo|distcp"
     r"|pdparams|pdmodel|llamafile)(\.index\.json|\.index|\.meta|\.data.*|[.-]?part.*)?$"
-    r"|[._]onnx_data.*$|^adapter_config\.json$",  # transformers loads an adapter's base model where this file exists
+    r"|[._]onnx_data.*$",
     re.IGNORECASE,
 )
-_NOT_COPIED = re.compile(r"\..*|events\.out\.tfevents\..*|.*\.(pyc|lock|incomplete|tmp|partial)")
+# transformers would load the base model of an adapter
+_NOT_COPIED = re.compile(r"\..*|adapter_config\.json|events\.out\.tfevents\..*|.*\.(pyc|lock|incomplete|tmp|partial)")
 _NOT_COPIED_FOLDERS = re.compile(r"\..*|__pycache__|runs|wandb|mlruns|lightning_logs|tensorboard|logs")
 _OWN_MODEL = {CONFIG_NAME, "adapter_config.json", "manifest.json"}
 _TOKENIZER = re.compile(

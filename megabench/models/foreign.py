@@ -57,7 +57,9 @@ def foreign_shape(folder: Path, common: dict[str, Any], reason: str) -> ModelSha
     layers = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
     num_positions = _num_positions(model)
     head = model.get_output_embeddings()
-    common["tied_embeddings"] = head is None or head.weight is model.get_input_embeddings().weight
+    # without an output layer of its own, a model multiplies with the embedding or with another parameter
+    has_tied_output = head is None or head.weight is model.get_input_embeddings().weight
+    common = common | {"tied_embeddings": has_tied_output}
     table = Family(
         name=common["family"],
         layer_prefix=f"{layers}.",

@@ -52,7 +52,8 @@ _IGNORED = {
     "bos_token_id", "eos_token_id", "pretraining_tp", "max_window_layers", "_name_or_path", "_attn_implementation",
     "_attn_implementation_autoset", "_commit_hash", "attn_implementation", "tie_last_hidden_states", "tokenizer_class",
     "finetuning_task", "task_specific_params", "torchscript", "use_bfloat16", "is_decoder", "add_cross_attention",
-    "cross_attention_hidden_size", "unsloth_version", "unsloth_fixed",
+    "cross_attention_hidden_size", "unsloth_version", "unsloth_fixed", "auto_map", "transformers.js_config",
+    "is_llama_config",
 }  # fmt: skip
 # configuration fields of older transformers, which newer versions read into other fields
 _OLDER = {"rope_theta", "rope_scaling", "torch_dtype"}
@@ -317,7 +318,8 @@ def _check(config: Any, content: dict[str, Any], path: Path) -> None:
     declared, generation = type(config)().to_dict(), GenerationConfig().to_dict()
     known = _TAKEN | _IGNORED | _OLDER | _REQUIRED.keys() | generation.keys()
     for field, value in (content | config.to_dict()).items():
-        if field not in known and value != (default := declared.get(field)):
+        is_off = field not in declared and not value  # such as use_mrope=false of Qwen2.5
+        if field not in known and not is_off and value != (default := declared.get(field)):
             raise _refusal(path, field, value, default, "a feature that megabench does not support")
 
 

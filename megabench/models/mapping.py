@@ -64,8 +64,7 @@ def matrix_form(size: tuple[int, ...]) -> tuple[int] | tuple[int, int]:
 
 def whole_piece(name: str, size: tuple[int, ...]) -> Piece:
     """Return the piece that covers a Hugging Face tensor of shape `size`."""
-    rows, *columns = matrix_form(size)
-    return Piece(name, (0, rows), (0, columns[0]) if columns else None)
+    return Piece(name, (0, matrix_form(size)[0]), _columns(size))
 
 
 def padded_vocab_size(shape: ModelShape, tp: int) -> int:
@@ -123,7 +122,8 @@ def _part(size: int, tp: int, rank: int) -> tuple[int, int]:
 
 
 def _columns(size: tuple[int, ...]) -> tuple[int, int] | None:
-    return whole_piece("", size).columns
+    _, *columns = matrix_form(size)
+    return (0, columns[0]) if columns else None
 
 
 def _whole(tensors: Shapes, shape: ModelShape, tp: int, rank: int) -> Shard:

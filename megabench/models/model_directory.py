@@ -52,8 +52,14 @@ class HuggingFaceWeights:
     def read(self, wanted: Piece) -> Tensor:
         """Return a block of a tensor in the dtype of its file."""
         part = self._part(wanted.name)
-        rows, columns = part[slice(*wanted.rows)] if part.get_shape() else part[...].flatten(), wanted.columns
-        block: Tensor = rows if columns is None else rows.flatten(1)[:, slice(*columns)]
+        rows, columns = slice(*wanted.rows), slice(*wanted.columns) if wanted.columns else slice(None)
+        num_dims = len(part.get_shape())
+        if num_dims == 2:
+            block: Tensor = part[rows, columns]
+        elif num_dims == 0:
+            block = part[...].flatten()
+        else:
+            block = part[rows] if wanted.columns is None else part[rows].flatten(1)[:, columns]
         return block
 
     def dtype(self, name: str) -> torch.dtype:

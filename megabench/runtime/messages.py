@@ -120,8 +120,11 @@ def shared(store: Store, rank: int, topic: str, find: Callable[[], Any]) -> Any:
 
 
 def gathered(store: Store, rank: int, world_size: int, topic: str, value: Any) -> list[Any]:
-    """Return the `value` of every rank, converted to JSON and back. Every rank must call this function."""
-    store.set(f"{topic}/{rank}", json.dumps(value))
+    """Return the `value` of every rank, converted to JSON and back. Every rank must call this function.
+
+    `topic` is a prefix of store keys, unique to each call.
+    """
+    publish(store, f"{topic}/{rank}", json.dumps(value))
     keys = [f"{topic}/{other}" for other in range(world_size)]
     wait_for(store, keys)
     return [json.loads(store.get(key)) for key in keys]

@@ -21,7 +21,7 @@ TOLERANCES = {name: policy.loss_tolerance for name, policy in POLICIES.items()}
 # differ in the last bit, 200 to 300 steps: in fp32, the losses of the first 10 steps differ by up to 6e-7. Above 1e-6,
 # the difference grows by up to 19 times per step. In 10 steps, it reaches up to 680 times `loss_rounding`. It stops at
 # 0.06 (fp32) or 0.08 (bf16). The mean loss of 50 steps differs by up to 1.4% (fp32) or 1.7% (bf16).
-FIRST_STEPS = 10
+FIRST_STEPS = 10  # of steps with the largest learning rate
 GROWTH_PER_STEP = 30.0
 GROWTH_PER_10_STEPS = 1000.0
 GROWN_TOLERANCE = 0.1  # a difference that has grown from rounding
@@ -47,16 +47,18 @@ def compare_losses(losses: Values, expected: Values) -> float | None:
     return max(difference for difference in differences if difference is not None)
 
 
-def loss_problem(losses: Values, expected: Values, precision: str, first_step: int = 1) -> str | None:
+def loss_problem(
+    losses: Values, expected: Values, precision: str, first_step: int = 1, learning_rates: Values = ()
+) -> str | None:
     """Return how finite losses differ from `expected`, or None if rounding explains the difference.
 
-    The losses are those of the same steps, from `first_step` on.
+    The losses and learning rates are those of the same steps, from `first_step` on.
     """
     policy = POLICIES[precision]
     differences = [difference or 0.0 for difference in relative_differences(losses, expected)]
     if max(differences) <= policy.loss_tolerance:
         return None
-    if max(differences[:FIRST_STEPS]) > policy.loss_rounding:
+    if max(differences[: _num_first_steps(learning_rates)]) > policy.loss_rounding:
         return f"by up to {max(differences):.2g} of their value, more than {policy.loss_tolerance:g}"
     so_far = list(accumulate(differences, max))
     for index in range(FIRST_STEPS, len(differences)):
@@ -70,6 +72,17 @@ def loss_problem(losses: Values, expected: Values, precision: str, first_step: i
             amount = f"by {difference:.2g} of their mean over steps {step} to {step + MEAN_STEPS - 1}"
             return f"{amount}, more than {policy.mean_loss_tolerance:g}"
     return None
+
+
+def _num_first_steps(learning_rates: Values) -> int:
+    """Return the number of steps until the learning rates add up to FIRST_STEPS times the largest one.
+
+    During warm-up, the weights hardly change, so that errors of the optimizer hardly show in the losses.
+    """
+    rates = [rate or 0.0 for rate in learning_rates]
+    enough = FIRST_STEPS * max(rates, default=0.0)
+    reached = (step for step, total in enumerate(accumulate(rates), 1) if total >= enough)
+    return max(FIRST_STEPS, next(reached, len(rates)))
 
 
 def _moving_means(values: Values) -> list[float]:
@@ -174,7 +187,8 @@ def _difference(parity: Parity, record: RunRecord, standard: RunRecord | None) -
     if step := _first_other_learning_rate(record, standard):
         return f"its learning rate differs from that of {parity.reference} from step {step} on"
     first, losses, expected = from_same_step(record, standard, "losses")
-    if problem := loss_problem(losses, expected, record.precision, first):
+    learning_rates = (record.learning_rates or ())[first - record.first_step :]
+    if problem := loss_problem(losses, expected, record.precision, first, learning_rates):
         return f"its losses differ from those of {parity.reference} {problem}"
     difference, tolerance = parity.grad_norm_difference, parity.grad_norm_tolerance
     if difference is None or tolerance is None or difference <= tolerance:

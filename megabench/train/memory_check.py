@@ -59,9 +59,8 @@ def check_memory(run: ResolvedConfig, given: RunConfig, local_rank: int, local_w
         return changed is not None and excess(changed) is None
 
     ways = _ways_out(run, given, fits)
-    raise MemoryCheckError(
-        f"{run.model} needs about {found}; use {', '.join([*ways, 'or ' * bool(ways) + '--skip-memory-check'])}"
-    )
+    last = "or --skip-memory-check" if ways else "--skip-memory-check"
+    raise MemoryCheckError(f"{run.model} needs about {found}; use {', '.join([*ways, last])}")
 
 
 # whether the run fits with other settings and, if given, another number of ranks

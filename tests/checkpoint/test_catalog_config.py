@@ -17,7 +17,7 @@ def config_of(folder: Path, **fields: Any) -> Any:
     """What transformers reads in the config.json of a run."""
     run = RunConfig.parse({"model": "llama-tiny", "device": "cpu"} | fields).resolve(1, "cpu")
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_bytes(assets_of_run(run)["config.json"])
+    (folder / "config.json").write_bytes(assets_of_run(run, print)["config.json"])
     return AutoConfig.from_pretrained(folder)
 
 

@@ -200,13 +200,13 @@ def test_reading_back_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ranks, read = Ranks(tmp_path, None, False), save_module.check_files
     is_waiting, has_read = threading.Event(), threading.Event()
 
-    def check(folder: Path, files: Sequence[FileEntry], on_file: Callable[[], object]) -> None:
+    def check(folder: Path, files: Sequence[FileEntry], on_part: Callable[[], object]) -> None:
         if any(file.name.startswith("rank-00001") for file in files):  # rank 0 reads this file
             is_waiting.set()
-            read(folder, files, on_file)
+            read(folder, files, on_part)
             has_read.wait(10.0)
         else:
-            read(folder, files, on_file)
+            read(folder, files, on_part)
 
     monkeypatch.setattr(save_module, "check_files", check)
     for rank, saver in enumerate(ranks.savers):
@@ -217,7 +217,7 @@ def test_reading_back_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def touch() -> None:
         touches.append(time.monotonic())
-        if ranks.savers[1]._num_files_read() == 3:
+        if ranks.savers[1]._num_parts_read() == 3:
             has_read.set()
 
     saves = [saver.finish(touch) for saver in reversed(ranks.savers)]

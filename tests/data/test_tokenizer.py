@@ -257,8 +257,8 @@ def test_a_damaged_tokenizer_json(tmp_path, jsonl, resolve, content):
 def test_a_checkpoint_contains_the_files_of_one_tokenizer(tmp_path, json_text, tokenizer_dir, resolve):
     model = write_tokenizer(write_model(tmp_path / "model"), json_text, eos_token="<|end|>")
     (model / "tokenizer.model").write_bytes(b"sentencepiece")
-    assert {"tokenizer.json", "tokenizer.model"} < assets_of_run(resolve(model=str(model))).keys()
-    assets = assets_of_run(resolve(model=str(model), tokenizer=str(tokenizer_dir)))
+    assert {"tokenizer.json", "tokenizer.model"} < assets_of_run(resolve(model=str(model)), print).keys()
+    assets = assets_of_run(resolve(model=str(model), tokenizer=str(tokenizer_dir)), print)
     assert assets["tokenizer.json"] == (tokenizer_dir / "tokenizer.json").read_bytes()
     assert "tokenizer.model" not in assets and "config.json" in assets
-    assert assets_of_run(resolve(model=str(model), tokenizer="bytes")).keys() == {"config.json"}
+    assert assets_of_run(resolve(model=str(model), tokenizer="bytes"), print).keys() == {"config.json"}

@@ -120,9 +120,22 @@ def test_blocks_refuse_an_unknown_field(tmp_path: Path, field: str, value: objec
         RunConfig.parse({"model": str(tmp_path), "device": "cpu"}).resolve(1, "cpu")
 
 
-@pytest.mark.parametrize("field", ["temperature", "is_causal", "unsloth_version", "_name_or_path", "torch_dtype"])
-def test_blocks_accept_fields_that_change_no_computation(tmp_path: Path, field: str) -> None:
-    value = {"temperature": 0.6, "is_causal": True, "torch_dtype": "float32"}.get(field, "x")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 0.6),
+        ("is_causal", True),
+        ("torch_dtype", "float32"),
+        ("_name_or_path", "x"),
+        ("unsloth_version", "x"),
+        ("use_mrope", False),  # Qwen2.5
+        ("is_llama_config", True),  # SmolLM2
+        ("rope_interleaved", False),
+        ("transformers.js_config", {"dtype": "q4"}),
+        ("auto_map", {}),
+    ],
+)
+def test_blocks_accept_fields_that_change_no_computation(tmp_path: Path, field: str, value: object) -> None:
     assert not read_shape(write_config(tmp_path, tiny("llama"), **{field: value})).foreign
 
 

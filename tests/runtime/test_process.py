@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -69,8 +70,9 @@ def test_a_child_imports_nothing_from_the_working_directory(tmp_path: Path, monk
     (tmp_path / "psutil.py").write_text("print('executed')")
     monkeypatch.chdir(tmp_path)
     child = Child([sys.executable, "-c", "import psutil; print('done')"], os.environ, tmp_path / "log")
-    while child.exit_status() is None:
-        pass
+    deadline = time.monotonic() + 60
+    while child.exit_status() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert (tmp_path / "log").read_text() == "done\n"
 
 

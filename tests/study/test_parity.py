@@ -234,6 +234,18 @@ def test_an_error_that_begins_late_is_told_with_its_step():
     )
 
 
+def test_an_error_that_warm_up_hides_is_no_rounding():
+    expected = [5.0] * 400
+    drift = [5.0 * (1 + 1e-9 * step**2) for step in range(400)]  # 1e-7 after 10 steps, 1.6e-4 after 400
+    for num_warm_up, verdict in ((0, "equal"), (300, "diverged")):
+        rates = [min(1.0, (step + 1) / max(num_warm_up, 1)) for step in range(400)]
+        records = [
+            make_record(losses, trial=trial, precision="fp32", learning_rates=rates)
+            for trial, losses in (("mine", drift), ("zero3", expected))
+        ]
+        assert judge_parity(records, "zero3")[0].parity.verdict == verdict, num_warm_up
+
+
 def test_other_learning_rates_diverge_from_their_first_step_on():
     rates = [3e-3 * (1 - step / 400) for step in range(200)]
     wrong = [*rates[:99], *[rates[99]] * 101]
