@@ -102,7 +102,9 @@ class HuggingFaceTokenizer:
             self.end_of_document = self._json.token_to_id(eos) if eos else None
             self.warning = self._difference(directory)
         # ids may have gaps, so that the number of tokens can be below the largest id
-        self.vocab_size: int = max((self._json or self._tokenizer).get_vocab().values()) + 1
+        self.vocab_size: int = max((self._json or self._tokenizer).get_vocab().values(), default=-1) + 1
+        if not self.vocab_size:
+            raise DataError(f"tokenizer={directory} has no tokens. Give a directory that `save_pretrained` wrote.")
         self.used = TokenizerUsed(
             name=str(directory), sha256=tokenizer_sha256(str(directory)), num_tokens=self.vocab_size
         )
@@ -178,7 +180,7 @@ def default_tokenizer(model: str) -> str:
 
 
 def tokenizer_sha256(name: str) -> str:
-    """Return the SHA-256 hash of what maps text to token ids. Copies of a tokenizer have equal hashes.
+    """Return the SHA-256 hash of what maps documents to token ids. Copies of a tokenizer have equal hashes.
 
     Raises:
         DataError: The tokenizer cannot be read.
@@ -191,7 +193,7 @@ def tokenizer_sha256(name: str) -> str:
             files = _vocabularies(directory) or [directory / TOKENIZER_CONFIG_NAME]
             return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
         content = json.loads((directory / _TOKENIZER_JSON).read_bytes())
-        parts = {part: content.get(part) for part in _PARTS}
+        parts = {part: content.get(part) for part in _PARTS} | {"eos": _eos_token(directory)}
         # files of older and newer versions spell merges and unused options of the model differently
         model = {key: value for key, value in parts["model"].items() if value is not None and value is not False}
         if "merges" in model:
@@ -199,6 +201,13 @@ def tokenizer_sha256(name: str) -> str:
         return hashlib.sha256(json.dumps(parts | {"model": model}, sort_keys=True).encode()).hexdigest()
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DataError(f"tokenizer={name} cannot be read ({error}). Give a directory with a tokenizer.") from None
+
+
+def _eos_token(directory: Path) -> str | None:
+    """Return the token that separates documents, which tokenizer_config.json names as a string or as an object."""
+    path = directory / TOKENIZER_CONFIG_NAME
+    token = json.loads(path.read_bytes()).get("eos_token") if path.exists() else None
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _vocabularies(directory: Path) -> list[Path]:

@@ -238,7 +238,9 @@ def test_copies_of_a_tokenizer_have_one_hash(tmp_path, tokenizer_dir, json_text)
     content["truncation"] = {"max_length": 8, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
     content["model"]["merges"] = [" ".join(merge) for merge in content["model"]["merges"]]  # as older versions
     del content["model"]["ignore_merges"]
-    write_tokenizer(tmp_path / "older", json.dumps(content, indent=4))
+    write_tokenizer(tmp_path / "older", json.dumps(content, indent=4), eos_token="<eos>")
+    write_tokenizer(tmp_path / "other-eos", json.dumps(content), eos_token="a")
+    assert tokenizer_sha256(str(tmp_path / "other-eos")) != sha256
     assert tokenizer_sha256(str(tmp_path / "saved")) == tokenizer_sha256(str(tmp_path / "older")) == sha256
     content["model"]["vocab"]["<eos>"], content["model"]["vocab"]["a"] = 66, 0
     write_tokenizer(tmp_path / "older", json.dumps(content))
