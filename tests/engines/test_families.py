@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from transformers import (
     PreTrainedConfig,
     Starcoder2Config,
 )
-from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1PreTrainedModel
 
 from megabench.config import ConfigError, ResolvedConfig
 from megabench.engines.build import build_engine
@@ -75,7 +73,7 @@ def test_parallel_blocks_otherwise(family: str, world_size: int, fields: dict[st
 
 
 @pytest.mark.parametrize("engine", DATA_PARALLEL)
-@pytest.mark.parametrize("name", ["falcon_h1", "openai-gpt", "xglm", "apertus", "gemma3_text"])
+@pytest.mark.parametrize("name", ["falcon_h1", "openai-gpt", "xglm", "apertus", "gemma3_text", "rwkv"])
 def test_buffers_are_those_of_transformers(tmp_path: Path, engine: str, name: str) -> None:
     """Buffers have the values and dtypes that transformers gives them in bf16, because activations meet them there."""
     save_tiny(tmp_path, MODELS[name])
@@ -91,18 +89,6 @@ def buffers_of_engine(run: ResolvedConfig) -> dict[str, Tensor]:
     engine = build_engine(run, device_of(run))
     assert isinstance(engine, TransformersEngine)
     return {name: buffer.clone() for name, buffer in engine.buffers.model.named_buffers()}
-
-
-def test_buffers_that_transformers_leaves_undefined_are_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path, MODELS["falcon_h1"])
-    run = resolve(1, model=str(tmp_path), num_layers=None, engine="fsdp", precision="bf16")
-    with pytest.raises(distributed.DistributedTestError, match=r"does not initialize the buffer .*mup_vector"):
-        distributed.run(build_without_initialization, 1, run)
-
-
-def build_without_initialization(run: ResolvedConfig) -> None:
-    with patch.object(FalconH1PreTrainedModel, "_init_weights", lambda self, module: None):
-        build_engine(run, device_of(run))
 
 
 @pytest.mark.parametrize("engine", DATA_PARALLEL)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from megabench.engines.common.loss_scale import LossScale
 from megabench.engines.common.optim import is_decayed
 from megabench.engines.common.transformers_blocks import LossHead
 from megabench.engines.protocol import StepResult, TensorKind
-from megabench.models.causal_lm import UnsupportedModelError, build_model, persistent_buffers
+from megabench.models.causal_lm import UnsupportedModelError, build_model
 from megabench.models.foreign import unused_words
 from megabench.models.hugging_face import transformers_config
 from megabench.models.mapping import stored_shapes
@@ -45,56 +46,36 @@ def default_dtype(run: ResolvedConfig) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def build_on_meta(config: PreTrainedConfig, run: ResolvedConfig) -> PreTrainedModel:
-    """Build a model on the meta device, with parameters in fp32 and buffers in the dtypes of mixed-precision training.
+def build_on_meta(config: PreTrainedConfig, run: ResolvedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a model whose parameters are in `dtype` on the meta device.
 
-    Some layers multiply their buffers with activations, so that both must have one dtype.
+    Buffers are on CPU, with the values and dtypes of transformers: some layers multiply them with activations.
     """
-    with torch.device("meta"), default_dtype(run):
-        model = build_model(config)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float()
-    return model
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            empty = torch.empty_like(parameter, dtype=dtype, device="meta")
+            module._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
+
+    with default_dtype(run), patch.object(nn.Module, "register_parameter", register_on_meta):
+        return build_model(config)
 
 
 def materialize(model: PreTrainedModel, device: torch.device) -> None:
-    """Allocate memory for a model on the meta device, with undefined weights and initialized buffers."""
+    """Allocate memory with undefined values for the parameters of a model on the meta device, and keep its buffers."""
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     model.to_empty(device=device)
-    _initialize_buffers(model)
-
-
-def materialize_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Allocate and initialize the buffers of a model on the meta device. Its parameters stay there."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
-    _initialize_buffers(model)
-
-
-def _initialize_buffers(model: PreTrainedModel) -> None:
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.fill_(torch.nan)  # `prepare` finds buffers that transformers does not initialize
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # with this flag, transformers initializes only the buffers
-    wrapped = type(model)
-    # transformers leaves out modules if the class of the model is not its own, such as the class that FSDP2 creates
-    model.__class__ = next(kind for kind in wrapped.__mro__ if kind.__module__.startswith("transformers."))
-    model.initialize_weights()
-    model.__class__ = wrapped
+    for module, values in buffers:
+        module._buffers.update(values)
 
 
 def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:
-    """Prepare a model that was built in another dtype or on the meta device for training."""
-    # recompute the buffers in fp32, because rounding changes the rotary frequencies
-    if rotary := getattr(model.base_model, "rotary_emb", None):
-        model.base_model.rotary_emb = type(rotary)(model.config).to(device)
-    loaded = persistent_buffers(model)
-    for name, buffer in model.named_buffers():
-        if name not in loaded and buffer.is_floating_point() and buffer.isnan().any():
-            raise UnsupportedModelError(
-                f"transformers does not initialize the buffer {name} of {run.model}. Use --engine deepspeed."
-            )
+    """Prepare a model for training after its parameters have got memory, and move its buffers to `device`."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
     model.tie_weights()  # moving a model between devices separates tied weights
     if run.recompute == "full":
         if not model.supports_gradient_checkpointing:

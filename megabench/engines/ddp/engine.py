@@ -62,7 +62,7 @@ class DdpEngine(TransformersEngine):
 
     def _build_model(self) -> PreTrainedModel:
         run, dtype = self.run, DTYPES[self.run.precision]
-        model = shared.build_on_meta(shared.model_config(run), run)
+        model = shared.build_on_meta(shared.model_config(run), run, torch.float32)
         transformers_blocks.fuse(model, run)
         shared.materialize(model, self.device)
         shared.prepare(model, run, self.device)

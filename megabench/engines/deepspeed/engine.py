@@ -81,6 +81,9 @@ class DeepSpeedEngine(TransformersEngine):
             deepspeed.zero.Init(config_dict_or_path=self.settings, enabled=is_partitioned),
         ):
             model = build_model(config)
+        # zero.Init rounds the tensors that a constructor creates, such as the frequencies of the rotary embedding
+        for name, buffer in shared.build_on_meta(config, self.run, torch.float32).named_buffers():
+            model.get_buffer(name).data = buffer.to(self.device)
         transformers_blocks.fuse(model, self.run)
         shared.prepare(model, self.run, self.device)
         if self.own.zero_leaf_layers:

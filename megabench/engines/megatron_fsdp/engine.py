@@ -23,7 +23,6 @@ from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.protocol import StepResult, TensorKind
-from megabench.models.causal_lm import build_model
 from megabench.runtime.device import DTYPES
 from megabench.runtime.megatron_fsdp import prepare
 from megabench.specs.megatron_fsdp import MegatronFsdpSettings
@@ -62,14 +61,10 @@ class MegatronFsdpEngine(TransformersEngine):
         A model with tied weights is allocated and filled here, because Megatron-FSDP would separate these weights.
         """
         run = self.run
-        config = shared.model_config(run)
-        with torch.device("meta"), shared.default_dtype(run):
-            model = build_model(config)
+        model = shared.build_on_meta(shared.model_config(run), run, DTYPES[run.precision])
         transformers_blocks.fuse(model, run)
         if run.shape.tied_embeddings:
             shared.materialize(model, self.device)
-        else:
-            shared.materialize_buffers(model, self.device)
         shared.prepare(model, run, self.device)
         values = shared.InitialValues(run, self.device)
         self.buffers = shared.PersistentBuffers(model, run, values)
