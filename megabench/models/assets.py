@@ -111,9 +111,10 @@ def _is_required(name: str) -> bool:
 def _is_allowed(root: Path, link: Path, target: Path) -> bool:
     """Return whether the target of a link belongs to the model.
 
-    A downloaded directory may contain links to private files. Therefore a link counts only if its target is a file of
-    the directory, or in the blobs of the Hugging Face cache that contains the directory, or, for the configuration and
-    the tokenizer, if its target has the same name.
+    A malicious directory could contain symbolic links to private files of the user, such as SSH keys. A link is
+    therefore followed only if its target is a file of the same directory, or a blob of the Hugging Face cache that
+    contains the directory. Links to configuration and tokenizer files are also followed if their targets have the same
+    names.
     """
     if target.is_relative_to(root):
         name = target.relative_to(root).as_posix()

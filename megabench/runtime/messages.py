@@ -54,8 +54,7 @@ class Failure:
 def publish(store: Store, key: str, value: str) -> None:
     """Set a key that no rank has set before.
 
-    A rank that waits for a key takes any value that the key already has for the message it waits for. A key that is
-    used twice therefore raises an error.
+    Raise RuntimeError if the key already has a value. A rank that waits for the new message would read the old one.
     """
     if store.check([key]):
         raise RuntimeError(f"the store already contains the message {key}")

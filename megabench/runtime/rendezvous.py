@@ -21,7 +21,7 @@ from megabench.runtime.signed_store import SignedStore, agree_on_key, secret_fro
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
-_CONNECT_SECONDS = 30.0  # time limit to reach a store that exists already
+_CONNECT_SECONDS = 30.0  # time limit for connecting to a store that another process hosts
 PREFIX_VARIABLE = "MEGABENCH_STORE_PREFIX"
 
 

@@ -87,7 +87,7 @@ class Coordinator:
     def wait_until(self, ready: Callable[[], bool], problem: str | None = None) -> None:
         """Poll until `ready`. With `problem`, raise StudyStopped with this reason after ANSWER_SECONDS.
 
-        The time limit ends a study whose messages another client of the store has deleted.
+        Without a time limit, the study would hang if another client of the store deleted its messages.
         """
         started = time.monotonic()
         while not ready():

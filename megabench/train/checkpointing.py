@@ -292,7 +292,7 @@ class Checkpoints:
         """Return the newest healthy checkpoint, or None. Collective.
 
         A checkpoint is healthy if a later step was finite. If this run has saved none, the checkpoint from which it
-        resumed may be healthy. Raises StoppedError on every rank if another run has taken the directory over.
+        resumed may be healthy. Raises StoppedError on every rank if another run now owns the directory.
         """
         assert self._run.save is not None
         self._finish()

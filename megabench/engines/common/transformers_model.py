@@ -64,7 +64,7 @@ def build_on_meta(config: PreTrainedConfig, run: ResolvedConfig, dtype: torch.dt
 
 
 def materialize(model: PreTrainedModel, device: torch.device) -> None:
-    """Allocate memory with undefined values for the parameters of a model on the meta device, and keep its buffers."""
+    """Allocate uninitialized memory for the parameters of a model from `build_on_meta`. Its buffers stay unchanged."""
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     model.to_empty(device=device)
     for module, values in buffers:

@@ -80,7 +80,7 @@ class MegatronFsdpEngine(TransformersEngine):
         return model
 
     def _shard(self, model: PreTrainedModel) -> Any:
-        # the library allocates the buffers of modules with weights again, without their values
+        # If a module has weights, the library allocates new memory for its buffers and loses their values.
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         mesh = self._mesh()
         across = {}
