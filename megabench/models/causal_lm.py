@@ -75,8 +75,8 @@ def persistent_buffers(model: "PreTrainedModel") -> dict[str, Any]:
     return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
-def stored_name(model: "PreTrainedModel", name: str) -> str:
-    """Return the name under which transformers stores a tensor of `model`, the inverse of `names_in_model`."""
+def stored_names(model: "PreTrainedModel", names: Iterable[str]) -> dict[str, str]:
+    """Return the names under which transformers stores tensors of `model`, the inverse of `names_in_model`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
 
@@ -86,7 +86,7 @@ def stored_name(model: "PreTrainedModel", name: str) -> str:
         for conversion in conversions
         if isinstance(conversion, WeightRenaming) and not isinstance(conversion, PrefixChange)
     ]
-    return str(rename_source_key(name, renamings, [])[0])
+    return {name: rename_source_key(name, renamings, [])[0] for name in names}
 
 
 def names_in_model(model: "PreTrainedModel", stored: Iterable[str]) -> dict[str, str]:

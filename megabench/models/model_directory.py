@@ -15,7 +15,7 @@ from megabench.models.causal_lm import (
     build_model,
     is_ignored,
     names_in_model,
-    stored_name,
+    stored_names,
 )
 from megabench.models.hugging_face import read_shape, transformers_config
 from megabench.models.mapping import Piece, Shapes, stored_shapes
@@ -213,4 +213,4 @@ def names_in_files(shape: ModelShape) -> dict[str, str]:
         return {name: name for name in names}
     with torch.device("meta"):
         model = build_model(transformers_config(shape))
-    return {name: stored_name(model, name) for name in names}
+    return stored_names(model, names)
