@@ -1,11 +1,16 @@
 """Fixtures that several rooms share."""
 
+import os
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from megabench.data.text import read_stdlib
+
+# The processes that tests start import tests and tools. A command that a test calls sets PYTHONSAFEPATH for the tests
+# that follow, so that the working directory alone does not suffice.
+os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
 
 
 @pytest.fixture(scope="session")
