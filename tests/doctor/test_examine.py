@@ -4,7 +4,6 @@ import io
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -683,13 +682,13 @@ def test_the_same_fault_of_several_trials_is_one_finding():
         ("llama3-8b-fp8", ["preliminary", "note"]),
     ],
 )
-def test_measured_studies(name, kinds):
-    findings = findings_at(REPOSITORY / "benchmarks" / name)
+def test_measured_studies(measured, name, kinds):
+    findings = findings_at(measured[name])
     assert [finding.kind for finding in findings] == kinds, findings
 
 
-def test_measured_studies_in_words():
-    close, unused, kernels, once = findings_at(REPOSITORY / "benchmarks/engines-bf16")
+def test_measured_studies_in_words(measured):
+    close, unused, kernels, once = findings_at(measured["engines-bf16"])
     assert unused.trials == ("pp2",) and "of 140 GiB" in unused.evidence
     assert kernels.trials == ("zero3-reference", "dp2-reference", "tp2-reference")
     assert (
@@ -697,10 +696,10 @@ def test_measured_studies_in_words():
         and "their spreads overlap that of dp2" in close.evidence
     )
     assert "one run each" in once.evidence
-    *_, twice, still, _ = findings_at(REPOSITORY / "benchmarks/llama3-8b-two-gpus-synthetic")
+    *_, twice, still, _ = findings_at(measured["llama3-8b-two-gpus-synthetic"])
     assert twice.trials == ("zero3-two-hosts", "zero3-leaf-two-hosts")
     assert still.trials == ("zero3-leaf",) and still.evidence.startswith("the losses vary by 0.0")
-    _, parts, _ = findings_at(REPOSITORY / "benchmarks/nccl-parity-bf16")
+    _, parts, _ = findings_at(measured["nccl-parity-bf16"])
     assert parts.trials == ("zero3",) and "zero_leaf_layers: true" in parts.change
 
 
@@ -837,9 +836,8 @@ def test_the_doctor_loads_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
 
 
-def test_old_records_still_load():
+def test_every_measured_record_is_read(measured):
     """Among them those of before machines were recorded."""
-    paths = sorted(Path(REPOSITORY / "benchmarks").glob("*/results.jsonl"))
-    records = {path.parent.name: read_records(path) for path in paths}
-    assert all(records.values())
+    records = {name: read_records(folder / "results.jsonl") for name, folder in measured.items()}
+    assert all(records.values()) and {"llama3-8b-eight", "engines-4-gpus"} <= records.keys()
     assert all(record.machines == [] for record in records["llama3-8b-first-look"])
