@@ -340,7 +340,7 @@ def test_a_deletion_that_was_cut_short_is_finished(tmp_path: Path, monkeypatch: 
 def test_remains_of_other_runs_stay(tmp_path: Path) -> None:
     other = partial_folder(tmp_path, 6, "ffffffffffff-0aff")
     shutil.copytree(write(tmp_path / "elsewhere", 6), other)
-    old = tmp_path / ".step-00000003.1f0c.partial"  # as version 0.1 named them
+    old = tmp_path / ".step-00000003.1f0c.partial"  # not of this run either
     old.mkdir()
     link = partial_folder(tmp_path, 9, f"{RUN_ID}-0aff")
     link.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
