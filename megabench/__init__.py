@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megabench.api import load as load
     from megabench.api import plan as plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _INTERFACE = ("Layout", "StudyPlan", "StudyResults", "compare", "load", "plan")
 
 

@@ -61,7 +61,7 @@ class PrecisionPolicy:
 # - Llama-3-8B on two H200 GPUs, six steps: the losses of TP2, PP2·VP8, FSDP2 and ZeRO-3 agree within 0.22% in fp8
 #   (10.3112 to 10.3342) and within 0.005% in bf16. With 12 layers, the gradient norms of fp8 are within 4% of bf16.
 # - A model of 0.5 billion parameters on two H100 GPUs, eight steps: the losses of seven layouts and engines agree to
-#   4.8e-4 and the gradient norms to 3.1e-4 (benchmarks/fp8-engines).
+#   4.8e-4 and the gradient norms to 3.1e-4 (fp8-engines of benchmarks/).
 # - llama-tiny on two CPU processes, 20 steps at lr 3e-4, medians of the first ten gradient norms: TP2 and PP2 differ
 #   from DP2 by 0.04% at most. If the amax is not reduced over the tensor-parallel group, TP2 differs by 4.5%, and its
 #   losses by only 0.4%. The tolerance of the gradient norm is therefore less than 4.5%.

@@ -14,12 +14,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
-from megabench import UserError, older_records, printable
+from megabench import UserError, printable
 from megabench.atomic_write import write_atomically
 
-# The schema version increases with the first change of a field after a release (0.1.0 wrote version 1). An older
-# megabench refuses records of a newer schema. A newer megabench reads records of all older schemas.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 2  # of records; CONTRIBUTING.md says when it changes
 
 Status = Literal["ok", "oom", "failed", "timeout", "diverged"]
 FailureKind = Literal["hang", "oom", "shared-memory", "killed", "error"]
@@ -279,8 +277,8 @@ class Rollback(_Part):
 class SaveTimes(_Part):
     """Times of a saved checkpoint: seconds until the checkpoint was valid, and seconds that training waited.
 
-    `check_seconds` is the part of the wait in which the state was searched for non-finite values, or None in older
-    records. `error` is the reason why saving failed.
+    `check_seconds` is the part of the wait in which the state was searched for non-finite values. `error` is the reason
+    why saving failed.
     """
 
     step: int
@@ -412,7 +410,7 @@ class RunRecord(_Part):
     global_batch: int
     precision: str
     grad_dtype: str
-    requested_kernels: Literal["auto", "reference"] | None = None
+    requested_kernels: Literal["auto", "reference"] = "auto"
     """Value of the setting `kernels`."""
     kernels: dict[str, str] | None = None
     kernel_traits: KernelTraits | None = None
@@ -472,7 +470,7 @@ class RunRecord(_Part):
     """Short runs that measured micro_batch or recompute settings that are auto."""
     machines: list[Machine] = []
     environment: Environment | None = None
-    auto_settings: list[str] | None = None
+    auto_settings: list[str] = []
     """Settings that are auto in `command`."""
     extra: dict[str, dict[str, Any]] = {}
     """Sections of user callbacks by class name."""
@@ -484,8 +482,11 @@ class RunRecord(_Part):
 
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
-        """Read a record. Raises ValueError if the file is not a record."""
-        return cls.model_validate(older_records.complete(json.loads(path.read_text(encoding="utf-8"))))
+        """Read a record. Raises RecordError if the file is not a record, or has another schema version."""
+        try:
+            return _parse(path.read_text(encoding="utf-8"), str(path))
+        except UnicodeDecodeError:
+            raise RecordError(f"{path} is not a text file with a record") from None
 
 
 class RecordError(UserError):
@@ -495,8 +496,7 @@ class RecordError(UserError):
 def read_records(path: Path) -> list[RunRecord]:
     """Read the records of a `results.jsonl` in file order. Return [] if the file does not exist.
 
-    Fields that an older version did not write are None, empty, or derived from other fields (older_records.py). Raises
-    RecordError for records of a newer version, and for lines that are not records.
+    Raises RecordError for records with another schema version, and for lines that are not records.
     """
     if not path.exists():
         return []
@@ -507,24 +507,24 @@ def read_records(path: Path) -> list[RunRecord]:
         raise RecordError(f"{path} is not a text file with records") from None
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}") from None
-    return [_read_line(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+    return [_parse(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
-def _read_line(line: str, where: str) -> RunRecord:
+def _parse(line: str, where: str) -> RunRecord:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{where} is not JSON ({error}); its end may be missing") from None
-    version = content.get("schema_version", SCHEMA_VERSION) if isinstance(content, dict) else None
+    version = content.get("schema_version") if isinstance(content, dict) else None
     if not isinstance(version, int):
         raise RecordError(f"{where} is not a record of a trial")
-    if version > SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
         raise RecordError(
-            f"{where} has record schema {version}, and this megabench reads schemas up to {SCHEMA_VERSION}; "
-            "use the version that wrote the record, or a newer one"
+            f"{where} has record schema {version}, and this megabench reads schema {SCHEMA_VERSION}; use the version "
+            f"that wrote the record"
         )
     try:
-        return RunRecord.model_validate(older_records.complete(content))
+        return RunRecord.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megabench.data.text import read_stdlib
+from tools.planner_validation.own import measured_studies
 
 # The processes that tests start import tests and tools. A command that a test calls sets PYTHONSAFEPATH for the tests
 # that follow, so that the working directory alone does not suffice.
@@ -30,6 +31,12 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The directories of the studies in benchmarks/ by name."""
+    return measured_studies(Path(__file__).parents[1] / "benchmarks", tmp_path_factory.mktemp("more-studies"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

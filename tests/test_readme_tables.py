@@ -43,7 +43,7 @@ def test_every_page_is_checked_without_arguments() -> None:
 
 def test_a_mark_without_an_end_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    mark, end = "<!-- records: benchmarks/llama3-8b-first-look -->\n", "<!-- end of records -->\n"
+    mark, end = "<!-- records: benchmarks/llama3-8b-eight -->\n", "<!-- end of records -->\n"
     for text in (mark, f"{mark}words\n{mark}{end}", f"{mark}{end}words\n{end}"):
         page.write_text(text)
         done = readme_tables(page)

@@ -120,7 +120,9 @@ def _identity(trial: Trial) -> str:
     config, run = trial.config, trial.resolved
     first = Setting(run.micro_batch, run.recompute)
     short = probe_config(config, first, run.world_size, run.device)
-    return identity(short, world_size=run.world_size, to_find=config.auto_settings, env=trial.env, gpus=gpu_names())
+    return identity(
+        short, world_size=run.world_size, auto_settings=config.auto_settings, env=trial.env, gpus=gpu_names()
+    )
 
 
 def _read(path: Path) -> Found | None:

@@ -42,7 +42,7 @@ def find_newest_good(
     call.
 
     Raises:
-        CheckpointError: No checkpoint in the directory is valid, or the schema version of a manifest is unknown.
+        CheckpointError: No checkpoint in the directory is valid, or a manifest has another schema version.
     """
     passed_over: dict[Path, str] = {}
     started = time.perf_counter()

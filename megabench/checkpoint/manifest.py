@@ -22,8 +22,7 @@ from megabench.models.find import ASSETS
 from megabench.models.shape import ModelShape
 from megabench.record import Rollback, TokenizerUsed
 
-SCHEMA_VERSION = 2
-_READABLE_VERSIONS = (1, 2)  # schema version 1 has no run_id
+SCHEMA_VERSION = 2  # of manifests; CONTRIBUTING.md says when it changes
 MANIFEST_NAME = "manifest.json"
 _LARGEST_MANIFEST = 2**26
 
@@ -101,11 +100,11 @@ class TrainingEntry(_Part):
     """The state that a resumed run needs. `step` is the number of completed steps.
 
     `config` is the resolved configuration of the run that wrote the checkpoint. `run_id` identifies the run across
-    restarts, and is None in checkpoints of schema version 1. `rollbacks` are the rollbacks before the save, and
-    `recent_losses` the last losses, from which loss spikes are detected.
+    restarts. `rollbacks` are the rollbacks before the save, and `recent_losses` the last losses, from which loss spikes
+    are detected.
     """
 
-    run_id: str | None = None
+    run_id: str
     step: int = Field(ge=0, le=10**9)
     engine: str
     layout: dict[str, int]
@@ -145,7 +144,7 @@ class Manifest(_Part):
 
         Raises:
             DamagedError: The manifest is missing, damaged or incomplete.
-            CheckpointError: The schema version of the manifest is unknown.
+            CheckpointError: The manifest has another schema version.
         """
         try:
             content = json.loads(read_regular(folder / MANIFEST_NAME, _LARGEST_MANIFEST))
@@ -158,9 +157,9 @@ class Manifest(_Part):
             raise DamagedError(f"{MANIFEST_NAME} is not a complete JSON manifest") from None
         if not isinstance(body, dict):
             raise DamagedError(f"{MANIFEST_NAME} is not a complete JSON manifest")
-        if (schema := body.get("schema_version")) not in _READABLE_VERSIONS:
+        if (schema := body.get("schema_version")) != SCHEMA_VERSION:
             raise CheckpointError(
-                f"{folder} has checkpoint schema {schema}, and this megabench reads schemas 1 to {SCHEMA_VERSION}. "
+                f"{folder} has checkpoint schema {schema}, and this megabench reads schema {SCHEMA_VERSION}. "
                 f"Use the megabench that wrote it ({body.get('versions', {}).get('megabench', 'version unknown')})."
             )
         try:

@@ -18,6 +18,7 @@ from megabench.precision import POLICIES
 from megabench.settings.reading import ConfigError, explain, read_text
 
 GENERIC = "generic"
+SCHEMA_VERSION = 1  # of profiles; CONTRIBUTING.md says when it changes
 
 
 class _Part(BaseModel):
@@ -84,6 +85,7 @@ class Profile(_Part):
     model. Layouts whose predictions differ by less than `relative_error` count as equal.
     """
 
+    schema_version: int
     name: str
     devices: list[str]
     """Names of the GPUs with these constants, as CUDA reports them."""
@@ -173,11 +175,19 @@ class Profile(_Part):
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile file. Raises ConfigError if the file is not a profile."""
+    """Read a profile file. Raises ConfigError if the file is not a profile, or has another schema version."""
     try:
-        return Profile.model_validate(json.loads(read_text(path)))
+        content = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}; create a profile with megabench calibrate") from None
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{path} has profile schema {version}, and this megabench reads schema {SCHEMA_VERSION}; create a profile "
+            f"with megabench calibrate"
+        )
+    try:
+        return Profile.model_validate(content)
     except ValidationError as error:
         raise ConfigError(f"{path} is not a valid profile: {explain(error, Profile.model_fields)}") from None
 

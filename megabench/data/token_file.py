@@ -35,8 +35,8 @@ _SAMPLES, _SAMPLE_TOKENS = 256, 1024
 class TokenFacts(BaseModel):
     """Number of tokens and largest token id of a token file, and the SHA-256 hash of its .bin file.
 
-    `sample_sha256` is the hash of a sample of the tokens, which shows that other tokens replaced the .bin file. It is
-    None in files of earlier versions. `tokenizer` is None if another program wrote the file.
+    `sample_sha256` is the hash of a sample of the tokens, which shows that other tokens replaced the .bin file.
+    `tokenizer` is None if another program wrote the file.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -44,7 +44,7 @@ class TokenFacts(BaseModel):
     num_tokens: int
     max_token: int
     sha256: str
-    sample_sha256: str | None = None
+    sample_sha256: str
     tokenizer: TokenizerUsed | None = None
 
 
@@ -108,7 +108,7 @@ def read_facts(prefix: Path, tokens: NDArray[Any], max_token: int) -> TokenFacts
     if not facts or (facts.num_tokens, facts.max_token) != (len(tokens), max_token):
         return scan(tokens)
     # a .bin file that was copied over the original may have an older time than the facts
-    return facts if facts.sample_sha256 in (None, _sample_sha256(tokens)) else scan(tokens)
+    return facts if facts.sample_sha256 == _sample_sha256(tokens) else scan(tokens)
 
 
 def _sample_sha256(tokens: NDArray[Any]) -> str:

@@ -111,7 +111,7 @@ def _less_memory(record: RunRecord) -> str:
     options, ways = record.options, []
     if record.micro_batch > 1:
         ways.append(f"micro_batch below {record.micro_batch} (micro_batch: auto finds one that fits)")
-    if options.get("recompute", "none") != "full" and "recompute" not in (record.auto_settings or ()):
+    if options.get("recompute", "none") != "full" and "recompute" not in record.auto_settings:
         ways.append("recompute: full (recompute: auto tries less recomputation first)")
     spec = ENGINES.get(record.engine)
     ways.append(spec.less_memory(options) if spec and record.world_size > 1 else "more GPUs")

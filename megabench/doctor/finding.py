@@ -77,7 +77,7 @@ def is_on_gpu(record: RunRecord) -> bool:
 
 def was_tuned(record: RunRecord) -> bool:
     """Return whether the micro-batch size of a run is tuned automatically (`micro_batch: auto`)."""
-    return bool(record.probes) or "micro_batch" in (record.auto_settings or ())
+    return bool(record.probes) or "micro_batch" in record.auto_settings
 
 
 def variants(case: Case, record: RunRecord) -> list[RunRecord]:
@@ -89,7 +89,7 @@ def variants(case: Case, record: RunRecord) -> list[RunRecord]:
 
 
 def _settings(record: RunRecord) -> tuple[object, ...]:
-    # Older records lack options that were added later, which are off by default.
+    # a record may lack options that were added after its run, and these are off by default
     options = {name: value for name, value in record.options.items() if value}
     return record.engine, record.layout, options, record.optimizer
 

@@ -39,8 +39,7 @@ def job_of(record: RunRecord) -> Job:
 
 def _stack_of(record: RunRecord) -> Stack:
     """Return the kernels of a record, or the default ones for a run that failed before recording them."""
-    # in older records without this option, stages have equal numbers of layers
-    stages: Literal["balanced", "even"] = record.options.get("stages") or "even"
+    stages: Literal["balanced", "even"] = record.options.get("stages", "balanced")
     traits = record.kernel_traits or KernelTraits()
     return Stack(
         flash_attention=traits.flash_attention is not False,

@@ -140,7 +140,7 @@ def _place(trial: Shown, slug: str) -> dict[str, Any]:
 
 
 def _bandwidth(link: LinkBandwidth) -> str:
-    all_rings = link.all_rings_gb_per_s  # older records do not contain this measurement
+    all_rings = link.all_rings_gb_per_s
     return (
         "Bandwidth between hosts, measured at the start of the run: "
         f"{link.send_recv_gb_per_s:.1f} GB/s from one rank to a rank on the next host, "

@@ -147,7 +147,7 @@ def _parity(results: _Results) -> Answer:
 def _days(results: _Results) -> Answer:
     """Give the days of a whole training run, the reference first, and the price if it is known."""
     budget = results.budget
-    good = [row for row in results.good if budget.days(row)]  # records of older versions may lack them
+    good = [row for row in results.good if budget.days(row)]
     if not good:
         return Answer("Not known: no trial measured its throughput.", _said_of_lost(results))
     ordered = sorted(good, key=lambda row: (row.trial != results.reference, budget.days(row) or 0.0))

@@ -2,12 +2,12 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from math import prod
 from typing import Any
 
-from megabench.config import SETTINGS, ResolvedConfig
+from megabench.config import ResolvedConfig
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
@@ -28,8 +28,6 @@ _BEFORE_NUMBER = {
     "emulate_hosts": "hosts",
     "world_size": "ranks",
 }
-# "-micro_batch" in "ddp-micro_batch4": the longest name comes first, so that "data_seed" is not read as "data"
-_FULL_FIELD = re.compile(f"-({'|'.join(sorted([*SETTINGS, 'world_size'], key=len, reverse=True))})(?:_|(?=[0-9]))")
 
 
 def list_fields(entry: Mapping[str, Any]) -> list[str]:
@@ -77,7 +75,7 @@ def short_form(field: str, word: str) -> str:
 
 
 def full_form(field: str, word: str) -> str:
-    """Return a setting with its whole name, as in all generated names of earlier versions: "micro_batch4"."""
+    """Return a setting with its whole name, for a trial whose short form another trial has: "micro_batch4"."""
     return f"{field}{word}" if word[:1].isdigit() else f"{field}_{word}"
 
 
@@ -96,22 +94,6 @@ def with_fields(stem: str, fields: Mapping[str, Any], form: Callable[[str, str],
         elif f"-{part}-" not in f"-{stem}-":
             parts.append(part)
     return "-".join([stem, *parts])
-
-
-def find_name(wanted: str, names: Collection[str]) -> str | None:
-    """Return the name in `names` that is `wanted`, or that is the same generated name in the form of another version.
-
-    "ddp-precision_fp16" finds "ddp-fp16", and the other way round.
-    """
-    if wanted in names:
-        return wanted
-    return next((name for name in names if _in_short(name) == _in_short(wanted)), None)
-
-
-def _in_short(name: str) -> str:
-    """Return a generated name with the short forms of its settings: "zero-zero_stage1" → "zero1"."""
-    stem, *fields = _FULL_FIELD.split(name)
-    return with_fields(stem, dict(zip(fields[::2], fields[1::2], strict=True)))
 
 
 def numbered(names: Iterable[str]) -> list[str]:

@@ -200,7 +200,7 @@ def _difference(parity: Parity, record: RunRecord, standard: RunRecord | None) -
 
 
 def _first_other_learning_rate(record: RunRecord, standard: RunRecord) -> int | None:
-    """Return the first step with another learning rate, or None. Older records have no learning rates."""
+    """Return the first step with another learning rate, or None if one of them has no learning rates."""
     if not (record.learning_rates and standard.learning_rates):
         return None
     first, rates, expected = from_same_step(record, standard, "learning_rates")

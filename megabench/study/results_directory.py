@@ -6,7 +6,6 @@ from pathlib import Path
 from megabench import UserError
 from megabench.record import RunRecord, read_records
 from megabench.study.budget import Budget
-from megabench.study.expand import find_name
 from megabench.study.parity import default_reference, judge_parity
 from megabench.study.question import Question
 from megabench.study.study import StudyFile
@@ -41,10 +40,7 @@ def read_folder(folder: Path, budget: Budget | None = None) -> StudyRecords:
     records = _read_records(folder)
     source = folder / "study.yaml"
     file = StudyFile.read(source) if source.is_file() else None
-    reference = file.reference if file else None
-    if reference:  # the study file or the records may have the generated names of an earlier version
-        reference = find_name(reference, [record.trial for record in records]) or reference
-    reference = reference or default_reference(records)
+    reference = (file and file.reference) or default_reference(records)
     return StudyRecords(
         name=(file and file.name) or folder.absolute().name,
         question=file.question if file else "",
@@ -66,7 +62,4 @@ def _read_records(folder: Path) -> list[RunRecord]:
             f"{folder} contains no results.jsonl or record.json; use the --out directory of megabench compare or "
             f"megabench train"
         )
-    try:
-        return [RunRecord.read(single)]
-    except ValueError as error:
-        raise FolderError(f"{single} is not a valid record ({str(error).splitlines()[0]})") from None
+    return [RunRecord.read(single)]

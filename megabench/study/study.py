@@ -31,7 +31,6 @@ from megabench.study.expand import (
     SAFE_NAME,
     automatic_name,
     expand,
-    find_name,
     full_form,
     list_fields,
     num_combinations,
@@ -140,9 +139,9 @@ class Trial:
     @property
     def id(self) -> str:
         """Hash of all settings that affect the run. Equal identifiers mean the same run."""
-        # the key of version 0.1, so that the identities of older studies stay the same
-        auto = {"to_find": self.config.auto_settings} if self.config.auto_settings else {}
-        return identity(self.resolved, world_size=self.world_size, env=self.env, **auto)
+        return identity(
+            self.resolved, world_size=self.world_size, env=self.env, auto_settings=self.config.auto_settings
+        )
 
 
 @dataclass(frozen=True)
@@ -204,8 +203,7 @@ class Study:
         names = [trial.name for trial in self.trials]
         chosen: set[str] = set()
         for pattern in only:
-            alias = find_name(pattern, names)
-            if not (found := [name for name in names if fnmatchcase(name, pattern) or name == alias]):
+            if not (found := [name for name in names if fnmatchcase(name, pattern)]):
                 raise StudyError(
                     f"{option} {pattern} matches no trial of {self.source}; {near_matches(pattern, names)}"
                 )
@@ -414,8 +412,7 @@ def _named(drafts: Sequence[_Draft], source: Path) -> tuple[Trial, ...]:
 
 def _reference(wanted: str | None, trials: Sequence[Trial], source: Path) -> str:
     names = [trial.name for trial in trials]
-    found = None if wanted is None else find_name(wanted, names)
-    if wanted is not None and found is None:
+    if wanted is not None and wanted not in names:
         raise StudyError(f"{source}: reference {wanted!r} is not a trial of the study; {near_matches(wanted, names)}")
     zero3 = [trial.name for trial in trials if is_zero3(trial.resolved.engine, trial.resolved.options)]
-    return found or (zero3 or names)[0]
+    return wanted or (zero3 or names)[0]

@@ -151,8 +151,7 @@ def engine_name(record: RunRecord) -> str:
     """Return the engine with its mode and its non-default options: "deepspeed ZeRO-3, hpz 4"."""
     options, spec = record.options, ENGINES.get(record.engine)
     mode = spec.mode(options) if spec else None
-    overlapped = ["TP overlapped"] if options.get("tp_overlap") else []  # only older records have this option
-    return ", ".join([f"{record.engine} {mode}" if mode else record.engine, *labels(options), *overlapped])
+    return ", ".join([f"{record.engine} {mode}" if mode else record.engine, *labels(options)])
 
 
 def _references(records: Sequence[RunRecord], reference: str) -> dict[str | None, str]:

@@ -40,20 +40,20 @@ def test_memory_and_utilization_of_gpus() -> None:
     assert "throughput/step_seconds" not in first and second["train/learning_rate"] == 0.2
 
 
-def test_older_records_export_what_they_hold() -> None:
-    """The event files of this study are those that training wrote."""
-    folder = ROOT / "benchmarks" / "llama3-8b-eight"
-    record = next(record for record in read_records(folder / "results.jsonl") if record.trial == "dp8")
-    written, steps = scalars_in(folder / "tensorboard" / "dp8"), dict(scalars_of(record))
-    # version 0.1.0 wrote other tags
-    for tag, old in (
-        ("train/loss", "loss/train"),
-        ("train/grad_norm", "optim/grad_norm"),
-        ("train/learning_rate", "optim/learning_rate"),
-    ):
-        assert [(step, values[tag]) for step, values in steps.items()] == [
-            (step, pytest.approx(value, rel=1e-5)) for step, value in written[old]
-        ]
+def test_learning_rates_that_a_record_lacks_follow_from_its_schedule() -> None:
+    record = read_records(ROOT / "benchmarks" / "llama3-8b-fp8" / "results.jsonl")[0]
+    without = record.model_copy(update={"learning_rates": None})
+    rates = [values["train/learning_rate"] for _, values in scalars_of(without)]
+    assert record.learning_rates == pytest.approx(rates)
+
+
+def test_a_record_without_values_by_step_exports_the_others() -> None:
+    records = read_records(ROOT / "benchmarks" / "llama3-8b-eight" / "results.jsonl")
+    record = next(record for record in records if record.trial == "dp8")
+    assert record.learning_rates is None and record.peak_memory_gib_by_step is None
+    steps = dict(scalars_of(record))
+    assert [values["train/loss"] for values in steps.values()] == record.losses
+    assert [values["train/grad_norm"] for values in steps.values()] == record.grad_norms
     last = steps[max(steps)]
     assert record.step_seconds and record.mfu and last["throughput/step_seconds"] == record.step_seconds.all[-1]
     faster = record.step_seconds.median / record.step_seconds.all[-1]

@@ -17,7 +17,6 @@ from megabench.data.checks import check_before_start
 from megabench.data.source import open_source
 from megabench.data.text import read_text
 from megabench.data.token_file import (
-    TokenFacts,
     id_range,
     merged,
     open_token_file,
@@ -227,7 +226,7 @@ def test_tokens_outside_the_vocabulary_are_refused_in_every_dtype(tmp_path, reso
     tokens[[4321, 4444]] = token
     prefix = write_token_file(tmp_path / "tokens", tokens, code)
     if claimed:
-        write_facts(prefix, TokenFacts(num_tokens=5000, max_token=claimed, sha256="0" * 64))
+        write_facts(prefix, scan(tokens).model_copy(update={"max_token": claimed}))
     words = rf"contains token {token}, but llama-tiny has a vocabulary of 512 tokens \(0 to 511\).* number 4,321 of"
     for check in (open_source, check_before_start):
         with pytest.raises(DataError, match=words):

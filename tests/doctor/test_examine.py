@@ -4,7 +4,6 @@ import io
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -38,7 +37,11 @@ KERNELS = {
     "activation": "Liger SwiGLU",
     "cross_entropy": "megabench linear_cross_entropy, in chunks",
 }
-PLAIN = KERNELS | {"norm": "transformers RMSNorm", "cross_entropy": "torch, fp32 logits"}
+FUSED = dict.fromkeys(("flash_attention", "fused_norm", "fused_activation", "fused_loss"), True)
+PLAIN = {
+    "kernels": KERNELS | {"norm": "transformers RMSNorm", "cross_entropy": "torch, fp32 logits"},
+    "kernel_traits": FUSED | {"fused_norm": False, "fused_loss": False},
+}
 WORK = {"model": "llama3-8b", "precision": "bf16", "global_batch": 32, "seq_length": 4096}
 
 
@@ -66,6 +69,7 @@ def record(trial: str, **changes: object) -> RunRecord:
         "micro_batch": 1,
         "global_batch": 32,
         "kernels": KERNELS,
+        "kernel_traits": FUSED,
         "num_steps": 15,
         "warmup_steps": 5,
         "first_step_seconds": 6.0,
@@ -134,7 +138,15 @@ def look(*trials: list[RunRecord], reference: str = "zero3") -> list[Finding]:
 def lost(trial: str, status: str, error: str, **changes: object) -> list[RunRecord]:
     measured = (
         *("work_class", "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "peak_memory_gib"),
-        *("kernels", "device_memory_gib", "environment", "placement", "model_tflops_per_device", "gpu_utilization"),
+        *(
+            "kernels",
+            "kernel_traits",
+            "device_memory_gib",
+            "environment",
+            "placement",
+            "model_tflops_per_device",
+            "gpu_utilization",
+        ),
     )
     fields = dict.fromkeys(measured) | {"status": status, "error": error, "machines": [], "groups": []}
     return [record(trial, losses=[], **fields | changes)]
@@ -211,11 +223,11 @@ FAULTS = {
         ("slow", "half as fast as cuDNN's attention", "a chunk's queries", "a cp that divides the KV heads"),
     ),
     "plain kernels": (
-        {"kernels": PLAIN},
+        PLAIN,
         ("untrustworthy", "plain (unfused) kernels", "cross_entropy: torch, fp32 logits", "kernels: auto"),
     ),
     "plain kernels on purpose": (
-        {"kernels": PLAIN, "command": "launch/pretrain.py --kernels reference"},
+        PLAIN | {"requested_kernels": "reference"},
         ("note", "kernels: reference", "norm: transformers RMSNorm", "compare this trial only with other trials"),
     ),
     "skipped steps": (
@@ -516,10 +528,10 @@ def test_a_reference_that_is_not_the_best_zero3():
 
 
 def test_liger_that_is_not_installed():
-    plain = {"kernels": PLAIN, "environment": Environment(versions={"torch": "2.11.0"}, variables={})}
+    plain = PLAIN | {"environment": Environment(versions={"torch": "2.11.0"}, variables={})}
     found = only(look(zero3(**plain), tp(**plain)))
     assert found.kind == "slow" and found.change == "pip install liger-kernel"
-    meant = plain | {"command": "launch/pretrain.py --kernels reference"}
+    meant = plain | {"requested_kernels": "reference"}
     assert look(zero3(**meant), tp(**meant)) == []
 
 
@@ -564,9 +576,9 @@ def test_trials_without_a_result_are_named():
         zero3(),
         [run.model_copy(update={"trial": "wrong"}) for run in wrong],
         lost("big", "oom", OOM, micro_batch=4, options={"recompute": "selective"}),
-        lost("hung", "timeout", HANG),
-        lost("stuck", "failed", STALL),
-        lost("broken", "failed", "rank 2 failed after step 1 of 10: ValueError: no"),
+        lost("hung", "timeout", HANG, failure=RunFailure(kind="hang", rank=3)),
+        lost("stuck", "failed", STALL, failure=RunFailure(kind="hang", rank=5)),
+        lost("broken", "failed", "rank 2 failed: ValueError: no", failure=RunFailure(kind="error", rank=2)),
         tp(),
     )
     assert [finding.kind for finding in findings] == ["untrustworthy", *["preliminary"] * 3, "note"]
@@ -589,8 +601,8 @@ def test_what_to_do_when_memory_runs_out(changes, words):
 def test_shared_memory_and_the_killer_have_words_of_their_own():
     bus, killed = look(
         zero3(),
-        lost("bus", "failed", "rank 1 was killed by signal 7 (SIGBUS)"),
-        lost("killed", "failed", "rank 1 was killed by signal 9 (SIGKILL)"),
+        lost("bus", "failed", "signal 7 (SIGBUS)", failure=RunFailure(kind="shared-memory", rank=1)),
+        lost("killed", "failed", "signal 9 (SIGKILL)", failure=RunFailure(kind="killed", rank=1)),
         tp(),
     )
     assert "--shm-size" in bus.change and "dmesg" in killed.change
@@ -627,11 +639,10 @@ def test_the_cause_is_found_whatever_the_words(status, failure, what, change, er
 
 def test_kernels_and_settings_are_found_whatever_the_words():
     other = {"attention": "a", "norm": "b", "activation": "c", "cross_entropy": "d"}
-    fused = dict.fromkeys(("flash_attention", "fused_norm", "fused_activation", "fused_loss"), True)
-    plain = {"kernels": other, "kernel_traits": fused | {"fused_loss": False}}
-    found = only(look(zero3(kernels=other, kernel_traits=fused), tp(**plain)))
+    plain = {"kernels": other, "kernel_traits": FUSED | {"fused_loss": False}}
+    found = only(look(zero3(kernels=other), tp(**plain)))
     assert found.kind == "untrustworthy" and found.evidence == "cross_entropy: d"
-    meant = only(look(zero3(kernels=other, kernel_traits=fused), tp(**plain, requested_kernels="reference")))
+    meant = only(look(zero3(kernels=other), tp(**plain, requested_kernels="reference")))
     assert meant.kind == "note"
     auto = {"auto_settings": ["micro_batch"]}
     assert look(zero3(**auto), tp(seq_length=512, **auto)) == []
@@ -643,24 +654,6 @@ def test_a_lost_reference_comes_first():
     assert first.evidence == "the reference trial ended with status oom"
     assert second.trials == ("zero3",)
     assert "has no record" in look(tp(), zero3("other"), reference="zero3")[0].evidence
-
-
-@pytest.mark.parametrize(
-    ("places", "rank"),
-    [
-        ("rank 0 in wait (x.py:1), 3 of 4 steps done; rank 1 in lost (y.py:2), 2 of 4 steps done", "rank 1"),
-        ("rank 2 printed no stack when asked, before its first step; ranks 0, 1 in x (y:1), 0–1 of 4 steps done", None),
-        (
-            "rank 3 in lost (y.py:2) in z (y.py:4), before its first step; ranks 0, 1 in x (y:1), 1 of 4 steps done",
-            "rank 3",
-        ),
-        ("rank 0 in wait (x.py:1), 2 of 4 steps done; rank 1 in lost (y.py:2), 2 of 4 steps done", None),
-    ],
-)
-def test_who_is_behind_in_a_hung_trial(places, rank):
-    found = only(look(zero3(), tp(), lost("hung", "timeout", f"no result after 20 s (timeout_seconds): {places}")))
-    assert found.what.endswith(f"perhaps because the other ranks waited for {rank or 'an unidentified rank'}")
-    assert (f"rank-{rank[5:]}.log" if rank else "rank-*.log") in found.change
 
 
 def test_the_same_fault_of_several_trials_is_one_finding():
@@ -689,13 +682,13 @@ def test_the_same_fault_of_several_trials_is_one_finding():
         ("llama3-8b-fp8", ["preliminary", "note"]),
     ],
 )
-def test_measured_studies(name, kinds):
-    findings = findings_at(REPOSITORY / "benchmarks" / name)
+def test_measured_studies(measured, name, kinds):
+    findings = findings_at(measured[name])
     assert [finding.kind for finding in findings] == kinds, findings
 
 
-def test_measured_studies_in_words():
-    close, unused, kernels, once = findings_at(REPOSITORY / "benchmarks/engines-bf16")
+def test_measured_studies_in_words(measured):
+    close, unused, kernels, once = findings_at(measured["engines-bf16"])
     assert unused.trials == ("pp2",) and "of 140 GiB" in unused.evidence
     assert kernels.trials == ("zero3-reference", "dp2-reference", "tp2-reference")
     assert (
@@ -703,10 +696,10 @@ def test_measured_studies_in_words():
         and "their spreads overlap that of dp2" in close.evidence
     )
     assert "one run each" in once.evidence
-    *_, twice, still, _ = findings_at(REPOSITORY / "benchmarks/llama3-8b-two-gpus-synthetic")
+    *_, twice, still, _ = findings_at(measured["llama3-8b-two-gpus-synthetic"])
     assert twice.trials == ("zero3-two-hosts", "zero3-leaf-two-hosts")
     assert still.trials == ("zero3-leaf",) and still.evidence.startswith("the losses vary by 0.0")
-    _, parts, _ = findings_at(REPOSITORY / "benchmarks/nccl-parity-bf16")
+    _, parts, _ = findings_at(measured["nccl-parity-bf16"])
     assert parts.trials == ("zero3",) and "zero_leaf_layers: true" in parts.change
 
 
@@ -843,9 +836,8 @@ def test_the_doctor_loads_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
 
 
-def test_old_records_still_load():
+def test_every_measured_record_is_read(measured):
     """Among them those of before machines were recorded."""
-    paths = sorted(Path(REPOSITORY / "benchmarks").glob("*/results.jsonl"))
-    records = {path.parent.name: read_records(path) for path in paths}
-    assert all(records.values())
+    records = {name: read_records(folder / "results.jsonl") for name, folder in measured.items()}
+    assert all(records.values()) and {"llama3-8b-eight", "engines-4-gpus"} <= records.keys()
     assert all(record.machines == [] for record in records["llama3-8b-first-look"])

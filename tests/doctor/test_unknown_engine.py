@@ -15,15 +15,13 @@ from megabench.study.results_directory import read_folder
 from megabench.study.table import show
 from tests.planner.jobs import hosts
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.mark.parametrize("name", ["engines-4-gpus", "llama3-8b-two-hosts", "gpt2-zero"])
-def test_reports_tables_and_findings(tmp_path: Path, name: str) -> None:
-    records = read_records(BENCHMARKS / name / "results.jsonl")
+def test_reports_tables_and_findings(tmp_path: Path, measured: dict[str, Path], name: str) -> None:
+    records = read_records(measured[name] / "results.jsonl")
     renamed = [record.model_copy(update={"engine": f"new-{record.engine}"}) for record in records]
     write_records(tmp_path / "results.jsonl", renamed)
-    (tmp_path / "study.yaml").write_text((BENCHMARKS / name / "study.yaml").read_text())
+    (tmp_path / "study.yaml").write_text((measured[name] / "study.yaml").read_text())
     study = read_folder(tmp_path)
     findings = examine(study.records, study.reference)
     page = render(study, findings)
@@ -34,8 +32,8 @@ def test_reports_tables_and_findings(tmp_path: Path, name: str) -> None:
     assert all(record.trial in terminal.file.getvalue() for record in records)
 
 
-def test_nothing_is_predicted_of_them() -> None:
-    record = read_records(BENCHMARKS / "engines-4-gpus" / "results.jsonl")[0]
+def test_nothing_is_predicted_of_them(measured: dict[str, Path]) -> None:
+    record = read_records(measured["engines-4-gpus"] / "results.jsonl")[0]
     topology = hosts(1, record.world_size)
     predictor = Predictor(topology, shipped_profiles()["h200"], [])
     assert predictor.predict(record) is not None

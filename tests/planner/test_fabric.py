@@ -222,3 +222,12 @@ def test_impossible_measurements_are_refused(tmp_path: Path, sizes):
     path.write_text(json.dumps(profile))
     with pytest.raises(UserError, match="is not a valid profile"):
         read_fabric(path)
+
+
+@pytest.mark.parametrize("schema", [None, 0, 2])
+def test_a_profile_of_another_schema_is_refused(tmp_path: Path, schema: int | None):
+    profile = json.loads(H100.model_dump_json()) | {"schema_version": schema}
+    path = tmp_path / "here.json"
+    path.write_text(json.dumps(profile))
+    with pytest.raises(UserError, match=rf"profile schema {schema}, and this megabench reads schema 1; create"):
+        read_fabric(path)

@@ -1,11 +1,10 @@
 """Records as a trainer would write them, for tests."""
 
-from megabench import older_records
 from megabench.record import LayoutSizes, PeakMemory, RunRecord, StepSeconds, TflopsPerDevice, WorkClass
 
 
 def make_record(losses: list[float], speed: float = 1000.0, **changes: object) -> RunRecord:
-    """A good record with these losses; as one of an older version is read, but for fields that `changes` names."""
+    """A good record with these losses, but for fields that `changes` names."""
     fields = {
         "trial": "run",
         "engine": "megatron",
@@ -34,7 +33,7 @@ def make_record(losses: list[float], speed: float = 1000.0, **changes: object) -
         "losses": losses,
         "command": "torchrun --nproc-per-node 2 launch/pretrain.py",
     }
-    return RunRecord.model_validate(older_records.complete(fields | changes))
+    return RunRecord.model_validate(fields | changes)
 
 
 def work_class(**changes: object) -> WorkClass:

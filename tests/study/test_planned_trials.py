@@ -133,8 +133,8 @@ def test_a_record_is_predicted_for_the_ranks_it_ran_on():
     said = predictor.predict(make_record([5.0], trial="plan-1", precision="bf16"))
     assert said and said.step_seconds > 0 and said.planned_rank == 1 and said.profile == "h100"
     assert predictor.predict(make_record([5.0], world_size=4)) is None
-    kernels = {"attention": "transformers eager, ALiBi", "activation": "transformers unfused BLOOM GELU"}
-    eager = predictor.predict(make_record([5.0], precision="bf16", kernels=kernels))
+    traits = {"flash_attention": False, "fused_activation": False}
+    eager = predictor.predict(make_record([5.0], precision="bf16", kernel_traits=traits))
     assert eager and eager.step_seconds > said.step_seconds and eager.peak_memory_gib > said.peak_memory_gib
     sgd = predictor.predict(make_record([5.0], precision="bf16", optimizer="sgd"))
     assert sgd and sgd.peak_memory_gib < said.peak_memory_gib

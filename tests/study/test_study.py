@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megabench.study.compare_request import Request
-from megabench.study.expand import SAFE_NAME, expand, find_name, full_form, numbered, with_fields
+from megabench.study.expand import SAFE_NAME, expand, numbered, with_fields
 from megabench.study.study import Study, StudyError, StudyFile, plan_study
 
 BASE = "base: {model: llama-tiny, world_size: 4}\n"
@@ -86,37 +86,6 @@ def test_a_short_name_that_another_trial_has_is_written_in_full(plan):
     sweep, zero1 = "{name: zero, engine: deepspeed, zero_stage: [1, 2]}", "{name: zero1, tp: 2}"
     assert names(plan(BASE + f"trials: [{sweep}, {zero1}]")) == ["zero-zero_stage1", "zero2", "zero1"]
     assert names(plan(BASE + f"trials: [{zero1}, {sweep}]")) == ["zero1", "zero-zero_stage1", "zero2"]
-
-
-@pytest.mark.parametrize(
-    ("stem", "fields"),
-    [
-        ("zero", {"zero_stage": 1, "precision": "fp16"}),
-        ("zero3-leaf", {"global_batch": 16, "data_seed": 3, "lr": 1e-05}),
-        ("tp2-dp4", {"recompute": "full", "compile": False, "lr_warmup": 5, "world_size": 8}),
-        ("a", {"data": "../file-tp2.txt", "betas": [0.9, 0.95], "grad_dtype": "bf16", "micro_batch": "auto"}),
-    ],
-)
-def test_a_generated_name_of_an_earlier_version_finds_its_trial(stem, fields):
-    former, name = with_fields(stem, fields, full_form), with_fields(stem, fields)
-    assert former != name
-    assert find_name(former, ["other", name]) == name and find_name(name, ["other", former]) == former
-    assert find_name(former, ["other", stem]) is None
-
-
-def test_a_study_may_use_generated_names_of_an_earlier_version(plan):
-    trials = "trials: [{name: ddp, precision: [bf16, fp32]}, {tp: 2, micro_batch: [2, 4]}]"
-    study = plan(BASE + f"reference: ddp-precision_fp32\n{trials}")
-    assert study.reference == "ddp-fp32"
-    assert plan(BASE + f"reference: tp2-dp2-micro_batch4\n{trials}").reference == "tp2-dp2-mb4"
-    chosen = study.select(["ddp-precision_bf16", "tp2-*"])
-    assert [trial.name for trial in chosen] == ["ddp-bf16", "tp2-dp2-mb2", "tp2-dp2-mb4"]
-    with pytest.raises(
-        StudyError, match=r"reference 'ddp-precision_fp16' is not a trial of the study; known: ddp-bf16"
-    ):
-        plan(BASE + f"reference: ddp-precision_fp16\n{trials}")
-    with pytest.raises(StudyError, match=r"--only ddp-precision_fp16 matches no trial"):
-        study.select(["ddp-precision_fp16"])
 
 
 def test_a_name_must_name_a_folder(plan):

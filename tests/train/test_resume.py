@@ -35,6 +35,7 @@ def write(directory: Path, step: int, **fields: Any) -> Path:
     folder.mkdir(parents=True)
     shards = [StateShard("weight", blocks_of(whole("model.norm.weight", (4,)), 0, 4), torch.ones(4))]
     training = TrainingEntry(
+        run_id="a" * 12,
         step=step,
         engine=run.engine,
         layout={},

@@ -1,9 +1,11 @@
 """Conversion of this project's records into validation rows. This module does not import torch."""
 
-from collections.abc import Sequence
+import tarfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
+from tempfile import TemporaryDirectory
 
 from megabench.cost.fabric_files import read_fabric
 from megabench.cost.job import Stack
@@ -37,22 +39,38 @@ _GRADIENTS_HELD_TWICE = (
 _SOURCE = Source("own records", "", Stack(), "socket")
 
 
+def measured_studies(folder: Path, unpacked: Path) -> dict[str, Path]:
+    """Return the directories of the studies in `folder` by name, in alphabetical order.
+
+    The studies of `more-studies.tar.gz` are unpacked into the directory `unpacked`.
+    """
+    with tarfile.open(folder / "more-studies.tar.gz") as archive:
+        archive.extractall(unpacked, filter="data")
+    found = {path.parent.name: path.parent for place in (folder, unpacked) for path in place.glob("*/results.jsonl")}
+    return dict(sorted(found.items()))
+
+
 def read_own(folder: Path) -> list[Row]:
-    """Read the GPU measurements of every study in a subdirectory of `folder`, averaged over repeated runs."""
+    """Read the GPU measurements of every study in `folder`, averaged over repeated runs."""
+    with TemporaryDirectory() as unpacked:
+        return _rows_of(measured_studies(folder, Path(unpacked)))
+
+
+def _rows_of(studies: Mapping[str, Path]) -> list[Row]:
     rows: list[Row] = []
     seen: set[tuple[float, ...]] = set()  # one run can be part of two studies
-    for path in sorted(folder.glob("*/results.jsonl")):
-        records, trials = read_records(path), dict[str, list[Row]]()
+    for study, directory in studies.items():
+        records, trials = read_records(directory / "results.jsonl"), dict[str, list[Row]]()
         shares = any(machine.num_other_gpu_processes for record in records for machine in record.machines)
-        name = path.parent.name + _FAULTS.get(path.parent.name, _SHARED if shares else "")
+        name = study + _FAULTS.get(study, _SHARED if shares else "")
         for record in records:
             steps = tuple(record.step_seconds.all) if record.step_seconds else ()
             if steps not in seen and (row := row_of(record, records)):
                 seen.add(steps)
-                if path.parent.name in _GRADIENTS_HELD_TWICE and _held_twice(row):
+                if study in _GRADIENTS_HELD_TWICE and _held_twice(row):
                     row.measured.pop("memory_gib", None)
                 found = replace(row, source=replace(_SOURCE, name=name))
-                trials.setdefault(record.trial, []).append(_with_fabric(found, path.with_name(_NETWORK)))
+                trials.setdefault(record.trial, []).append(_with_fabric(found, directory / _NETWORK))
         rows += map(_mean, trials.values())
     return rows
 
