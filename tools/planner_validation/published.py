@@ -17,6 +17,7 @@ from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
 from megabench.specs.megatron_memory import MegatronVariant
 from megabench.specs.sharding import Sharding
+from tools.planner_validation.programs import ProgramJob
 from tools.planner_validation.sources import MEGATRON_2021, MEGATRON_2022, NEMO, SOURCES, Source
 
 Kind = Literal["seconds", "memory_gib", "oom"]
@@ -70,9 +71,9 @@ class Row:
         With many stages, nanotron places the last block on an earlier stage, and the run fails. A stage whose cost
         equals its share exactly is full, as the sweep's parameter counts per stage show.
         """
-        if self.job.stack.stages != "filled":
+        if not (isinstance(self.job, ProgramJob) and self.job.stack.fills_stages):
             return False
-        num_stages, output = self.candidate.layout.pp, self.job.output_cost
+        num_stages, output = self.candidate.layout.pp, self.job.output_layers
         part = (self.job.shape.num_layers + output) / num_stages
         stage, passed, found = 0, 0.0, 0
         # cost of each block: the layers, the norm, the output layer, the cast and the loss
@@ -136,7 +137,7 @@ def row_of(source: Source, line: Mapping[str, str]) -> Row | None:
     gpu = _GPUS.get(line["gpu"])
     if not all(line[name] for name in needed) or gpu is None or recompute not in ("none", "selective", "full"):
         return None
-    precision = "fp8" if line["precision"] == "fp8" and source.stack is NEMO else "bf16"
+    precision = "fp8" if line["precision"] == "fp8" and source.program is NEMO else "bf16"
     if recompute == "selective" and not source.recomputes_attention:
         return None
     if line["precision"] not in ("bf16", "fp16", "") and precision != "fp8":
@@ -154,16 +155,16 @@ def row_of(source: Source, line: Mapping[str, str]) -> Row | None:
     global_batch = int(line["global_batch"])
     if global_batch % (candidate.micro_batch * layout.data_parallel):
         return None
-    stack = source.stack
-    if recompute == "selective" and stack is MEGATRON_2021:
-        stack = MEGATRON_2022
-    job = Job(
+    program = source.program
+    if recompute == "selective" and program is MEGATRON_2021:
+        program = MEGATRON_2022
+    job = ProgramJob(
         model_shape(line),
         int(line["seq"]),
         global_batch,
         precision=precision,
         bytes_of_gradient=source.gradient,
-        stack=stack,
+        stack=program,
     )
     nodes = int(line["gpus_per_node"] or 8)
     topology = topology_of(source, line, gpu, gpus, nodes)
