@@ -31,7 +31,7 @@ _SOURCES = {
 
 def read_internevo(path: Path) -> list[Row]:
     """Read the runs of a CSV file. Raise DataError if the file is not readable."""
-    return [_row(line) for line in read_table(path, "Place the file in the directory of the published runs.")]
+    return [_row(line) for line in read_table(path)]
 
 
 def _row(line: Mapping[str, str]) -> Row:

@@ -1,9 +1,10 @@
 """Conversion of published measurements into validation rows. This module does not import torch.
 
-The user provides the CSV file of published runs, which is not part of the repository.
+The tables in data/ are compressed CSV files, and each of their rows names its source.
 """
 
 import csv
+import lzma
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,9 @@ from tools.planner_validation.programs import ProgramJob
 from tools.planner_validation.sources import MEGATRON_2021, MEGATRON_2022, NEMO, SOURCES, Source
 
 Kind = Literal["seconds", "memory_gib", "oom"]
+
+
+DATA = Path(__file__).with_name("data")
 
 
 class DataError(UserError):
@@ -86,11 +90,11 @@ class Row:
 
 def read_rows(path: Path) -> list[Row]:
     """Read the configurations that the planner supports. Raise DataError if the file is not a table of runs."""
-    table = read_table(path, "Set DATA to the CSV file of published runs.")
+    table = read_table(path)
     found: dict[tuple[object, ...], Row] = {}
     for line in table:
         if "source" not in line or "metric" not in line:
-            raise DataError(f"{path} has no columns source and metric. Set DATA to the CSV file of published runs.")
+            raise DataError(f"{path} has no columns source and metric. Use tables like those in {DATA}.")
         source = next((source for source in SOURCES if source.part in line["source"]), None)
         row = row_of(source, line) if source else None
         measured = _measured(line, row) if row else None
@@ -122,13 +126,13 @@ def _add(row: Row, kind: Kind, value: float) -> None:
     row.measured[kind] = min(known, value) if kind == "seconds" else max(known, value)
 
 
-def read_table(path: Path, advice: str) -> list[dict[str, str]]:
-    """Return the lines of a CSV file as dictionaries. Raise DataError with `advice` if the file is unreadable."""
+def read_table(path: Path) -> list[dict[str, str]]:
+    """Return the lines of a CSV file compressed by xz as dictionaries. Raise DataError if the file is unreadable."""
     try:
-        with path.open(newline="", encoding="utf-8") as lines:
+        with lzma.open(path, "rt", newline="", encoding="utf-8") as lines:
             return list(csv.DictReader(lines))
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}. {advice}") from None
+    except (OSError, lzma.LZMAError) as error:
+        raise DataError(f"cannot read {path}: {error}. Use tables like those in {DATA}.") from None
 
 
 def row_of(source: Source, line: Mapping[str, str]) -> Row | None:
