@@ -90,9 +90,9 @@ class ProgramBase(Base):
         attention, attention_backward = self._more_attention_seconds(tp, cp, micro_batch)
         forward, backward = between + attention, 1.5 * between + attention_backward
         if fp8_share and program.delayed_scaling:
-            fewer = zip(self._cast_bytes(tp), compute.activation_cast_bytes(job, tp), strict=True)
-            casts = [compute.cast_seconds(self.machine, fp8_share * tokens * (ours - all)) for ours, all in fewer]
-            forward, backward = forward + casts[0], backward + casts[1]
+            casts = zip(self._cast_bytes(tp), compute.activation_cast_bytes(job, tp), strict=True)
+            more = [compute.cast_seconds(self.machine, fp8_share * tokens * (its - ours)) for its, ours in casts]
+            forward, backward = forward + more[0], backward + more[1]
         return replace(
             plain,
             forward=plain.forward + forward,
@@ -148,7 +148,7 @@ class ProgramBase(Base):
 
 
 def _with_attention(job: ProgramJob, profile: Profile) -> Profile:
-    """Return the profile with the program's flash attention. FlashAttention-1 is as fast for short sequences."""
+    """Return the profile with the program's flash attention. Short sequences do not slow FlashAttention-1 down."""
     if job.stack.flash_version == "cudnn":
         return profile
     share, half_length = profile.flash_2_share, profile.attention_half_length
