@@ -40,7 +40,7 @@ readme-tables: $(INSTALLED)
 settings-page: $(INSTALLED)
 	$(VENV)/bin/python -m tools.settings_page
 
-# DATA: a table of published runs, which is no part of the repository; WRITE=--write ships what was fitted
+# fits the planner to tools/planner_validation/data/, or to the tables in DATA; WRITE=--write ships what was fitted
 validate-planner: $(INSTALLED)
 	$(VENV)/bin/python -m tools.planner_validation $(DATA) $(WRITE)
 

@@ -12,11 +12,13 @@ from megabench.cost.profile import Profile
 # sizes of the output tile of a thread block (CUTLASS, "Efficient GEMM"); large tiles reach the peak FLOP/s
 _TILES = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 64))
 _TILE_SHARE = (1.0, 1.0, 0.92, 0.8, 0.6)
-# number of kernels in a layer's forward pass, which is about half the number in its backward pass
-_KERNELS_FORWARD = 22
-_KERNELS_UNFUSED = 20  # additional kernels if norms, rotary embedding and activation are not fused
-# additional kernels with fp8 products: for each of four inputs, one zeroes the amax, one finds it and one casts
-_KERNELS_FP8 = 12
+# Host time of a layer's forward pass, in launches of a plain torch operation, and the additional time with fp8
+# products. Most of it is Python code, and fused kernels do not shorten it (benchmarks/host-time).
+_LAUNCHES_FORWARD, _LAUNCHES_FP8 = 85, 55
+# Bytes per logit that a loss that is not fused reads and writes. Megatron-LM's fp32 loss (cross_entropy.py) needs, in
+# forward: cast 2 + 4, maximum 4, sum 4, subtraction, exponential and division 4 + 4 each; in backward: scale 4 + 4,
+# cast 4 + 2.
+LOSS_BYTES = (38, 14)
 # Bytes per element for casting a bf16 value to fp8: one kernel reads it to find the amax (the largest absolute value),
 # and another one reads it and writes it in one or both layouts. A gathered fp8 value is transposed.
 _FIND_AMAX, _READ_BF16, _READ_FP8, _WRITE_FP8 = 2, 2, 1, 1
@@ -135,7 +137,7 @@ def weight_transpose_seconds(machine: Machine, job: Job, parameters: float) -> f
     return cast_seconds(machine, job.fp8_share("input_gradient") * _TRANSPOSE * parameters)
 
 
-def _activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
+def activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
     """Return the bytes per token for casting the inputs (forward) and the gradients (backward) of an fp8 layer.
 
     The inputs of the first product of attention and of the FFN, and the gradients of the second ones, have H elements
@@ -148,10 +150,6 @@ def _activation_cast_bytes(job: Job, tp: int) -> tuple[float, float]:
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     inputs = (q + shape.ffn_size) / tp
     gradients = (q + 2 * kv + (job.ffn_matrices - 1) * shape.ffn_size) / tp
-    if job.stack.delayed_scaling:  # the kernels of norms and activation functions write fp8
-        transposes = 0 if tp == 1 else _TRANSPOSE * 4 * shape.hidden_size
-        each = CAST - _FIND_AMAX
-        return each * q / tp, each * (gradients + 2 * shape.hidden_size / tp) + transposes
     if not job.has_fp8_gradients:
         return _CAST_ONE_LAYOUT * (inputs + 2 * shape.hidden_size / tp), 0.0
     if tp == 1:
@@ -171,67 +169,39 @@ def flash_work(num_sms: int, half_length: float, length: float, heads: float, he
     return 2 * (length + half_length) * (length * heads + _ATTENTION_TILE * num_sms) * head_dim
 
 
-def _flash_share(profile: Profile, job: Job, has_chunks: bool) -> float:
-    """Return the FLOP/s of the program's flash attention divided by that of cuDNN's attention."""
-    if job.stack.flash_version == 1:
-        return profile.flash_1_share
-    if job.stack.flash_version == 2 or (has_chunks and job.stack.chunks_by_flash_2):
-        return profile.flash_2_share
-    return 1.0
-
-
 def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
     """Return the seconds of causal attention, forward and backward.
 
     Flash attention needs 2.5 × as many FLOPs in backward as in forward. With context parallelism, each rank computes a
-    part of the heads or of the rows for all keys. Transformer Engine instead passes the keys around in a ring, and
-    makes a call for each of `cp` parts. Without flash attention, batched products compute the full square, 4·S²·N·D,
-    and softmax and dropout write and read the scores [B, N, S, S] (arXiv 2205.05198, figure 3).
+    part of the heads, or of the rows for all keys. Parts of the rows use FlashAttention-2, because torch supports them
+    only there. Without flash attention, batched products compute the full square, 4·S²·N·D, and softmax writes and
+    reads the scores [B, N, S, S] (arXiv 2205.05198, figure 3).
     """
     shape, profile, heads = job.shape, machine.profile, micro_batch * job.shape.num_heads / tp
     if job.stack.flash_attention:
-        has_chunks = cp > 1 and not job.exchanges_heads(tp, cp)
-        calls = cp if has_chunks and not job.stack.chunks_by_flash_2 else 1
-        half_length = 0.0 if job.stack.flash_version == 1 else profile.attention_half_length
-        work = calls * flash_work(
-            profile.num_sms, half_length, job.seq_length / calls, heads * calls / cp, shape.head_dim
-        )
-        long_seconds = work / (machine.peak * _flash_share(profile, job, has_chunks))
+        share = profile.flash_2_share if cp > 1 and not job.exchanges_heads(tp, cp) else 1.0
+        work = flash_work(profile.num_sms, profile.attention_half_length, job.seq_length, heads / cp, shape.head_dim)
+        long_seconds = work / (machine.peak * share)
         return long_seconds / profile.attention_forward, BACKWARD_ATTENTION * long_seconds / profile.attention_backward
     square = heads * job.seq_length**2 / cp
     products = 4 * square * shape.head_dim / (machine.peak * profile.gemm_efficiency)
     # the inner size is head_dim, so reading and writing the scores limits these products
     products = max(products, memory_seconds(machine, 4 * square))
-    # bytes per score: softmax 2 + 2, dropout 2 + 2 and 1 for the mask; backward moves the same bytes again
-    passes = 4 + (5 if job.stack.dropout else 0)
-    softmax = memory_seconds(machine, passes * square)
+    softmax = memory_seconds(machine, 4 * square)  # writes and reads 2 bytes per score
     return products + softmax, 2 * products + 1.5 * softmax
 
 
 def elementwise_bytes(job: Job, tp: int, cp: int, micro_batch: int) -> float:
     """Return the bytes that a layer's fused element-wise operations read and write in the forward pass.
 
-    Bytes per token in 16 bits, for M FFN matrices: norm and residual 2 · (4 + 6)·H, dropout 2 · 5·H, rotary embedding
-    4·(N + K)·D/T, the norms of queries and keys (Qwen3) the same again, and the activation 2·M·F/T. Sequence
-    parallelism divides the terms with H by T.
+    Bytes per token in 16 bits, for M FFN matrices: norm and residual 2 · (4 + 6)·H/T with sequence parallelism, rotary
+    embedding 4·(N + K)·D/T, the norms of queries and keys (Qwen3) the same again, and the activation 2·M·F/T.
     """
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
-    cut = tp if job.stack.sequence_parallel else 1
-    residual = (20 + (10 if job.stack.dropout else 0)) * shape.hidden_size / cut
+    residual = 20 * shape.hidden_size / tp
     rotary = 4 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / tp * (1 + shape.table.qk_norm)
     activation = 2 * job.ffn_matrices * shape.ffn_size / tp
     return tokens * (residual + rotary + activation) * job.bytes_of_value / 2
-
-
-def kernels_forward(job: Job) -> float:
-    """Return the mean number of kernels in a layer's forward pass. The backward pass has twice as many."""
-    unfused = 0 if job.stack.fused else _KERNELS_UNFUSED
-    return _KERNELS_FORWARD + unfused + job.fp8_share("forward") * _KERNELS_FP8
-
-
-def launches_forward(job: Job) -> float:
-    """Return the host time of a layer's forward pass, in launches of a plain operation."""
-    return job.stack.launches_forward + job.fp8_share("forward") * job.stack.launches_fp8
 
 
 def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> LayerSeconds:
@@ -253,9 +223,9 @@ def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int
     casts_forward, casts_backward = 0.0, 0.0
     if fp8_share := job.fp8_share("forward"):
         casts_forward, casts_backward = (
-            cast_seconds(machine, fp8_share * tokens * each) for each in _activation_cast_bytes(job, tp)
+            cast_seconds(machine, fp8_share * tokens * each) for each in activation_cast_bytes(job, tp)
         )
-    host = launches_forward(job) * machine.profile.launch_seconds
+    host = (_LAUNCHES_FORWARD + fp8_share * _LAUNCHES_FP8) * machine.profile.launch_seconds
     return LayerSeconds(
         forward=forward + attention + between + casts_forward,
         backward=inputs + weights + attention_backward + 1.5 * between + accumulate + casts_backward,
@@ -273,8 +243,8 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
     The fused loss computes its gradients in forward (megabench/engines/common/cross_entropy.py). The fused loss reads
     or writes each 16-bit logit 6 times. The product of each chunk of tokens adds to the weight gradient, which it reads
     and writes. Without `adds_output_gradient`, this gradient is a temporary fp32 tensor, which is also zeroed and read,
-    and written in 16 bits. The result is read and added to the gradient buffer. Any other loss moves `loss_bytes` bytes
-    per logit.
+    and written in 16 bits. The result is read and added to the gradient buffer. Any other loss moves `LOSS_BYTES` per
+    logit.
     """
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
     rows = shape.vocab_size / tp
@@ -289,7 +259,7 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
         accumulate = memory_seconds(machine, (2 * job.bytes_of_gradient + 4) * weights)
         return forward + backward + memory_seconds(machine, moved + 8 * weights), accumulate
     accumulate = memory_seconds(machine, accumulated_bytes(job) * weights)
-    loss_forward, loss_backward = (memory_seconds(machine, size * elements) for size in job.stack.loss_bytes)
+    loss_forward, loss_backward = (memory_seconds(machine, size * elements) for size in LOSS_BYTES)
     return forward + loss_forward, backward + loss_backward + accumulate
 
 
@@ -299,16 +269,6 @@ def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch:
     rows = tokens * job.shape.hidden_size * job.bytes_of_value
     added = accumulated_bytes(job) * job.embedding_parameters / tp
     return memory_seconds(machine, 2 * rows), memory_seconds(machine, 3 * rows + added)
-
-
-def flattening_seconds(machine: Machine, job: Job, parameters: float) -> float:
-    """Return the seconds that copies into flat tensors add to a step with a sharded optimizer.
-
-    Each rank holds all gradients and reduces them as one flat tensor. Gradients are read for the norm, read and written
-    for clipping, and copied twice for the reduction (once by the program and once by torch). Gathered weights are
-    copied three times (nanotron's optim/zero.py, distributed.py).
-    """
-    return memory_seconds(machine, (7 * job.bytes_of_gradient + 6 * job.bytes_of_value) * parameters)
 
 
 def accumulated_bytes(job: Job, fp8_share: float = 0.0) -> float:

@@ -1,7 +1,7 @@
 """Coordinate descent over the constants of a profile. Loads no torch."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from megabench.cost.profile import Profile
@@ -10,10 +10,9 @@ from megabench.hardware.topology import Link
 _WORTH = 1e-3  # smallest relative decrease of the loss for which the search accepts a move
 _BACKWARD_SHARE = 0.8  # FLOP/s of flash attention's backward ÷ forward (arXiv 2307.08691, figures 5, 6)
 _STEPS = (2.0, 1.3, 1.1, 1.03)  # factors by which the search changes a constant, from coarse to fine
-_RANGES = {
+RANGES = {
     "gemm_half_k": (1.0, 500.0),
     "attention_forward": (0.2, 0.85),
-    "flash_1_share": (0.1, 1.0),
     "gemm_efficiency": (0.05, 1.0),
     "launch_seconds": (1e-6, 5e-5),
     "collective_launch_seconds": (1e-6, 1e-3),
@@ -49,7 +48,12 @@ def _moved(profile: Profile, name: str, value: float) -> Profile:
     return profile.model_copy(update=changes)
 
 
-def descend(profile: Profile, names: Sequence[str], loss: Callable[[Profile], float]) -> Profile:
+def descend(
+    profile: Profile,
+    names: Sequence[str],
+    loss: Callable[[Profile], float],
+    ranges: Mapping[str, tuple[float, float]] = RANGES,
+) -> Profile:
     """Fit constants by coordinate descent in their logarithms, with decreasing step sizes."""
     best = loss(profile)
     begun = math.inf
@@ -58,7 +62,7 @@ def descend(profile: Profile, names: Sequence[str], loss: Callable[[Profile], fl
         for step in _STEPS:
             for name in names:
                 for factor in (step, 1 / step):
-                    low, high = _RANGES[name.rpartition(".")[2]]
+                    low, high = ranges[name.rpartition(".")[2]]
                     moved = _moved(profile, name, min(max(_value(profile, name) * factor, low), high))
                     found = loss(moved)
                     while found < best * (1 - _WORTH):

@@ -2,8 +2,8 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Literal, Protocol
+from functools import cached_property, lru_cache
+from typing import Literal, Protocol, Self
 
 from megabench.metrics import flops_per_token, output_layer_cost
 from megabench.models.shape import ModelShape
@@ -18,76 +18,36 @@ Product = Literal["forward", "input_gradient", "weight_gradient"]
 
 @dataclass(frozen=True)
 class Stack:
-    """Properties of a training program that affect the cost. The defaults describe megabench's engines on GPUs.
+    """Kernels and options of megabench's engines that affect the cost. The defaults are those on GPUs.
 
     - `flash_attention`: no S×S scores are stored. Otherwise the full square is written and read in 16 bits.
-    - `flash_version`: attention uses FlashAttention-1 or 2, which are slow on Hopper, or cuDNN. `chunks_by_flash_2`:
-      the chunks of context parallelism use FlashAttention-2, because torch supports them only there.
-      `exchanges_heads`: if cp divides the heads, context parallelism exchanges them with all-to-alls, so that each rank
+    - `exchanges_heads`: if cp divides the heads, context parallelism exchanges them with all-to-alls, so that each rank
       has the whole sequence of some heads. Otherwise, each rank has a chunk of the sequence.
     - `fused`: element-wise kernels are fused, and read and write their tensors once.
-    - `fused_loss`: the output layer and cross-entropy are computed in chunks. Any other loss reads and writes
-      `loss_bytes` per logit, forward and backward. Megatron-LM's fp32 loss (cross_entropy.py) needs, in forward: cast 2
-      + 4, maximum 4, sum 4, subtraction, exponential and division 4 + 4 each; in backward: scale 4 + 4, cast 4 + 2.
+    - `fused_loss`: the output layer and cross-entropy are computed in chunks.
     - `adds_output_gradient`: the products of the fused loss add the output layer's gradient to the gradient buffer.
+    - `fuses_weight_gradient`, and `fuses_fp8_weight_gradient` in fp8: the products of the other layers do so as well.
     - `keeps_gathered`: inputs of tensor-parallel layers are not gathered again for backward.
     - `keeps_transposed`: kept fp8 weights are kept transposed as well, and not transposed in each backward pass.
-    - `blocking_p2p`: pipeline stages wait for their sends, except with interleaving.
-    - `overlaps_gradients`, and `overlaps_sharded_gradients` with a sharded optimizer: gradients are reduced during
-      backward, in buckets of `bucket_parameters`.
-    - `launches_forward`: the host time of a layer's forward pass, in launches of a plain torch operation, and
-      `launches_fp8` the additional time with fp8 products. In megabench's engines, most of it is Python code, and fused
-      kernels do not shorten it (benchmarks/host-time).
-    - `stages`: stages have equal numbers of layers, or fewer next to the output layer, as in megabench or nanotron.
-
-    These properties occur only in published runs:
-
-    - `user_buffers`: all gathers and reduce-scatters of tensor parallelism overlap with products of the same layer.
-      Copy engines or two SMs gather, so that gathers do not slow the products down; 24 SMs reduce (NeMo's
-      user-buffer configurations of H100, with Transformer Engine's methods ring_exchange, bulk and pipeline).
-    - `delayed_scaling`: fp8 casts use the scales of earlier steps and read their tensor once. Norms and activations
-      write fp8 values. The largest values are reduced over the ranks once per step (Transformer Engine).
-    - `accumulates_at_end`: a backward pass first stores the 16-bit gradients of all weights.
-    - `copies_kept`: activations include copies that other training programs avoid.
-    - `holds_sent`: tensors that NCCL's stream uses stay allocated until the GPU has passed the collective.
-    - `flattens_shards`: gradients and weights are copied into one flat tensor for a sharded optimizer's collectives.
-    - `flat_parameters`: parameters are communicated without copies (FSDP1).
-    - `broadcasts_tensors`: a sharded optimizer shards by whole tensors. All replicas all-reduce the gradients, and each
-      rank broadcasts the weights that it has updated.
+    - `stages`: stages have equal numbers of layers, or fewer next to the output layer.
     """
 
     flash_attention: bool = True
-    flash_version: Literal[1, 2, "cudnn"] = "cudnn"
-    chunks_by_flash_2: bool = True
     exchanges_heads: bool = True
-    sequence_parallel: bool = True
     fused: bool = True
     fused_loss: bool = True
-    loss_bytes: tuple[int, int] = (38, 14)
-    dropout: bool = False
-    overlaps_gradients: bool = True
-    overlaps_sharded_gradients: bool = True
-    overlaps_parameters: bool = True
-    overlaps_tp_backward: bool = True
-    user_buffers: bool = False
-    keeps_gathered: bool = False
-    keeps_transposed: bool = True
     adds_output_gradient: bool = True
     fuses_weight_gradient: bool = True
     fuses_fp8_weight_gradient: bool = False
-    blocking_p2p: bool = True
-    launches_forward: float = 85.0
-    launches_fp8: float = 55.0
-    bucket_parameters: float = 40e6
-    buckets_on_all_stages: bool = False
-    stages: Literal["balanced", "even", "filled"] = "balanced"
-    delayed_scaling: bool = False
-    accumulates_at_end: bool = False
-    copies_kept: bool = False
-    holds_sent: bool = False
-    flattens_shards: bool = False
-    flat_parameters: bool = False
-    broadcasts_tensors: bool = False
+    keeps_gathered: bool = False
+    keeps_transposed: bool = True
+    stages: Literal["balanced", "even"] = "balanced"
+
+
+@lru_cache(maxsize=4096)
+def _chunk_layers(num_layers: int, output_cost: float, pp: int, vp: int) -> tuple[tuple[int, ...], ...]:
+    stages = Layout(pp=pp, vp=vp).chunk_layers(num_layers, output_cost)
+    return tuple(tuple(map(len, stage)) for stage in stages)
 
 
 @dataclass(frozen=True)
@@ -141,9 +101,11 @@ class Job:
     @cached_property
     def output_cost(self) -> float:
         """The cost of the output layer as a multiple of a layer, for dividing layers among stages."""
-        if self.stack.stages == "filled":
-            return self.embedding_parameters / self.layer_parameters
         return output_layer_cost(self.shape, self.seq_length) if self.stack.stages == "balanced" else 0.0
+
+    def chunk_layers(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        """Return the number of layers of each model chunk, as [stage][chunk]."""
+        return _chunk_layers(self.shape.num_layers, self.output_cost, layout.pp, layout.vp)
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -181,7 +143,7 @@ class Job:
         possible = not is_tied and not policy.scales_loss and self.bytes_of_gradient == 4
         return possible and self.stack.adds_output_gradient
 
-    def without_added_gradients(self) -> "Job":
+    def without_added_gradients(self) -> Self:
         """Return the job in a program whose products write gradients instead of adding to a buffer."""
         plain = replace(
             self.stack, adds_output_gradient=False, fuses_weight_gradient=False, fuses_fp8_weight_gradient=False

@@ -46,13 +46,11 @@ def likely_bytes(available_bytes: float) -> float:
 def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
     """Return the mean activation bytes that a layer keeps for backward, per micro-batch and rank.
 
-    Llama with flash attention and sequence parallelism needs (8·H + 4·N·D + 4·K·D + 2·M·F)/T bytes per token, for M FFN
-    matrices, and 4·N/T for the softmax statistics. Without sequence parallelism, every rank stores all 8·H bytes
-    (16-bit inputs and outputs of two norms), and with kept gathered inputs half of them. Dropout (GPT) stores masks of
-    2·H bytes. Scores without flash attention need 5·N·S with dropout, or 2·N·S. Recomputed layers keep only their
-    input, 2·H (arXiv 2205.05198, sections 4 and 5). Eager code also keeps copies: contiguous keys and values (4·K·D),
-    the transposed attention output (2·N·D), and the SiLU of the gate (2·F). Context parallelism that exchanges heads
-    keeps the attention output before and after the exchange.
+    Flash attention and sequence parallelism need (8·H + 4·N·D + 4·K·D + 2·M·F)/T bytes per token, for M FFN matrices,
+    and 4·N/T for the softmax statistics. 8·H are the 16-bit inputs and outputs of two norms, and every rank stores half
+    of them whole with kept gathered inputs. Scores without flash attention need 2·N·S/T. Recomputed layers keep only
+    their input, 2·H/T (arXiv 2205.05198, sections 4 and 5). Norms that are not fused keep 8·H/T for fp32 values.
+    Context parallelism that exchanges heads keeps the attention output before and after the exchange.
 
     Linear layers with fp8 gradients save their inputs in fp8, 1 byte per element. The inputs that norms and activations
     computed are saved only by these layers, so 2·H + F bytes less are kept. Attention keeps its 16-bit output for its
@@ -60,30 +58,24 @@ def layer_activation_bytes(job: Job, candidate: Candidate) -> float:
     """
     shape, layout, stack, fp8_share = job.shape, candidate.layout, job.stack, job.fp8_share("weight_gradient")
     tokens = candidate.micro_batch * job.seq_length / layout.cp
-    cut = layout.tp if stack.sequence_parallel else 1
     wide = job.bytes_of_value / 2
     if candidate.recompute == "full":
-        return tokens * wide * 2 * shape.hidden_size / cut
+        return tokens * wide * 2 * shape.hidden_size / layout.tp
     per_head = shape.head_dim * (4 * shape.num_heads + 4 * shape.num_kv_heads)
-    values = (8 + 2 * stack.dropout) * shape.hidden_size / cut
+    values = 8 * shape.hidden_size / layout.tp
     values += (per_head + 2 * job.ffn_matrices * shape.ffn_size) / layout.tp
     if job.exchanges_heads(layout.tp, layout.cp):
         values += 2 * shape.num_heads * shape.head_dim / layout.tp
     if stack.keeps_gathered:
-        values += 4 * shape.hidden_size * (1 - 1 / cut) * (1 - fp8_share / 2)
-    values += fp8_share * (
-        (shape.num_heads * shape.head_dim - shape.ffn_size) / layout.tp - 2 * shape.hidden_size / cut
-    )
-    if stack.copies_kept:
-        copies = shape.head_dim * (2 * shape.num_heads + 4 * shape.num_kv_heads) + 2 * shape.ffn_size
-        values += copies / layout.tp
-    elif not stack.fused:
-        values += 8 * shape.hidden_size / cut  # norms in fp32
+        values += 4 * shape.hidden_size * (1 - 1 / layout.tp) * (1 - fp8_share / 2)
+    values += fp8_share * (shape.num_heads * shape.head_dim - shape.ffn_size - 2 * shape.hidden_size) / layout.tp
+    if not stack.fused:
+        values += 8 * shape.hidden_size / layout.tp
     scores = 0.0
     if stack.flash_attention:
         values += 4 * shape.num_heads / layout.tp
     elif candidate.recompute == "none":
-        scores = (5 if stack.dropout else 2) * shape.num_heads * job.seq_length / layout.tp
+        scores = 2 * shape.num_heads * job.seq_length / layout.tp
     return tokens * wide * (values + scores)
 
 

@@ -111,8 +111,6 @@ class Profile(_Part):
     """The cost of fp8 products, for GPUs that have them."""
     flash_2_share: float = Field(gt=0, le=1)
     """FLOP/s of FlashAttention-2 divided by that of cuDNN's attention."""
-    flash_1_share: float = Field(1, gt=0, le=1)
-    """FLOP/s of FlashAttention-1 divided by that of cuDNN's attention. Only published runs of 2023 use it."""
     memory_gb_per_s: float = Field(gt=0)
     """Measured bandwidth of a copy, counting bytes read and written."""
     launch_seconds: float = Field(ge=0)

@@ -90,8 +90,6 @@ class DataParallel:
           place.
         - DDP casts fp32 weights, and casts gradients back. Compiled fp8 layers cast the weights again for backward.
         """
-        if self.job.stack.flat_parameters:
-            return 0.0
         job, sharding = self.job, sharding_of(candidate)
         w = gathered_bytes(job, candidate)  # of a block; the embedding and the output layer count as blocks here
         ranks, stage = sharding.shard_size or candidate.layout.world_size, sharding.zero_stage

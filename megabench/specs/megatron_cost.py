@@ -1,14 +1,15 @@
 """Cost model of a step under tensor, context and pipeline parallelism (the megatron engine). Loads no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from megabench.cost import compute, network, schedule
 from megabench.cost.geometry import Geometry
-from megabench.cost.job import Candidate
+from megabench.cost.job import Candidate, Product
 from megabench.cost.network import Span
 from megabench.cost.shared_costs import Base, Sizes
-from megabench.specs.megatron_memory import all_chunk_layers, megatron_variant, stage_layers, stage_parameters
+from megabench.specs.megatron_memory import megatron_variant, stage_layers, stage_parameters
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class _Chunk:
 class Pipeline:
     """Cost model of candidates with tensor, context or pipeline parallelism."""
 
+    reduced_amaxes = 4
+
     def __init__(self, base: Base) -> None:
         self.base = base
         self.job, self.profile, self.machine = base.job, base.profile, base.machine
@@ -41,56 +44,17 @@ class Pipeline:
         """Return the exposed seconds of a layer: tp forward, tp backward, cp forward, cp backward; and collectives
         forward.
 
-        With sequence parallelism, a layer's forward pass gathers 2·B·S·H/C bytes twice and reduce-scatters them twice.
-        Its backward pass gathers the output gradients twice. The backward pass also gathers inputs that forward did not
-        keep, overlapped with the input gradients, and reduce-scatters, overlapped with the weight gradients (arXiv
-        2205.05198, figure 5; megatron-core's layers). Without sequence parallelism, each pass has two all-reduces, and
-        those of backward overlap with the weight gradients.
-
-        In fp8 layers, gathers send fp8 values, B·S·H/C bytes, and reduce-scatters still send 2·B·S·H/C. Each pass
-        all-reduces the largest values of four tensors over the tp·cp ranks that have parts of them
-        (engines/megatron/fp8_linear.py). With bf16 gradients, this applies only to the forward pass.
-
         Context parallelism either exchanges queries, keys, values and the attention output, 4·B·S/C·(N + K)·D/T bytes
         in total, or gathers keys and values, 4·B·S·K·D/T bytes.
+
+        In fp8 layers, each pass all-reduces the largest values of `reduced_amaxes` tensors over the tp·cp ranks that
+        have parts of them (engines/megatron/fp8_linear.py). With bf16 gradients, only the forward pass does.
         """
         job, geometry, (tp, cp_size, *_) = self.job, self.base.geometry(*sizes), sizes
         fp8_forward, fp8_backward = job.fp8_share("forward"), job.fp8_share("input_gradient")
-        layer = self.base.layer(tp, cp_size, micro_batch)
+        tp_forward, tp_backward = self._tp_seconds(sizes, micro_batch) if tp > 1 else (0.0, 0.0)
         values = micro_batch * job.seq_length * job.bytes_of_value
-        sequence = values / cp_size * job.shape.hidden_size
-        tp_forward = tp_backward = cp = 0.0
-        if tp > 1:
-            scatter = network.gather_seconds(self.profile, geometry.tp, sequence)
-            in_fp8 = network.gather_seconds(self.profile, geometry.tp, sequence / job.bytes_of_value)
-            gather = fp8_backward * in_fp8 + (1 - fp8_backward) * scatter
-            if job.stack.sequence_parallel:
-                gather_forward = fp8_forward * in_fp8 + (1 - fp8_forward) * scatter
-                tp_forward = 2 * gather_forward + 2 * scatter
-                waits = 2 * gather
-                again = 0.0 if job.stack.keeps_gathered else 2 * gather
-                hidden = [
-                    (again, 2 * sequence, layer.input_gradients),
-                    (2 * scatter, 2 * sequence, layer.weight_gradients),
-                ]
-                if job.stack.user_buffers:
-                    # Forward has as many FLOPs as the input gradients. Half of these products overlap with gathers,
-                    # tile by tile. The gathers of inputs for backward (method "bulk") overlap with one whole product.
-                    work = layer.input_gradients / 2
-                    tp_forward = schedule.hidden_tail(work, 2 * gather_forward, tp)
-                    tp_forward += self.base.tail(work, 2 * scatter, 2 * sequence, tp, geometry.tp, overlaps=True)
-                    waits = schedule.hidden_tail(work, waits, tp) + max(0.0, again - work)
-                    hidden = hidden[1:]
-            else:
-                tp_forward = 2 * network.all_reduce_seconds(self.profile, geometry.tp, sequence)
-                waits, hidden = 0.0, [(tp_forward, 4 * sequence, layer.weight_gradients)]
-            if job.stack.overlaps_tp_backward:
-                for communicate, num_bytes, work in hidden:
-                    share = self.base.interference(geometry.tp, communicate, num_bytes)
-                    waits += max(0.0, communicate - work) + share * min(communicate, work)
-                tp_backward = waits
-            else:
-                tp_backward = waits + sum(communicate for communicate, _, _ in hidden)
+        cp = 0.0
         exchanges = 2 * job.exchanges_heads(tp, cp_size)
         if exchanges:
             heads = 2 * (job.shape.num_heads + job.shape.num_kv_heads) * job.shape.head_dim / tp
@@ -100,18 +64,52 @@ class Pipeline:
             cp = network.gather_seconds(self.profile, geometry.cp, keys)
         collectives: float = (tp > 1) * 4 + (exchanges or cp_size > 1)
         cp_forward = cp_backward = cp
-        if fp8_forward and tp * cp_size > 1 and not job.stack.delayed_scaling:
-            agree = network.all_reduce_seconds(self.profile, geometry.neighbours(tp * cp_size), 4 * 4, calls=4)
+        if fp8_forward and tp * cp_size > 1:
+            where, amaxes = geometry.neighbours(tp * cp_size), self.reduced_amaxes
+            agree = network.all_reduce_seconds(self.profile, where, 4 * amaxes, calls=amaxes)
             if tp > 1:
                 tp_forward, tp_backward = tp_forward + fp8_forward * agree, tp_backward + fp8_backward * agree
             else:
                 cp_forward, cp_backward = cp + fp8_forward * agree, cp + fp8_backward * agree
-            collectives += 4 * fp8_forward
+            collectives += amaxes * fp8_forward
         return tp_forward, tp_backward, cp_forward, cp_backward, collectives
+
+    def _tp_seconds(self, sizes: Sizes, micro_batch: int) -> tuple[float, float]:
+        """Return the exposed seconds of a layer's tensor-parallel communication, forward and backward.
+
+        A layer's forward pass gathers 2·B·S·H/C bytes twice and reduce-scatters them twice. Its backward pass gathers
+        the output gradients twice. The backward pass also gathers inputs that forward did not keep, overlapped with the
+        input gradients, and reduce-scatters, overlapped with the weight gradients (arXiv 2205.05198, figure 5;
+        megatron-core's layers).
+        """
+        job, layer, where = self.job, self.base.layer(*sizes[:2], micro_batch), self.base.geometry(*sizes).tp
+        sequence = self._sequence_bytes(sizes, micro_batch)
+        scatter = network.gather_seconds(self.profile, where, sequence)
+        gather = self._gather_seconds(where, sequence, "input_gradient")
+        again = 0.0 if job.stack.keeps_gathered else 2 * gather
+        backward = 2 * gather + self._overlapped(where, again, 2 * sequence, layer.input_gradients)
+        backward += self._overlapped(where, 2 * scatter, 2 * sequence, layer.weight_gradients)
+        return 2 * self._gather_seconds(where, sequence, "forward") + 2 * scatter, backward
+
+    def _sequence_bytes(self, sizes: Sizes, micro_batch: int) -> float:
+        """Return the bytes of a layer's input, 2·B·S·H/C in 16 bits, which the ranks of tensor parallelism share."""
+        job, (_, cp, *_) = self.job, sizes
+        return micro_batch * job.seq_length * job.bytes_of_value / cp * job.shape.hidden_size
+
+    def _gather_seconds(self, where: Span, sequence: float, product: Product) -> float:
+        """Return the mean seconds of a gather for a product. Layers with this product in fp8 send a byte per value."""
+        in_fp8 = network.gather_seconds(self.profile, where, sequence / self.job.bytes_of_value)
+        share = self.job.fp8_share(product)
+        return share * in_fp8 + (1 - share) * network.gather_seconds(self.profile, where, sequence)
+
+    def _overlapped(self, where: Span, communicate: float, num_bytes: float, work: float) -> float:
+        """Return the exposed seconds of a collective during `work`, plus the slowdown of this work."""
+        share = self.base.interference(where, communicate, num_bytes)
+        return max(0.0, communicate - work) + share * min(communicate, work)
 
     def _stages(self, candidate: Candidate) -> list[list[_Chunk]]:
         """Return the model chunks of every stage. Equal chunks share one result."""
-        counts = all_chunk_layers(self.job, candidate)
+        counts = self.job.chunk_layers(candidate.layout)
         last = len(counts) - 1
         found: dict[tuple[int, bool, bool], _Chunk] = {}
 
@@ -159,17 +157,19 @@ class Pipeline:
         )
 
     def _is_blocking(self, candidate: Candidate) -> bool:
-        return self.job.stack.blocking_p2p and candidate.layout.vp == 1
+        """Return whether pipeline stages wait for their sends, as they do except with interleaving."""
+        return candidate.layout.vp == 1
 
     def _send(self, candidate: Candidate) -> float:
-        """Return the seconds to send a stage's output: 2·B·S·H/C bytes, divided by tp under sequence parallelism."""
-        layout, geometry = candidate.layout, self.base.geometry_of(candidate)
-        if layout.pp == 1:
+        """Return the seconds to send a stage's output."""
+        if candidate.layout.pp == 1:
             return 0.0
-        values = candidate.micro_batch * self.job.seq_length / layout.cp * self.job.shape.hidden_size
-        cut = layout.tp if self.job.stack.sequence_parallel else 1
-        num_bytes = values * self.job.bytes_of_value / cut
-        return network.send_seconds(self.profile, geometry.pp, num_bytes, geometry.ranks_per_node)
+        geometry = self.base.geometry_of(candidate)
+        return network.send_seconds(self.profile, geometry.pp, self._sent_bytes(candidate), geometry.ranks_per_node)
+
+    def _sent_bytes(self, candidate: Candidate) -> float:
+        """Return the bytes of a rank's part of a stage's output, 2·B·S·H/(C·T) in 16 bits."""
+        return self._sequence_bytes(self.base.sizes(candidate), candidate.micro_batch) / candidate.layout.tp
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
         job, layout, geometry = self.job, candidate.layout, self.base.geometry_of(candidate)
@@ -177,32 +177,13 @@ class Pipeline:
         stages, send, blocking = self._stages(candidate), self._send(candidate), self._is_blocking(candidate)
         totals = [[chunk.total for chunk in chunks] for chunks in stages]
         timeline = schedule.simulate(totals, micro_batches, send, blocking)
-        reduces, gathers, updates = [], [], []
-        fill, replicas = 0.0, geometry.replicas
-        shards = megatron_variant(candidate).num_shards(layout)
-        spans = geometry.parted_replicas(shards) if 1 < shards < replicas.size else (replicas, None)
+        reduces, gathers, fill = [], [], 0.0
         for stage, chunks in enumerate(totals):
-            parameters = stage_parameters(job, candidate, stage)
-            pieces = self._num_buckets(candidate, stage, parameters)
-            if job.stack.broadcasts_tensors:
-                reduce, gather = self._owner_seconds(candidate, stage, (replicas, spans[0]), parameters, pieces)
-            else:
-                reduce, gather = self._replica_seconds(candidate, spans, parameters, pieces)
-            backward, forward = sum(chunk.backward for chunk in chunks), sum(chunk.forward for chunk in chunks)
-            is_all_reduce = shards == 1 or job.stack.broadcasts_tensors
-            reduced = (2 if is_all_reduce else 1) * job.bytes_of_gradient * parameters
-            overlaps = self._overlaps_gradients(candidate)
-            reduces.append(self.base.tail(backward, reduce, reduced, pieces, replicas, overlaps))
-            gathered = job.bytes_of_value * parameters
-            waits = self.base.tail(forward, gather, gathered, pieces, replicas, job.stack.overlaps_parameters)
-            gathers.append(max(0.0, waits - fill))
+            reduce, gather = self._replica_tails(candidate, stage, chunks)
+            reduces.append(reduce)
+            gathers.append(max(0.0, gather - fill))
             fill += chunks[0].forward + send
-            update = compute.optimizer_seconds(self.machine, job, parameters, parameters / shards)
-            blocks = stage_layers(job, candidate, stage) * job.layer_parameters / layout.tp
-            update += compute.weight_cast_seconds(self.machine, job, blocks)
-            if job.stack.flattens_shards and shards > 1:
-                update += compute.flattening_seconds(self.machine, job, parameters)
-            updates.append(update)
+        updates = [self._update_seconds(candidate, stage) for stage in range(layout.pp)]
         ends = [end + tail for end, tail in zip(timeline.ends, reduces, strict=True)]
         last = max(range(layout.pp), key=ends.__getitem__)
         # The busiest stage shows where the time of a step goes. Its backward may end later than that of the last stage.
@@ -231,9 +212,30 @@ class Pipeline:
             self.profile, geometry.ends, job.bytes_of_gradient * job.embedding_parameters / layout.tp
         )
 
-    def _overlaps_gradients(self, candidate: Candidate) -> bool:
-        stack, is_sharded = self.job.stack, megatron_variant(candidate).shards_optimizer
-        return stack.overlaps_gradients and (not is_sharded or stack.overlaps_sharded_gradients)
+    def _update_seconds(self, candidate: Candidate, stage: int) -> float:
+        """Return the seconds of a stage's optimizer, and of the casts of its updated weights to fp8."""
+        job, layout, parameters = self.job, candidate.layout, stage_parameters(self.job, candidate, stage)
+        shards = megatron_variant(candidate).num_shards(layout)
+        blocks = stage_layers(job, candidate, stage) * job.layer_parameters / layout.tp
+        update = compute.optimizer_seconds(self.machine, job, parameters, parameters / shards)
+        return update + compute.weight_cast_seconds(self.machine, job, blocks)
+
+    def _replica_tails(self, candidate: Candidate, stage: int, chunks: Sequence[schedule.Chunk]) -> tuple[float, float]:
+        """Return the exposed seconds to reduce a stage's gradients, and to gather its updated weights.
+
+        The reduction overlaps with the last backward pass, and the gather with the first forward pass.
+        """
+        job, replicas = self.job, self.base.geometry_of(candidate).replicas
+        backward, forward = sum(chunk.backward for chunk in chunks), sum(chunk.forward for chunk in chunks)
+        parameters = stage_parameters(job, candidate, stage)
+        pieces = self._num_buckets(candidate, stage, parameters)
+        reduce, gather = self._replica_seconds(candidate, stage, pieces)
+        is_all_reduce = megatron_variant(candidate).num_shards(candidate.layout) == 1
+        reduced, gathered = (1 + is_all_reduce) * job.bytes_of_gradient * parameters, job.bytes_of_value * parameters
+        return (
+            self.base.tail(backward, reduce, reduced, pieces, replicas, overlaps=True),
+            self.base.tail(forward, gather, gathered, pieces, replicas, overlaps=True),
+        )
 
     def _num_buckets(self, candidate: Candidate, stage: int, parameters: float) -> int:
         """Return the number of collectives that reduce a stage's gradients.
@@ -241,39 +243,25 @@ class Pipeline:
         megatron-core splits only the first stage's gradients, into buckets of 40 M parameters or 1 M per replica,
         whichever is larger (distributed_data_parallel.py).
         """
-        if not self._overlaps_gradients(candidate) or (stage and not self.job.stack.buckets_on_all_stages):
+        if stage:
             return 1
-        size = max(self.job.stack.bucket_parameters, 1e6 * candidate.layout.data_parallel * candidate.layout.cp)
+        size = max(40e6, 1e6 * candidate.layout.data_parallel * candidate.layout.cp)
         return max(1, round(parameters / size))
 
-    def _replica_seconds(
-        self, candidate: Candidate, spans: tuple[Span, Span | None], parameters: float, calls: int
-    ) -> tuple[float, float]:
+    def _replica_seconds(self, candidate: Candidate, stage: int, calls: int) -> tuple[float, float]:
         """Return the seconds to reduce a rank's gradients over its replicas, and to gather the updated weights.
 
-        A sharded optimizer uses a reduce-scatter and an all-gather of the weights over the first of the `spans`; an
-        unsharded one uses an all-reduce. If the optimizer state has several copies, the reduce-scatter is followed by
-        an all-reduce of each shard over the second span (megatron-core: start_grad_sync).
+        A sharded optimizer uses a reduce-scatter and an all-gather of the weights; an unsharded one uses an all-reduce.
+        If the optimizer state has several copies, the reduce-scatter is followed by an all-reduce of each shard over
+        the ranks with copies of it (megatron-core: start_grad_sync).
         """
-        (inside, across), shards = spans, megatron_variant(candidate).num_shards(candidate.layout)
+        geometry, shards = self.base.geometry_of(candidate), megatron_variant(candidate).num_shards(candidate.layout)
+        replicas, parameters = geometry.replicas, stage_parameters(self.job, candidate, stage)
         gradients, weights = self.job.bytes_of_gradient * parameters, self.job.bytes_of_value * parameters
         if shards == 1:
-            return network.all_reduce_seconds(self.profile, inside, gradients, calls), 0.0
+            return network.all_reduce_seconds(self.profile, replicas, gradients, calls), 0.0
+        inside, across = geometry.parted_replicas(shards) if shards < replicas.size else (replicas, None)
         reduce = network.gather_seconds(self.profile, inside, gradients, calls)
         if across:
             reduce += network.all_reduce_seconds(self.profile, across, gradients / shards, calls)
         return reduce, network.gather_seconds(self.profile, inside, weights, calls)
-
-    def _owner_seconds(
-        self, candidate: Candidate, stage: int, spans: tuple[Span, Span], parameters: float, calls: int
-    ) -> tuple[float, float]:
-        """Return the seconds to all-reduce gradients over replicas, and for owners to broadcast the updated weights.
-
-        Each of the ranks in the second span owns whole tensors and sends them in one broadcast. With more ranks than
-        tensors, some ranks own none (InternEvo: hybrid_zero_optim.py, broadcast_params).
-        """
-        replicas, owners = spans
-        tensors = max(1, stage_layers(self.job, candidate, stage) * self.job.layer_tensors)
-        reduce = network.all_reduce_seconds(self.profile, replicas, self.job.bytes_of_gradient * parameters, calls)
-        weights = self.job.bytes_of_value * parameters
-        return reduce, network.broadcast_seconds(self.profile, owners, weights, min(owners.size, tensors))

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from math import ceil
 from typing import cast
 
 from megabench.cost import schedule
-from megabench.cost.compute import kernels_forward
 from megabench.cost.job import Candidate, Job
 from megabench.cost.memory import (
     Memory,
@@ -19,8 +16,6 @@ from megabench.cost.memory import (
 )
 from megabench.cost.profile import Profile
 from megabench.parallel.layout import Layout
-
-_QUEUED_KERNELS = 1024  # number of kernel launches that a CUDA stream queues before the host blocks
 
 
 @dataclass(frozen=True)
@@ -87,21 +82,6 @@ def layers_in_flight(stage: int, num_stages: int, chunks: tuple[int, ...], num_m
     return most
 
 
-def held_bytes(job: Job, candidate: Candidate) -> float:
-    """Return the bytes that torch's allocator cannot reuse yet because NCCL's stream uses them (Tensor.record_stream).
-
-    The allocator can reuse this memory once the GPU has finished the collective. The host runs ahead of the GPU by the
-    number of kernels that CUDA queues. In a layer's backward pass, tensor-parallel collectives send or receive four
-    gathered sequences of [B·S, H] in 16 bits: two input gradients before the scatter and two output gradients after the
-    gather.
-    """
-    if not job.stack.holds_sent or candidate.layout.tp == 1:
-        return 0.0
-    kernels = 2 * kernels_forward(job)
-    tokens = candidate.micro_batch * job.seq_length / candidate.layout.cp
-    return 4 * job.bytes_of_value * tokens * job.shape.hidden_size * _QUEUED_KERNELS / kernels
-
-
 def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
     """Return the memory of the pipeline stage that uses the most.
 
@@ -109,11 +89,12 @@ def megatron_memory(job: Job, candidate: Candidate, profile: Profile) -> Memory:
     activations, and the last stage holds the logits. The second stage has more layers than the first one if the first
     model chunk has none.
     """
-    layers = [sum(chunks) for chunks in all_chunk_layers(job, candidate)]
+    layers = [sum(chunks) for chunks in job.chunk_layers(candidate.layout)]
     last = candidate.layout.pp - 1
     fullest = {0, last} | ({1} if last and layers[1] > layers[0] else set())
-    stages = range(last + 1) if job.stack.stages == "filled" else sorted(fullest)
-    return max((stage_memory(job, candidate, profile, stage) for stage in stages), key=lambda memory: memory.total)
+    return max(
+        (stage_memory(job, candidate, profile, stage) for stage in sorted(fullest)), key=lambda memory: memory.total
+    )
 
 
 def stage_parameters(job: Job, candidate: Candidate, stage: int) -> float:
@@ -132,29 +113,7 @@ def stage_parameters(job: Job, candidate: Candidate, stage: int) -> float:
 
 def stage_layers(job: Job, candidate: Candidate, stage: int) -> int:
     """Return the number of layers of a pipeline stage, summed over its model chunks."""
-    return sum(all_chunk_layers(job, candidate)[stage])
-
-
-def all_chunk_layers(job: Job, candidate: Candidate) -> tuple[tuple[int, ...], ...]:
-    """Return the number of layers of each model chunk, as [stage][chunk]."""
-    layout, is_filled = candidate.layout, job.stack.stages == "filled"
-    return _cut(job.shape.num_layers, is_filled, job.output_cost, layout.pp, layout.vp)
-
-
-@lru_cache(maxsize=4096)
-def _cut(layers: int, is_filled: bool, output_cost: float, num_stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the number of layers of every model chunk, as [stage][chunk].
-
-    The output layer counts as `output_cost` layers (Layout.chunk_layers).
-
-    With `is_filled` (nanotron), stages are filled one after another up to their share of the total.
-    """
-    if is_filled:
-        each = (layers + output_cost) / num_stages
-        filled = [min(layers, ceil(number * each)) for number in range(num_stages)] + [layers]
-        return tuple((after - before,) for before, after in pairwise(filled))
-    stages = Layout(pp=num_stages, vp=chunks).chunk_layers(layers, output_cost)
-    return tuple(tuple(map(len, stage)) for stage in stages)
+    return sum(job.chunk_layers(candidate.layout)[stage])
 
 
 def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -> Memory:
@@ -164,22 +123,19 @@ def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -
     shards = megatron_variant(candidate).num_shards(layout)
     layers = stage_layers(job, candidate, stage)
     kept = layer_activation_bytes(job, candidate)
-    num_micro_batches, chunks = candidate.num_micro_batches(job), all_chunk_layers(job, candidate)[stage]
+    num_micro_batches, chunks = candidate.num_micro_batches(job), job.chunk_layers(layout)[stage]
     micro_batches = in_flight(stage, layout.pp, layout.vp, num_micro_batches)
     activations = kept * layers_in_flight(stage, layout.pp, chunks, num_micro_batches)
     tokens = candidate.micro_batch * job.seq_length / layout.cp
-    sequence_cut = layout.tp if job.stack.sequence_parallel else 1
     hidden = tokens * job.shape.hidden_size * job.bytes_of_value
-    activations += hidden / sequence_cut * micro_batches * (stage == 0)
+    activations += hidden / layout.tp * micro_batches * (stage == 0)
     activations += recomputed_bytes(job, candidate)
     # the gathered sequence of a layer's matrix products, and the tensors received from neighbouring stages
-    buffers = 2 * hidden * (layout.tp > 1) + 2 * hidden / sequence_cut * (layout.pp > 1)
-    buffers += held_bytes(job, candidate)
-    new_gradients = job.bytes_of_value if job.stack.accumulates_at_end else 0
+    buffers = 2 * hidden * (layout.tp > 1) + 2 * hidden / layout.tp * (layout.pp > 1)
     return with_allocator(
         profile.allocator_share,
         weights=job.bytes_of_value * parameters + weight_cast_bytes(job, layers * job.layer_parameters / layout.tp),
-        gradients=(job.bytes_of_gradient + new_gradients) * parameters,
+        gradients=job.bytes_of_gradient * parameters,
         optimizer=job.bytes_of_state * parameters / shards,
         activations=activations,
         logits=logit_bytes(job, candidate) if stage == layout.pp - 1 else 0.0,

@@ -1,10 +1,8 @@
 """What data-parallel engines move beside their communication."""
 
-from dataclasses import replace
-
 import pytest
 
-from megabench.cost.job import Candidate, Recompute, Stack
+from megabench.cost.job import Candidate, Recompute
 from megabench.parallel.layout import Layout
 from megabench.planner.candidates import settings_of
 from megabench.planner.engines import Costs
@@ -48,10 +46,6 @@ def test_gradients_in_16_bits_are_not_cast():
 def test_nothing_is_cast_in_fp32():
     in_fp32 = job(precision="fp32")
     assert bytes_a_parameter("fsdp", 3, in_fp32) == pytest.approx(16 + 8 + (2 * 8 + 12) / 4 - 12)
-
-
-def test_flat_parameters_are_communicated_where_they_lie():
-    assert bytes_a_parameter("fsdp", 3, replace(job(), stack=Stack(flat_parameters=True))) == 0
 
 
 def launch_seconds(model: str, micro_batch: int, engine: str, stage: int = 0) -> float:

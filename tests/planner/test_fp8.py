@@ -86,16 +86,16 @@ def test_casts_eat_what_small_products_gain():
 def test_what_is_cast():
     """Inputs and gradients of four products, once each: 6 bytes an element for the largest value and two layouts."""
     h, q, kv, f = 4096, 4096, 1024, 14336
-    bytes_of = compute._activation_cast_bytes(in_fp8(), 1)
+    bytes_of = compute.activation_cast_bytes(in_fp8(), 1)
     assert bytes_of == (6 * (2 * h + q + f), 6 * (q + 2 * kv + 2 * f + 2 * h))
     # before a gather 5 bytes for a part, and 2 for turning what was gathered: two inputs and two gradients
-    bytes_of = compute._activation_cast_bytes(in_fp8(), 4)
+    bytes_of = compute.activation_cast_bytes(in_fp8(), 4)
     gathered = 5 * 2 * h / 4
     assert bytes_of == (6 * (q + f) / 4 + gathered, 6 * (q + 2 * kv + 2 * f) / 4 + gathered + 2 * 4 * h)
     # only the inputs, in one layout: 5 bytes
     in_bf16 = in_fp8(fp8_recipe="bf16-gradients")
-    assert compute._activation_cast_bytes(in_bf16, 1) == (5 * (2 * h + q + f), 0)
-    assert compute._activation_cast_bytes(in_bf16, 4) == (5 * (2 * h + q + f) / 4, 0)
+    assert compute.activation_cast_bytes(in_bf16, 1) == (5 * (2 * h + q + f), 0)
+    assert compute.activation_cast_bytes(in_bf16, 4) == (5 * (2 * h + q + f) / 4, 0)
 
 
 def test_the_weight_gradient_is_added_after_its_product():

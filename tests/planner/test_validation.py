@@ -1,19 +1,30 @@
 """Reading published runs, and the scores."""
 
+import lzma
 import math
+from pathlib import Path
 
 import pytest
 
 from megabench.cost.profile import profile_for, shipped_profiles
 from tests.comparison.compare_process import REPOSITORY
 from tests.planner.jobs import costs
-from tools.planner_validation.__main__ import _own_parts
+from tools.planner_validation.__main__ import (
+    INTERNEVO,
+    RUNS,
+    TESTED,
+    _by_source,
+    _own_parts,
+    _published_parts,
+    _tested_parts,
+)
+from tools.planner_validation.collectives import read_collectives
 from tools.planner_validation.draw import draw
 from tools.planner_validation.fit import MEMORY, predicted_gib, predicted_seconds
 from tools.planner_validation.internevo import read_internevo
 from tools.planner_validation.own import read_own
 from tools.planner_validation.profiles import OWN_FITTED_MEMORY, for_own_engines, is_memory_fitted
-from tools.planner_validation.published import DataError, check_sources, read_rows
+from tools.planner_validation.published import DATA, DataError, check_sources, read_rows, read_table
 from tools.planner_validation.report import measured_profile
 from tools.planner_validation.score import accuracy, alarm, regret, spearman
 from tools.planner_validation.tested_nodes import read_tested
@@ -30,10 +41,14 @@ def sweep(gpus: int, tp: int, pp: int, dp: int, micro_batch: int, outcome: str, 
     return f"{SWEEP},{gpus},8,,{tp},{pp},1,1,{dp},{zero_stage},{micro_batch},256,bf16,,{outcome},"
 
 
+def compressed(folder: Path, text: str) -> Path:
+    path = folder / "table.csv.xz"
+    path.write_bytes(lzma.compress(text.encode()))
+    return path
+
+
 def rows_of(folder, *lines: str):
-    path = folder / "runs.csv"
-    path.write_text("\n".join([HEAD, *lines]) + "\n")
-    return read_rows(path)
+    return read_rows(compressed(folder, "\n".join([HEAD, *lines]) + "\n"))
 
 
 @pytest.fixture
@@ -47,9 +62,7 @@ def table(tmp_path):
         f"{SWEEP},8,8,,2,1,1,1,4,1,,256,bf16,,tokens_per_s_per_gpu,1,no micro-batch",
         "somebody else,m,1,1,1,1,1,1,1,1,H100,8,8,,1,1,1,1,8,1,1,8,bf16,none,step_time_s,1,",
     ]
-    path = tmp_path / "runs.csv"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return compressed(tmp_path, "\n".join(lines) + "\n")
 
 
 def test_rows_of_one_configuration_are_one(table):
@@ -107,12 +120,29 @@ def test_sc21_counts_its_own_flops(table):
 
 
 def test_a_table_of_something_else_is_refused(tmp_path):
-    path = tmp_path / "other.csv"
-    path.write_text("a,b\n1,2\n")
     with pytest.raises(DataError, match="no columns source and metric"):
-        read_rows(path)
-    with pytest.raises(DataError, match="cannot read"):
-        read_rows(tmp_path / "none.csv")
+        read_rows(compressed(tmp_path, "a,b\n1,2\n"))
+    plain = tmp_path / "plain.csv"
+    plain.write_text("a,b\n1,2\n")
+    for path in (plain, tmp_path / "none.csv"):
+        with pytest.raises(DataError, match="cannot read"):
+            read_rows(path)
+
+
+def test_the_repository_has_the_published_runs_that_validation_md_scores():
+    published, tested = (read(DATA / name) for read, name in ((read_rows, RUNS), (read_tested, TESTED)))
+    check_sources(published, DATA)
+    parts = [*_published_parts(published), *_by_source(read_internevo(DATA / INTERNEVO)), *_tested_parts(tested)]
+    table = (REPOSITORY / "benchmarks" / "planner" / "validation.md").read_text()
+    for name, rows in parts:
+        assert f"\n| {name} | {sum('seconds' in row.measured for row in rows)} |" in table
+    assert len(read_collectives(DATA)) == 61 + 3 * 7
+
+
+@pytest.mark.parametrize("path", sorted(DATA.iterdir()), ids=lambda path: path.name)
+def test_every_published_row_names_its_source(path: Path):
+    rows = read_table(path)
+    assert rows and all(row["source"] for row in rows)
 
 
 def test_own_records_are_read():
@@ -170,7 +200,7 @@ def test_a_source_without_rows_is_an_error(tmp_path, table):
         check_sources(read_rows(table), table)
 
 
-INTERNEVO = (
+INTERNEVO_RUNS = (
     "source,model,layers,hidden,heads,kv_heads,ffn,vocab,seq,gpus,gpus_per_node,inter_node_gbps_per_node,tp,dp,"
     "zero1_shard_ranks,micro_batch,global_batch,tokens_per_second_per_gpu\n"
     "InternEvo,internlm-7b,32,4096,32,32,11008,103168,2048,1024,8,400,1,1024,1024,2,8192,2271\n"
@@ -179,9 +209,7 @@ INTERNEVO = (
 
 
 def test_internevo_shards_over_all_ranks_or_inside_nodes(tmp_path):
-    path = tmp_path / "internevo.csv"
-    path.write_text(INTERNEVO)
-    everywhere, inside = read_internevo(path)
+    everywhere, inside = read_internevo(compressed(tmp_path, INTERNEVO_RUNS))
     assert everywhere.candidate.variant.shard_size is None and inside.candidate.variant.shard_size == 8
     assert everywhere.source is not inside.source and not everywhere.is_fit
     assert everywhere.measured["seconds"] == pytest.approx(8192 * 2048 / 2271 / 1024)
@@ -197,9 +225,7 @@ def test_a_run_is_predicted_with_its_own_nccl_test(tmp_path):
         "num_heads": "32", "num_kv_heads": "32.0", "vocab_size": "131072", "tie_word_embeddings": "True",
         "tok/s/gpu": "20000", "AllReduce (GB/s)": "100", "AllGather (GB/s)": "17", "ReduceScatter (GB/s)": "17",
     }  # fmt: skip
-    path = tmp_path / "tested.csv"
-    path.write_text(",".join(columns) + "\n" + ",".join(columns.values()) + "\n")
-    (row,) = read_tested(path)
+    (row,) = read_tested(compressed(tmp_path, ",".join(columns) + "\n" + ",".join(columns.values()) + "\n"))
     assert row.job.shape.tied_embeddings and row.candidate.layout.dp == 64 and len(row.topology.hosts) == 8
     healthy = profile_for("NVIDIA H100 80GB HBM3")
     own = measured_profile(row, {"h100": healthy})

@@ -1,4 +1,4 @@
-"""Fit the cost profiles and validate predictions on held-out runs: `make validate-planner DATA=published-runs.csv`."""
+"""Fit the cost profiles and validate predictions on held-out runs: `make validate-planner`."""
 
 import sys
 from collections.abc import Sequence
@@ -23,11 +23,12 @@ from tools.planner_validation.profiles import (
     published_profiles,
     write_profiles,
 )
-from tools.planner_validation.published import Row, check_sources, read_rows
+from tools.planner_validation.published import DATA, Row, check_sources, read_rows
 from tools.planner_validation.report import lines, measured_profile, null_model, table
 from tools.planner_validation.sources import SWEEP
 from tools.planner_validation.tested_nodes import read_tested
 
+RUNS, INTERNEVO, TESTED = "published-runs.csv.xz", "internevo-7b.csv.xz", "published-runs-with-nccl-tests.csv.xz"
 _BENCHMARKS = Path("benchmarks")
 _KEPT = _BENCHMARKS / "planner" / "validation.md"
 _PICTURE = Path("docs") / "pictures" / "planner-validation.svg"
@@ -67,19 +68,17 @@ _INTRODUCTION = """# How good the planner is
 
 
 def validate(
-    data: Annotated[
-        Path, typer.Argument(help="CSV file of published runs, in a directory with the other published measurements.")
-    ],
+    data: Annotated[Path, typer.Argument(help="Folder of published runs and collectives.")] = DATA,
     write: Annotated[
         bool, typer.Option("--write", help="Replace the shipped profiles with the fitted profiles.")
     ] = False,
 ) -> None:
     """Fit the profiles, and report the accuracy of predictions for fitted and held-out runs."""
-    published = read_rows(data)
+    published = read_rows(data / RUNS)
     check_sources(published, data)
     measured = Measurements(
         published=published,
-        collectives=read_collectives(data.parent),
+        collectives=read_collectives(data),
         own=read_own(_BENCHMARKS),
         calibrated=read_profile(_BENCHMARKS / "calibrate-h200" / "two-gpus.json"),
         attention=read_profile(_BENCHMARKS / "calibrate-h200" / "attention-and-fp8.json"),
@@ -90,8 +89,8 @@ def validate(
     null = null_model(
         [*(row for row in published if row.is_fit), *(row for row in measured.own if is_own_fitted(row))], profiles
     )
-    internevo = read_internevo(data.parent / "internevo-7b.csv")
-    tested = read_tested(data.parent / "published-runs-fabric.csv")
+    internevo = read_internevo(data / INTERNEVO)
+    tested = read_tested(data / TESTED)
     parts = _published_parts(published) + _by_source(internevo) + _tested_parts(tested)
     own_profiles = for_own_engines(profiles, measured.h100)
     found = [line for name, rows in parts for line in lines(name, rows, profiles, null)]

@@ -26,19 +26,16 @@ class Published:
 def read_collectives(folder: Path) -> list[Published]:
     """Read the published collectives in a directory. Raise DataError if a file is not readable.
 
-    published-collectives.csv holds tables of nccl-tests. Tables of untuned libraries are omitted, and so are plotted
-    curves, which mix healthy and degraded networks. fabric-by-nodes.csv holds the bandwidths of healthy nodes.
+    published-collectives.csv.xz holds tables of nccl-tests, without those of untuned libraries and without plotted
+    curves, which mix healthy and degraded networks. healthy-nccl-tests.csv.xz holds the bandwidths of healthy nodes.
     """
-    advice = "Place the file in the directory of the published runs."
     found = []
-    for line in read_table(folder / "published-collectives.csv", advice):
-        if "untuned" in line["note"] or not line["time_us"]:
-            continue
+    for line in read_table(folder / "published-collectives.csv.xz"):
         host = _host(line["gpu"], float(line["inter_node_gbps_per_node"] or 3200))
         nodes, kind = int(line["nodes"]), cast(Kind, line["collective"])
         one = Collective(kind, nodes, int(line["gpus"]) // nodes, float(line["bytes"]), float(line["time_us"]) / 1e6)
         found.append(Published(line["gpu"][:4], host, one))
-    for line in read_table(folder / "fabric-by-nodes.csv", advice):
+    for line in read_table(folder / "healthy-nccl-tests.csv.xz"):
         for kind in _TESTED_KINDS:
             rate = float(line[f"{kind}_healthy_gb_per_s"])
             found.append(Published("H100", _host("H100", 3200), tested(kind, int(line["nodes"]), 8, rate)))

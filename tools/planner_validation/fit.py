@@ -4,10 +4,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from megabench.cost.fitting import descend
+from megabench.cost.fitting import RANGES, descend
 from megabench.cost.profile import Profile
-from megabench.planner.engines import Costs
-from megabench.specs.megatron_memory import stage_memory
+from tools.planner_validation.program_costs import ProgramCosts, costs
 from tools.planner_validation.published import Row
 
 # Constants fitted to published step times. Other constants come from data sheets and micro-benchmarks.
@@ -26,14 +25,15 @@ _NOISE = 0.02  # relative difference between repeated runs
 
 def predicted_seconds(row: Row, profile: Profile) -> float:
     """Return the predicted step time of a configuration in seconds."""
-    return Costs(row.job, row.topology, profile).estimate(row.candidate).step_seconds
+    return costs(row.job, row.topology, profile).estimate(row.candidate).step_seconds
 
 
 def predicted_gib(row: Row, profile: Profile) -> float:
     """Return the predicted peak memory in GiB of the GPU that the source measured: rank 0 or the fullest GPU."""
-    if row.source.first_rank_memory and row.candidate.engine == "megatron":
-        return stage_memory(row.job, row.candidate, profile, stage=0).total / 2**30
-    return Costs(row.job, row.topology, profile).memory(row.candidate).total / 2**30
+    found = costs(row.job, row.topology, profile)
+    if row.source.first_rank_memory and isinstance(found, ProgramCosts) and row.candidate.engine == "megatron":
+        return found.stage_memory(row.candidate, stage=0).total / 2**30
+    return found.memory(row.candidate).total / 2**30
 
 
 def fit_speed(profile: Profile, rows: Sequence[Row], names: Sequence[str] = SPEED) -> Profile:
@@ -48,7 +48,7 @@ def fit_speed(profile: Profile, rows: Sequence[Row], names: Sequence[str] = SPEE
             math.hypot(math.log(predicted_seconds(row, candidate) / row.measured["seconds"]), _NOISE) for row in rows
         )
 
-    return descend(profile, names, loss)
+    return descend(profile, names, loss, RANGES | {"flash_1_share": (0.1, 1.0)})
 
 
 def fit_memory(profile: Profile, rows: Sequence[Row]) -> Profile:

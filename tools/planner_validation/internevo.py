@@ -3,47 +3,46 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from megabench.cost.job import Candidate, Job, Stack
+from megabench.cost.job import Candidate
 from megabench.parallel.layout import Layout
 from megabench.specs.megatron_memory import MegatronVariant
+from tools.planner_validation.programs import Program, ProgramJob
 from tools.planner_validation.published import Row, model_shape, read_table, topology_of
 from tools.planner_validation.sources import Source
 
 # From InternEvo's hybrid_zero_optim.py and configs/7B_sft.py: FlashAttention-2, no sequence parallelism, no fused
 # element-wise kernels, bf16 gradients that are reduced during backward in buckets of 512 Mi elements, and weights that
 # are broadcast after the step without overlap.
-_STACK = Stack(
+_PROGRAM = Program(
     flash_version=2,
     sequence_parallel=False,
     fused=False,
-    fused_loss=False,
     launches_forward=42,
     overlaps_parameters=False,
     fuses_weight_gradient=False,
     bucket_parameters=512 * 2**20,
-    stages="even",
     broadcasts_tensors=True,
 )
 _SOURCES = {
-    True: Source("InternEvo, optimizer sharded over all ranks", "", _STACK, "infiniband", gradient=2),
-    False: Source("InternEvo, optimizer sharded inside nodes", "", _STACK, "infiniband", gradient=2),
+    True: Source("InternEvo, optimizer sharded over all ranks", "", _PROGRAM, "infiniband", gradient=2),
+    False: Source("InternEvo, optimizer sharded inside nodes", "", _PROGRAM, "infiniband", gradient=2),
 }
 
 
 def read_internevo(path: Path) -> list[Row]:
     """Read the runs of a CSV file. Raise DataError if the file is not readable."""
-    return [_row(line) for line in read_table(path, "Place the file in the directory of the published runs.")]
+    return [_row(line) for line in read_table(path)]
 
 
 def _row(line: Mapping[str, str]) -> Row:
     gpus, tp, dp, shards = (int(line[name]) for name in ("gpus", "tp", "dp", "zero1_shard_ranks"))
     source = _SOURCES[shards == dp]
-    job = Job(
+    job = ProgramJob(
         model_shape(line),
         int(line["seq"]),
         int(line["global_batch"]),
         bytes_of_gradient=source.gradient,
-        stack=source.stack,
+        stack=source.program,
     )
     variant = MegatronVariant(shard_size=shards * tp if shards < dp else None)
     candidate = Candidate("megatron", Layout(tp=tp, dp=dp), int(line["micro_batch"]), variant)

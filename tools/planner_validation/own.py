@@ -8,11 +8,11 @@ from statistics import mean, median
 from tempfile import TemporaryDirectory
 
 from megabench.cost.fabric_files import read_fabric
-from megabench.cost.job import Stack
 from megabench.hardware.topology import Host, Topology, build
 from megabench.planner.predict import candidate_of, job_of
 from megabench.record import RunRecord, read_records
 from megabench.specs.registry import ENGINES
+from tools.planner_validation.programs import Program
 from tools.planner_validation.published import Row
 from tools.planner_validation.sources import Source
 
@@ -36,7 +36,7 @@ _GRADIENTS_HELD_TWICE = (
     "options-4-gpus",
     "qwen3-0.6b-dp",
 )
-_SOURCE = Source("own records", "", Stack(), "socket")
+_SOURCE = Source("own records", "", Program(), "socket")
 
 
 def measured_studies(folder: Path, unpacked: Path) -> dict[str, Path]:

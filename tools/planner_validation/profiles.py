@@ -11,6 +11,7 @@ from megabench.cost.profile import ATTENTION, Profile, shipped_profiles
 from megabench.hardware.topology import Link
 from tools.planner_validation import fit
 from tools.planner_validation.collectives import Published
+from tools.planner_validation.programs import ProgramProfile
 from tools.planner_validation.published import Row
 
 # initial values of the fitted constants, independent of the values in the shipped profiles
@@ -92,7 +93,8 @@ def fitted_profiles(measured: Measurements) -> dict[str, Profile]:
 
 def published_profiles(measured: Measurements) -> dict[str, Profile]:
     """Return newly fitted profiles of the GPUs of published runs: H100 and A100."""
-    shipped = {name: _with_pairs_of(measured.nvlink, profile) for name, profile in shipped_profiles().items()}
+    extended = {name: ProgramProfile(**profile.model_dump()) for name, profile in shipped_profiles().items()}
+    shipped = {name: _with_pairs_of(measured.nvlink, profile) for name, profile in extended.items()}
     start = {name: _START[name] for name in (*_H100_SPEED, *fit.MEMORY)}
     h100 = _calibrated(_with_start_links(shipped["h100"]), measured.h100, "H100").model_copy(update=start)
     h100 = _fit_published(h100, "H100", measured, _H100_LINKS, _H100_SPEED)
@@ -211,10 +213,13 @@ def for_own_engines(profiles: dict[str, Profile], here: Profile) -> dict[str, Pr
 
 
 def write_profiles(profiles: dict[str, Profile]) -> None:
-    """Write the profiles over the shipped profiles, rounded to four significant digits."""
+    """Write the profiles over the shipped profiles, without FlashAttention-1, rounded to four significant digits."""
     for name, profile in profiles.items():
         path = Path(str(files("megabench.cost") / "profiles" / f"{name}.json"))
-        path.write_text(json.dumps(_rounded(profile.model_dump(exclude_defaults=True)), indent=2) + "\n")
+        shipped = profile.model_dump(
+            exclude_defaults=True, exclude={"flash_1_share": True, "origin": {"flash_1_share"}}
+        )
+        path.write_text(json.dumps(_rounded(shipped), indent=2) + "\n")
 
 
 def _rounded(value: object) -> object:

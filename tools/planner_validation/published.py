@@ -1,9 +1,10 @@
 """Conversion of published measurements into validation rows. This module does not import torch.
 
-The user provides the CSV file of published runs, which is not part of the repository.
+The tables in data/ are compressed CSV files, and each of their rows names its source.
 """
 
 import csv
+import lzma
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,9 +18,13 @@ from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
 from megabench.specs.megatron_memory import MegatronVariant
 from megabench.specs.sharding import Sharding
+from tools.planner_validation.programs import ProgramJob
 from tools.planner_validation.sources import MEGATRON_2021, MEGATRON_2022, NEMO, SOURCES, Source
 
 Kind = Literal["seconds", "memory_gib", "oom"]
+
+
+DATA = Path(__file__).with_name("data")
 
 
 class DataError(UserError):
@@ -70,9 +75,9 @@ class Row:
         With many stages, nanotron places the last block on an earlier stage, and the run fails. A stage whose cost
         equals its share exactly is full, as the sweep's parameter counts per stage show.
         """
-        if self.job.stack.stages != "filled":
+        if not (isinstance(self.job, ProgramJob) and self.job.stack.fills_stages):
             return False
-        num_stages, output = self.candidate.layout.pp, self.job.output_cost
+        num_stages, output = self.candidate.layout.pp, self.job.output_layers
         part = (self.job.shape.num_layers + output) / num_stages
         stage, passed, found = 0, 0.0, 0
         # cost of each block: the layers, the norm, the output layer, the cast and the loss
@@ -85,11 +90,11 @@ class Row:
 
 def read_rows(path: Path) -> list[Row]:
     """Read the configurations that the planner supports. Raise DataError if the file is not a table of runs."""
-    table = read_table(path, "Set DATA to the CSV file of published runs.")
+    table = read_table(path)
     found: dict[tuple[object, ...], Row] = {}
     for line in table:
         if "source" not in line or "metric" not in line:
-            raise DataError(f"{path} has no columns source and metric. Set DATA to the CSV file of published runs.")
+            raise DataError(f"{path} has no columns source and metric. Use tables like those in {DATA}.")
         source = next((source for source in SOURCES if source.part in line["source"]), None)
         row = row_of(source, line) if source else None
         measured = _measured(line, row) if row else None
@@ -121,13 +126,13 @@ def _add(row: Row, kind: Kind, value: float) -> None:
     row.measured[kind] = min(known, value) if kind == "seconds" else max(known, value)
 
 
-def read_table(path: Path, advice: str) -> list[dict[str, str]]:
-    """Return the lines of a CSV file as dictionaries. Raise DataError with `advice` if the file is unreadable."""
+def read_table(path: Path) -> list[dict[str, str]]:
+    """Return the lines of a CSV file compressed by xz as dictionaries. Raise DataError if the file is unreadable."""
     try:
-        with path.open(newline="", encoding="utf-8") as lines:
+        with lzma.open(path, "rt", newline="", encoding="utf-8") as lines:
             return list(csv.DictReader(lines))
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}. {advice}") from None
+    except (OSError, lzma.LZMAError) as error:
+        raise DataError(f"cannot read {path}: {error}. Use tables like those in {DATA}.") from None
 
 
 def row_of(source: Source, line: Mapping[str, str]) -> Row | None:
@@ -136,7 +141,7 @@ def row_of(source: Source, line: Mapping[str, str]) -> Row | None:
     gpu = _GPUS.get(line["gpu"])
     if not all(line[name] for name in needed) or gpu is None or recompute not in ("none", "selective", "full"):
         return None
-    precision = "fp8" if line["precision"] == "fp8" and source.stack is NEMO else "bf16"
+    precision = "fp8" if line["precision"] == "fp8" and source.program is NEMO else "bf16"
     if recompute == "selective" and not source.recomputes_attention:
         return None
     if line["precision"] not in ("bf16", "fp16", "") and precision != "fp8":
@@ -154,16 +159,16 @@ def row_of(source: Source, line: Mapping[str, str]) -> Row | None:
     global_batch = int(line["global_batch"])
     if global_batch % (candidate.micro_batch * layout.data_parallel):
         return None
-    stack = source.stack
-    if recompute == "selective" and stack is MEGATRON_2021:
-        stack = MEGATRON_2022
-    job = Job(
+    program = source.program
+    if recompute == "selective" and program is MEGATRON_2021:
+        program = MEGATRON_2022
+    job = ProgramJob(
         model_shape(line),
         int(line["seq"]),
         global_batch,
         precision=precision,
         bytes_of_gradient=source.gradient,
-        stack=stack,
+        stack=program,
     )
     nodes = int(line["gpus_per_node"] or 8)
     topology = topology_of(source, line, gpu, gpus, nodes)

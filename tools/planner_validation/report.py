@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megabench.cost.profile import Profile
-from megabench.planner.engines import Costs
 from tools.planner_validation.fit import predicted_gib, predicted_seconds
+from tools.planner_validation.program_costs import costs
 from tools.planner_validation.published import Row
 from tools.planner_validation.score import Accuracy, Alarm, accuracy, alarm, regret, spearman
 
@@ -151,7 +151,7 @@ def _sweeps(rows: Sequence[Row], predicted: Sequence[float]) -> list[tuple[list[
 
 
 def _misses(row: Row, profile: Profile) -> bool:
-    return Costs(row.job, row.topology, profile).missing_bytes(row.candidate) > 0
+    return costs(row.job, row.topology, profile).missing_bytes(row.candidate) > 0
 
 
 def table(found: Iterable[Line]) -> str:

@@ -5,8 +5,9 @@
 
 from dataclasses import dataclass, replace
 
-from megabench.cost.job import Recompute, Stack
+from megabench.cost.job import Recompute
 from megabench.hardware.gpus import Network
+from tools.planner_validation.programs import Program
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Source:
 
     name: str
     part: str
-    stack: Stack
+    program: Program
     network: Network
     fits: bool = False
     zero_stage: int = 0
@@ -32,57 +33,48 @@ class Source:
     first_rank_memory: bool = False
 
 
-MEGATRON_2021 = Stack(
+MEGATRON_2021 = Program(
     flash_attention=False,
     sequence_parallel=False,
-    fused_loss=False,
     dropout=True,
-    launches_forward=22,
     overlaps_gradients=False,
     overlaps_parameters=False,
-    stages="even",
 )
 MEGATRON_2022 = replace(MEGATRON_2021, sequence_parallel=True)
 # nanotron 0.5 uses flash attention, sequence parallelism, full logits, and fp32 gradient accumulation after each
 # backward pass. Without ZeRO-1, every stage reduces gradients in 25 MB bf16 buckets, like torch's DDP. With ZeRO-1,
 # nanotron does not use DDP (trainer.py), and reduces gradients and gathers weights after the step without overlap.
-_NANOTRON = Stack(
+_NANOTRON = Program(
     flash_version=2,
     fused=False,
     launches_forward=42,
-    fused_loss=False,
     overlaps_parameters=False,
     overlaps_sharded_gradients=False,
     fuses_weight_gradient=False,
     bucket_parameters=12.5e6,
     buckets_on_all_stages=True,
-    stages="filled",
+    fills_stages=True,
     accumulates_at_end=True,
     copies_kept=True,
     holds_sent=True,
     flattens_shards=True,
 )
-NEMO = Stack(
-    chunks_by_flash_2=False,
+NEMO = Program(
+    passes_keys=True,
     exchanges_heads=False,
-    fused_loss=False,
-    launches_forward=22,
-    launches_fp8=12,
     fuses_fp8_weight_gradient=True,
     delayed_scaling=True,
     blocking_p2p=False,
     user_buffers=True,
-    stages="even",
 )
 # `loss_bytes` is the memory traffic of the loss in bytes per logit, in forward and in backward.
 # llm-foundry uses flash-attn's 16-bit loss: forward reads 2 bytes, backward reads 2 and writes 2.
 # torch's loss moves 22 bytes in forward: 2 + 4 for the cast, and 16 for maximum, sum and logarithm. In backward, it
 # moves 4 bytes to fill the gradient with zeros, 16 to compute it and 2 to cast it.
 # Its runs on one host are older than FlashAttention-2: version 0.2.0 with torch 2.0 (h100_benchmarks.sh).
-_FOUNDRY = Stack(
+_FOUNDRY = Program(
     flash_version=1,
     fused=False,
-    fused_loss=False,
     launches_forward=42,
     loss_bytes=(2, 4),
     flat_parameters=True,
