@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> str:
     """The output of a command of this repository, standard error included."""
     environment = os.environ | {"COLUMNS": str(WIDTH), "TERM": "dumb", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     return f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
 
 
