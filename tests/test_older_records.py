@@ -16,7 +16,7 @@ from tests.study.records import make_record
 NEW = ("failure", "auto_settings", "requested_kernels", "kernel_traits")
 
 
-def older(folder: Path, **fields: object) -> RunRecord:
+def older(folder: Path, **fields: Any) -> RunRecord:
     """A record whose file lacks the new fields."""
     path = folder / "record.json"
     make_record([5.0], **fields).write(path)
@@ -60,7 +60,7 @@ def test_settings_are_read_from_the_command(tmp_path: Path) -> None:
 
 
 def test_what_is_written_counts_whatever_the_words_say(tmp_path: Path) -> None:
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "status": "failed",
         "error": "rank 1 was killed by signal 9 (SIGKILL)",
         "failure": RunFailure(kind="error", rank=0),

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -139,7 +140,8 @@ def test_what_a_program_does_costs_memory_and_time():
     candidate = megatron(topology, tp=2)
     lean = costs(job(stack=plain), topology).memory(candidate)
     for name, part in (("accumulates_at_end", "gradients"), ("copies_kept", "activations"), ("holds_sent", "buffers")):
-        other = costs(job(stack=replace(plain, **{name: True})), topology).memory(candidate)
+        given: dict[str, Any] = {name: True}
+        other = costs(job(stack=replace(plain, **given)), topology).memory(candidate)
         assert getattr(other, part) > getattr(lean, part) and other.total > lean.total
     step = costs(job(stack=plain), topology).estimate(candidate).step_seconds
     for changes in ({"flattens_shards": True}, {"loss_bytes": (76, 28)}):

@@ -1,7 +1,7 @@
 """Properties of training programs that change a prediction."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -30,7 +30,8 @@ def test_user_buffers_hide_tensor_parallel_communication():
 
 def test_delayed_scaling_saves_casts_and_the_reduction_of_largest_values():
     topology = hosts(2, 4)
-    for sizes in ({"tp": 4}, {"cp": 2}):
+    layouts: list[dict[str, Any]] = [{"tp": 4}, {"cp": 2}]
+    for sizes in layouts:
         plain, delayed = (parts(topology, Stack(delayed_scaling=is_so), "fp8", **sizes) for is_so in (False, True))
         (axis,) = sizes
         assert delayed["compute"] < plain["compute"] and delayed[axis] < plain[axis]
@@ -90,7 +91,7 @@ def test_context_parallelism_divides_attention_even_for_short_parts():
     """Chunks of megabench's engine take all keys at once. Transformer Engine's ring makes a call for each part."""
     machine = Machine(profile_for("NVIDIA H100 80GB HBM3"), peak=1e15)
 
-    def overhead(cp: int, **stack: bool) -> float:
+    def overhead(cp: int, **stack: Any) -> float:
         work = job(seq_length=32768, stack=Stack(exchanges_heads=False, **stack))
         whole, part = (compute.attention_seconds(machine, work, 1, size, 1)[0] for size in (1, cp))
         return cp * part / whole

@@ -1,6 +1,7 @@
 """Reading published runs, and the scores."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -182,7 +183,8 @@ def test_internevo_shards_over_all_ranks_or_inside_nodes(tmp_path):
     path = tmp_path / "internevo.csv"
     path.write_text(INTERNEVO)
     everywhere, inside = read_internevo(path)
-    assert everywhere.candidate.variant.shard_size is None and inside.candidate.variant.shard_size == 8
+    variants: list[Any] = [run.candidate.variant for run in (everywhere, inside)]
+    assert [variant.shard_size for variant in variants] == [None, 8]
     assert everywhere.source is not inside.source and not everywhere.is_fit
     assert everywhere.measured["seconds"] == pytest.approx(8192 * 2048 / 2271 / 1024)
     profile = profile_for("NVIDIA A100-SXM4-80GB")
