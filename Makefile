@@ -5,7 +5,7 @@ VENV ?= .venv
 INSTALLED := $(VENV)/.installed
 TOOLS := $(VENV)/.installed-tools
 
-.PHONY: quickstart test test-fast test-exhaustive lint docs readme-tables settings-page validate-planner versions venv clean
+.PHONY: quickstart test test-fast test-engines test-exhaustive lint docs readme-tables settings-page validate-planner versions venv clean
 
 quickstart: versions
 	rm -rf runs/quickstart
@@ -17,6 +17,11 @@ test: versions $(TOOLS)
 # the tests that start no processes and open no pages
 test-fast: versions $(TOOLS)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not distributed and not e2e"
+
+# what depends on the version of megatron-core: engines, checkpoints and conversion
+test-engines: versions $(TOOLS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/engines tests/checkpoint tests/convert \
+		--ignore tests/engines/test_causal_families.py
 
 # every causal model of transformers under every engine; the outcomes are in build/causal-families.md
 test-exhaustive: versions $(TOOLS)

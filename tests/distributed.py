@@ -79,7 +79,7 @@ def _work(rank: int, jobs: Connection) -> None:
                 torch.cuda.set_device(rank)
             store = dist.FileStore(store_file, world_size)
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+                backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=240)
             )
             answer = (True, function(*args))
         except BaseException:
@@ -120,7 +120,7 @@ class _Pool:
         failures: list[str] = []
         deadline = time.monotonic() + timeout
         while waiting and (ready := wait(waiting, max(deadline - time.monotonic(), 0.0))):
-            for jobs in ready:
+            for jobs in [jobs for jobs in waiting if jobs in ready]:
                 rank = waiting.pop(jobs)
                 try:
                     ok, answers[rank], num_threads = jobs.recv()
@@ -158,7 +158,7 @@ atexit.register(_pool.remove)
 
 
 def run(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, backend: str = "gloo"
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240.0, backend: str = "gloo"
 ) -> list[Any]:
     """Calls `function(*args)` on every rank of a group; the results by rank. DistributedTestError if any fails."""
     return _pool.run(function, world_size, backend, args, timeout)

@@ -37,7 +37,7 @@ def imported() -> set[str]:
 
 def test_required_dependencies_are_imported_and_imports_required() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = {re.match(r"[A-Za-z0-9-]+", line)[0].lower() for line in project["dependencies"]}  # type: ignore[index]
+    required = {re.match(r"[A-Za-z0-9-]+", line)[0].lower() for line in project["dependencies"]}
     distributions = packages_distributions()
     found = {PARTS.get(module) or distributions[module][0].lower() for module in imported()}
     assert found == required

@@ -15,7 +15,7 @@ RESULTS = ROOT / "docs/results.md"
 
 def readme_tables(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "tools/readme_tables.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
 def test_the_tables_are_up_to_date() -> None:

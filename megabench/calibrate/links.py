@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ def interference(bench: Bench, topology: Topology, tokens: int, shape: ModelShap
             a @ b
 
     def both() -> None:
-        work = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+        work: Any = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
         products()
         work.wait()
 

@@ -67,7 +67,7 @@ def rank_from_environment() -> int:
 
 def reconnect(store: Store) -> Store:
     """Open another connection to the same store, because a waiting call blocks all other calls of its connection."""
-    connection: Store = store.clone()  # type: ignore[attr-defined]
+    connection: Store = store.clone()  # type: ignore[attr-defined, unused-ignore]
     return connection
 
 

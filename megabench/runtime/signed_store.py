@@ -43,7 +43,7 @@ class SignedStore(Store):
         return SignedStore(self._base, self._key, prefix)
 
     def clone(self) -> "SignedStore":
-        return SignedStore(self._base.clone(), self._key, self._prefix)  # type: ignore[attr-defined]
+        return SignedStore(self._base.clone(), self._key, self._prefix)  # type: ignore[attr-defined, unused-ignore]
 
     def secret_of(self, prefix: str) -> str:
         """Return a secret for processes that use only keys with `prefix`."""

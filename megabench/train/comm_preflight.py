@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -238,5 +239,5 @@ def describe(groups: Sequence[Group]) -> list[str]:
 
 def create_mine(groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
     """Create all `groups`, and return the one that contains this rank, or None. Every rank must call this."""
-    made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+    made: list[tuple[Sequence[int], Any]] = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
     return next((group for ranks, group in made if dist.get_rank() in ranks), None)

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,11 @@ class Machine:
         run = apply_setting(config, setting).resolve(WORLD_SIZE, "cpu")
         each_gib = (self.each_gib or {"none": 20.0, "selective": 15.0, "full": 3.0})[setting.recompute]
         memory = self.state_gib + each_gib * setting.micro_batch
-        result = {"micro_batch": setting.micro_batch, "recompute": setting.recompute, "global_batch": run.global_batch}
+        result: dict[str, Any] = {
+            "micro_batch": setting.micro_batch,
+            "recompute": setting.recompute,
+            "global_batch": run.global_batch,
+        }
         if memory > 0.98 * (self.device_gib or 1e9):
             return Probe(**result, status="oom", error="rank 0 ran out of memory")
         compute = {"none": 1.0, "selective": 1.05, "full": 4 / 3}[setting.recompute]

@@ -20,7 +20,7 @@ from tests.train.resilience import REPOSITORY, Run
 STEPS, KEEP = 24, 3
 BAD_BATCH = 9
 STALL_SECONDS = 6
-END_SECONDS = 90.0
+END_SECONDS = 240.0
 TOLERANCE = 1e-5
 
 Layout = tuple[int, str]  # number of processes, flags

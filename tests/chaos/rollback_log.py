@@ -53,7 +53,7 @@ class Poison(Callback):
                 time.sleep(seconds if is_after else 0.0)
                 return files
 
-            save_module.write_files = write_late
+            save_module.write_files = write_late  # type: ignore[assignment]
 
     def around_step(self, step: int) -> AbstractContextManager[object]:
         if batch_of_step(self._trainer.rollbacks, step - 1) in self._given["bad"]:
@@ -81,4 +81,4 @@ class Repeat(Callback):
             dp_rank = trainer.run.layout.coordinates(trainer.rank).dp
             return micro_batches(trainer.source, trainer.run, dp_rank, batch_of_step(rollbacks, step))
 
-        trainer.batches = batches  # type: ignore[attr-defined]
+        trainer.batches = batches  # type: ignore[method-assign]

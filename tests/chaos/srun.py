@@ -16,8 +16,13 @@ def main(size: int, command: list[str]) -> int:
         subprocess.Popen([sys.executable, *command], env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)})
         for r in range(size)
     ]
+
+    def forward(number: int, _: object) -> None:
+        for rank in ranks:
+            rank.send_signal(number)
+
     for number in (signal.SIGTERM, signal.SIGUSR1):  # srun forwards signals to all tasks
-        signal.signal(number, lambda number, _: [rank.send_signal(number) for rank in ranks])
+        signal.signal(number, forward)
     while all(rank.poll() is None for rank in ranks):
         time.sleep(0.05)
     deadline = time.monotonic() + (10.0 if any(rank.returncode for rank in ranks) else 60.0)

@@ -131,7 +131,7 @@ def store_as(dtype: torch.dtype) -> Callable[[Path], None]:
     return convert
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (truncate, "rank-1-00.safetensors has"),
     "emptied": (
         lambda folder: (folder / "rank-0-00.safetensors").write_bytes(b""),

@@ -204,7 +204,7 @@ def test_reading_back_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         if any(file.name.startswith("rank-00001") for file in files):  # rank 0 reads this file
             is_waiting.set()
             read(folder, files, on_part)
-            has_read.wait(10.0)
+            has_read.wait(60.0)
         else:
             read(folder, files, on_part)
 
@@ -212,7 +212,7 @@ def test_reading_back_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for rank, saver in enumerate(ranks.savers):
         state = TrainingState(shards_of(rank, 1.0), optimizer_step=2)
         saver.start(2, state, lambda elements, files: manifest_of(2, files))
-    assert is_waiting.wait(10.0)
+    assert is_waiting.wait(60.0)
     touches: list[float] = []
 
     def touch() -> None:

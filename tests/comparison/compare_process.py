@@ -67,14 +67,14 @@ def running(out: Path) -> dict[str, int]:
     return {name: pid for name, pid in noted.items() if _runs(pid)}
 
 
-def wait_until_running(out: Path, names: Mapping[str, object] | set[str], seconds: float = 90.0) -> None:
+def wait_until_running(out: Path, names: Mapping[str, object] | set[str], seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not all(name in running(out) for name in names):
         assert time.monotonic() < deadline, f"{sorted(running(out))} run, {sorted(names)} should"
         time.sleep(0.1)
 
 
-def wait_until_gone(out: Path, seconds: float = 30.0) -> None:
+def wait_until_gone(out: Path, seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while left := running(out):
         assert time.monotonic() < deadline, f"{left} still run"

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from megabench.record import StepSeconds
 from tests.study.records import make_record
 
 NUM_STEPS = 4
 # what the rank with the fault reports
-REPORTS = {
+REPORTS: dict[str, tuple[Any, ...]] = {
     "raise": ("failed", "ValueError: the real cause"),
     "oom": ("oom", "CUDA out of memory"),
     "shm": ("failed", "OSError: [Errno 28] No space left on device: '/dev/shm/torch'"),
@@ -93,7 +94,7 @@ def with_messages(rank: int, fault: str, mine: bool) -> int:
         report_failure(store, rank, "failed", "RuntimeError: Connection closed by peer")
         return 1
     if mine:
-        time.sleep(0.5)  # the peers' report comes first
+        store.wait([f"failure/{peer}" for peer in range(int(os.environ["WORLD_SIZE"])) if peer != rank])
         report_failure(store, rank, *REPORTS[fault])
     else:
         store.wait([f"progress/{os.environ['FAULT_RANK']}"])

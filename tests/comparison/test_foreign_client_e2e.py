@@ -33,7 +33,7 @@ def store_of(agents: list[subprocess.Popen[str]]) -> TCPStore:
             for child in psutil.Process(agent.pid).children():
                 with suppress(psutil.Error, KeyError):
                     port = int(child.environ()["MASTER_PORT"])
-                    return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
+                    return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
         time.sleep(0.05)
     raise AssertionError("no supervisor has started")
 

@@ -48,7 +48,7 @@ def metrics_of(group: dict[str, Any]) -> dict[str, float]:
 
 def test_layouts_beside_throughput(tmp_path: Path) -> None:
     tp2 = LayoutSizes(tp=2, cp=1, pp=1, vp=1, dp=1)
-    zero = {"engine": "deepspeed", "options": {"zero_stage": 2, "recompute": "none"}}
+    zero: dict[str, Any] = {"engine": "deepspeed", "options": {"zero_stage": 2, "recompute": "none"}}
     records = [
         make_record([6.0, 5.0, 4.0, 3.0], trial="dp2", mfu=0.4, **zero),
         make_record([6.0, 5.0, 4.0, 3.0], speed=2000.0, trial="tp2", layout=tp2, mfu=0.5),

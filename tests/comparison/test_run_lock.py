@@ -1,15 +1,17 @@
 """Whose folder a study writes into: its own, one study's at a time, and nobody's files are written over."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.comparison.compare_process import BASE, FAKE, compare, finish, start, torchrun, wait_until_running
+from tests.comparison.compare_process import BASE, FAKE, compare, finish, running, start, torchrun, wait_until_running
 
 pytestmark = pytest.mark.distributed
 WAITS = BASE + (
-    "timeout_seconds: 20\ntrials: [{name: a, world_size: 2}, "
+    "timeout_seconds: 240\ntrials: [{name: a, world_size: 2}, "
     "{name: b, world_size: 2, seed: 1, env: {FAULT: hang, FAULT_RANK: 1}}]"
 )
 
@@ -33,7 +35,8 @@ def test_a_study_started_twice_ends_once(tmp_path):
     # the same command, on another host
     owner = {"host": "another-host", "pid": 4242, "began": 0.0, "since": "2026-01-01", "token": "1f"}
     (out / ".claim.json").write_text(json.dumps(owner))
-    status, _, stderr = finish(first, 60)
+    os.kill(running(out)["logs/b/pid-1"], signal.SIGKILL)  # the study notices when it writes the result
+    status, _, stderr = finish(first)
     assert status == 2 and "Traceback" not in stderr
     assert stderr.endswith(
         f"Error: process 4242 of another-host (since 2026-01-01) has taken over {out}: was this job started twice?\n"
@@ -74,6 +77,7 @@ def test_all_supervisors_end_alike_where_the_folder_is_lost(tmp_path):
     first = start(torchrun(1, 2, study, "--out", out))
     wait_until_running(out, {"logs/b/pid-1"})
     (out / ".claim.json").unlink()  # another study was here, and has ended
-    _, stdout, stderr = finish(first, 90)
+    os.kill(running(out)["logs/b/pid-1"], signal.SIGKILL)
+    _, stdout, stderr = finish(first)
     assert (stdout + stderr).count(f"Error: the lock of {out} is gone") == 1
     assert "--resume goes on" not in stdout + stderr and "Stopped" not in stdout + stderr

@@ -5,6 +5,7 @@ import json
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ trials:
   - {name: raised, world_size: 2, seed: 2, env: {FAULT: raise, FAULT_RANK: 1}}
   - {name: memory, world_size: 2, seed: 3, env: {FAULT: oom, FAULT_RANK: 1}}
   - {name: exited, world_size: 2, seed: 4, env: {FAULT: exit, FAULT_RANK: 0}}
-  - {name: hung, timeout_seconds: 20, world_size: 2, seed: 5, env: {FAULT: hang, FAULT_RANK: 1}}
+  - {name: hung, timeout_seconds: 40, world_size: 2, seed: 5, env: {FAULT: hang, FAULT_RANK: 1}}
   - {name: stalled, world_size: 2, seed: 10, env: {FAULT: stall, FAULT_RANK: 1}}
   - {name: shm, world_size: 2, seed: 11, env: {FAULT: shm, FAULT_RANK: 1}}
   - {name: unwritten, world_size: 2, seed: 6, env: {FAULT: no_record}}
@@ -131,7 +132,7 @@ def test_a_hang_says_how_far_each_rank_was(faults):
     assert "rank 1 in lost_in_thought (fake_trainer.py" in faults.records["hung"].error
     assert "2 of 4 steps done" in faults.records["hung"].error
     assert "rank 0 in waiting_for_peers (fake_trainer.py" in faults.records["hung"].error
-    assert faults.records["hung"].error.startswith("no result after 20 s (timeout_seconds): ")
+    assert faults.records["hung"].error.startswith("no result after 40 s (timeout_seconds): ")
 
 
 def test_what_was_measured_is_kept_when_processes_do_not_end(faults):
@@ -264,7 +265,7 @@ def test_a_process_that_cannot_start_fails_its_trial_alone(tmp_path):
     many = ", ".join(f"V{number}: {'x' * 120_000}" for number in range(8))
     study = write(tmp_path, BASE + f"trials: [{{name: a, env: {{{many}}}}}, {{name: b, seed: 1}}]")
     out = tmp_path / "out"
-    padding = {f"P{number}": "x" * 120_000 for number in range(11)}
+    padding: dict[str, Any] = {f"P{number}": "x" * 120_000 for number in range(11)}
     status, stdout, stderr = compare(study, "--out", out, "--nproc", 2, **padding)
     found = {record.trial: record for record in read_records(out / "results.jsonl")}
     assert status == 1 and found["b"].status == "ok", stdout + stderr

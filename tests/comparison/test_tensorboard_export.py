@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -32,7 +33,7 @@ def test_a_run_s_record_holds_all_that_training_wrote(tmp_path: Path) -> None:
 
 
 def test_memory_and_utilization_of_gpus() -> None:
-    fields = {"device": "NVIDIA H200", "warmup_steps": 1, "peak_memory_gib_by_step": [1.0, 2.0]}
+    fields: dict[str, Any] = {"device": "NVIDIA H200", "warmup_steps": 1, "peak_memory_gib_by_step": [1.0, 2.0]}
     record = make_record([6.0, 5.0], gpu_utilization_by_step=[None, 0.5], learning_rates=[0.1, 0.2], **fields)
     (_, first), (_, second) = scalars_of(record)
     assert (first["usage/peak_reserved_gib"], first["usage/gpu_utilization"]) == (1.0, None)

@@ -88,8 +88,8 @@ def test_every_file_of_the_model_survives(tmp_path: Path) -> None:
     expected = {path.relative_to(source) for path in source.rglob("*") if path.is_file()} - {Path("optimizer.pt")}
     files = [path for path in (tmp_path / "exported").rglob("*") if path.is_file()]
     assert {path.relative_to(tmp_path / "exported") for path in files} == expected
-    for name in expected:
-        assert (tmp_path / "exported" / name).read_bytes() == (source / name).read_bytes(), name
+    for path in expected:
+        assert (tmp_path / "exported" / path).read_bytes() == (source / path).read_bytes(), path
 
 
 def test_fine_tuned_by_two_engines(tmp_path: Path, imported: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megabench.config import ResolvedConfig, RunConfig
+from megabench.data.source import Corpus, open_source
 
 DOCUMENTS = ["The first document.\nIt has two lines.\n", "", "Größe, naïveté and 中文.", "last " * 200]
 
@@ -21,6 +22,13 @@ def resolve() -> Callable[..., ResolvedConfig]:
         return RunConfig.parse(settings | fields).resolve(world_size, "cpu")
 
     return make
+
+
+def open_corpus(config: ResolvedConfig) -> Corpus:
+    """The tokens of a text or token file."""
+    source = open_source(config)
+    assert isinstance(source, Corpus)
+    return source
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Which rank reads what: the same sequences a step under any layout."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -44,7 +46,7 @@ def test_the_sequences_of_a_step_do_not_depend_on_the_layout(resolve, step):
     first = step * reference.global_batch
     expected = sorted(tuple(source.sequence(first + i).tolist()) for i in range(reference.global_batch))
     assert len(set(expected)) == reference.global_batch
-    for world_size, fields in [
+    layouts: list[tuple[int, dict[str, Any]]] = [
         (1, {}),
         (1, {"micro_batch": 4}),
         (2, {"micro_batch": 2}),
@@ -53,7 +55,8 @@ def test_the_sequences_of_a_step_do_not_depend_on_the_layout(resolve, step):
         (8, {"tp": 2, "pp": 2, "micro_batch": 4}),
         (4, {"cp": 2}),
         (2, {"engine": "deepspeed", "micro_batch": 4}),
-    ]:
+    ]
+    for world_size, fields in layouts:
         config = resolve(world_size, data="synthetic", **fields)
         assert step_sequences(config, open_source(config), step) == expected, config.layout
 

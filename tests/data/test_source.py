@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megabench.data import DataError, source, text
-from megabench.data.source import Corpus, open_source, window_order
-from tests.data.conftest import DOCUMENTS
+from megabench.data.source import open_source, window_order
+from tests.data.conftest import DOCUMENTS, open_corpus
 
 
 def test_synthetic_is_a_pure_function_of_seed_and_index(resolve):
@@ -27,9 +27,9 @@ def test_synthetic_is_a_pure_function_of_seed_and_index(resolve):
 
 
 def test_stdlib_is_python_text_with_documents_closed(resolve):
-    corpus = open_source(resolve(data="stdlib"))
+    corpus = open_corpus(resolve(data="stdlib"))
     assert corpus.name == "stdlib"
-    assert isinstance(corpus, Corpus) and corpus.num_tokens > 5_000_000
+    assert corpus.num_tokens > 5_000_000
     assert corpus.tokens.dtype == np.uint16
     num_documents = int((corpus.tokens == 256).sum())
     assert num_documents == len(list(text.read_stdlib()))
@@ -48,7 +48,7 @@ def test_stdlib_leaves_out_installed_packages_and_tests():
 def test_each_epoch_reads_every_window_once_in_another_order(tmp_path, resolve):
     path = tmp_path / "a.txt"
     path.write_bytes(bytes(range(256)) * 2)  # 513 tokens with the end of the document: 32 windows of 17
-    corpus = open_source(resolve(data=str(path)))
+    corpus = open_corpus(resolve(data=str(path)))
     assert corpus.num_windows == 32
     epochs = [[tuple(corpus.sequence(epoch * 32 + i).tolist()) for i in range(32)] for epoch in range(3)]
     stream = [*range(256), *range(256), 256]
@@ -70,7 +70,7 @@ def test_the_order_is_fixed_by_seed_and_epoch():
 def test_a_text_file_keeps_any_bytes(tmp_path, resolve):
     path = tmp_path / "latin.txt"
     path.write_bytes(b"caf\xe9 \x00" * 10)
-    assert open_source(resolve(data=str(path))).tokens.tolist() == [*(b"caf\xe9 \x00" * 10), 256]
+    assert open_corpus(resolve(data=str(path))).tokens.tolist() == [*(b"caf\xe9 \x00" * 10), 256]
 
 
 def test_a_long_text_file_is_read_in_pieces_of_one_document(tmp_path, resolve, monkeypatch):
@@ -89,7 +89,7 @@ def expected_bytes():
 
 
 def test_jsonl_documents_end_with_the_end_of_document_token(jsonl, resolve):
-    assert open_source(resolve(data=str(jsonl))).tokens.tolist() == expected_bytes()
+    assert open_corpus(resolve(data=str(jsonl))).tokens.tolist() == expected_bytes()
 
 
 def test_parquet_reads_as_jsonl_does(tmp_path, jsonl, resolve):
@@ -97,7 +97,7 @@ def test_parquet_reads_as_jsonl_does(tmp_path, jsonl, resolve):
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "documents.parquet"
     parquet.write_table(pyarrow.table({"id": range(len(DOCUMENTS)), "text": DOCUMENTS}), path, row_group_size=2)
-    corpus = open_source(resolve(data=str(path)))
+    corpus = open_corpus(resolve(data=str(path)))
     assert corpus.tokens.tolist() == expected_bytes()
     assert corpus.sha256 == open_source(resolve(data=str(jsonl))).sha256
 
@@ -106,7 +106,7 @@ def test_hugging_face_tokenizer(jsonl, tokenizer_dir, resolve):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    corpus = open_source(resolve(data=str(jsonl), tokenizer=str(tokenizer_dir)))
+    corpus = open_corpus(resolve(data=str(jsonl), tokenizer=str(tokenizer_dir)))
     expected = [token for document in DOCUMENTS for token in [*tokenizer.encode(document), tokenizer.eos_token_id]]
     assert corpus.tokens.tolist() == expected
     assert tokenizer.decode(corpus.tokens.tolist()) == "<eos>".join([*DOCUMENTS, ""])

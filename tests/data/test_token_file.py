@@ -26,14 +26,14 @@ from megabench.data.token_file import (
     write_facts,
 )
 from megabench.data.tokenizer import BYTES, ByteTokenizer
-from tests.data.conftest import DOCUMENTS
+from tests.data.conftest import DOCUMENTS, open_corpus
 
 PREPROCESS = Path(__file__).parents[2] / "tools" / "preprocess.py"
 
 
 def run_preprocess(*words, check=True):
     return subprocess.run(
-        [sys.executable, PREPROCESS, *map(str, words)], capture_output=True, text=True, check=check, timeout=120
+        [sys.executable, PREPROCESS, *map(str, words)], capture_output=True, text=True, check=check, timeout=240
     )
 
 
@@ -64,15 +64,15 @@ def test_preprocess_tells_what_it_wrote_and_leaves_nothing_else(made):
 
 def test_reads_as_the_text_itself_does(made, resolve):
     folder, _ = made
-    direct = open_source(resolve(data=str(folder / "documents.jsonl")))
+    direct = open_corpus(resolve(data=str(folder / "documents.jsonl")))
     for name in ("tokens", "tokens.bin", "tokens.idx"):
-        corpus = open_source(resolve(data=str(folder / "out" / name)))
+        corpus = open_corpus(resolve(data=str(folder / "out" / name)))
         assert (corpus.name, corpus.sha256, corpus.num_tokens) == ("tokens", direct.sha256, direct.num_tokens)
         assert all((corpus.sequence(i) == direct.sequence(i)).all() for i in range(2 * direct.num_windows))
 
 
 def test_tokens_are_mapped_not_loaded(prefix, resolve):
-    corpus = open_source(resolve(data=str(prefix)))
+    corpus = open_corpus(resolve(data=str(prefix)))
     assert isinstance(corpus.tokens, np.memmap)
     assert not corpus.tokens.flags.writeable
 
@@ -94,7 +94,7 @@ def test_hugging_face_tokenizer_over_several_files_and_workers(tmp_path, jsonl, 
     text.write_text("def more():\n    return 1\n" * 50)
     options = ("--tokenizer", tokenizer_dir, "--workers", 2)
     run_preprocess(jsonl, text, *options, "--out", tmp_path / "tokens")
-    direct = [open_source(resolve(data=str(path), tokenizer=str(tokenizer_dir))).tokens for path in (jsonl, text)]
+    direct = [open_corpus(resolve(data=str(path), tokenizer=str(tokenizer_dir))).tokens for path in (jsonl, text)]
     assert np.array_equal(open_token_file(tmp_path / "tokens"), np.concatenate(direct))
 
 

@@ -22,6 +22,7 @@ from megabench.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, tokeni
 from megabench.models.catalog import CATALOG
 from megabench.models.find import ASSETS
 from megabench.models.hugging_face import config_text
+from tests.data.conftest import open_corpus
 
 TEXT = "def area(r):  # 12345 it's IT'S\n\t\treturn 3.14159265 * r**2   \n\n\nGröße 中文 😀 <|end|>x"
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
@@ -227,7 +228,7 @@ def test_a_token_file_of_another_tokenizer_is_refused(tmp_path, json_text, jsonl
     assert open_source(accepted).tokenizer.name == str(tokenizer_dir)
     assert open_source(resolve(data=str(tmp_path / "o"))).tokenizer.name == str(tokenizer_dir)  # of the catalogue
     (tmp_path / "o.json").unlink()  # as other programs write token files
-    source = open_source(resolve(data=str(tmp_path / "o"), model=str(model)))
+    source = open_corpus(resolve(data=str(tmp_path / "o"), model=str(model)))
     assert source.tokenizer is None and np.array_equal(source.tokens, open_token_file(tmp_path / "o"))
 
 

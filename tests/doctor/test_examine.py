@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -50,9 +51,9 @@ def seconds(*steps: float) -> StepSeconds:
     return StepSeconds(median=ordered[len(steps) // 2], p10=ordered[0], p90=ordered[-1], all=list(steps))
 
 
-def record(trial: str, **changes: object) -> RunRecord:
+def record(trial: str, **changes: Any) -> RunRecord:
     """A good run of Llama-3-8B on two hosts of four GPUs."""
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "trial": trial,
         "model": "llama3-8b",
         "num_parameters": 8_030_261_248,
@@ -104,7 +105,7 @@ def machine(host: str = "a", **changes: object) -> Machine:
     return Machine.model_validate(fields | {"host": host} | changes)
 
 
-def tp(**changes: object) -> list[RunRecord]:
+def tp(**changes: Any) -> list[RunRecord]:
     """Three runs of the trial that carries the planted fault."""
     speeds = changes.pop("speeds", (9100.0, 9150.0, 9120.0))
     return [record("tp4-pp2", repeat=number, speed=speed, **changes) for number, speed in enumerate(speeds)]
@@ -121,7 +122,7 @@ ZERO3_OPTIONS = {
 DP = [Group(kind="dp", ranks=list(range(8)), link="efa", transport="NET/Libfabric/GDRDMA")]
 
 
-def zero3(name: str = "zero3", **changes: object) -> list[RunRecord]:
+def zero3(name: str = "zero3", **changes: Any) -> list[RunRecord]:
     speeds = changes.pop("speeds", (8000.0, 8050.0, 8020.0))
     fields = ZERO3 | {"options": ZERO3_OPTIONS, "groups": DP, "micro_batch": 2} | changes
     return [record(name, repeat=number, speed=speed, **fields) for number, speed in enumerate(speeds)]
@@ -162,7 +163,7 @@ def test_a_good_study_is_silent():
 
 
 def test_a_good_study_on_cpu_is_silent():
-    shapes = {"device": "cpu", "device_memory_gib": None, "machines": [machine(shm_total_gib=0.06)]}
+    shapes: dict[str, Any] = {"device": "cpu", "device_memory_gib": None, "machines": [machine(shm_total_gib=0.06)]}
     assert look(zero3(**shapes, precision="fp32"), tp(**shapes, precision="fp32")) == []
     old = [
         make_record([6.0], 1000, trial="zero3", engine="deepspeed", options={"zero_stage": 3}),
@@ -175,11 +176,11 @@ SLOW_START = seconds(4.0, 3.0, *[2.0] * 8)
 WIDE = seconds(2.0, 2.6, 1.9, 2.5, 2.0, 2.4, 2.1, 2.6, 1.9, 2.3)
 ERRATIC = seconds(2.0, 3.6, 1.9, 3.5, 2.0, 3.4, 2.1, 3.6, 1.9, 3.3)
 TP_ACROSS = [Group(kind="tp", ranks=[0, 1, 2, 3], link="efa", transport="NET/Libfabric/GDRDMA")]
-SMALL = {"num_parameters": 100_000_000}
+SMALL: dict[str, Any] = {"num_parameters": 100_000_000}
 CPU_LAYOUT = LayoutSizes(tp=1, cp=1, pp=8, vp=1, dp=1)
 
 # what is changed in the trial tp4-pp2, and what the one finding must say: kind, evidence, change
-FAULTS = {
+FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "warm-up inside the timing": (
         {"step_seconds": SLOW_START, "warmup_steps": 1},
         (
@@ -350,7 +351,7 @@ def test_each_planted_fault_is_found_alone(fault):
 
 
 def test_fp32_on_gpus_and_unequal_precision():
-    changes = {"precision": "fp32", "work_class": work_class(**WORK | {"precision": "fp32"})}
+    changes: dict[str, Any] = {"precision": "fp32", "work_class": work_class(**WORK | {"precision": "fp32"})}
     unequal, slow = look(zero3(), tp(**changes))
     assert (unequal.kind, unequal.trials) == ("untrustworthy", ()) and "differ in precision" in unequal.what
     assert unequal.evidence == "bf16: zero3; fp32: tp4-pp2"
@@ -363,7 +364,7 @@ def test_fp32_on_gpus_and_unequal_precision():
 
 
 def test_a_study_of_precisions_is_no_fault():
-    changes = {"precision": "fp32", "work_class": work_class(**WORK | {"precision": "fp32"})}
+    changes: dict[str, Any] = {"precision": "fp32", "work_class": work_class(**WORK | {"precision": "fp32"})}
     full = [run.model_copy(update={"trial": f"{run.trial}-fp32"}) for run in study(zero3(**changes), tp(**changes))]
     assert look(zero3(), tp(), full) == []
     no_zero3 = [run for run in study(tp(), full) if run.engine == "megatron"]
@@ -410,11 +411,11 @@ def test_unequal_gradient_dtypes():
 
 
 def test_losses_that_stand_still():
-    still = {"losses": [9.0, 9.01, 8.99]}
+    still: dict[str, Any] = {"losses": [9.0, 9.01, 8.99]}
     found = only(look(zero3(**still), tp(**still)))
     assert found.kind == "note" and found.trials == ("zero3",)
     assert found.evidence == "the losses vary by 0.0022 of their mean; the parity tolerance is 0.02"
-    moving = {"losses": [9.0, 8.8, 8.7]}
+    moving: dict[str, Any] = {"losses": [9.0, 8.8, 8.7]}
     assert look(zero3(**moving), tp(**moving)) == []
 
 
@@ -424,7 +425,7 @@ def test_weights_that_are_gathered_twice_across_hosts():
     assert found.kind == "note" and found.trials == ("zero3",) and "reshard_after_forward: false" in found.change
     assert look(zero3(options=options), zero3("kept"), tp()) == [], "another keeps them"
     near = PlacementUsed(policy="topology", launcher_ranks=list(range(8)), hosts=[], nccl_num_nodes=1)
-    here = {"num_hosts": 1, "placement": near}
+    here: dict[str, Any] = {"num_hosts": 1, "placement": near}
     assert look(zero3(options=options, **here), tp(**here)) == []
 
 
@@ -450,7 +451,7 @@ def test_a_baseline_that_was_not_tuned():
     assert "larger micro-batch" in only(look(zero3(micro_batch=1), tp(micro_batch=8))).evidence
     assert look(zero3(micro_batch=1), tp(micro_batch=4)) == [], "TP4 splits the activations of a micro-batch by four"
     assert look(zero3(micro_batch=1), tp()) == [], "all alike"
-    full = {"peak_memory_gib": PeakMemory(max=135.0, per_rank=[135.0])}
+    full: dict[str, Any] = {"peak_memory_gib": PeakMemory(max=135.0, per_rank=[135.0])}
     assert look(zero3(micro_batch=1, **full), tp(micro_batch=8)) == [], "no more would fit"
     other = tp(probes=probes, work_class=work_class(**WORK, compression="PowerSGD, rank 4"))
     assert look(zero3(micro_batch=1), other) == [], "other work has no speedup over the reference"
@@ -528,15 +529,15 @@ def test_a_reference_that_is_not_the_best_zero3():
 
 
 def test_liger_that_is_not_installed():
-    plain = PLAIN | {"environment": Environment(versions={"torch": "2.11.0"}, variables={})}
+    plain: dict[str, Any] = PLAIN | {"environment": Environment(versions={"torch": "2.11.0"}, variables={})}
     found = only(look(zero3(**plain), tp(**plain)))
     assert found.kind == "slow" and found.change == "pip install liger-kernel"
-    meant = plain | {"requested_kernels": "reference"}
+    meant: dict[str, Any] = plain | {"requested_kernels": "reference"}
     assert look(zero3(**meant), tp(**meant)) == []
 
 
 def test_variables_of_the_shell():
-    blocking = {"environment": Environment(versions={}, variables={"CUDA_LAUNCH_BLOCKING": "1"})}
+    blocking: dict[str, Any] = {"environment": Environment(versions={}, variables={"CUDA_LAUNCH_BLOCKING": "1"})}
     found = only(look(zero3(**blocking), tp(**blocking)))
     assert (
         found.kind == "slow" and found.trials == ("zero3", "tp4-pp2") and found.change == "unset CUDA_LAUNCH_BLOCKING"
@@ -644,7 +645,7 @@ def test_kernels_and_settings_are_found_whatever_the_words():
     assert found.kind == "untrustworthy" and found.evidence == "cross_entropy: d"
     meant = only(look(zero3(kernels=other), tp(**plain, requested_kernels="reference")))
     assert meant.kind == "note"
-    auto = {"auto_settings": ["micro_batch"]}
+    auto: dict[str, Any] = {"auto_settings": ["micro_batch"]}
     assert look(zero3(**auto), tp(seq_length=512, **auto)) == []
 
 
@@ -657,7 +658,7 @@ def test_a_lost_reference_comes_first():
 
 
 def test_the_same_fault_of_several_trials_is_one_finding():
-    idle = {"gpu_utilization": 0.4}
+    idle: dict[str, Any] = {"gpu_utilization": 0.4}
     found = only(look(zero3(**idle), tp(**idle | {"gpu_utilization": 0.5})))
     assert found.trials == ("zero3", "tp4-pp2")
     assert found.evidence == (
@@ -766,9 +767,10 @@ def test_tensor_parallelism_beyond_a_host_is_known_before(tmp_path):
 
 
 def shown(findings: list[Finding], as_json: bool = False) -> str:
-    console = Console(file=io.StringIO(), width=60)
+    written = io.StringIO()
+    console = Console(file=written, width=60)
     write(console, findings, as_json)
-    return console.file.getvalue()
+    return written.getvalue()
 
 
 def test_what_is_printed(tmp_path):
@@ -780,13 +782,14 @@ def test_what_is_printed(tmp_path):
 
 
 def test_the_head_of_a_table_names_the_worst(tmp_path):
-    console = Console(file=io.StringIO(), width=60)
+    written = io.StringIO()
+    console = Console(file=written, width=60)
     good = judge_parity(study(zero3(), tp()), "zero3")
     write_head(console, good, "zero3", tmp_path)
-    assert console.file.getvalue() == ""
+    assert written.getvalue() == ""
     bad = study(zero3(gpu_utilization=0.4), tp(seq_length=512), lost("big", "failed", "rank 0 failed"))
     write_head(console, judge_parity(bad, "zero3"), "zero3", tmp_path)
-    lines = console.file.getvalue().splitlines()
+    lines = written.getvalue().splitlines()
     assert lines[0] == f"doctor: 3 findings. Run megabench doctor {tmp_path} for details." and len(lines) == 3
     assert lines[1] == "  preliminary: big: the trial failed and has no result"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -26,8 +26,10 @@ from tests.engines.reference import Reference
 # The gradients of all earlier layers then differ by about 1%. Each negative control differs by more than 10%.
 TOLERANCE = 2e-2
 # the settings that change results
-WORK = ("model", "num_layers", "seq_length", "micro_batch", "global_batch", "optimizer", "lr")
-WORK += ("precision", "fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+WORK = (
+    *("model", "num_layers", "seq_length", "micro_batch", "global_batch", "optimizer", "lr"),
+    *("precision", "fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+)
 
 
 @contextmanager
@@ -85,7 +87,8 @@ class Fp8Reference(Reference):
             for module in blocks(self.model, run)[number].modules():
                 if type(module) is nn.Linear:
                     module.__class__ = RoundedLinear
-                    module.recipe, module.fused = run.fp8_recipe, [module]
+                    rounded_linear = cast(RoundedLinear, module)
+                    rounded_linear.recipe, rounded_linear.fused = run.fp8_recipe, [rounded_linear]
 
 
 class FusedFp8Reference(Fp8Reference):

@@ -75,7 +75,7 @@ def table() -> Iterator[None]:
 
 
 def table_of(outcomes: dict[tuple[str, str], Outcome]) -> str:
-    counts = Counter((layout, outcome.kind) for (_, layout), outcome in outcomes.items())
+    counts: Counter[tuple[str, str]] = Counter((layout, outcome.kind) for (_, layout), outcome in outcomes.items())
     kinds = ("EQUAL", "REFUSED", "DIFFERENT", "CRASH")
     lines = [f"| Layout | {' | '.join(kinds)} |", "| --- " * 5 + "|"]
     lines += [f"| {layout} | {' | '.join(str(counts[layout, kind]) for kind in kinds)} |" for layout in LAYOUTS]

@@ -1,5 +1,7 @@
 """The fused output layer and loss against torch's own, which holds all logits."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -145,7 +147,8 @@ def test_which_runs_add_the_output_gradient(fields: dict[str, str], expected_ans
 def test_a_wrong_factor_is_an_error() -> None:
     from megabench.engines.megatron.model import _WithAddedGradient
 
-    loss, weight = torch.ones((), requires_grad=True), torch.nn.Parameter(torch.ones(2))
+    loss = torch.ones((), requires_grad=True)
+    weight: Any = torch.nn.Parameter(torch.ones(2))
     (_WithAddedGradient.apply(loss, weight, 0.5) * 0.5).backward()
     assert loss.grad == 0.5 and weight.grad_added_to_main_grad
     with pytest.raises(RuntimeError, match="zero"):

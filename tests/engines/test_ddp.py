@@ -60,7 +60,8 @@ def gradients_of_steps(run: ResolvedConfig, num_steps: int) -> list[dict[str, to
 
 def where_gradients_lie(run: ResolvedConfig) -> list[set[int]]:
     """The storages of DDP's gradients before each micro-batch but the first of all, and after the last."""
-    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    engine: Any = build_engine(run, torch.device("cpu"))
+    source = open_source(run)
     parameters = list(engine.model.parameters())
     seen = []
 
@@ -177,7 +178,7 @@ def test_the_loss_scale_does_not_show() -> None:
 
 @pytest.mark.distributed
 def test_bloom_with_recomputation() -> None:
-    fields = {"engine": "ddp", "recompute": "full"}
+    fields: dict[str, Any] = {"engine": "ddp", "recompute": "full"}
     assert_equal_to_reference(2, model="bloom-tiny", num_layers=2, **fields, **OPTIMIZERS["adamw"])
 
 

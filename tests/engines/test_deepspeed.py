@@ -174,7 +174,7 @@ def bf16_losses(run: ResolvedConfig) -> list[float]:
 @pytest.mark.distributed
 def test_zero_0_in_bf16_begins_where_others_do() -> None:
     """DeepSpeed's first step, of zero gradients, makes room for moments alone."""
-    fields = {"engine": "deepspeed", "precision": "bf16", "grad_dtype": "bf16"}
+    fields: dict[str, Any] = {"engine": "deepspeed", "precision": "bf16", "grad_dtype": "bf16"}
     fields |= {"optimizer": "adamw", "lr": 1e-2, "eps": 1e-8, "data": "stdlib"}
     plain, first = (
         distributed.run(bf16_losses, 2, resolve(2, zero_stage=stage, num_layers=2, **fields))[0] for stage in (0, 1)

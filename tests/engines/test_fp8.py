@@ -186,7 +186,7 @@ def test_quantizes_both_layouts(size: tuple[int, int]) -> None:
     assert torch.equal(result.rows.float() * result.scale, rounded(matrix))
     assert torch.equal(result.columns.float() * result.scale, rounded(matrix).t())
     assert torch.dist(rounded(matrix), matrix) / matrix.norm() < 2**-4
-    assert result.rows.float().abs().max() > 448 / 2, "half of the range is unused"
+    assert result.rows.float().abs().max() >= 448 / 2, "more than half of the range is unused"
 
 
 @pytest.mark.parametrize("exponent", [-99, -20, 0, 100])
@@ -276,20 +276,27 @@ def test_a_weight_in_fp8_only_has_no_elements_to_read() -> None:
 
 @pytest.mark.parametrize("keeps_transposed", [True, False])
 def test_the_transposed_weight_is_kept_if_asked(keeps_transposed: bool) -> None:
-    block = nn.Sequential(nn.Linear(16, 32, bias=False))
+    linear: Any = nn.Linear(16, 32, bias=False)
+    block = nn.Sequential(linear)
     fp8_linear.use_fp8(block, keeps_casts=True, has_bf16_gradients=False, keeps_transposed=keeps_transposed)
     block(torch.randn(8, 16, requires_grad=True)).sum().backward()
-    assert block[0]._cast.columns.numel() == (16 * 32 if keeps_transposed else 0)
+    assert linear._cast.columns.numel() == (16 * 32 if keeps_transposed else 0)
 
 
 def test_bf16_gradients_keep_no_fp8_values_for_the_backward_pass() -> None:
-    block = nn.Sequential(nn.Linear(16, 16, bias=False))
+    linear: Any = nn.Linear(16, 16, bias=False)
+    block = nn.Sequential(linear)
     fp8_linear.use_fp8(block, keeps_casts=True, has_bf16_gradients=True)
     saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         block(torch.randn(8, 16, requires_grad=True))
     assert saved and not any(hasattr(tensor, fp8_linear._HELD) for tensor in saved)
-    assert not block[0]._cast.columns.numel(), "no product needs the transposed weight"
+    assert not linear._cast.columns.numel(), "no product needs the transposed weight"
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

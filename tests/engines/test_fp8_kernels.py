@@ -66,9 +66,10 @@ def operands(rows: int, columns: int, inner: int) -> list[Tensor]:
 @pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_multiplies_as_on_cpu(dtype: torch.dtype, is_fast: bool) -> None:
-    on_cpu = operands(256, 512, 4096)
-    expected = fp8.product(*on_cpu, torch.float32)
-    found = fp8.product(*(tensor.cuda() for tensor in on_cpu), dtype, is_fast=is_fast).cpu().float()
+    a, a_scale, b, b_scale = operands(256, 512, 4096)
+    expected = fp8.product(a, a_scale, b, b_scale, torch.float32)
+    on_gpu = fp8.product(a.cuda(), a_scale.cuda(), b.cuda(), b_scale.cuda(), dtype, is_fast=is_fast)
+    found = on_gpu.cpu().float()
     # fast accumulation keeps 14 bits of each partial sum
     assert torch.dist(found, expected) / expected.norm() < (1e-2 if is_fast or dtype == torch.bfloat16 else 1e-3)
 

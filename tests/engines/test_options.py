@@ -44,9 +44,10 @@ def test_adafactor(fields: dict[str, Any]) -> None:
 
 def gradients_kept(run: ResolvedConfig) -> int:
     """How many of a step's gradients an engine still holds when the next one computes."""
-    engine, source = build_engine(run, torch.device("cpu")), open_source(run)
+    engine: Any = build_engine(run, torch.device("cpu"))
+    source = open_source(run)
     engine.train_step(micro_batches(source, run, dist.get_rank(), 0), run.lr)
-    kept = []
+    kept: list[int] = []
 
     class Spied(list[Batch]):
         def __iter__(self) -> Iterator[Batch]:

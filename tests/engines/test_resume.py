@@ -110,7 +110,7 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float
     return directory, save_at_six(directory, 4, **fields)
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2": (4, {"tp": 2, "pp": 2}),
     "tp4": (4, {"tp": 4}),
     "pp4": (4, {"pp": 4}),
@@ -125,7 +125,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_megatron(megatron: tuple[Path, list[float]], layout: str) -> None:
     world_size, sizes = LAYOUTS[layout]
-    assert difference(*megatron, world_size, **ADAMW, model="llama-odd", **sizes) < TOLERANCE
+    directory, losses = megatron
+    assert difference(directory, losses, world_size, **ADAMW, model="llama-odd", **sizes) < TOLERANCE
 
 
 @pytest.mark.parametrize("forget", ["moments", "count", "spread"])
@@ -224,7 +225,7 @@ def test_a_save_that_fails_is_said_and_the_older_kept(tmp_path: Path, save_mode:
 
 
 def progress_reports(run: ResolvedConfig, is_growing: bool) -> int:
-    """How often a save of a second says that it gets on: its file grows, or it hangs."""
+    """How often a slow save reports progress: its file grows after each report, or it hangs for a second."""
     from megabench.checkpoint import save as room
 
     engine, source = build_engine(run, torch.device("cpu")), open_source(run)
@@ -235,9 +236,11 @@ def progress_reports(run: ResolvedConfig, is_growing: bool) -> int:
 
     def slow(folder: Path, stem: str, tensors: Any) -> Any:
         with (folder / "slow").open("wb", buffering=0) as file:
-            for _ in range(10):
+            for number in range(5):
                 file.write(b"x" * is_growing)
-                time.sleep(0.1)
+                until = time.monotonic() + (60.0 if is_growing else 0.3)
+                while len(signs) <= number and time.monotonic() < until:
+                    time.sleep(0.01)
         return []
 
     with patch.object(room, "write_files", slow), patch.object(room, "_LOOK_SECONDS", 0.05):

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 STEP = int(os.environ.get("FAULT_STEP", "3"))
 
@@ -26,7 +27,7 @@ class Fault(importlib.abc.MetaPathFinder):
         if name != self.module:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec: Any = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
         def exec_module(module):
@@ -98,14 +99,15 @@ def poison_batch(module):
     """The batch marks itself, and the engine poisons its weights when it trains on the marked batch."""
     import megabench.engines.build as engines
 
-    micro_batches, build_engine, marked = module.micro_batches, engines.build_engine, []
+    micro_batches, build_engine = module.micro_batches, engines.build_engine
+    marked: list[int] = []
 
     def marking(source, config, dp_rank, step):
         marked[:] = [step] if step + 1 == STEP else []
         return micro_batches(source, config, dp_rank, step)
 
     def with_poison(*arguments):
-        engine = build_engine(*arguments)
+        engine: Any = build_engine(*arguments)
         train_step = engine.train_step
 
         def poisoned_step(*arguments):
@@ -123,7 +125,7 @@ def slow_down():
     import torch
 
     product = torch.mm
-    torch.mm = lambda *arguments, **named: [product(*arguments, **named) for _ in range(3)][-1]
+    torch.mm = lambda *arguments, **named: [product(*arguments, **named) for _ in range(8)][-1]
 
 
 def lost_in_thought():

@@ -1,4 +1,4 @@
-"""Help, plans, trial identities, record fields and reports are those of the golden files."""
+"""Help, plans, trial identities, record fields and results in the terminal are those of the golden files."""
 
 from difflib import unified_diff
 

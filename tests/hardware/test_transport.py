@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megabench.hardware import transport
-from megabench.hardware.transport import Communicator, LogTail, read
+from megabench.hardware.transport import CommInit, Communicator, LogTail, read
 
 RECORDED = Path(__file__).parent / "recorded"
 PREFIX = "host:101:202 [0] NCCL INFO "
@@ -99,6 +99,7 @@ def test_lines_with_the_prefix_of_a_launcher(prefix):
 )
 def test_the_creation_of_communicators(line, comm_id, split):
     (init,) = read(PREFIX + line + "\n").events
+    assert isinstance(init, CommInit)
     assert (init.rank, init.num_ranks, init.comm_id, init.split) == (1, 2, comm_id, split)
     assert init.devices >= {"1", "1b000"}
 

@@ -68,7 +68,7 @@ class Cluster:
             cwd=REPOSITORY,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -163,7 +163,7 @@ def _has(process: psutil.Process, marker: str) -> bool:
         return False
 
 
-def _wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def _wait_for(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the daemon did not start"

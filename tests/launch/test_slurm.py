@@ -19,7 +19,7 @@ pytestmark = [
 
 FLAGS = ["--model", "llama-tiny", "--num-layers", "2", "--seq-length", "64", "--device", "cpu", "--tp", "2"]
 SCRIPT = "launch/slurm.sbatch"
-SECONDS = 150
+SECONDS = 250
 # pyxis adds options to srun. This srun writes down the options of pyxis and passes the others to Slurm's srun.
 SRUN = f"""#!{sys.executable}
 import os, shutil, sys

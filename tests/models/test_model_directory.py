@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,13 @@ def test_other_models_are_refused(folder: Path, change: dict[str, Any], words: l
 
 
 def test_sliding_windows_are_refused(tmp_path: Path) -> None:
-    for family, change in {
+    changes: dict[str, dict[str, Any]] = {
         "mistral-tiny": {"sliding_window": 4096},
         "qwen2-tiny": {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None},
-    }.items():
+    }
+    for family, change in changes.items():
         save_model(tmp_path / family, CATALOG[family].with_layers(2))
-        edit(tmp_path / family / "config.json", lambda config, change=change: config.update(change))
+        edit(tmp_path / family / "config.json", partial(dict.update, **change))
         assert "sliding" in unparallel(tmp_path / family)
 
 

@@ -117,9 +117,9 @@ def test_no_more_than_the_ends_are_without_layers() -> None:
 
 
 def test_stages_of_llama3_8b() -> None:
-    run = RunConfig(model="llama3-8b", pp=4, seq_length=8192).resolve(4, "cuda")
+    run = RunConfig.parse({"model": "llama3-8b", "pp": 4, "seq_length": 8192}).resolve(4, "cuda")
     assert [len(layers) for (layers,) in chunk_layers(run)] == [9, 9, 8, 6]
-    even = RunConfig(model="llama3-8b", pp=4, stages="even").resolve(4, "cuda")
+    even = RunConfig.parse({"model": "llama3-8b", "pp": 4, "stages": "even"}).resolve(4, "cuda")
     assert [len(layers) for (layers,) in chunk_layers(even)] == [8, 8, 8, 8]
 
 

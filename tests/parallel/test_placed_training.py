@@ -36,7 +36,7 @@ def train_placed(run: ResolvedConfig, hosts: str) -> tuple[Placement, dict[str, 
         store=PrefixStore("placed", store),
         rank=placement.rank_of(rank),
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=240),
     )
     groups = {
         axis: sorted(placement.launcher_ranks[member] for member in dist.get_process_group_ranks(group))

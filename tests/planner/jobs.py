@@ -6,7 +6,7 @@ from functools import cache
 from megabench.config.clusters import read_cluster
 from megabench.cost.job import Candidate, Job
 from megabench.cost.profile import profile_for
-from megabench.hardware.topology import Host, Link, Topology, build
+from megabench.hardware.topology import Host, Network, Topology, build
 from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
 from megabench.planner.engines import Costs
@@ -36,7 +36,7 @@ def zero(topology: Topology, stage: int = 3, micro_batch: int = 1, **settings) -
 
 
 def hosts(
-    count: int, gpus: int, network_gbits: float = 3200.0, nvlink_gb_per_s: float = 450.0, network: Link = "efa"
+    count: int, gpus: int, network_gbits: float = 3200.0, nvlink_gb_per_s: float = 450.0, network: Network = "efa"
 ) -> Topology:
     host = Host("host", "NVIDIA H100 80GB HBM3", "pcie", network, network_gbits, nvlink_gb_per_s)
     return build([(replace(host, name=f"host-{number}"), gpus, gpus) for number in range(count)])

@@ -24,9 +24,10 @@ def plans(*clusters: str, model: str = "qwen3-0.6b", global_batch: int | None = 
 
 
 def shown(compared: list[ClusterPlan], tokens: float = 100e9) -> str:
-    console = Console(file=io.StringIO(), width=220)
+    written = io.StringIO()
+    console = Console(file=written, width=220)
     write(console, compared, tokens)
-    return console.file.getvalue()
+    return written.getvalue()
 
 
 def test_every_pair_is_compared_and_the_faster_comes_first():

@@ -1,5 +1,7 @@
 """What data-parallel engines move beside their communication."""
 
+from typing import Any
+
 import pytest
 
 from megabench.cost.job import Candidate, Recompute
@@ -7,7 +9,7 @@ from megabench.parallel.layout import Layout
 from megabench.planner.candidates import settings_of
 from megabench.planner.engines import Costs
 from megabench.specs.data_parallel_cost import DataParallel
-from megabench.specs.sharding import Sharding
+from megabench.specs.sharding import Offload, Sharding
 from tests.planner.jobs import costs, hosts, job, megatron, zero
 
 FOUR = hosts(1, 4)
@@ -66,7 +68,7 @@ def test_hooks_are_waited_for_where_a_gpu_has_little_to_do():
 
 
 def offload_seconds(
-    micro_batches: int, engine: str = "deepspeed", stage: int = 3, offload: str = "all", **settings
+    micro_batches: int, engine: str = "deepspeed", stage: int = 3, offload: Offload = "all", **settings
 ) -> float:
     work = job(global_batch=4 * micro_batches, **settings)
     candidate = Candidate(engine, Layout(dp=4), 1, Sharding(stage, offload))
@@ -82,14 +84,14 @@ def offload_seconds(
         ("fsdp", 3, "all", 4 + 2 * 4),
     ],
 )
-def test_what_another_micro_batch_copies_to_the_host(engine: str, stage: int, offload: str, copied: int):
+def test_what_another_micro_batch_copies_to_the_host(engine: str, stage: int, offload: Offload, copied: int):
     more = offload_seconds(3, engine, stage, offload) - offload_seconds(2, engine, stage, offload)
     rate = costs(job(), FOUR).profile.host_copy_gb_per_s * 1e9
     assert more * rate / (job().num_parameters / 4) == pytest.approx(copied)
 
 
 def test_gradients_in_16_bits_are_added_up_on_the_gpu_and_wait_on_the_host():
-    in_bf16 = {"stage": 2, "offload": "optimizer", "bytes_of_gradient": 2}
+    in_bf16: dict[str, Any] = {"stage": 2, "offload": "optimizer", "bytes_of_gradient": 2}
     rate = costs(job(), FOUR).profile.host_copy_gb_per_s * 1e9 / (job().num_parameters / 4)
     assert (offload_seconds(3, **in_bf16) - offload_seconds(2, **in_bf16)) * rate == pytest.approx(2 * 2)
     assert offload_seconds(1, **in_bf16) == offload_seconds(1, stage=2, offload="optimizer")

@@ -1,6 +1,7 @@
 """Predictions of fp8 runs: products, casts, communication and memory."""
 
 from dataclasses import astuple, replace
+from typing import Any, get_args
 
 import pytest
 
@@ -179,8 +180,8 @@ def test_tensor_parallel_gathers_are_halved_and_reductions_are_not():
     work = in_fp8(seq_length=65536)
     candidate = megatron(topology, tp=tp)
     found = {}
-    for recipe in ("bf16", "tensorwise", "bf16-gradients"):
-        chosen = replace(work, precision="bf16") if recipe == "bf16" else replace(work, fp8_recipe=recipe)
+    works = {recipe: replace(work, fp8_recipe=recipe) for recipe in get_args(Fp8Recipe)}
+    for recipe, chosen in {"bf16": replace(work, precision="bf16"), **works}.items():
         model = Pipeline(costs(chosen, topology).base)
         found[recipe] = model._communication(model.base.sizes(candidate), 1)[:2]
     forward, backward = found["bf16"]
@@ -299,14 +300,14 @@ def test_only_sizes_that_divide_by_16_are_planned():
     ],
 )
 def test_an_empty_plan_names_its_cause_and_a_remedy(
-    num_hosts: int, seq_length: int, global_batch: int, shape: dict[str, int], says: str
+    num_hosts: int, seq_length: int, global_batch: int, shape: dict[str, Any], says: str
 ):
     work = in_fp8(seq_length=seq_length, global_batch=global_batch)
     with pytest.raises(ConfigError, match=says):
         plan(replace(work, shape=replace(work.shape, **shape)), hosts(num_hosts, 8), profile_for("NVIDIA H200"))
 
 
-def planned(precision: str, model: str = "llama3-8b", cluster: str = "p5e.48xlarge:1", **settings):
+def planned(precision: str, model: str = "llama3-8b", cluster: str = "p5e.48xlarge:1", **settings: Any):
     return make_plan(model, cluster, 8192, 64, None, "fp32", None, 12, None, precision=precision, **settings)
 
 
@@ -314,7 +315,7 @@ def test_a_plan_in_fp8_is_faster_and_its_command_says_so():
     plain, fp8 = planned("bf16"), planned("fp8")
     assert 1.15 < plain.ranked[0].step_seconds / fp8.ranked[0].step_seconds < 1.5
     assert command(fp8).endswith("--precision fp8") and "--precision" not in command(plain)
-    layers = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 2}
+    layers: dict[str, Any] = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 2}
     mixed = planned("fp8", fp8_recipe="bf16-gradients", **layers)
     flags = "--fp8-recipe bf16-gradients --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 2"
     assert command(mixed).endswith(f"--precision fp8 {flags}")

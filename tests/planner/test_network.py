@@ -9,6 +9,7 @@ from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate
 from megabench.cost.network import Span
 from megabench.cost.profile import profile_for, shipped_profiles
+from megabench.hardware.topology import Network
 from megabench.parallel.layout import Layout
 from megabench.planner.engines import Costs
 from megabench.specs.sharding import Sharding
@@ -69,7 +70,8 @@ def test_context_parallelism_exchanges_heads_where_each_rank_gets_some(tp, cp, c
 def test_hidden_bytes_cost_compute_as_over_nvlink():
     """The profile's slowdown is that of a ring over NVLink. A slow ring needs longer for the same bytes."""
     num_bytes, found = 16e9, {}
-    for network_name, gbits in (("efa", 3200.0), ("socket", 40.0)):
+    networks: list[tuple[Network, float]] = [("efa", 3200.0), ("socket", 40.0)]
+    for network_name, gbits in networks:
         topology = hosts(2, 4, network=network_name, network_gbits=gbits)
         base = costs(job(), topology).base
         group = Geometry.of(topology, Layout().with_world_size(8), "topology").world

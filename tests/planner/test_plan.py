@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -250,7 +251,8 @@ def test_offload_is_never_faster():
     judge, compared = costs(work, topology), 0
     for candidate in candidates(work, topology):
         if getattr(candidate.variant, "offload", "none") != "none":
-            without = replace(candidate, variant=replace(candidate.variant, offload="none"))
+            variant: Any = candidate.variant
+            without = replace(candidate, variant=replace(variant, offload="none"))
             slow, fast = (judge.estimate(one).step_seconds for one in (candidate, without))
             assert slow >= fast, candidate.name
             compared += 1

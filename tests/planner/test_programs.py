@@ -1,7 +1,7 @@
 """Properties of other training programs that change a prediction."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -73,7 +73,8 @@ def test_without_sequence_parallelism_norms_and_sends_are_whole():
 
 def test_delayed_scaling_saves_casts_and_the_reduction_of_largest_values():
     topology = hosts(2, 4)
-    for sizes in ({"tp": 4}, {"cp": 2}):
+    layouts: list[dict[str, Any]] = [{"tp": 4}, {"cp": 2}]
+    for sizes in layouts:
         plain, delayed = (parts(topology, Program(delayed_scaling=is_so), "fp8", **sizes) for is_so in (False, True))
         (axis,) = sizes
         assert delayed["compute"] < plain["compute"] and delayed[axis] < plain[axis]
@@ -135,7 +136,8 @@ def test_what_a_program_does_costs_memory_and_time():
         ("dropout", "activations"),
         ("holds_sent", "buffers"),
     ):
-        other = program_costs(replace(plain, **{name: True}), topology).memory(candidate)
+        given: dict[str, Any] = {name: True}
+        other = program_costs(replace(plain, **given), topology).memory(candidate)
         assert getattr(other, part) > getattr(lean, part) and other.total > lean.total
     step = program_costs(plain, topology).estimate(candidate).step_seconds
     for changes in (

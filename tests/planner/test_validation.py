@@ -3,6 +3,7 @@
 import lzma
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -210,7 +211,8 @@ INTERNEVO_RUNS = (
 
 def test_internevo_shards_over_all_ranks_or_inside_nodes(tmp_path):
     everywhere, inside = read_internevo(compressed(tmp_path, INTERNEVO_RUNS))
-    assert everywhere.candidate.variant.shard_size is None and inside.candidate.variant.shard_size == 8
+    variants: list[Any] = [run.candidate.variant for run in (everywhere, inside)]
+    assert [variant.shard_size for variant in variants] == [None, 8]
     assert everywhere.source is not inside.source and not everywhere.is_fit
     assert everywhere.measured["seconds"] == pytest.approx(8192 * 2048 / 2271 / 1024)
     profile = profile_for("NVIDIA A100-SXM4-80GB")

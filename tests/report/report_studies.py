@@ -1,6 +1,7 @@
 """Studies as a cluster would leave them, for tests of the report."""
 
 import math
+from typing import Any
 
 from megabench.doctor import Finding
 from megabench.parallel.groups import rank_groups
@@ -137,7 +138,7 @@ def faults() -> StudyRecords:
 
 
 def two_classes() -> StudyRecords:
-    other = {"work_class": GPU_CLASS.model_copy(update={"global_batch": 256}), "global_batch": 256}
+    other: dict[str, Any] = {"work_class": GPU_CLASS.model_copy(update={"global_batch": 256}), "global_batch": 256}
     records = [zero3(), gpu_record("tp8", 8000, on(8)), zero3(7000, trial="zero3-256", **other)]
     fast = gpu_record("tp8-256", 7700, on(8), **other)
     broken = gpu_record("broken", 1.0, on(2), global_batch=512)
@@ -182,7 +183,7 @@ def many_waits() -> StudyRecords:
 
 def cut() -> StudyRecords:
     """Four of the model's 32 layers."""
-    few = {"work_class": GPU_CLASS.model_copy(update={"num_layers": 4})}
+    few: dict[str, Any] = {"work_class": GPU_CLASS.model_copy(update={"num_layers": 4})}
     return study([zero3(**few), gpu_record("tp8", 8000, on(8), **few)])
 
 
@@ -244,7 +245,7 @@ def emulated() -> StudyRecords:
 
 def yesterday() -> StudyRecords:
     """What `normal` is compared with: another machine, one trial more, one less, and one of other work."""
-    device = {"device": "NVIDIA A100-SXM4-80GB"}
+    device: dict[str, Any] = {"device": "NVIDIA A100-SXM4-80GB"}
     other = {"work_class": GPU_CLASS.model_copy(update={"seed": 7})}
     records = [zero3(3100, **device), gpu_record("tp8-pp2", 4700, on(8, 2), **device)]
     records += [gpu_record("tp8-dp2", 8003, on(8), **device), gpu_record("tp4-pp4", 4000, on(4, 4), **device | other)]

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 from megabench.runtime import child
 from megabench.runtime.child import Child, end_all
@@ -12,7 +13,6 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 
 def test_who_waits_for_a_deaf_process_gives_signs_of_life(tmp_path, monkeypatch):
     """Ending it may take longer than a supervisor may be silent."""
-    monkeypatch.setattr(child, "TERM_GRACE_SECONDS", 1.0)
     deaf = Child([sys.executable, "-c", DEAF], os.environ, tmp_path / "log")
     while deaf.last_line() != "deaf":
         time.sleep(0.01)
@@ -20,8 +20,12 @@ def test_who_waits_for_a_deaf_process_gives_signs_of_life(tmp_path, monkeypatch)
 
     def breathe():
         signs.append(deaf.exit_status())
-        time.sleep(0.1)
+        time.sleep(0.01)
 
+    monkeypatch.setattr(child, "TERM_GRACE_SECONDS", 5.0)
+    monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: float(len(signs))))
     end_all([deaf], breathe)
+    assert signs[:5] == [None] * 5
+    while deaf.exit_status() is None:
+        time.sleep(0.01)
     assert deaf.exit_status() == -9
-    assert len(signs) >= 5 and signs[0] is None

@@ -85,11 +85,11 @@ def test_rank_0_outlasts_the_others() -> None:
         time.sleep(3 * messages.POLL_SECONDS)
         order.append(rank)
         messages.outlast(store, rank, 3, "test")  # waits for nobody
-    host.join(5)
+    host.join()
     assert order == [2, 1, 0]
 
 
 def test_rank_0_does_not_wait_for_a_rank_that_was_lost() -> None:
     began = time.monotonic()
     messages.outlast(HashStore(), 0, 2, "test", seconds=0.2)
-    assert 0.2 <= time.monotonic() - began < 5
+    assert 0.2 <= time.monotonic() - began < 10, "less than the default"

@@ -39,12 +39,13 @@ def test_an_argument_that_is_not_valid_text_is_refused() -> None:
 
 
 def test_standard_output_escapes_what_it_cannot_encode(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="ascii", errors="strict")
     monkeypatch.setattr(sys, "stdout", stream)
     set_up_process([])
     stream.write(f"0.1 s · {BAD}")
     stream.flush()
-    assert stream.buffer.getvalue() == b"0.1 s \\xb7 a\\udcff"  # type: ignore[attr-defined]
+    assert written.getvalue() == b"0.1 s \\xb7 a\\udcff"
 
 
 def test_a_record_with_any_strings_can_be_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +71,7 @@ def test_a_child_imports_nothing_from_the_working_directory(tmp_path: Path, monk
     (tmp_path / "psutil.py").write_text("print('executed')")
     monkeypatch.chdir(tmp_path)
     child = Child([sys.executable, "-c", "import psutil; print('done')"], os.environ, tmp_path / "log")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while child.exit_status() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert (tmp_path / "log").read_text() == "done\n"

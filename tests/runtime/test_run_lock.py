@@ -5,9 +5,9 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import psutil
@@ -63,22 +63,31 @@ def test_who_is_alive_here_is_not_taken_over(tmp_path):
     assert RunLock(tmp_path).loss is None
 
 
-def claim_at(folder: Path, moment: float) -> str:
-    time.sleep(max(0.0, moment - time.time()))
+all_claimants: Barrier  # in each process of the pool
+
+
+def set_up_claimant(barrier: Barrier) -> None:
+    global all_claimants
+    all_claimants = barrier
+
+
+def claim_together(folder: Path) -> str:
+    """Why this process, which lives on, did not get the lock. All processes of the pool claim it at the same time."""
+    all_claimants.wait()
     try:
         RunLock(folder)
     except RunLockedError as error:
         return str(error)
-    time.sleep(1.0)  # alive
     return ""
 
 
 def test_of_two_at_once_one_gets_it(tmp_path):
-    with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
+    context = get_context("spawn")
+    with ProcessPoolExecutor(4, context, initializer=set_up_claimant, initargs=(context.Barrier(4),)) as pool:
         for number in range(3):
             folder = tmp_path / str(number)
             folder.mkdir()
-            said = sorted(pool.map(claim_at, [folder] * 4, [time.time() + 2.0] * 4))
+            said = sorted(pool.map(claim_together, [folder] * 4))
             assert [bool(text) for text in said] == [False, True, True, True], said
             assert all(f"writes into {folder}; stop that process first" in text for text in said[1:])
             assert [path.name for path in folder.iterdir()] == [".claim.json"]

@@ -15,7 +15,7 @@ KEY = b"the key of this launch"
 @pytest.fixture
 def raw() -> HashStore:
     store = HashStore()
-    store.set_timeout(timedelta(seconds=2))
+    store.set_timeout(timedelta(seconds=60))
     return store
 
 
@@ -54,7 +54,7 @@ def test_a_trial_has_a_key_of_its_own(raw):
     assert not launch.with_secret_of("task/2").check(["failure/0"])
 
 
-def agreed(stores: list[HashStore], secrets: list[str], seconds: float = 5.0) -> list[object]:
+def agreed(stores: list[HashStore], secrets: list[str], seconds: float = 60.0) -> list[object]:
     results: list[object] = [None] * len(stores)
 
     def agree(rank: int) -> None:
@@ -82,7 +82,7 @@ def test_a_replayed_session_is_refused():
     old = HashStore()
     agreed([old] * 2, ["secret"] * 2)
     new = HashStore()
-    new.set("signing/session", old.get("signing/session"))
+    new.set("signing/session", old.get("signing/session").decode())
     with pytest.raises(UserError, match="the ranks have not agreed on a signing key within 1 s; set MEGABENCH_STORE"):
         agree_on_key(new, "secret", 1, 2, timedelta(seconds=1))
 

@@ -39,15 +39,15 @@ def test_every_field_of_a_run_is_a_setting() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_has_the_settings_of_its_engine_and_no_others(engine: str) -> None:
     own = {name for name in SETTINGS if engine in engines_with(name)}
-    assert {*RunConfig(engine=engine).options} == own
-    assert {*RunConfig(engine=engine).flat()} == own | {name for name in SETTINGS if not engines_with(name)}
+    assert {*RunConfig.parse({"engine": engine}).options} == own
+    assert {*RunConfig.parse({"engine": engine}).flat()} == own | {name for name in SETTINGS if not engines_with(name)}
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if engines_with(name)])
 def test_a_setting_of_another_engine_is_refused_unless_it_is_at_its_default(name: str) -> None:
     engine = next(engine for engine in ENGINES if engine not in engines_with(name))
     default = FIELDS[name].default
-    assert RunConfig.parse({"engine": engine, name: default}) == RunConfig(engine=engine)
+    assert RunConfig.parse({"engine": engine, name: default}) == RunConfig.parse({"engine": engine})
     other = next(value for value in (True, False, 1, "even", "all") if value != default)
     with pytest.raises(ConfigError, match=f"{name} is a setting of the {engines_with(name)[0]}"):
         RunConfig.parse({"engine": engine, name: other})

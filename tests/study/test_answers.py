@@ -1,5 +1,7 @@
 """The answer to each kind of question, and the kind of question that trials ask."""
 
+from typing import Any
+
 import pytest
 
 from megabench import UserError
@@ -11,8 +13,8 @@ from megabench.study.summary import summarize
 from tests.study.records import make_record, work_class
 
 GPU = {"device": "NVIDIA H200"}
-ZERO2 = {"engine": "deepspeed", "options": {"zero_stage": 2}} | GPU
-DDP = {"engine": "ddp"} | GPU
+ZERO2: dict[str, Any] = {"engine": "deepspeed", "options": {"zero_stage": 2}} | GPU
+DDP: dict[str, Any] = {"engine": "ddp"} | GPU
 
 
 def answered(records, reference, question=None, budget=None):

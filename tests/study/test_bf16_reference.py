@@ -2,6 +2,7 @@
 
 import csv
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,7 +16,7 @@ from megabench.study.titles import class_titles
 from tests.study.records import make_record, work_class
 
 NUM_STEPS = 200
-ZERO3 = {"engine": "deepspeed", "options": {"zero_stage": 3, "recompute": "none"}}
+ZERO3: dict[str, Any] = {"engine": "deepspeed", "options": {"zero_stage": 3, "recompute": "none"}}
 
 
 def losses(factor: float = 1.0, num_steps: int = NUM_STEPS) -> list[float]:
@@ -42,9 +43,10 @@ def other_seed(number: int, factor: float) -> RunRecord:
 
 
 def text_of(records: list[RunRecord], reference: str = "bf16") -> str:
-    console = Console(file=io.StringIO(), width=250)
+    written = io.StringIO()
+    console = Console(file=written, width=250)
     show(console, judge_parity(records, reference), reference, "fastest")
-    return console.file.getvalue()
+    return written.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_equal_losses_and_short_runs():
 
 
 def test_each_layout_is_compared_with_the_same_in_bf16():
-    tp2 = {"layout": LayoutSizes(tp=2, cp=1, pp=1, vp=1, dp=1)}
+    tp2: dict[str, Any] = {"layout": LayoutSizes(tp=2, cp=1, pp=1, vp=1, dp=1)}
     records = [
         bf16("zero3", speed=1000, **ZERO3),
         bf16("tp2", speed=900, **tp2),

@@ -2,22 +2,25 @@
 
 import csv
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from megabench.record import RunRecord
 from megabench.study.parity import judge_parity
 from megabench.study.summary import summarize, write_csv
 from megabench.study.table import show
 from tests.study.records import make_record, work_class
 
-ZERO3 = {"trial": "zero3", "engine": "deepspeed", "options": {"zero_stage": 3}}
+ZERO3: dict[str, Any] = {"trial": "zero3", "engine": "deepspeed", "options": {"zero_stage": 3}}
 
 
 def shown(records, reference="zero3", width=250) -> str:
-    console = Console(file=io.StringIO(), width=width)
+    written = io.StringIO()
+    console = Console(file=written, width=width)
     show(console, judge_parity(records, reference), reference, "fastest")
-    return console.file.getvalue()
+    return written.getvalue()
 
 
 def trials_in(table: str) -> list[str]:
@@ -26,7 +29,7 @@ def trials_in(table: str) -> list[str]:
     return [name for line in lines if (name := line.split("|")[1].strip()) != "trial"]
 
 
-def lost(**fields) -> object:
+def lost(**fields: Any) -> RunRecord:
     """A record without a result."""
     measured = ("tokens_per_second", "tokens_per_second_per_device", "step_seconds", "model_tflops_per_device")
     fields = {"status": "failed", "error": "rank 1 failed", "work_class": None, "peak_memory_gib": None} | fields

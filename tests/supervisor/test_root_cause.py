@@ -3,6 +3,7 @@
 import faulthandler
 import tempfile
 import threading
+from typing import Any
 
 import pytest
 
@@ -129,7 +130,7 @@ def test_a_timeout_names_the_only_rank_that_is_behind(steps, rank):
 
 
 def test_a_timeout_names_the_odd_one_out_first():
-    waiting = {"was_ended": True, "num_steps": 20, "place": "all_reduce (distributed_c10d.py:2830)"}
+    waiting: dict[str, Any] = {"was_ended": True, "num_steps": 20, "place": "all_reduce (distributed_c10d.py:2830)"}
     ends = [end(rank, -15, step=4 + rank % 2, **waiting) for rank in (0, 1, 3)]
     ends.insert(2, end(2, -15, was_ended=True, step=3, num_steps=20, place="sleep (faults.py:7)"))
     verdict = classify_failure(ends, True, 60)

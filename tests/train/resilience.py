@@ -65,7 +65,7 @@ class Run:
         self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout or ()), daemon=True)
         self.reader.start()
 
-    def finish(self, seconds: float = 90.0) -> int:
+    def finish(self, seconds: float = 240.0) -> int:
         """Its exit status; AssertionError when it does not end in time, and then it is ended."""
         try:
             if self.reader:

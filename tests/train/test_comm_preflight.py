@@ -1,5 +1,7 @@
 """What is measured between hosts: who sends to whom, and figures of one kind."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,11 +27,8 @@ def measured(topology: Topology) -> tuple[LinkBandwidth, list[list[int]], list[t
         sends.append(tuple(operation.peer for operation in operations if operation.op is dist.isend))
         return batch(operations)
 
-    dist.all_gather_into_tensor, dist.batch_isend_irecv = note_gather, note_sends
-    try:
+    with patch.multiple(dist, all_gather_into_tensor=note_gather, batch_isend_irecv=note_sends):
         return measure_bandwidth(topology, torch.device("cpu")), gathers, sends
-    finally:
-        dist.all_gather_into_tensor, dist.batch_isend_irecv = gather, batch
 
 
 def test_a_ring_of_all_ranks_one_message_and_a_ring_for_each_rank_of_a_host() -> None:

@@ -85,11 +85,11 @@ def test_a_frozen_store_is_noticed() -> None:
 
 
 def test_a_deleted_save_directory_is_one_error_message(tmp_path: Path) -> None:
-    run = Run.start(2, "--steps", 60, "--save", tmp_path / "save", "--save-every", 2, "--out", tmp_path / "out")
+    """The run has more steps than it can finish before the deletion, and sees each directory whole or not at all."""
+    run = Run.start(2, "--steps", 4000, "--save", tmp_path / "save", "--save-every", 2, "--out", tmp_path / "out")
     run.wait_for(r"^step +6/")
-    for folder in (tmp_path / "save", tmp_path / "out"):
-        while folder.exists():
-            shutil.rmtree(folder, ignore_errors=True)
+    for name in ("save", "out"):
+        shutil.rmtree((tmp_path / name).rename(tmp_path / f"deleted-{name}"), ignore_errors=True)
     assert run.finish() == 1
     (error,) = [line for line in run.output.splitlines() if line.startswith("Error: ")]
     assert re.search(

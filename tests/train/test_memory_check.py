@@ -58,7 +58,7 @@ def test_it_is_refused_with_the_figures_and_a_way_out(monkeypatch: pytest.Monkey
 
 
 def test_offloaded_state_counts_for_the_host() -> None:
-    run = RunConfig(model="llama3-8b", engine="deepspeed", offload="all").resolve(8, "cuda")
+    run = RunConfig.parse({"model": "llama3-8b", "engine": "deepspeed", "offload": "all"}).resolve(8, "cuda")
     state, on_host = state_bytes(run, 8)
     assert state < 2 * PARAMETERS and on_host / PARAMETERS == pytest.approx(2 + 4 + 12)
 

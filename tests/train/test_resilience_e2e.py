@@ -6,6 +6,7 @@ import shutil
 import signal
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -108,7 +109,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_step_that_is_tolerated_says_what_became_of_the_weights() -> None:
     """Weights of 1e30 are finite, and the gradients that they lead to are not."""
-    fault = {"PYTHONPATH": FAULTS, "FAULT": "huge", "FAULT_RANK": "0"}
+    fault: dict[str, Any] = {"PYTHONPATH": FAULTS, "FAULT": "huge", "FAULT_RANK": "0"}
     run = Run.start(1, "--steps", 12, "--nan-tolerance", 1, **fault)
     assert run.finish() == 1
     tolerated, rest = run.output.split("WARNING: the gradients are not finite at step ")[1].split("\n", 1)
@@ -133,7 +134,7 @@ def test_weights_that_overflow_are_not_saved(tmp_path: Path, healthy: tuple[list
     save = tmp_path / "checkpoints"
     shutil.copytree(original, save)
     saving = ("--save", save, "--load", save, "--save-every", 1, "--keep", 1, "--save-mode", mode)
-    fault = {"PYTHONPATH": FAULTS, "FAULT": "overflow", "FAULT_RANK": "0,1", "FAULT_STEP": "1"}
+    fault: dict[str, Any] = {"PYTHONPATH": FAULTS, "FAULT": "overflow", "FAULT_RANK": "0,1", "FAULT_STEP": "1"}
     run = Run.start(2, *flags, "--steps", 12, *saving, **fault)
     assert run.finish() == 1, run.output
     assert steps_in(save) == [2]

@@ -3,6 +3,7 @@
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.chaos.rollbacks import Findings, Plan, roll_back
 from tests.train.resilience import REPOSITORY, Run, losses
 
 FAULTS = f"{REPOSITORY}/tests/faults:{REPOSITORY}"
-LAYOUTS = {
+LAYOUTS: dict[str, list[object]] = {
     "tp2": ["--tp", 2],
     "pp2": ["--pp", 2],
     "dp2": [],
@@ -36,7 +37,7 @@ def made(step: int, restored_step: int, next_batch: int) -> Rollback:
 
 
 def training(**fields: object) -> TrainingEntry:
-    entry = {
+    entry: dict[str, Any] = {
         "run_id": "a" * 12,
         "step": 2,
         "engine": "megatron",
@@ -110,10 +111,16 @@ def test_a_rollback_needs_checkpoints():
 def test_a_rollback_equals_a_run_that_never_saw_the_batches(tmp_path, layout):
     """Step 5 poisons the weights: the run returns to step 2, because step 4 has no finite step after it."""
     flags, save = [*LAYOUTS[layout], *ROLLBACK], tmp_path / "checkpoints"
-    skipping = {"PYTHONPATH": FAULTS, "FAULT": "skip", "FAULT_RANK": "0,1", "FAULT_STEP": "3", "FAULT_SKIP": "3"}
+    skipping: dict[str, Any] = {
+        "PYTHONPATH": FAULTS,
+        "FAULT": "skip",
+        "FAULT_RANK": "0,1",
+        "FAULT_STEP": "3",
+        "FAULT_SKIP": "3",
+    }
     other = Run.start(2, *flags, "--save", tmp_path / "other", "--out", tmp_path / "expected", **skipping)
     assert other.finish() == 0, other.output
-    poisoned = {"PYTHONPATH": FAULTS, "FAULT": "nan", "FAULT_RANK": "0,1", "FAULT_STEP": "5"}
+    poisoned: dict[str, Any] = {"PYTHONPATH": FAULTS, "FAULT": "nan", "FAULT_RANK": "0,1", "FAULT_STEP": "5"}
     run = Run.start(2, *flags, "--save", save, "--out", tmp_path / "out", **poisoned)
     assert run.finish() == 0, run.output
     assert run.output.count("ROLLBACK 1 of at most 3: rolled back from step 5 to the checkpoint of step 2") == 1
@@ -143,12 +150,18 @@ def test_every_checkpoint_is_right_after_rollbacks(tmp_path, mode):
 def test_a_restarted_run_skips_the_same_batches(tmp_path, layout):
     """The run is killed after the rollback and before the next save, and resumes under another layout."""
     flags, save = [*ROLLBACK, "--save-every", 4, "--steps", 12], tmp_path / "checkpoints"
-    skipping = {"PYTHONPATH": FAULTS, "FAULT": "skip", "FAULT_RANK": "0,1", "FAULT_STEP": "5", "FAULT_SKIP": "3"}
+    skipping: dict[str, Any] = {
+        "PYTHONPATH": FAULTS,
+        "FAULT": "skip",
+        "FAULT_RANK": "0,1",
+        "FAULT_STEP": "5",
+        "FAULT_SKIP": "3",
+    }
     expected = Run.start(
         2, *LAYOUTS[layout], *flags, "--save", tmp_path / "other", "--out", tmp_path / "expected", **skipping
     )
     assert expected.finish() == 0, expected.output
-    poisoned = {"PYTHONPATH": FAULTS, "FAULT": "nan", "FAULT_RANK": "0,1", "FAULT_STEP": "7"}
+    poisoned: dict[str, Any] = {"PYTHONPATH": FAULTS, "FAULT": "nan", "FAULT_RANK": "0,1", "FAULT_STEP": "7"}
     run = Run.start(2, *LAYOUTS[layout], *flags, "--save", save, **poisoned)
     run.wait_for("ROLLBACK 1 of at most 3: rolled back from step 7 to the checkpoint of step 4")
     run.wait_for(r"^step +5/12")
@@ -166,7 +179,7 @@ def test_a_restarted_run_skips_the_same_batches(tmp_path, layout):
 def test_torchrun_restarts_a_run_after_a_rollback(tmp_path):
     """Batch 7 poisons the weights whenever it is read, and a rank is killed between the rollback and the next save."""
     flags = ["--tp", 2, *ROLLBACK, "--save-every", 4, "--steps", 12, "--save", tmp_path / "save"]
-    poisoned = {"PYTHONPATH": FAULTS, "FAULT": "batch", "FAULT_RANK": "0,1", "FAULT_STEP": "7"}
+    poisoned: dict[str, Any] = {"PYTHONPATH": FAULTS, "FAULT": "batch", "FAULT_RANK": "0,1", "FAULT_STEP": "7"}
     run = Run.start(2, *flags, "--out", tmp_path / "out", torchrun=("--max-restarts", "1"), **poisoned)
     run.wait_for("ROLLBACK 1 of at most 3: rolled back from step 7 to the checkpoint of step 4")
     run.wait_for(r"^step +5/12")
@@ -181,7 +194,7 @@ def test_torchrun_restarts_a_run_after_a_rollback(tmp_path):
 def test_at_most_so_many_rollbacks_across_restarts(tmp_path):
     """The weights are poisoned again after the restart, when the only rollback has been used."""
     flags = ["--tp", 2, *ROLLBACK, "--max-rollbacks", 1, "--save", tmp_path]
-    poisoned = {"PYTHONPATH": FAULTS, "FAULT": "nan", "FAULT_RANK": "0,1", "FAULT_STEP": "5"}
+    poisoned: dict[str, Any] = {"PYTHONPATH": FAULTS, "FAULT": "nan", "FAULT_RANK": "0,1", "FAULT_STEP": "5"}
     run = Run.start(2, *flags, **poisoned)
     run.wait_for(r"^step +6/9")
     run.rank(0).send_signal(signal.SIGKILL)
@@ -193,7 +206,7 @@ def test_at_most_so_many_rollbacks_across_restarts(tmp_path):
 
 @pytest.mark.distributed
 def test_a_run_without_a_healthy_checkpoint_stops(tmp_path):
-    poisoned = {"PYTHONPATH": FAULTS, "FAULT": "nan", "FAULT_RANK": "0,1", "FAULT_STEP": "2"}
+    poisoned: dict[str, Any] = {"PYTHONPATH": FAULTS, "FAULT": "nan", "FAULT_RANK": "0,1", "FAULT_STEP": "2"}
     run = Run.start(2, "--tp", 2, *ROLLBACK, "--save", tmp_path, **poisoned)
     assert run.finish() == 1
     assert (
@@ -205,7 +218,7 @@ def test_a_run_without_a_healthy_checkpoint_stops(tmp_path):
 @pytest.mark.parametrize("layout", ["tp2", "zero1"])
 def test_a_loss_spike_is_rolled_back(tmp_path, layout):
     flags = [*LAYOUTS[layout], *ROLLBACK, "--save-every", 5, "--steps", 15, "--spike-multiple", 1.2]
-    spiking = {"PYTHONPATH": FAULTS, "FAULT": "spike", "FAULT_RANK": "0,1", "FAULT_STEP": "13"}
+    spiking: dict[str, Any] = {"PYTHONPATH": FAULTS, "FAULT": "spike", "FAULT_RANK": "0,1", "FAULT_STEP": "13"}
     run = Run.start(2, *flags, "--save", tmp_path / "checkpoints", "--out", tmp_path / "out", **spiking)
     assert run.finish() == 0, run.output
     assert "rolled back from step 13 to the checkpoint of step 10, and skipped the 3 batches in between" in run.output

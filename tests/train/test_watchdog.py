@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore
@@ -61,16 +62,17 @@ def test_many_are_not_all_listed() -> None:
 
 def test_where_a_thread_stands() -> None:
     seen: list[tuple[str, bool]] = []
+    rounds: list[int] = []
 
     def look(main: int) -> None:
-        time.sleep(0.1)  # until the loop below runs
+        while not rounds:  # until the loop below runs
+            time.sleep(0.001)
         seen.append(place_of(main))
 
     thread = threading.Thread(target=look, args=(threading.get_ident(),))
     thread.start()
-    stop = time.monotonic() + 10
-    while not seen and time.monotonic() < stop:
-        pass
+    while not seen:
+        rounds[:] = [1]
     thread.join()
     ((place, waits),) = seen
     assert place.startswith("test_where_a_thread_stands (test_watchdog.py:") and not waits
@@ -86,16 +88,27 @@ def test_frames_that_change_while_they_are_read(monkeypatch: pytest.MonkeyPatch)
 
 def test_frames_of_a_rank_with_progress_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    monkeypatch.setattr("megabench.train.watchdog.place_of", lambda thread: (str(read.append(thread)), False))
+
+    def place(thread: int) -> tuple[str, bool]:
+        read.append(thread)
+        return "a function", False
+
+    monkeypatch.setattr("megabench.train.watchdog.place_of", place)
+    now = 100.0
+    monkeypatch.setattr("megabench.train.watchdog.time", SimpleNamespace(monotonic=lambda: now))
     store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
-    watchdog = Watchdog(Rendezvous(store, 0, 1, 0, 1), stall_seconds=3.0, num_steps=9)
+    watchdog = Watchdog(Rendezvous(store, 0, 1, 0, 1), stall_seconds=1.0, num_steps=9)
     try:
-        for step in range(1, 21):
+        for step in range(1, 6):
+            now += 0.4
             watchdog.at("training", step)
-            time.sleep(0.1)
+            beat = watchdog._beat
+            while watchdog._beat < beat + 2:
+                time.sleep(0.01)
         assert not read
-        time.sleep(2.2)
-        assert read
+        now += 0.6
+        while not read:
+            time.sleep(0.01)
     finally:
         watchdog.close()
 
@@ -104,10 +117,10 @@ def failure_of(steps: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Failu
     """What is reported of a run whose two ranks stand still, with so many steps done."""
     monkeypatch.setattr("megabench.train.watchdog.os._exit", lambda status: None)
     store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
-    watchdogs = [Watchdog(Rendezvous(store, rank, 2, rank, 2), stall_seconds=0.3, num_steps=9) for rank in (0, 1)]
+    watchdogs = [Watchdog(Rendezvous(store, rank, 2, rank, 2), stall_seconds=3.0, num_steps=9) for rank in (0, 1)]
     for watchdog, step in zip(watchdogs, steps, strict=True):
         watchdog.at("training", step)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while not (failure := read_failure(store, 0)):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -8,7 +8,6 @@ A module may define:
 - `RESUMED`: settings of runs that are resumed on fewer ranks (`test_resume`);
 - `ADAFACTOR`: settings with which the engine trains with Adafactor (`test_options`);
 - `REFUSED`: settings for four ranks, and words of the sentence that refuses them (`test_options`);
-- `SAVED`: by name, settings of the checkpoints in tests/golden/checkpoints;
 - `KERNELS`: by name, settings of runs whose records name their kernels (`test_kernel_traits`);
 - `OUT_OF_MEMORY`: the engine's options in a record, and words of what the doctor recommends (`test_doctor`).
 """

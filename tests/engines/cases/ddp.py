@@ -19,7 +19,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": "ddp", "precision": "bf16", "grad_dtype": "bf16", "powersgd_rank": 2}, "powersgd_rank sends fp32"),
     ({"engine": "ddp", "powersgd_rank": 2, "save": Path("x")}, "do not include PowerSGD's error-feedback state"),
 ]
-SAVED: dict[str, dict[str, Any]] = {"ddp": {"engine": "ddp"}}
 KERNELS: dict[str, dict[str, Any]] = {
     "gpt2": {"model": "gpt2", "engine": "ddp"},
     "gpt2-reference": {"model": "gpt2", "engine": "ddp", "kernels": "reference"},

@@ -44,10 +44,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": "deepspeed", "hpz_size": 3}, "hpz_size=3 does not divide the 4 ranks"),
     ({"engine": "deepspeed", "optimizer": "adafactor"}, "ZeRO-3 of the deepspeed engine shards them"),
 ]
-SAVED: dict[str, dict[str, Any]] = {
-    "zero1": {"engine": "deepspeed", "zero_stage": 1},
-    "zero3": {"engine": "deepspeed", "zero_stage": 3},
-}
 KERNELS: dict[str, dict[str, Any]] = {
     "zero3": {"model": "llama3-8b", "engine": "deepspeed"},
     "zero3-reference": {"model": "llama3-8b", "engine": "deepspeed", "kernels": "reference"},

@@ -15,7 +15,6 @@ ON_GPUS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 RESUMED: list[dict[str, Any]] = [{"engine": "fsdp"}, {"engine": "fsdp", "shard_size": 2}]
 REFUSED: list[tuple[dict[str, Any], str]] = [({"engine": "fsdp", "offload": "optimizer"}, "use offload=all")]
-SAVED: dict[str, dict[str, Any]] = {"fsdp": {"engine": "fsdp"}}
 KERNELS: dict[str, dict[str, Any]] = {
     "bloom": {"model": "bloom-560m", "engine": "fsdp"},
     "bloom-reference": {"model": "bloom-560m", "engine": "fsdp", "kernels": "reference"},

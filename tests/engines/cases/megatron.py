@@ -47,7 +47,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"compile": True}, f"compile is a setting of the {_COMPILING}, and the engine is megatron"),
 ]
 RESUMED: list[dict[str, Any]] = [{"shard_size": 2}]
-SAVED: dict[str, dict[str, Any]] = {"megatron": {"tp": 2}}
 KERNELS: dict[str, dict[str, Any]] = {
     "llama": {"model": "llama3-8b"},
     "llama-reference": {"model": "llama3-8b", "kernels": "reference"},

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,9 @@ def event(name: str, begin: float, end: float, cat: str = "kernel", **arguments:
     return {"ph": "X", "name": name, "cat": cat, "ts": 1e3 * begin, "dur": 1e3 * (end - begin), "args": arguments}
 
 
-def nccl(group: str, begin: float, end: float, **arguments: object) -> dict:
-    return event("ncclDevKernel_AllGather_RING_LL", begin, end, **{"Process Group Name": group}, **arguments)
+def nccl(group: str, begin: float, end: float, **arguments: Any) -> dict:
+    arguments["Process Group Name"] = group
+    return event("ncclDevKernel_AllGather_RING_LL", begin, end, **arguments)
 
 
 def split_events(*events: dict) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:

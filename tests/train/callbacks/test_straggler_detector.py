@@ -1,7 +1,9 @@
 """A rank that is slow at local work is named."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,9 @@ FAULTS = str(Path(__file__).parents[2] / "faults")
 
 def detector() -> tuple[StragglerDetector, list[str]]:
     notes: list[str] = []
-    found = StragglerDetector(10)
+    found: Any = StragglerDetector(10)
     hosts = ["a", "a", "b", "b"]
-    found._trainer = SimpleNamespace(hosts=hosts, device=torch.device("cuda"), note=notes.append)  # type: ignore[assignment]
+    found._trainer = SimpleNamespace(hosts=hosts, device=torch.device("cuda"), note=notes.append)
     found._gpus = [0, 1, 0, 1]
     return found, notes
 
@@ -55,5 +57,6 @@ def test_a_slowed_rank_is_found(tmp_path: Path) -> None:
     run = Run.start(3, *flags, "--global-batch", 12, PYTHONPATH=FAULTS, FAULT="slow", FAULT_RANK="1")
     assert run.finish() == 0, run.output
     record = RunRecord.read(tmp_path / "record.json")
-    assert [found.rank for found in record.stragglers] == [1] and record.stragglers[0].slowdown > 1.25
-    assert run.output.count("WARNING: straggler at step ") == 1
+    # another rank may be slow too, if other programs use its cores
+    assert {found.rank: found.slowdown for found in record.stragglers}[1] > 1.25
+    assert len(re.findall(r"WARNING: straggler at step \d+: rank 1 ", run.output)) == 1

@@ -3,6 +3,7 @@
 import errno
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
@@ -21,8 +22,8 @@ def test_a_full_disk_ends_them_and_not_the_run(tmp_path, monkeypatch, failing):
 
     monkeypatch.setattr(SummaryWriter, failing, full)
     said: list[str] = []
-    run = RunConfig(model="llama-tiny").resolve(1, "cpu")
-    monitor = HardwareMonitor()
+    run = RunConfig.parse({"model": "llama-tiny"}).resolve(1, "cpu")
+    monitor: Any = HardwareMonitor()
     monitor.sampler = SimpleNamespace(latest=None)
     scalars = TensorBoard(tmp_path, monitor)
     scalars.on_start(SimpleNamespace(run=run, num_before=0, peak_tflops=None, note=said.append))

@@ -29,7 +29,7 @@ def pretrain(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
