@@ -158,7 +158,7 @@ atexit.register(_pool.remove)
 
 
 def run(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240.0, backend: str = "gloo"
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 480.0, backend: str = "gloo"
 ) -> list[Any]:
     """Calls `function(*args)` on every rank of a group; the results by rank. DistributedTestError if any fails."""
     return _pool.run(function, world_size, backend, args, timeout)
