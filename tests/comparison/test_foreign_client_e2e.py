@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import DistError, TCPStore
 
 from megabench.record import read_records
-from tests.comparison.compare_process import BASE, REPOSITORY, finish, start, torchrun
+from tests.comparison.compare_process import BASE, finish, start, torchrun
 
 pytestmark = pytest.mark.e2e
 
