@@ -18,10 +18,10 @@ test: versions $(TOOLS)
 test-fast: versions $(TOOLS)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not distributed and not e2e"
 
-# what depends on the version of megatron-core: engines, checkpoints and conversion
+# what depends on the version of megatron-core: its engine and its pitfalls, checkpoints and conversion
 test-engines: versions $(TOOLS)
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/engines tests/checkpoint tests/convert \
-		--ignore tests/engines/test_causal_families.py
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not e2e" \
+		tests/engines/test_equivalence.py tests/engines/test_traps.py tests/checkpoint tests/convert
 
 # every causal model of transformers under every engine; the outcomes are in build/causal-families.md
 test-exhaustive: versions $(TOOLS)
