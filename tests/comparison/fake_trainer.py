@@ -97,7 +97,7 @@ def with_messages(rank: int, fault: str, mine: bool) -> int:
         store.wait([f"failure/{peer}" for peer in range(int(os.environ["WORLD_SIZE"])) if peer != rank])
         report_failure(store, rank, *REPORTS[fault])
     else:
-        store.wait([f"progress/{os.environ['FAULT_RANK']}"])
+        store.wait([f"progress/{os.environ.get('FAULT_RANK', '0')}"])
         report_failure(store, rank, "failed", "RuntimeError: [gloo/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
     return 1
 
