@@ -66,12 +66,12 @@ def test_no_rank_outlives_a_killed_torchrun() -> None:
         time.sleep(delay)
         run.process.kill()
         runs.append(run)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while left := [process for run in runs for process in run.alive()]:
         if time.monotonic() > deadline:
             for process in left:
                 process.kill()
-            raise AssertionError(f"{left} still run after 90 s")
+            raise AssertionError(f"{left} still run after 300 s")
         time.sleep(0.5)
 
 
