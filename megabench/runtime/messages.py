@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -147,15 +148,23 @@ def meet(store: Store, rank: int, world_size: int, topic: str) -> None:
 def outlast(store: Store, rank: int, world_size: int, topic: str, seconds: float = 10.0) -> None:
     """Block rank 0, whose process may host the store, until all ranks have called this function.
 
-    Other ranks return at once.
-
-    Rank 0 returns after at most `seconds`, because a lost rank never calls this function.
+    Other ranks return when the store has counted them. Every rank returns after at most `seconds`, because a lost rank
+    never calls this function, and the store of a frozen rank 0 never answers.
     """
     deadline = time.monotonic() + seconds
-    num_here = store.add(f"outlasted/{topic}", 1)
-    while rank == 0 and num_here < world_size and time.monotonic() < deadline:
+
+    def count(one: int) -> int:
+        return store.add(f"outlasted/{topic}", one)
+
+    if rank != 0:
+        counting = threading.Thread(target=count, args=(1,), daemon=True)
+        counting.start()
+        counting.join(seconds)
+        return
+    num_here = count(1)
+    while num_here < world_size and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-        num_here = store.add(f"outlasted/{topic}", 0)
+        num_here = count(0)
 
 
 def print_once(store: Store, text: str) -> None:

@@ -153,9 +153,11 @@ class Watchdog:
         self._moved = time.monotonic()
 
     def close(self) -> None:
-        """Stop the watchdog, because ranks now exit one by one."""
+        """Stop the watchdog, because ranks now exit one by one. End this process if the store does not answer."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(self.patience)
+        if self._thread.is_alive():
+            self._end("hang", self._no_answer(), has_store=False)
 
     @property
     def patience(self) -> float:
@@ -190,11 +192,14 @@ class Watchdog:
         while not self._closed.wait(self._interval):
             now = time.monotonic()
             if min(now - self._answered, now - self._moved) > self.patience + 2 * self._interval:
-                error = (
-                    f"rank {self._rank} ({self._host}) made no progress, and the rendezvous store has not answered "
-                    f"for {now - self._answered:.0f} s"
-                )
-                self._end("hang", error, has_store=False)
+                self._end("hang", self._no_answer(), has_store=False)
+
+    def _no_answer(self) -> str:
+        seconds = time.monotonic() - self._answered
+        return (
+            f"rank {self._rank} ({self._host}) made no progress, and the rendezvous store has not answered for "
+            f"{seconds:.0f} s"
+        )
 
     def _publish(self) -> None:
         self._beat += 1

@@ -2,7 +2,6 @@
 
 import html
 import json
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from megabench.doctor.write_findings import findings_at
 from megabench.record import RunFailure, RunRecord, read_records
-from megabench.study.results_directory import read_folder
 from tests.comparison.compare_process import (
     BASE,
     FAKE,
@@ -392,21 +390,3 @@ def test_records_and_reports_contain_no_secrets(tmp_path):
         assert "hunter2" not in (out / name).read_text(), name
     (record,) = records(out).values()
     assert record.command.startswith('WANDB_API_KEY="$WANDB_API_KEY" FOO=shown torchrun')
-
-
-def test_results_with_the_generated_names_of_an_earlier_version_are_resumed(tmp_path):
-    trials = "trials: [{name: ddp, precision: [fp32, bf16]}]\nreference: ddp-precision_bf16\n"
-    study, out = write(tmp_path, BASE + trials), tmp_path / "out"
-    arguments = (study, "--out", out, "--nproc", 1)
-    assert compare(*arguments)[0] == 0
-    assert set(records(out)) == {"ddp-fp32", "ddp-bf16"} and read_folder(out).reference == "ddp-bf16"
-    results = out / "results.jsonl"
-    results.write_text(re.sub(r'"trial": ?"ddp-', '"trial": "ddp-precision_', results.read_text()))
-    assert set(records(out)) == {"ddp-precision_fp32", "ddp-precision_bf16"}
-    assert read_folder(out).reference == "ddp-precision_bf16"
-    study.write_text(study.read_text().replace("precision_bf16", "bf16"))
-    status, stdout, stderr = compare(*arguments, "--resume")
-    assert status == 0 and "[1/" not in stdout, "nothing runs again" + stderr
-    assert read_folder(out).reference == "ddp-precision_bf16", "the records keep their names"
-    assert compare(*arguments, "--only", "ddp-precision_fp32")[0] == 0
-    assert set(records(out)) == {"ddp-fp32", "ddp-bf16"}

@@ -80,7 +80,7 @@ def test_what_a_profile_was_measured_on_is_said(cluster, words):
         (["--cluster", "p5.48xlarge:2", "--explain", "tp3"], "trial 'tp3' is not a predicted trial"),
         (["--cluster", "p5.48xlarge:2", "--grad-dtype", "fp8"], "grad_dtype='fp8' is unknown"),
         (["--cluster", "p5.48xlarge:2", "--profile", "none.json"], "cannot read none.json"),
-        (["--cluster", "p5.48xlarge:2", "--model", "gpt2", "--seq-length", "2048"], "the 1024 learned positions"),
+        (["--cluster", "p5.48xlarge:2", "--model", "gpt2", "--seq-length", "2048"], "exceeds the 1024 positions"),
         (["--cluster", "p5.48xlarge:2", "--model", "gpt2", "--global-batch", "3"], "use a global batch"),
     ],
 )

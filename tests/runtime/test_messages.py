@@ -93,3 +93,17 @@ def test_rank_0_does_not_wait_for_a_rank_that_was_lost() -> None:
     began = time.monotonic()
     messages.outlast(HashStore(), 0, 2, "test", seconds=0.2)
     assert 0.2 <= time.monotonic() - began < 10, "less than the default"
+
+
+def test_no_rank_waits_for_the_store_of_a_frozen_rank_0() -> None:
+    thaw = threading.Event()
+
+    class Frozen(HashStore):
+        def add(self, key: str, value: int) -> int:
+            thaw.wait()
+            return value
+
+    began = time.monotonic()
+    messages.outlast(Frozen(), 1, 2, "test", seconds=0.2)
+    assert time.monotonic() - began < 10
+    thaw.set()

@@ -138,3 +138,24 @@ def test_a_hang_names_the_rank_that_the_others_wait_for(monkeypatch: pytest.Monk
 def test_a_hang_names_no_rank_where_none_can_be_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     failure = failure_of((3, 3), monkeypatch)
     assert (failure.kind, failure.waited_for) == ("hang", None)
+
+
+def test_a_store_that_freezes_at_the_end_of_the_run_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`close` waits for the watchdog's thread, which waits for the store, whose process may be frozen."""
+    ended, thaw = list[int](), threading.Event()
+    monkeypatch.setattr("megabench.train.watchdog.os._exit", ended.append)
+    store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+    watchdog = Watchdog(Rendezvous(store, 0, 1, 0, 1), stall_seconds=0.2, num_steps=9)
+    frozen = threading.Event()
+
+    def publish() -> None:
+        frozen.set()
+        thaw.wait()
+
+    monkeypatch.setattr(watchdog, "_publish", publish)
+    frozen.wait()
+    watchdog.close()
+    assert ended == [1] and "the rendezvous store has not answered for" in capsys.readouterr().err
+    thaw.set()
