@@ -8,6 +8,7 @@ from megabench.cost.profile import Profile
 from megabench.cost.shared_costs import Base
 from megabench.hardware.topology import Topology
 from megabench.parallel.axes import AXIS_BY_NAME
+from megabench.specs.engine_spec import CostModel
 from megabench.specs.registry import ENGINES
 
 
@@ -46,13 +47,21 @@ class Costs:
 
     def __init__(self, job: Job, topology: Topology, profile: Profile) -> None:
         self.job, self.profile = job, profile
-        self.base = Base(job, topology, profile)
-        plain = Base(job.without_added_gradients(), topology, profile)
+        self.base = self.shared(job, topology, profile)
+        plain = self.shared(job.without_added_gradients(), topology, profile)
         bases = {name: self.base if spec.adds_gradients else plain for name, spec in ENGINES.items()}
         self._jobs = {name: base.job for name, base in bases.items()}
-        self._models = {name: spec.cost(bases[name]) for name, spec in ENGINES.items()}
+        self._models = {name: self.model(name, bases[name]) for name in ENGINES}
         self.available_bytes = profile.available_bytes(topology.hosts[0].device)
         self.usable_bytes = likely_bytes(self.available_bytes)
+
+    def shared(self, job: Job, topology: Topology, profile: Profile) -> Base:
+        """Return the costs that the candidates of a job share."""
+        return Base(job, topology, profile)
+
+    def model(self, engine: str, base: Base) -> CostModel:
+        """Return the cost model of an engine."""
+        return ENGINES[engine].cost(base)
 
     def memory(self, candidate: Candidate) -> Memory:
         return ENGINES[candidate.engine].memory(self._jobs[candidate.engine], candidate, self.profile)

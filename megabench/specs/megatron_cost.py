@@ -230,12 +230,24 @@ class Pipeline:
         parameters = stage_parameters(job, candidate, stage)
         pieces = self._num_buckets(candidate, stage, parameters)
         reduce, gather = self._replica_seconds(candidate, stage, pieces)
-        is_all_reduce = megatron_variant(candidate).num_shards(candidate.layout) == 1
-        reduced, gathered = (1 + is_all_reduce) * job.bytes_of_gradient * parameters, job.bytes_of_value * parameters
+        times = 2 if self._all_reduces(candidate) else 1
+        reduced, gathered = times * job.bytes_of_gradient * parameters, job.bytes_of_value * parameters
         return (
-            self.base.tail(backward, reduce, reduced, pieces, replicas, overlaps=True),
-            self.base.tail(forward, gather, gathered, pieces, replicas, overlaps=True),
+            self.base.tail(backward, reduce, reduced, pieces, replicas, self._overlaps_gradients(candidate)),
+            self.base.tail(forward, gather, gathered, pieces, replicas, self._overlaps_parameters(candidate)),
         )
+
+    def _all_reduces(self, candidate: Candidate) -> bool:
+        """Return whether gradients are all-reduced, which moves twice the bytes of a reduce-scatter."""
+        return megatron_variant(candidate).num_shards(candidate.layout) == 1
+
+    def _overlaps_gradients(self, candidate: Candidate) -> bool:
+        """Return whether gradients are reduced during backward."""
+        return True
+
+    def _overlaps_parameters(self, candidate: Candidate) -> bool:
+        """Return whether updated weights are gathered during forward."""
+        return True
 
     def _num_buckets(self, candidate: Candidate, stage: int, parameters: float) -> int:
         """Return the number of collectives that reduce a stage's gradients.

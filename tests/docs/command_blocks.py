@@ -13,7 +13,7 @@ from megabench.cli.commands import app
 from megabench.train.flags import parse_flags
 
 # Why a block does not run in the tests. A page gives the reason in an HTML comment on the line above the block.
-NEEDS = ("GPUs", "several hosts", "Slurm", "Kubernetes", "Docker", "SkyPilot")
+NEEDS = ("GPUs", "several hosts", "Slurm", "Kubernetes", "Docker", "SkyPilot", "several minutes")
 REASONS = (*(f"needs: {name}" for name in NEEDS), "runs in: .ci/run")
 
 _FENCE = re.compile(r"^(?P<indent>\s*)(?P<ticks>`{3,})(?P<info>[^`]*)$")

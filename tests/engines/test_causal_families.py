@@ -18,7 +18,6 @@ from tests.models.causal_families import (
     REFUSALS,
     REFUSED_LATE,
     UNBUILT,
-    VARIANTS,
     TinyModel,
     save_model,
 )
@@ -36,10 +35,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron tp=2 pp=2": {"world_size": 4, "engine": "megatron", "tp": 2, "pp": 2},
 }
 ALL = [(name, layout) for name in MODELS for layout in LAYOUTS]
+# The models that CI trains, by the feature of the architecture for which they were chosen.
+_TRAINED_IN_CI = {
+    "tied and untied output layers": "llama llama-tied gemma",
+    "biases, also of the output layer": "qwen2 phi gptj",
+    "transposed weights and learned positions": "gpt2 opt",
+    "ALiBi": "bloom mpt",
+    "fused, latent and differential attention": "falcon minicpm3 diffllama",
+    "a mixture of experts": "mixtral deepseek_v3",
+    "state spaces, recurrence and linear attention": "mamba mamba2 rwkv xlstm recurrent_gemma",
+    "hybrids, also with shared blocks": "bamba falcon_h1 lfm2 nemotron_h-dense qwen3_5_text zamba2",
+    "decoders, also of encoder-decoder models": "bart biogpt xglm",
+    "local and sliding attention": "gpt_neo mistral gemma3_text modernbert-decoder",
+    "embeddings per layer, and buffers that persist": "gemma3n_text gemma4_text apertus",
+    "an output layer that is registered before the backbone or inside of a head": "camembert-decoder rembert-decoder",
+    "a padding token in the vocabulary": "llama-padding",
+    "models with several modalities": "gemma3",
+}
+TRAINED_IN_CI = [name for names in _TRAINED_IN_CI.values() for name in names.split()]
+REFUSED_IN_CI = list({message: name for name, message in REFUSALS.items()}.values())  # one for each reason
 # Models whose last registered module does not compute the logits, on which the hooks of Megatron-FSDP depend.
 LAST_MODULE_IS_NOT_LAST = ("camembert-decoder", "rembert-decoder")
-# every model in one process, and every type, without its variants, sharded on two ranks
-IN_CI = [(name, layout) for name, layout in ALL if layout == "ddp" or (layout == "zero3 dp=2" and name not in VARIANTS)]
+IN_CI = [(name, layout) for name in TRAINED_IN_CI for layout in ("ddp", "zero3 dp=2")]
+IN_CI += [(name, "ddp") for name in REFUSED_IN_CI if name not in TRAINED_IN_CI]
 IN_CI += [(name, "megatron_fsdp dp=2") for name in LAST_MODULE_IS_NOT_LAST]
 TABLE = Path("build/causal-families.md")
 OUTCOMES: dict[tuple[str, str], Outcome] = {}  # by model and layout
@@ -105,4 +123,5 @@ def test_the_list_of_types_that_cannot_be_built_is_exact(tmp_path: Path, model_t
 
 def test_the_tables_name_known_models() -> None:
     assert REFUSALS.keys() | {*PARALLEL, *LAST_MODULE_IS_NOT_LAST} <= MODELS.keys()
+    assert MODELS.keys() >= {*TRAINED_IN_CI}
     assert REFUSALS.keys() >= REFUSED_LATE

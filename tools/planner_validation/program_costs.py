@@ -1,6 +1,5 @@
 """Cost model of other training programs, as differences from megabench's engines. This module does not import torch."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -15,6 +14,7 @@ from megabench.hardware.topology import Topology
 from megabench.planner.engines import Costs
 from megabench.specs import megatron_memory
 from megabench.specs.data_parallel_cost import DataParallel
+from megabench.specs.engine_spec import CostModel
 from megabench.specs.megatron_cost import Pipeline
 from megabench.specs.megatron_memory import megatron_variant, stage_layers, stage_parameters
 from tools.planner_validation.programs import ProgramJob, ProgramProfile
@@ -235,24 +235,17 @@ class ProgramPipeline(Pipeline):
         is_sharded = megatron_variant(candidate).shards_optimizer
         return self.program.overlaps_gradients and (not is_sharded or self.program.overlaps_sharded_gradients)
 
+    def _overlaps_parameters(self, candidate: Candidate) -> bool:
+        return self.program.overlaps_parameters
+
     def _num_buckets(self, candidate: Candidate, stage: int, parameters: float) -> int:
         if not self._overlaps_gradients(candidate) or (stage and not self.program.buckets_on_all_stages):
             return 1
         size = max(self.program.bucket_parameters, 1e6 * candidate.layout.data_parallel * candidate.layout.cp)
         return max(1, round(parameters / size))
 
-    def _replica_tails(self, candidate: Candidate, stage: int, chunks: Sequence[schedule.Chunk]) -> tuple[float, float]:
-        job, program, replicas = self.job, self.program, self.base.geometry_of(candidate).replicas
-        backward, forward = sum(chunk.backward for chunk in chunks), sum(chunk.forward for chunk in chunks)
-        parameters = stage_parameters(job, candidate, stage)
-        pieces = self._num_buckets(candidate, stage, parameters)
-        reduce, gather = self._replica_seconds(candidate, stage, pieces)
-        is_all_reduce = program.broadcasts_tensors or megatron_variant(candidate).num_shards(candidate.layout) == 1
-        reduced, gathered = (1 + is_all_reduce) * job.bytes_of_gradient * parameters, job.bytes_of_value * parameters
-        return (
-            self.base.tail(backward, reduce, reduced, pieces, replicas, self._overlaps_gradients(candidate)),
-            self.base.tail(forward, gather, gathered, pieces, replicas, program.overlaps_parameters),
-        )
+    def _all_reduces(self, candidate: Candidate) -> bool:
+        return self.program.broadcasts_tensors or super()._all_reduces(candidate)
 
     def _replica_seconds(self, candidate: Candidate, stage: int, calls: int) -> tuple[float, float]:
         """Return the seconds to reduce gradients, and to gather the updated weights or to broadcast whole tensors.
@@ -286,11 +279,18 @@ class ProgramCosts(Costs):
 
     base: ProgramBase
 
-    def __init__(self, job: ProgramJob, topology: Topology, profile: Profile) -> None:
-        super().__init__(job, topology, profile)
-        self.base = ProgramBase(job, topology, profile)
-        plain = ProgramBase(job.without_added_gradients(), topology, profile)
-        self._models |= {"megatron": ProgramPipeline(self.base), "fsdp": ProgramDataParallel(plain)}
+    def shared(self, job: Job, topology: Topology, profile: Profile) -> ProgramBase:
+        assert isinstance(job, ProgramJob)
+        return ProgramBase(job, topology, profile)
+
+    def model(self, engine: str, base: Base) -> CostModel:
+        assert isinstance(base, ProgramBase)
+        match engine:
+            case "megatron":
+                return ProgramPipeline(base)
+            case "fsdp":
+                return ProgramDataParallel(base)
+        return super().model(engine, base)
 
     def memory(self, candidate: Candidate) -> Memory:
         if candidate.engine != "megatron":
