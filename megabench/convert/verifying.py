@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from megabench.config import ResolvedConfig, RunConfig
 from megabench.convert.samples import SEQ_LENGTH
-from megabench.engines.megatron.parts import Parts
 from megabench.models.causal_lm import build_model
 from megabench.models.mapping import Piece
 from megabench.models.model_directory import HuggingFaceWeights
@@ -128,6 +126,8 @@ def _reference_logits(weights: HuggingFaceWeights, tokens: Tensor, advance: Adva
 
 def _one_layer(folder: Path) -> Any:
     """Return a transformers model with one layer and without weights."""
+    from transformers import AutoConfig
+
     config = AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, attn_implementation="sdpa"
     )
@@ -162,6 +162,8 @@ def _parallel_logits(weights: Weights, run: ResolvedConfig, tokens: Tensor, adva
 
     Each pipeline stage runs its layers and sends the hidden states to the next stage.
     """
+    from megabench.engines.megatron.parts import Parts  # imports megatron-core, without which input can be refused
+
     blocks = Parts(weights, run)
     groups, shape = blocks.groups, run.shape
     stage, num_stages = groups.pp.rank(), groups.pp.size()

@@ -5,9 +5,10 @@ Slurm and Kubernetes announce the end of a job with SIGTERM or SIGUSR1.
 
 import signal
 from types import FrameType
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -37,11 +38,14 @@ class StopSignal:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = number
 
-    def agreed(self, device: torch.device) -> str | None:
+    def agreed(self, device: "torch.device") -> str | None:
         """Return the name of a signal that any rank has received, or None.
 
         Collective; all ranks get the same result.
         """
+        import torch  # here, so that invalid flags are reported without seconds of imports
+        import torch.distributed as dist
+
         if dist.get_world_size() == 1:
             number = self._received
         else:
