@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from megabench import UserError
 from megabench.doctor import examine
 from megabench.doctor.finding import Finding
+from megabench.errors import UserError
 from megabench.parallel.layout import Layout
 from megabench.planner import plan_table
 from megabench.planner.engines import Estimate

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
-from megabench import UserError, printable
 from megabench.atomic_write import write_atomically
+from megabench.errors import UserError, printable
 
 SCHEMA_VERSION = 2  # of records; CONTRIBUTING.md says when it changes
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megabench import UserError, topo
+from megabench import topo
+from megabench.errors import UserError
 from megabench.hardware.nccl_job import Job, JobCommunicator, Where, merge, network_of, topology_of
 from megabench.hardware.topo_files import (
     ANSI,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import megabench
-from megabench import Layout, UserError, compare, load, plan
+from megabench import Layout, compare, load, plan
+from megabench.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 NETWORK = ROOT / "benchmarks" / "measured-network" / "network.json"

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.record import RunRecord, SaveTimes
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from megabench import UserError
 from megabench.atomic_write import write_atomically
+from megabench.errors import UserError
 from megabench.study.results_directory import read_folder
 from megabench.study.table import markdown
 

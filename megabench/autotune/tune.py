@@ -6,10 +6,10 @@ A short run that runs out of memory therefore cannot affect later runs.
 import shutil
 from pathlib import Path
 
-from megabench import UserError
 from megabench.autotune.probe import probe_config, probe_result
 from megabench.autotune.setting_search import Search
 from megabench.config.auto import Setting, legal_settings
+from megabench.errors import UserError
 from megabench.record import Probe
 from megabench.study.study import Trial
 from megabench.supervisor.root_cause import Verdict

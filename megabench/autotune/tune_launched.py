@@ -9,13 +9,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from megabench import UserError
 from megabench.atomic_write import write_atomically
 from megabench.autotune.probe import probe_config
 from megabench.autotune.tune import NothingFitsError, tune
 from megabench.config import RunConfig
 from megabench.config.auto import Setting, apply_setting, resolve_first
 from megabench.config.identity import identity
+from megabench.errors import UserError
 from megabench.record import Probe
 from megabench.runtime.device import DeviceKind
 from megabench.runtime.rendezvous import Rendezvous, restart_count

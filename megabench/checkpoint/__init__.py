@@ -5,7 +5,7 @@ tensors in fp32. A run can load a checkpoint that was written under any layout. 
 data.
 """
 
-from megabench import UserError
+from megabench.errors import UserError
 
 
 class CheckpointError(UserError):

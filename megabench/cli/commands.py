@@ -9,7 +9,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from megabench import UserError, __version__, error_message, shipped
+from megabench import __version__, shipped
+from megabench.errors import UserError, error_message
 from megabench.runtime.launcher import launcher_rank, refuse_num_processes
 from megabench.runtime.process import set_up_process
 

@@ -8,10 +8,10 @@ import typer
 from typer.core import TyperCommand
 from typer.main import get_command
 
-from megabench import UserError
 from megabench.config import RunConfig
 from megabench.config.auto import resolve_first
 from megabench.data.checks import check_before_start
+from megabench.errors import UserError
 from megabench.hardware.facts import visible_gpus
 from megabench.parallel.layout import LayoutError
 from megabench.runtime.launcher import check_launcher, launcher_rank, refuse_num_processes

@@ -5,12 +5,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megabench import UserError
 from megabench.autotune.tune import NothingFitsError, tune
 from megabench.comparison.display import RunDisplay
 from megabench.comparison.results import Results, failed_record
 from megabench.config.auto import apply_setting
 from megabench.doctor.write_findings import write_head
+from megabench.errors import UserError
 from megabench.record import RunFailure
 from megabench.runtime.run_lock import RunLockedError
 from megabench.study.compare_request import Request

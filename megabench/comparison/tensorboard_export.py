@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from megabench import UserError
 from megabench.comparison.hparams import write_hparams
+from megabench.errors import UserError
 from megabench.record import RunRecord
 from megabench.study.expand import SAFE_NAME
 from megabench.train.callbacks.tensorboard import speed_scalars, step_scalars

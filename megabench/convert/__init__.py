@@ -1,6 +1,6 @@
 """Conversion between checkpoints and Hugging Face model directories, and comparison of their logits."""
 
-from megabench import UserError
+from megabench.errors import UserError
 
 
 class ConvertError(UserError):

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabench import UserError
 from megabench.checkpoint.directory import commit
 from megabench.checkpoint.files import write_assets
 from megabench.checkpoint.manifest import FileEntry, ModelEntry
@@ -19,6 +18,7 @@ from megabench.checkpoint.weights_only import Weights, open_weights, weights_man
 from megabench.config import ResolvedConfig
 from megabench.convert import ConvertError, UnequalError
 from megabench.convert.verifying import Advance, Comparison, compare
+from megabench.errors import UserError
 from megabench.models.assets import read_assets
 from megabench.models.families import OUTPUT
 from megabench.models.find import find_model

@@ -1,6 +1,6 @@
 """Training data: tokenizers, token files, and batches whose order does not depend on the layout."""
 
-from megabench import UserError
+from megabench.errors import UserError
 
 
 class DataError(UserError):

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from megabench import UserError
 from megabench.cost.fabric import Fabric
 from megabench.cost.fabric_report import SLOW_SHARE, gb_per_s_text, network_name
 from megabench.cost.job import Job
 from megabench.cost.profile import Profile, profile_for
 from megabench.doctor.finding import Case, Finding, Rule
+from megabench.errors import UserError
 from megabench.hardware.gpus import Network
 from megabench.hardware.topology import Topology
 from megabench.planner.engines import Costs

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megabench import UserError
 from megabench.config.clusters import read_cluster
 from megabench.config.requested_fields import auto_fields, requested_fields
 from megabench.cost.fabric import Fabric
@@ -12,6 +11,7 @@ from megabench.cost.job import Job
 from megabench.doctor.fabric_rules import NetworkUser, rule_for
 from megabench.doctor.finding import Rule
 from megabench.doctor.planner_rules import PlannedTrial, planned_job, rules_for
+from megabench.errors import UserError
 from megabench.hardware.facts import read_facts, visible_gpus
 from megabench.hardware.gpus import find_instance
 from megabench.hardware.topology import Host, Topology, build, from_facts, split

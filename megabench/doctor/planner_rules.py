@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from megabench import UserError
 from megabench.config import ResolvedConfig, RunConfig
 from megabench.config.auto import resolve_first
 from megabench.cost.job import Candidate, Job
 from megabench.cost.profile import profile_for
 from megabench.doctor.finding import Case, Finding, Rule, is_tried_larger, was_tuned
 from megabench.doctor.speed_rules import HALF
+from megabench.errors import UserError
 from megabench.hardware.gpus import find_gpu, gpu_memory_mib
 from megabench.hardware.topology import Topology
 from megabench.parallel.layout import LayoutError

@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from megabench import UserError
 from megabench.cost.fabric_files import read_fabric
 from megabench.doctor.examine import examine
 from megabench.doctor.finding import Finding, Kind, names
 from megabench.doctor.plan_rules import plan, rule_for_records
+from megabench.errors import UserError
 from megabench.record import RunRecord
 from megabench.study.results_directory import read_folder
 

@@ -7,10 +7,10 @@ from typing import Literal, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from megabench import UserError
 from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.errors import UserError
 from megabench.record import KernelTraits
 
 TensorKind = Literal["weights", "gradients"]

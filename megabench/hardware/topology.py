@@ -12,7 +12,8 @@ from functools import cached_property
 from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
-from megabench import UserError, shipped
+from megabench import shipped
+from megabench.errors import UserError
 from megabench.hardware.facts import GpuFacts, RankFacts
 from megabench.hardware.gpus import (
     INSTANCE_NAMES,

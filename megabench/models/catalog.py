@@ -2,7 +2,7 @@
 
 from difflib import get_close_matches
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.models.shape import ModelShape, RopeScaling
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabench import UserError
+from megabench.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

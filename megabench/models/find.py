@@ -7,7 +7,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.models.catalog import CATALOG, UnknownModelError, get_model
 from megabench.models.shape import ModelShape
 

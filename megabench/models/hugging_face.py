@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.models.causal_lm import (
     CONFIG_NAME,
     UnsupportedModelError,

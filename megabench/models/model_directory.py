@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.models.causal_lm import (
     CONFIG_NAME,
     UnsupportedModelError,

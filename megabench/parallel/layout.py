@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from math import lcm, prod
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.models.shape import ModelShape
 from megabench.parallel.axes import FACTORS, RANK_ORDER
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.hardware.topology import Topology
 from megabench.parallel.groups import rank_groups
 from megabench.parallel.layout import Layout, divisors

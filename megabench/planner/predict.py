@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from megabench import UserError
 from megabench.cost.job import Candidate, Job, Recompute, Stack
 from megabench.cost.profile import Profile
+from megabench.errors import UserError
 from megabench.hardware.topology import Topology
 from megabench.models.find import find_model
 from megabench.parallel.layout import Layout

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megabench import UserError
 from megabench.atomic_write import write_atomically
 from megabench.doctor import Finding
+from megabench.errors import UserError
 from megabench.report.page import render
 from megabench.study.results_directory import StudyRecords
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.precision import POLICIES, Dtype, PrecisionPolicy
 from megabench.runtime.attention import pin_kernel
 from megabench.runtime.process import host_name

@@ -2,7 +2,7 @@
 
 import os
 
-from megabench import UserError
+from megabench.errors import UserError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -6,7 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from megabench import UserError, printable
+from megabench.errors import UserError, printable
 
 # With this variable, `python -m` and multiprocessing do not search the working directory for modules. The directory may
 # be a downloaded model, whose pydantic.py would be executed in place of the library. Child processes inherit the

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.runtime import rendezvous
 from megabench.runtime.child import Child, end_all, without_launcher
 from megabench.runtime.device import DeviceKind, initialize

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.runtime.process import host_name
 
 _NAME = ".claim.json"

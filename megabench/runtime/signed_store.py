@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from megabench import UserError
+from megabench.errors import UserError
 
 SECRET_VARIABLE = "MEGABENCH_STORE_SECRET"
 SECRET_NAME = ".store-secret"

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megabench import UserError
+from megabench.errors import UserError
 
 
 class ConfigError(UserError):

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megabench import UserError
 from megabench.config import near_matches
+from megabench.errors import UserError
 from megabench.record import RunRecord
 from megabench.study.budget import Budget
 from megabench.study.question import Question

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.record import RunRecord, read_records
 from megabench.study.budget import Budget
 from megabench.study.parity import default_reference, judge_parity

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from megabench import UserError
 from megabench.config import (
     SETTINGS,
     ConfigError,
@@ -24,6 +23,7 @@ from megabench.config import (
 )
 from megabench.config.auto import resolve_first
 from megabench.config.identity import identity
+from megabench.errors import UserError
 from megabench.planner.predict import Predictor
 from megabench.settings.bounds import NumRanks, NumRepeats, Seconds
 from megabench.specs.registry import is_zero3

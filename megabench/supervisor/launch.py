@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.runtime import rendezvous
 from megabench.runtime.signed_store import SignedStore, secret_from_environment, shared_secret
 

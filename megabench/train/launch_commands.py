@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megabench import UserError
 from megabench.config import RunConfig
 from megabench.config.auto import resolve_first
+from megabench.errors import UserError
 from megabench.hardware.facts import visible_gpus
 from megabench.parallel.layout import divisors
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from megabench import UserError, error_message
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.config.auto import resolve_first
+from megabench.errors import UserError, error_message
 from megabench.hardware.facts import visible_gpus
 from megabench.parallel.layout import LayoutError
 from megabench.record import Probe, RunRecord

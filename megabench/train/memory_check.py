@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import torch
 
-from megabench import UserError
 from megabench.config import ResolvedConfig, RunConfig
 from megabench.config.auto import resolve_first
 from megabench.cost.job import Candidate, Job
 from megabench.cost.profile import GENERIC, shipped_profiles
 from megabench.data.text import is_text_file
 from megabench.data.tokenizer import BYTES
+from megabench.errors import UserError
 from megabench.hardware.host_memory import available_host_bytes
 from megabench.models.catalog import CATALOG
 from megabench.models.find import is_directory

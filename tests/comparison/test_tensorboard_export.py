@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megabench import UserError
 from megabench.comparison.tensorboard_export import check_output, export_records, scalars_of
+from megabench.errors import UserError
 from megabench.record import RunRecord, read_records
 from tests.study.records import make_record
 from tests.train.test_pretrain import ROOT, pretrain

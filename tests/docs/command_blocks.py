@@ -8,8 +8,8 @@ from typing import Any
 
 import typer
 
-from megabench import UserError
 from megabench.cli.commands import app
+from megabench.errors import UserError
 from megabench.train.flags import parse_flags
 
 # Why a block does not run in the tests. A page gives the reason in an HTML comment on the line above the block.

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megabench import UserError
 from megabench.cost.fabric import Collective
 from megabench.doctor import Finding
 from megabench.doctor.write_findings import findings_at
+from megabench.errors import UserError
 from megabench.record import LayoutSizes, Machine, write_records
 from tests.planner.nccl_output import output
 from tests.study.records import make_record, work_class

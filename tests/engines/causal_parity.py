@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megabench import UserError
 from megabench.config import ResolvedConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
 from megabench.engines.build import build_engine
+from megabench.errors import UserError
 from tests import distributed
 from tests.engines.equivalence import (
     ANY_MODEL,

@@ -15,9 +15,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megabench import UserError
 from megabench.checkpoint.manifest import DamagedError, Manifest
 from megabench.config import FIELDS, RunConfig, choices_of
+from megabench.errors import UserError
 from megabench.record import read_records
 from megabench.specs.registry import ENGINES
 from megabench.study.study import StudyFile, plan_study

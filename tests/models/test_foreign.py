@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from megabench import UserError
 from megabench.config import RunConfig
+from megabench.errors import UserError
 from megabench.models.causal_lm import build_model, training_config
 from megabench.models.hugging_face import read_shape
 from megabench.models.mapping import whole_piece

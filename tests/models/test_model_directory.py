@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megabench import UserError
 from megabench.config import RunConfig
+from megabench.errors import UserError
 from megabench.models.causal_lm import build_model
 from megabench.models.find import find_model
 from megabench.models.hugging_face import read_shape, transformers_config

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megabench import UserError, api, cli
+from megabench import api, cli
 from megabench.cost.fabric import Collective, Fabric, inner_link
 from megabench.cost.fabric_files import collectives_of, read_fabric
 from megabench.cost.profile import Measurement, Profile, profile_for
+from megabench.errors import UserError
 from tests.planner.jobs import cluster
 from tests.planner.nccl_output import output
 

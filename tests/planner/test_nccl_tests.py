@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megabench import UserError
 from megabench.cost.fabric import Collective
 from megabench.cost.fabric_files import read_fabric
 from megabench.cost.nccl_tests import read_nccl_tests
+from megabench.errors import UserError
 from tests.planner.nccl_output import output
 
 GATHERS = tuple(Collective("all_gather", 2, 8, 2.0**power, 2.0**power / 90e9) for power in (26, 28, 30))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megabench import printable
+from megabench.errors import printable
 from megabench.record import Environment, RunRecord
 from megabench.runtime import environment
 from megabench.runtime.child import Child

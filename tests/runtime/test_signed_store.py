@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.runtime.signed_store import SECRET_NAME, SignedStore, agree_on_key, shared_secret
 
 KEY = b"the key of this launch"

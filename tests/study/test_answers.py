@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megabench import UserError
+from megabench.errors import UserError
 from megabench.study.answers import answer, question_of
 from megabench.study.budget import Budget
 from megabench.study.columns import study_table

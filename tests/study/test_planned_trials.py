@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megabench import UserError
 from megabench.cost.profile import shipped_profiles
 from megabench.doctor import examine
+from megabench.errors import UserError
 from megabench.planner.predict import Predictor
 from megabench.record import Prediction, RunRecord
 from megabench.report import StudyRecords, write_report

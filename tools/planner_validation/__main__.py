@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from megabench import UserError
 from megabench.cost.profile import read_profile
+from megabench.errors import UserError
 from tools.planner_validation.collectives import read_collectives
 from tools.planner_validation.draw import draw
 from tools.planner_validation.internevo import read_internevo

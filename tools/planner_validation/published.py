@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
-from megabench import UserError
 from megabench.cost.fabric import Fabric
 from megabench.cost.job import Candidate, Job, Recompute
+from megabench.errors import UserError
 from megabench.hardware.topology import Host, Topology, build
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
