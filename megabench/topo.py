@@ -20,6 +20,7 @@ from megabench.cost.fabric_report import SLOW_SHARE, describe_fabric, fabric_sen
 from megabench.cost.profile import profile_for
 from megabench.hardware.facts import read_facts, visible_gpus
 from megabench.hardware.topology import Host, Topology, TopologyError, discover, from_facts, split
+from megabench.parallel.axes import FACTORS
 from megabench.parallel.groups import groups_on
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import LINK_NAMES, Placement, Policy, host_names, name_list, number_ranges
@@ -196,7 +197,7 @@ def _domain_title(topology: Topology, domain: int, members: Sequence[int]) -> st
 
 
 def _cells(placement: Placement, layout: Layout, ranks: Sequence[int]) -> RenderableType:
-    """Return one cell per rank with the rank, its TP group's letter, and its pp, cp and dp coordinates."""
+    """Return one cell per rank with the rank, its TP group's letter, and its other coordinates."""
     table = Table.grid(padding=(0, 1))
     cells = []
     for rank in ranks:
@@ -204,9 +205,8 @@ def _cells(placement: Placement, layout: Layout, ranks: Sequence[int]) -> Render
         group = (at.pp * layout.data_parallel + at.dp) * layout.cp + at.cp
         lines = [f"{rank}"]
         lines += [f"tp {_letters(group)}"] * (layout.tp > 1)
-        for axis in ("pp", "cp", "dp"):
-            if (getattr(layout, axis) or 1) > 1:
-                lines.append(f"{axis} {getattr(at, axis)}")
+        others = [axis for axis in FACTORS if axis != "tp" and layout.size(axis) > 1]
+        lines += [f"{axis} {getattr(at, axis)}" for axis in others]
         width = max(map(len, lines)) + 2
         colour = _COLOURS[group % len(_COLOURS)] if layout.tp > 1 else "white"
         cells.append(Text("\n".join(line.center(width) for line in lines), style=f"black on {colour}"))

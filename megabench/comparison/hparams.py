@@ -10,12 +10,12 @@ from tensorboard.plugins.hparams import api_pb2, metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 from torch.utils.tensorboard import SummaryWriter
 
-from megabench.record import RunRecord
+from megabench.record import LayoutSizes, RunRecord
 from megabench.study.summary import engine_name
 
 # the suffix of the event files that this module writes; a later call finds the files by it and replaces them
 _SUFFIX = ".hparams"
-_ALWAYS_DECLARED = ("tp", "pp", "vp", "cp", "dp", "micro_batch")
+_ALWAYS_DECLARED = (*LayoutSizes.model_fields, "micro_batch")
 # TensorBoard shows the first 5 hyperparameters until the user selects others
 _NUM_SHOWN = 5
 

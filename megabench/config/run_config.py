@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
-from megabench.parallel.layout import Layout, divisors
+from megabench.parallel.layout import GIVEN_SIZES, Layout, divisors
 from megabench.precision import POLICIES, PrecisionPolicy
 from megabench.runtime.environment import is_secret
 from megabench.settings.reading import ConfigError, explain, literal_values
@@ -29,6 +29,7 @@ from megabench.specs.engine_spec import EngineSpec
 from megabench.specs.fp8_check import check_fp8
 from megabench.specs.registry import ENGINES
 
+assert {*names(SETTINGS, role="size")} == {*GIVEN_SIZES}, "every size of a layout has a setting"
 # for settings whose values are the names in a table: this table
 _TABLES: dict[str, Mapping[str, object]] = {"engine": ENGINES, "precision": POLICIES}
 
@@ -105,7 +106,7 @@ class RunConfig(RunSettings):
     @property
     def layout(self) -> Layout:
         """The layout without dp, because `resolve` computes dp and checks the sizes."""
-        return Layout(tp=self.tp, cp=self.cp, pp=self.pp, vp=self.vp)
+        return Layout(**{name: getattr(self, name) for name in GIVEN_SIZES})
 
     @property
     def auto_settings(self) -> tuple[str, ...]:
@@ -212,12 +213,14 @@ class RunConfig(RunSettings):
         return f"{mode} of the {self.engine} engine" if mode else f"the {self.engine} engine"
 
     def _check_engine(self) -> None:
-        for axis in ("tp", "pp", "vp", "cp"):
-            if axis not in self.spec.axes and (size := getattr(self, axis)) > 1:
+        axes = self.spec.axes
+        for axis in GIVEN_SIZES:
+            if axis not in axes and (size := getattr(self, axis)) > 1:
                 others = [name for name, spec in ENGINES.items() if axis in spec.axes]
                 raise ConfigError(
-                    f"{self._mode} supports only data parallelism, but "
-                    f"{axis}={size}; use {axis}=1, or --engine {' or '.join(others)} for {axis}={size}"
+                    f"{self._mode} supports only {'data parallelism' if axes == {'dp'} else _listed(sorted(axes))}, "
+                    f"but {axis}={size}; use {axis}=1"
+                    + (f", or --engine {' or '.join(others)} for {axis}={size}" if others else "")
                 )
         if self.recompute not in self.spec.recompute:
             others = [name for name, spec in ENGINES.items() if self.recompute in spec.recompute]

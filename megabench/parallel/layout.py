@@ -1,11 +1,11 @@
 """Layout: the tp, cp, pp, vp and dp sizes of a run, and their rules. Loads no torch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import lcm, prod
 
 from megabench.errors import UserError
 from megabench.models.shape import ModelShape
-from megabench.parallel.axes import FACTORS, RANK_ORDER
+from megabench.parallel.axes import AXIS_BY_NAME, FACTORS, RANK_ORDER
 
 # the first chunk may hold only the embedding, and the last one only the output layer, as in megatron-core
 _CHUNKS_WITHOUT_LAYERS = 2
@@ -48,7 +48,8 @@ class Layout:
     dp: int | None = None
 
     def __str__(self) -> str:
-        parts = [f"{axis}{size}" for axis in ("tp", "cp", "pp", "vp", "dp") if (size := getattr(self, axis) or 1) > 1]
+        sizes = {field.name: getattr(self, field.name) or 1 for field in fields(self)}
+        parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         return "·".join(parts) or "dp1"
 
     def size(self, axis: str) -> int:
@@ -176,3 +177,10 @@ class Layout:
     def coordinates(self, rank: int) -> Coordinates:
         """Return the grid position of `rank`."""
         return Coordinates(**{axis: rank // self.stride(axis) % self.size(axis) for axis in FACTORS})
+
+
+_SIZES = tuple(field.name for field in fields(Layout))
+# vp divides the layers of a stage, and no ranks
+assert {*_SIZES} == {*AXIS_BY_NAME, "vp"}, "every axis has a size in Layout"
+# the sizes that users give; dp follows from the world size
+GIVEN_SIZES = tuple(name for name in _SIZES if name != "dp")

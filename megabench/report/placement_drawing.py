@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from megabench.parallel.axes import AXIS_BY_NAME
+from megabench.parallel.axes import AXIS_BY_NAME, FACTORS
 from megabench.parallel.layout import Coordinates, Layout
 from megabench.parallel.placement import LINK_NAMES, number_ranges
 from megabench.record import Group, HostRanks, RunRecord
@@ -71,7 +71,7 @@ def group_lines(record: RunRecord) -> list[GroupLine]:
 
 
 def _host(slug: str, host: HostRanks, record: RunRecord, layout: Layout) -> Markup:
-    axes = [axis for axis in ("tp", "pp", "cp", "dp") if getattr(layout, axis) > 1]
+    axes = [axis for axis in FACTORS if getattr(layout, axis) > 1]
     height = _LINE * (len(axes) + 1) + 10
     ranks = sorted(host.ranks)
     num_rows, num_columns = -(-len(ranks) // _PER_ROW), min(len(ranks), _PER_ROW)

@@ -57,7 +57,7 @@ class RunSettings(Settings):
     tp: NumRanks = setting(
         1,
         "Engine and layout",
-        "layout",
+        "size",
         "free",
         synonyms="tensor_parallel_size tensor_model_parallel_size tp_size tensor_parallel_degree tensor_parallel",
     )
@@ -66,7 +66,7 @@ class RunSettings(Settings):
     pp: NumRanks = setting(
         1,
         "Engine and layout",
-        "layout",
+        "size",
         "free",
         synonyms="pipeline_parallel_size pipeline_model_parallel_size pp_size pipeline_parallel_degree "
         "pipeline_parallel",
@@ -76,14 +76,14 @@ class RunSettings(Settings):
     vp: NumRanks = setting(
         1,
         "Engine and layout",
-        "layout",
+        "size",
         "free",
         synonyms="virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank vp_size",
     )
     """Model chunks per pipeline stage (interleaved schedule)."""
 
     cp: NumRanks = setting(
-        1, "Engine and layout", "layout", "free", synonyms="context_parallel_size cp_size context_parallel_degree"
+        1, "Engine and layout", "size", "free", synonyms="context_parallel_size cp_size context_parallel_degree"
     )
     """Context-parallel size."""
 

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 Panel = Literal[
     "Model and data", "Engine and layout", "Batch", "Optimizer", "Precision and kernels", "Checkpoints", "Run"
 ]
-Role = Literal["work", "layout", "option", "machine", "output", "watch"]
+Role = Literal["work", "size", "layout", "option", "machine", "output", "watch"]
 Resume = Literal["same", "content", "mention", "free"]
 
 
@@ -24,6 +24,7 @@ class Setting:
     `role` says what the setting is for:
 
     - "work": it must be equal for two runs to be comparable;
+    - "size": it is the size of a parallel axis, a field of `Layout`;
     - "layout": it is part of the layout, and the record has a field of its own for it;
     - "option": it changes how a step runs, and the record lists it under `options`;
     - "machine": it is a condition under which the run takes place;

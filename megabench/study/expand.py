@@ -8,16 +8,17 @@ from math import prod
 from typing import Any
 
 from megabench.config import ResolvedConfig
+from megabench.parallel.layout import GIVEN_SIZES
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
-_IN_THE_LAYOUT = {"engine", "zero_stage", "tp", "cp", "pp", "vp"}
+_IN_THE_LAYOUT = {"engine", "zero_stage", *GIVEN_SIZES}
 
 # a trial name contains only the values of these settings, because the values are clear without the setting's name
 _VALUE_ALONE = {"engine", "model", "optimizer", "precision"}
 # what a name has before the number of a setting
 _BEFORE_NUMBER = {
-    **{name: name for name in ("tp", "cp", "pp", "vp", "lr", "seed", "steps")},
+    **{name: name for name in (*GIVEN_SIZES, "lr", "seed", "steps")},
     "micro_batch": "mb",
     "global_batch": "gbs",
     "seq_length": "seq",

@@ -6,6 +6,7 @@ from statistics import mean
 from typing import Any
 
 from megabench.config import FIELDS, RunConfig
+from megabench.parallel.layout import GIVEN_SIZES
 from megabench.planner.candidates import settings_of
 from megabench.planner.make_plan import make_plan
 from megabench.planner.predict import Predictor
@@ -16,7 +17,7 @@ from megabench.study.study import StudyError, StudyFile
 
 # the settings in which planned trials of a study can differ
 _COMPARED = [
-    *("engine", "tp", "cp", "pp", "vp", "micro_batch", "recompute", "placement"),
+    *("engine", *GIVEN_SIZES, "micro_batch", "recompute", "placement"),
     *("zero_stage", "offload", "shard_size", "hpz_size", "reshard_after_forward"),
 ]
 

@@ -1,7 +1,12 @@
 """The list of axes: what groups, coordinates, records and drawings follow."""
 
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import fields, replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +14,7 @@ from megabench.config import SETTINGS
 from megabench.parallel import axes, groups
 from megabench.parallel.axes import AXES, FACTORS, Axis
 from megabench.parallel.groups import rank_groups
-from megabench.parallel.layout import Coordinates, Layout
+from megabench.parallel.layout import GIVEN_SIZES, Coordinates, Layout
 from megabench.record import LayoutSizes
 from megabench.specs.registry import ENGINES
 
@@ -18,7 +23,7 @@ def test_records_layouts_and_settings_have_every_axis() -> None:
     names = {axis.name for axis in AXES}
     assert names <= {*LayoutSizes.model_fields} and names <= {field.name for field in fields(Layout)}
     assert {*FACTORS} == {field.name for field in fields(Coordinates)}
-    assert names - {"dp"} <= {*SETTINGS}, "dp follows from the world size"
+    assert {*GIVEN_SIZES} == names - {"dp"} | {"vp"} and {*GIVEN_SIZES} <= {*SETTINGS}
     assert set().union(*(spec.axes for spec in ENGINES.values())) == names | {"vp"}
 
 
@@ -41,3 +46,72 @@ def test_an_axis_may_regroup_another(monkeypatch: pytest.MonkeyPatch) -> None:
     found = rank_groups(Layout(tp=2, pp=2, dp=4))
     assert found["dp"][:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert found["ep"] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+
+
+# the steps of docs/extending.md for expert parallelism: a file, a line in it, and the lines that follow this line
+RECIPE = (
+    (
+        "parallel/axes.py",
+        "AXES: tuple",
+        '    Axis("ep", "expert parallel", "tokens to experts", "expert", regroups="dp"),',
+    ),
+    ("parallel/layout.py", "    vp: int = 1", "    ep: int = 1"),
+    ("record.py", "class LayoutSizes", "    ep: int = 1"),
+    (
+        "settings/run_settings.py",
+        '    """Context-parallel size."""',
+        '    ep: NumRanks = setting(1, "Run", "size", "free")',
+    ),
+)
+TRY = """
+from megabench.config import ConfigError, RunConfig
+from megabench.config.requested_fields import requested_fields
+from megabench.parallel.groups import rank_groups
+from megabench.parallel.layout import Layout
+from megabench.specs.registry import ENGINES
+from megabench.study.expand import expand
+
+for name in ENGINES:
+    small = {"engine": name, "model": "llama-tiny"}
+    try:
+        RunConfig.parse({**small, "ep": 2}).resolve(4, "cpu")
+    except ConfigError as error:
+        print(error)
+    else:
+        print(f"{name} ACCEPTS ep=2")
+    alone = RunConfig.parse(small)
+    assert requested_fields(alone.resolve(4, "cpu"), alone)["layout"].ep == 1
+run = RunConfig.parse({"model": "llama-tiny", "ep": 2})
+assert run.flags()[-2:] == ["--ep", "2"] and run.layout == Layout(ep=2) and str(run.layout) == "ep2", run
+assert rank_groups(Layout(ep=2, dp=4))["ep"] == [[0, 1], [2, 3]]
+"""
+
+
+def follow(recipe: tuple[tuple[str, str, str], ...], folder: Path) -> None:
+    """Copy the package to `folder`, and make the changes."""
+    package = shutil.copytree(Path(axes.__file__).parents[1], folder / "megabench")
+    for file, after, new in recipe:
+        lines = (package / file).read_text().split("\n")
+        (place,) = [number for number, line in enumerate(lines) if line.startswith(after)]
+        (package / file).write_text("\n".join([*lines[: place + 1], new, *lines[place + 1 :]]))
+
+
+def try_axis(recipe: tuple[tuple[str, str, str], ...], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Use the axis after these steps."""
+    follow(recipe, folder)
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run([sys.executable, "-c", TRY], env=environment, cwd=folder, capture_output=True, text=True)
+
+
+def test_every_engine_refuses_an_axis_that_it_does_not_declare(tmp_path: Path) -> None:
+    done = try_axis(RECIPE, tmp_path)
+    assert done.returncode == 0, done.stderr
+    refusals = done.stdout.splitlines()
+    assert len(refusals) == len(ENGINES)
+    assert all(line.endswith("but ep=2; use ep=1") for line in refusals), refusals
+
+
+@pytest.mark.parametrize("forgotten", range(len(RECIPE)), ids=[file for file, _, _ in RECIPE])
+def test_a_forgotten_step_is_an_error(tmp_path: Path, forgotten: int) -> None:
+    done = try_axis(RECIPE[:forgotten] + RECIPE[forgotten + 1 :], tmp_path)
+    assert done.returncode != 0 and "ACCEPTS" not in done.stdout
