@@ -81,7 +81,8 @@ class WorkClass(_Part):
     data_sha256: str
     seed: int
     optimizer: str
-    schedule: dict[str, float]
+    schedule: dict[str, float | str]
+    """The settings of the learning rate and of the optimizer. The schedule has a name if it is not cosine decay."""
     precision: str
     grad_dtype: str
     global_batch: int
@@ -90,6 +91,11 @@ class WorkClass(_Part):
     fp8: Fp8Work | None = None
     data_seed: int | None = None
     """The seed of the order of the data, if it is not `seed`."""
+
+    @property
+    def rules(self) -> dict[str, float | str]:
+        """The settings of the learning rate and of the optimizer, with the name of every schedule."""
+        return {"schedule": "cosine"} | self.schedule
 
     @property
     def id(self) -> str:

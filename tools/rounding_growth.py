@@ -19,7 +19,7 @@ from megabench.config import ResolvedConfig, RunConfig
 from megabench.data.batch import Batch, micro_batches
 from megabench.data.source import TokenSource, open_source
 from megabench.engines.build import build_engine
-from megabench.train.trainer import learning_rate_at
+from megabench.optim.schedules import learning_rate
 
 _LLAMA = {
     "model": "llama-tiny", "num_layers": 2, "engine": "ddp", "precision": "fp32", "seq_length": 64, "micro_batch": 4,
@@ -93,7 +93,7 @@ def _batches(run: ResolvedConfig, source: TokenSource, step: int, change: str) -
 def _learning_rate(run: ResolvedConfig, step: int, change: str) -> float:
     if change == "no decay from step 100":
         step = min(step, 99)
-    return learning_rate_at(run, step) * {"lr 1% higher": 1.01, "lr 50% higher": 1.5}.get(change, 1.0)
+    return learning_rate(run, step) * {"lr 1% higher": 1.01, "lr 50% higher": 1.5}.get(change, 1.0)
 
 
 def main() -> None:

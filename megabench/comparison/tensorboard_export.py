@@ -10,10 +10,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megabench.comparison.hparams import write_hparams
 from megabench.errors import UserError
+from megabench.optim.schedules import learning_rate
 from megabench.record import RunRecord
 from megabench.study.expand import SAFE_NAME
 from megabench.train.callbacks.tensorboard import speed_scalars, step_scalars
-from megabench.train.trainer import learning_rate_at
 
 
 def check_output(out: Path) -> None:
@@ -87,9 +87,9 @@ def _scheduled_rates(record: RunRecord) -> list[float] | None:
     """Return the learning rate of each step, from the schedule of the work class."""
     if record.work_class is None or not {"lr", "min_lr", "lr_warmup", "steps"} <= record.work_class.schedule.keys():
         return None
-    schedule: Any = SimpleNamespace(**record.work_class.schedule)
+    schedule: Any = SimpleNamespace(**{"decay_steps": None} | record.work_class.rules)
     first = record.first_step - 1
-    return [learning_rate_at(schedule, first + index) for index in range(len(record.losses))]
+    return [learning_rate(schedule, first + index) for index in range(len(record.losses))]
 
 
 def _speed(record: RunRecord, seconds: float) -> dict[str, float | None]:

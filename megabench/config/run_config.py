@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
+from megabench.optim.schedules import SCHEDULES, WITH_DECAY_STEPS, WITHOUT_DECAY
 from megabench.parallel.layout import GIVEN_SIZES, Layout, divisors
 from megabench.precision import POLICIES, PrecisionPolicy
 from megabench.runtime.environment import is_secret
@@ -31,7 +32,7 @@ from megabench.specs.registry import ENGINES
 
 assert {*names(SETTINGS, role="size")} == {*GIVEN_SIZES}, "every size of a layout has a setting"
 # for settings whose values are the names in a table: this table
-_TABLES: dict[str, Mapping[str, object]] = {"engine": ENGINES, "precision": POLICIES}
+_TABLES: dict[str, Mapping[str, object]] = {"engine": ENGINES, "precision": POLICIES, "schedule": SCHEDULES}
 
 
 class RunConfig(RunSettings):
@@ -158,19 +159,13 @@ class RunConfig(RunSettings):
             raise ConfigError(
                 f"grad_dtype={self.grad_dtype} works only with precision={others}, not {precision}; use grad_dtype=fp32"
             )
-        lr = self.lr or shape.learning_rate
-        min_lr = lr / 10 if self.min_lr is None else self.min_lr
-        if min_lr > lr:
-            raise ConfigError(f"min_lr={min_lr:g} is above lr={lr:g}; use a min_lr between 0 and lr")
         filled = {
             "seq_length": self.seq_length or shape.seq_length,
             "micro_batch": self.micro_batch or shape.micro_batch,
             "global_batch": self.global_batch or shape.global_batch,
             "precision": precision,
             "fp8_recipe": self.fp8_recipe or ("tensorwise" if policy.has_fp8_products else None),
-            "lr": lr,
-            "min_lr": min_lr,
-            "lr_warmup": shape.lr_warmup if self.lr_warmup is None else self.lr_warmup,
+            **self._learning_rates(shape),
             "device": device,
             "tensorboard": self.tensorboard or (self.out / "tensorboard" if self.out else None),
             **self.spec.complete(self),
@@ -180,6 +175,33 @@ class RunConfig(RunSettings):
         run.layout.check_model(shape, run.seq_length)
         run.layout.check_batch(run.global_batch, run.micro_batch)
         return run
+
+    def _learning_rates(self, shape: ModelShape) -> dict[str, float | None]:
+        """Return the settings of the learning rate. Raises ConfigError if the schedule has no use for one of them."""
+        lr = self.lr or shape.learning_rate
+        lr_warmup = shape.lr_warmup if self.lr_warmup is None else self.lr_warmup
+        min_lr, decay_steps = self.min_lr, self.decay_steps
+        if self.schedule in WITHOUT_DECAY:
+            if min_lr is not None:
+                raise ConfigError(f"schedule={self.schedule} keeps lr to the end; omit min_lr={min_lr:g}")
+            min_lr = lr
+        elif min_lr is None:
+            min_lr = lr / 10
+        if min_lr > lr:
+            raise ConfigError(f"min_lr={min_lr:g} is above lr={lr:g}; use a min_lr between 0 and lr")
+        if self.schedule in WITH_DECAY_STEPS:
+            decay_steps = decay_steps or max(1, self.steps // 10)
+            if self.decay_steps and lr_warmup + decay_steps > self.steps:
+                raise ConfigError(
+                    f"decay_steps={decay_steps} and lr_warmup={lr_warmup} are more than steps={self.steps} together; "
+                    f"use smaller ones"
+                )
+        elif decay_steps:
+            raise ConfigError(
+                f"decay_steps={decay_steps} works only with schedule={' or '.join(WITH_DECAY_STEPS)}, "
+                f"not {self.schedule}; omit it"
+            )
+        return {"lr": lr, "min_lr": min_lr, "lr_warmup": lr_warmup, "decay_steps": decay_steps}
 
     def _check_model_fits(self, shape: ModelShape) -> None:
         if self.spec.needs_blocks and not shape.table.has_parallel_blocks:

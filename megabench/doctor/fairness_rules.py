@@ -101,8 +101,8 @@ def other_work(case: Case) -> Iterator[Finding]:
 def _fields(work: WorkClass) -> dict[str, Any]:
     """Return the work class fields that must be equal, including the settings of the schedule and of fp8."""
     fields = work.model_dump(exclude={"data", "precision", "grad_dtype", "optimizer", "compression"})
-    schedule, fp8 = fields.pop("schedule"), fields.pop("fp8")
-    return fields | schedule | (fp8 or {})
+    fp8 = fields.pop("fp8")
+    return fields | work.rules | (fp8 or {})
 
 
 def _text(value: Any) -> str:

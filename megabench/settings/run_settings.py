@@ -137,10 +137,20 @@ class RunSettings(Settings):
     )
     """Number of linear warm-up steps of the learning rate [default: the model's]."""
 
+    schedule: str = setting(
+        "cosine", "Optimizer", "work", "mention", synonyms="lr_scheduler_type lr_scheduler lr_decay_style lr_schedule"
+    )
+    """Decay of the learning rate after warm-up; wsd stays at the peak and decays linearly in the last steps."""
+
+    decay_steps: NumSteps | None = setting(
+        None, "Optimizer", "work", "mention", synonyms="lr_wsd_decay_iters lr_decay_steps num_decay_steps"
+    )
+    """Number of last steps in which schedule=wsd decays [default: a tenth of steps]."""
+
     min_lr: FinalLearningRate | None = setting(
         None, "Optimizer", "work", "mention", synonyms="lr_min min_learning_rate"
     )
-    """Learning rate at the end of the cosine decay [default: a tenth of lr]."""
+    """Learning rate of the last step [default: a tenth of lr]."""
 
     betas: tuple[Beta, Beta] = setting(
         (0.9, 0.95), "Optimizer", "work", "mention", synonyms="adam_betas adam_beta1 adam_beta2"

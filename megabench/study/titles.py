@@ -37,7 +37,7 @@ def _settings(work_class: WorkClass) -> dict[str, Any]:
     fp8 = work_class.fp8
     return (
         settings
-        | {field: f"{value:g}" for field, value in work_class.schedule.items()}
+        | {field: value if isinstance(value, str) else f"{value:g}" for field, value in work_class.rules.items()}
         | {
             "fp8_recipe": fp8.recipe if fp8 else None,
             "num_layers_at_start_in_bf16": fp8.num_layers_at_start_in_bf16 if fp8 else 0,

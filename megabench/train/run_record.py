@@ -127,10 +127,14 @@ def fp8_work(run: ResolvedConfig) -> Fp8Work | None:
 
 def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
     """Return the properties that must be equal for another run to be comparable with `run`."""
-    schedule = {"lr": run.lr, "min_lr": run.min_lr, "lr_warmup": run.lr_warmup, "steps": run.steps}
-    rules = {"weight_decay": run.weight_decay, "clip_grad": run.clip_grad}
+    schedule: dict[str, float | str] = {"lr": run.lr, "min_lr": run.min_lr, "lr_warmup": run.lr_warmup}
+    schedule |= {"steps": run.steps, "weight_decay": run.weight_decay, "clip_grad": run.clip_grad}
     if run.optimizer == "adamw":
-        rules |= {"beta1": run.betas[0], "beta2": run.betas[1], "eps": run.eps}
+        schedule |= {"beta1": run.betas[0], "beta2": run.betas[1], "eps": run.eps}
+    if run.schedule != "cosine":
+        schedule["schedule"] = run.schedule
+    if run.decay_steps:
+        schedule["decay_steps"] = run.decay_steps
     return WorkClass(
         model=run.model,
         num_layers=run.shape.num_layers,
@@ -138,7 +142,7 @@ def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
         data_sha256=source.sha256,
         seed=run.seed,
         optimizer=run.optimizer,
-        schedule=schedule | rules,
+        schedule=schedule,
         precision=run.precision,
         grad_dtype=run.grad_dtype,
         global_batch=run.global_batch,

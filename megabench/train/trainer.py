@@ -1,7 +1,6 @@
 """The trainer: builds a run on this rank, trains it step by step, and writes its record."""
 
 import json
-import math
 import os
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from megabench.data.source import TokenSource
 from megabench.engines.build import build_engine, process_groups
 from megabench.engines.protocol import Engine
 from megabench.hardware.gpus import find_gpu
+from megabench.optim.schedules import learning_rate
 from megabench.parallel.placement import Placement
 from megabench.record import LoadTimes, Probe, Rollback, RunRecord, SaveTimes
 from megabench.runtime import device as devices
@@ -43,14 +43,6 @@ from megabench.train.rollback import batch_of_step
 from megabench.train.run_record import build_record
 from megabench.train.stopping import StoppedError, StopSignal
 from megabench.train.watchdog import BEFORE_FIRST_STEP, Watchdog
-
-
-def learning_rate_at(run: ResolvedConfig, step: int) -> float:
-    """Return the learning rate of step `step`, counted from 0: linear warm-up to lr, then cosine decay to min_lr."""
-    if step < run.lr_warmup:
-        return run.lr * (step + 1) / run.lr_warmup
-    progress = (step - run.lr_warmup) / max(1, run.steps - 1 - run.lr_warmup)
-    return run.min_lr + (run.lr - run.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def _json_section(callback: Callback, parts: Sequence[Any]) -> Any:
@@ -159,7 +151,7 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of step `step`, counted from 0."""
-        return learning_rate_at(self.run, step)
+        return learning_rate(self.run, step)
 
     def note(self, text: str) -> None:
         """Print `text` for the user, on rank 0 only."""

@@ -26,6 +26,8 @@ OTHER: dict[str, Any] = {
     "lr": 0.123,
     "lr_warmup": 3,
     "min_lr": 1e-7,
+    "schedule": "linear",
+    "decay_steps": 2,
     "betas": (0.8, 0.9),
     "eps": 1e-3,
     "weight_decay": 0.2,
@@ -36,7 +38,11 @@ OTHER: dict[str, Any] = {
     "num_layers_at_start_in_bf16": 1,
     "num_layers_at_end_in_bf16": 1,
 }
-PRECISION = {"grad_dtype": "bf16"} | dict.fromkeys(FP8_SETTINGS, "fp8")  # that these settings need
+# what these settings need
+NEEDED: dict[str, dict[str, Any]] = {name: {"precision": "fp8"} for name in FP8_SETTINGS} | {
+    "grad_dtype": {"precision": "bf16"},
+    "decay_steps": {"schedule": "wsd", "lr_warmup": 0},
+}
 
 
 def class_of(**fields: Any) -> WorkClass:
@@ -46,7 +52,7 @@ def class_of(**fields: Any) -> WorkClass:
 
 @pytest.mark.parametrize("name", sorted({*names(SETTINGS, role="work")} - {"tokenizer"}))
 def test_another_value_is_another_work_class(name: str) -> None:
-    same = {"precision": PRECISION[name]} if name in PRECISION else {}
+    same = NEEDED.get(name, {})
     assert class_of(**same) == class_of(**same)
     assert class_of(**same | {name: OTHER[name]}) != class_of(**same)
 

@@ -1,0 +1,1 @@
+"""Tables of what updates the weights: learning-rate schedules."""
