@@ -3,6 +3,7 @@
 The reference stays in evaluation mode, which turns off every kind of dropout.
 """
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -57,17 +58,18 @@ class Model:
             return Outcome("CRASH", str(error))
         if isinstance(trace, str):
             return Outcome("REFUSED", trace)
-        if not self._is_causal():
+        if not self._is_causal:
             return Outcome("DIFFERENT", "the engine trains a model whose logits depend on later tokens")
         if self._reference is None:
             self._reference = train_reference(resolve(1, engine=ANY_MODEL, **work), NUM_STEPS, _TransformersReference)
         return _compare(trace, self._reference)
 
-    @torch.no_grad()
+    @cached_property
     def _is_causal(self) -> bool:
         tokens = torch.arange(100, 132).repeat(2, 1)
         tokens[1, -1] += 1
-        one, other = _load(self.folder)(input_ids=tokens).logits[:, :-1]
+        with torch.no_grad():
+            one, other = _load(self.folder)(input_ids=tokens).logits[:, :-1]
         return torch.allclose(one, other, atol=1e-5)
 
 
