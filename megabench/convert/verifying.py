@@ -162,7 +162,7 @@ def _parallel_logits(weights: Weights, run: ResolvedConfig, tokens: Tensor, adva
 
     Each pipeline stage runs its layers and sends the hidden states to the next stage.
     """
-    from megabench.engines.megatron.parts import Parts  # imports megatron-core, without which input can be refused
+    from megabench.engines.megatron.parts import Parts  # imports megatron-core, which takes seconds
 
     blocks = Parts(weights, run)
     groups, shape = blocks.groups, run.shape

@@ -83,7 +83,7 @@ def _cluster_of(records: Sequence[RunRecord]) -> str:
 
 
 def _network_users(trials: Iterable[tuple[RunRecord, Job, Topology]]) -> list[NetworkUser]:
-    """Return the trials on several hosts, without emulated ones."""
+    """Return the trials that ran on several hosts, without those on emulated hosts."""
     users = [NetworkUser(*trial) for trial in trials if len(trial[2].hosts) > 1]
     return [user for user in users if not user.topology.emulated and not user.record.emulated_hosts]
 

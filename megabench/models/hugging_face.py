@@ -89,7 +89,7 @@ def transformers_config(shape: ModelShape) -> "PreTrainedConfig":
         special = {"n_layer": shape.num_layers, "n_head": shape.num_heads, "n_inner": shape.ffn_size}
         special |= {"n_positions": shape.num_positions, "layer_norm_epsilon": shape.norm_eps}
         special |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-        if shape.vocab_size < 50257:  # GPT-2's default BOS and EOS tokens are the last token of its full vocabulary
+        if shape.vocab_size < 50257:  # GPT-2's default BOS and EOS token is the last of its full vocabulary
             special |= {"bos_token_id": None, "eos_token_id": None}
     elif shape.family == "bloom":
         special = {"n_layer": shape.num_layers, "n_head": shape.num_heads, "layer_norm_epsilon": shape.norm_eps}

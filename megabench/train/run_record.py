@@ -30,9 +30,9 @@ def build_record(
 ) -> RunRecord:
     """Return the record of a finished run.
 
-    `seconds` has the time of each step on the slowest rank, `peak_memory_gib` the peak memory of each rank, and
-    `sections` the record fields of the callbacks. Throughput is computed from the steps after warm-up, and is absent if
-    there are none.
+    `seconds` holds the time of each step on the slowest rank. `peak_memory_gib` holds the peak memory of each rank.
+    `sections` holds the fields that callbacks add to the record. Throughput is computed from the steps after warm-up,
+    and is absent if there are none.
     """
     run, placement, network = trainer.run, trainer.placement, trainer.network
     results, saves = [step.result for step in trainer.steps], trainer.saves

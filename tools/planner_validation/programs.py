@@ -25,8 +25,8 @@ class Program(Stack):
     - `loss_bytes`: bytes per logit that the loss reads and writes, forward and backward.
     - `overlaps_gradients`, and `overlaps_sharded_gradients` with a sharded optimizer: gradients are reduced during
       backward, in buckets of `bucket_parameters`. `overlaps_parameters`: weights are gathered during forward.
-    - `user_buffers`: all gathers and reduce-scatters of tensor parallelism overlap with products of the same layer.
-      Copy engines or two SMs gather, so that gathers do not slow the products down; 24 SMs reduce (NeMo's
+    - `user_buffers`: all gathers and reduce-scatters of tensor parallelism overlap with matrix products of the same
+      layer. Copy engines or two SMs gather, so that gathers do not slow the products down; 24 SMs reduce (NeMo's
       user-buffer configurations of H100, with Transformer Engine's methods ring_exchange, bulk and pipeline).
     - `blocking_p2p`: pipeline stages wait for their sends, except with interleaving.
     - `launches_forward`: the host time of a layer's forward pass, in launches of a plain torch operation, and

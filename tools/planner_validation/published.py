@@ -72,8 +72,8 @@ class Row:
 
         The nanotron program adds blocks to a pipeline stage until the stage reaches its share of the total cost, and
         then starts the next stage. The last block, the loss, must be on the last stage (nanotron's models/base.py).
-        With many stages, nanotron places the last block on an earlier stage, and the run fails. A stage whose cost
-        equals its share exactly is full, as the sweep's parameter counts per stage show.
+        With many stages, nanotron places the last block on an earlier stage, and the run fails. If the cost of a
+        stage equals its share exactly, the next block starts the next stage, as the sweep's parameter counts show.
         """
         if not (isinstance(self.job, ProgramJob) and self.job.stack.fills_stages):
             return False

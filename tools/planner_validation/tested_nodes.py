@@ -1,4 +1,4 @@
-"""Runs of the playbook sweep with the NCCL test that each ran on its own nodes. This module does not import torch."""
+"""Runs of the playbook sweep, each with the NCCL test of its nodes. This module does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import replace

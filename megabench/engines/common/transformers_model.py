@@ -72,7 +72,7 @@ def materialize(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def prepare(model: PreTrainedModel, run: ResolvedConfig, device: torch.device) -> None:
-    """Prepare a model for training after its parameters have got memory, and move its buffers to `device`."""
+    """Prepare a model for training after its parameters were allocated, and move its buffers to `device`."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
