@@ -71,9 +71,7 @@ def beside(prefix: Path, suffix: str) -> Path:
         DataError: The last component of `prefix` is empty.
     """
     if not prefix.name:
-        raise DataError(
-            f"'{prefix}' is not the name of a file. Give the path of a file, or the prefix of a token file."
-        )
+        raise DataError(f"'{prefix}' names a directory. Give the path of a file, or the prefix of a token file.")
     return prefix.with_name(prefix.name + suffix)
 
 

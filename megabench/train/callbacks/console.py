@@ -43,7 +43,8 @@ class Console(Callback):
             hosts = zip(topology.hosts, topology.ranks_by_host, strict=True)
             print(f"hosts{emulated}: " + " · ".join(f"{host.name}: {number_ranges(ranks)}" for host, ranks in hosts))
         if placement.launcher_ranks != tuple(range(topology.world_size)):
-            print(f"placement {placement.policy}: the launcher's ranks {number_ranges(placement.launcher_ranks)}")
+            order = number_ranges(placement.launcher_ranks)
+            print(f"placement {placement.policy}: the launcher's ranks in the order {order}")
         if network.groups:
             print("groups: " + " · ".join(describe(network.groups)))
         if network.bandwidth:
