@@ -132,7 +132,9 @@ def verify_command(
         check_same_model(source, checkpoint)
         weights, shape = Rounded(checkpoint, export_dtype(checkpoint)), find_model(str(checkpoint.folder))
     elif not source.shape.table.has_parallel_blocks:
-        raise ConvertError(f"{source.shape.why_no_blocks}: no blocks to compare it with; add --ckpt CKPT")
+        raise ConvertError(
+            f"{source.shape.why_no_blocks}: there are no tensor-parallel blocks to compare with; add --ckpt CKPT"
+        )
     proof = proof_of(hf, shape, hf, tp, pp)
     with ranks.joined(tp * pp):
         with _progress(proof.num_parts) as advance:

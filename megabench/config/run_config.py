@@ -111,7 +111,7 @@ class RunConfig(RunSettings):
 
     @property
     def auto_settings(self) -> tuple[str, ...]:
-        """The names of the settings that are "auto", whose values short runs determine before `resolve`."""
+        """The names of the settings that are "auto". Short runs find their values before `resolve` is called."""
         settings = self.flat()
         return tuple(name for name in names(SETTINGS, searchable=True) if settings.get(name) == "auto")
 

@@ -215,7 +215,7 @@ def _sequences_per_gpu(record: RunRecord) -> float:
 
 
 def gathers_by_parts(case: Case) -> Iterator[Finding]:
-    """Report a GPU study whose ZeRO-3 trials all gather submodules instead of whole layers.
+    """Report a GPU study in which every ZeRO-3 trial gathers weights by submodule instead of by layer.
 
     Whole-layer all-gathers are faster when the host code limits the speed.
     """

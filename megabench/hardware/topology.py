@@ -139,7 +139,7 @@ class Topology:
 
 
 def discover(store: "Store", facts: RankFacts, rank: int, world_size: int) -> Topology:
-    """Exchange the facts of all ranks through `store` and return the topology of the launch.
+    """Exchange facts about the hosts and devices of all ranks through `store`, and return the topology of the launch.
 
     Every rank must call `discover`. All ranks receive equal topologies. `discover` needs no process group.
     """

@@ -110,7 +110,7 @@ def shard(parameter: str, shape: ModelShape, tp: int, rank: int) -> Shard:
 
 
 def parallel_parameters(shape: ModelShape, layers: range, has_embedding: bool, has_output: bool) -> list[str]:
-    """Return the names of the parallel parameters of a model chunk with the given layers, in model order."""
+    """Return the names of the parameters of a chunk of tensor-parallel blocks with these layers, in model order."""
     first = [rule.parameter for rule in shape.table.first] if has_embedding else []
     middle = [f"{_LAYERS}{layer}.{rule.parameter}" for layer in layers for rule in shape.table.layer]
     last = [rule.parameter for rule in shape.last] if has_output else []

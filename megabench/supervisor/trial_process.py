@@ -1,5 +1,6 @@
 """One trial under supervision: each supervisor starts the processes of its own ranks and ends them together with all
-others. The lead supervisor decides when a trial is over. Supervisors share the ends of their ranks over the store."""
+others. The lead supervisor decides when a trial is over. Over the store, each
+supervisor tells the others which of its ranks have exited, and with which status."""
 
 import os
 import time

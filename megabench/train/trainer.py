@@ -216,8 +216,7 @@ class Trainer:
                 touch=self.watchdog.touch,
                 lock=self._locks.get(run.save),
             )
-            # Install late: before the first step there is nothing to save, and a signal must end a run that waits for a
-            # lost rank.
+            # Until here, signals end the process: there is nothing to save yet, and the run may wait for a lost rank.
             self._stop_signal.install()
 
     def _saved(self, save: SaveTimes) -> None:

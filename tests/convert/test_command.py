@@ -103,7 +103,7 @@ def test_a_model_without_parallel_blocks(tmp_path: Path) -> None:
     assert status == 1 and "NOT EQUAL: over" in out, "its weights are the same, and what is computed of them is not"
     save_model(tmp_path / "deeper", CATALOG["gpt2-tiny"].with_layers(3))
     for words, said in (
-        (("verify", "--hf", tuned), "no blocks to compare it with; add --ckpt CKPT"),
+        (("verify", "--hf", tuned), "there are no tensor-parallel blocks to compare with; add --ckpt CKPT"),
         (("verify", "--hf", tuned, "--ckpt", tmp_path / "run", "--tp", 2), "tensor-parallel blocks. Omit tp and pp."),
         (("verify", "--hf", tmp_path / "deeper", "--ckpt", tmp_path / "run"), "num_layers 2 there, 3 here"),
         (

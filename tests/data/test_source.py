@@ -213,7 +213,10 @@ def test_parquet_without_pyarrow(tmp_path, resolve, monkeypatch):
 
 
 def test_tokenizer_directories_that_are_none(tmp_path, jsonl, resolve):
-    with pytest.raises(DataError, match=r"tokenizer=.*absent is not a directory\. Use bytes or a Hugging Face"):
+    with pytest.raises(
+        DataError,
+        match=r"tokenizer=.*absent is not a directory\. Use tokenizer=bytes, or the directory of a Hugging Face",
+    ):
         open_source(resolve(data=str(jsonl), tokenizer=str(tmp_path / "absent")))
     with pytest.raises(DataError, match="contains no tokenizer that transformers can load"):
         open_source(resolve(data=str(jsonl), tokenizer=str(tmp_path)))

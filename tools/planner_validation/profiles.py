@@ -41,7 +41,7 @@ OWN_FITTED_MEMORY = (*OWN_FITTED, "llama3-8b-nvlink-synthetic", "llama3-8b-two-g
 # step-time constants that `megabench calibrate` does not measure
 _FEW = ("unfused_traffic", "step_seconds")
 _NVLINK: Link = "nvlink"
-# Constants that depend on a program's kernels and its Python code. They are fitted to the published programs on H100.
+# Constants that depend on a program's kernels and its Python code, fitted to the published runs on H100
 _H100_SPEED = ("launch_seconds", "collective_launch_seconds", "step_seconds", "unfused_traffic", "flash_1_share")
 # time that Python takes, which depends on the training program, and profiles in which it is fitted to other programs
 _FITTED_HOSTS = ("h100", "a100")

@@ -81,7 +81,7 @@ class DeepSpeedEngine(TransformersEngine):
             deepspeed.zero.Init(config_dict_or_path=self.settings, enabled=is_partitioned),
         ):
             model = build_model(config)
-        # zero.Init rounds the tensors that a constructor creates, such as the frequencies of the rotary embedding
+        # zero.Init casts the tensors that a constructor creates, such as rotary frequencies, to the training dtype
         for name, buffer in shared.build_on_meta(config, self.run, torch.float32).named_buffers():
             model.get_buffer(name).data = buffer.to(self.device)
         transformers_blocks.fuse(model, self.run)
