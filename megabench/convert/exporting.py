@@ -127,8 +127,8 @@ def _copy_assets(checkpoint: Path, out: Path) -> list[str]:
     config = read_config(out)
     if "rope_parameters" in config and "rope_theta" not in config:
         notes.append(
-            f"{CONFIG_NAME} was copied from the model directory. It has rope_parameters without rope_theta: transformers 4 "
-            f"would use its default rotary embedding. Load the export with transformers 5"
+            f"{CONFIG_NAME} was copied from the model directory. It has rope_parameters without rope_theta: "
+            f"transformers 4 would use its default rotary embedding. Load the export with transformers 5"
         )
     return notes
 

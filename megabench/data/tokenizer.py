@@ -67,7 +67,8 @@ class HuggingFaceTokenizer:
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
             raise DataError(
-                f"tokenizer={directory} is not a directory. Use tokenizer=bytes, or the directory of a Hugging Face tokenizer."
+                f"tokenizer={directory} is not a directory. Use tokenizer=bytes, or the directory of a Hugging Face "
+                f"tokenizer."
             )
         # imported here, because importing transformers takes seconds and tokenizer=bytes does not need transformers
         from tokenizers import Tokenizer as JsonTokenizer

@@ -126,8 +126,8 @@ class MegatronFsdpEngine(TransformersEngine):
             self.wrapped.is_last_microbatch = number == len(batches) - 1
             loss = shared.mean_loss(self.wrapped, self.model, batch.to(self.device)) / len(batches)
             self.wrapped.microbatch_count = 1  # gather the weights across the groups only in the first forward pass
-            # The library's own hook calls `pre_backward` when the gradient of the output of the last registered module is
-            # computed. The gradients of modules that run after this module would be reduced several times.
+            # The library's own hook calls `pre_backward` when it has the gradient of the last registered module's
+            # output. The gradients of modules that run after this module would be reduced several times.
             self.wrapped.pre_backward()
             (loss * self.loss_scale.value if self.loss_scale else loss).backward()
             self.wrapped.post_backward()
