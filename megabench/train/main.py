@@ -81,7 +81,7 @@ def _run(given: RunConfig, find: Find | None, arguments: Sequence[str]) -> None:
     try:
         rendezvous = rendezvous_module.join()
     except Exception as error:
-        _refuse(f"cannot open the rendezvous store that the launcher named: {error}")
+        _refuse(f"cannot open the rendezvous store that the launcher named: {error}", has_store=False)
     watchdog = Watchdog(rendezvous, given.stall_seconds, given.steps)
     try:
         device_kind = choose_device(given.device, rendezvous.local_world_size)
@@ -240,16 +240,22 @@ def _set_threads(run: ResolvedConfig) -> None:
 
 
 def _refuse(
-    sentence: str, rendezvous: "Rendezvous | None" = None, kind: Literal["invalid", "oom"] = "invalid"
+    sentence: str,
+    rendezvous: "Rendezvous | None" = None,
+    kind: Literal["invalid", "oom"] = "invalid",
+    has_store: bool = True,
 ) -> NoReturn:
-    """Exit with status 2. If all ranks of a launch refuse to start, only one of them prints the error message."""
+    """Exit with status 2. If all ranks of a launch refuse to start, only one of them prints the error message.
+
+    Without a store, every rank prints the message.
+    """
     from megabench.runtime import messages
     from megabench.runtime import rendezvous as rendezvous_module
 
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ
     if is_alone and not rendezvous_module.is_supervised():
         rendezvous = None
-    elif rendezvous is None:
+    elif rendezvous is None and has_store:
         with contextlib.suppress(Exception):  # out of reach
             rendezvous = rendezvous_module.join(timedelta(seconds=20))
     store, rank = (rendezvous.store, rendezvous.rank) if rendezvous else (None, 0)

@@ -1,12 +1,16 @@
-"""Threads of a process that keeps an optimizer in host memory."""
+"""Threads of a process that keeps an optimizer in host memory, and the end of a rank without a store."""
 
 import os
+import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from megabench.config import RunConfig
-from megabench.train.main import _set_threads
+from megabench.runtime import rendezvous
+from megabench.train.main import _run, _set_threads
+from tests.comparison.compare_process import free_port
 
 NUM_CORES = os.cpu_count() or 1
 
@@ -33,3 +37,19 @@ def test_offloaded_optimizers_share_the_cores(
     _set_threads(run)
     assert asked == ([] if expected is None else [max(1, expected)])
     assert os.environ.get("OMP_NUM_THREADS") == (given if expected is None else str(max(1, expected)))
+
+
+def test_a_rank_whose_launcher_was_killed_waits_for_the_store_only_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in (variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "_CONNECT_SECONDS", 0.1)
+    join = Mock(side_effect=rendezvous.join)
+    monkeypatch.setattr(rendezvous, "join", join)
+    monkeypatch.setattr("megabench.train.main.exit_process", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        _run(RunConfig.parse({"model": "llama-tiny"}), None, [])
+    assert ended.value.code == 2 and join.call_count == 1
+    assert "cannot open the rendezvous store that the launcher named" in capsys.readouterr().err
