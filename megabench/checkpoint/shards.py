@@ -8,13 +8,11 @@ Face tensors. The blocks do not depend on the layout of the run that loads the c
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
 from megabench.models.mapping import Piece, Shard, whole_piece
-
-StateKind = Literal["weight", "exp_avg", "exp_avg_sq", "row_var", "col_var", "variance"]
+from megabench.optim.optimizers import StateKind
 
 _KEY = re.compile(r"(?P<kind>\w+):(?P<name>[^\[]+)\[(?P<r0>\d+):(?P<r1>\d+)(?:,(?P<c0>\d+):(?P<c1>\d+))?\]")
 

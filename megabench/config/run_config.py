@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
+from megabench.optim.optimizers import OPTIMIZERS
 from megabench.optim.schedules import SCHEDULES, WITH_DECAY_STEPS, WITHOUT_DECAY
 from megabench.parallel.layout import GIVEN_SIZES, Layout, divisors
 from megabench.precision import POLICIES, PrecisionPolicy
@@ -32,7 +33,12 @@ from megabench.specs.registry import ENGINES
 
 assert {*names(SETTINGS, role="size")} == {*GIVEN_SIZES}, "every size of a layout has a setting"
 # for settings whose values are the names in a table: this table
-_TABLES: dict[str, Mapping[str, object]] = {"engine": ENGINES, "precision": POLICIES, "schedule": SCHEDULES}
+_TABLES: dict[str, Mapping[str, object]] = {
+    "engine": ENGINES,
+    "precision": POLICIES,
+    "schedule": SCHEDULES,
+    "optimizer": OPTIMIZERS,
+}
 
 
 class RunConfig(RunSettings):
@@ -148,10 +154,10 @@ class RunConfig(RunSettings):
         if policy.needs_gpu and device == "cpu":
             others = " or ".join(name for name, other in POLICIES.items() if not other.needs_gpu)
             raise ConfigError(f"precision={precision} needs a GPU; use {others} on CPU")
-        if self.optimizer == "adafactor" and not self.spec.holds_matrices(self.options):
+        if OPTIMIZERS[self.optimizer].needs_matrices and not self.spec.holds_matrices(self.options):
             whole = [name for name, spec in ENGINES.items() if spec.holds_matrices({})]
             raise ConfigError(
-                f"optimizer=adafactor needs whole matrices on every rank, but {self._mode} shards them; use "
+                f"optimizer={self.optimizer} needs whole matrices on every rank, but {self._mode} shards them; use "
                 f"{''.join(f'--engine {name}, or ' for name in whole)}optimizer=adamw"
             )
         if self.grad_dtype not in policy.grad_dtypes:

@@ -8,6 +8,7 @@ from math import ceil
 
 from megabench.cost.job import FUSED_LOSS_CHUNK, Job, Product
 from megabench.cost.profile import Profile
+from megabench.optim.optimizers import OPTIMIZERS
 
 # sizes of the output tile of a thread block (CUTLASS, "Efficient GEMM"); large tiles reach the peak FLOP/s
 _TILES = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 64))
@@ -285,10 +286,13 @@ def accumulated_bytes(job: Job, fp8_share: float = 0.0) -> float:
 
 
 def optimizer_seconds(machine: Machine, job: Job, parameters: float, sharded: float) -> float:
-    """Return the seconds of norm, clipping and AdamW of `sharded` parameters, and of zeroing all gradients.
+    """Return the seconds of norm, clipping and update of `sharded` parameters, and of zeroing all gradients.
 
     AdamW reads the gradient, the master weight and two moments, and writes the master weight, the moments and the
-    weight: 28 + 2 bytes. The norm reads the gradient once more.
+    weight: 28 + 2 bytes. The norm reads the gradient once more. Muon also multiplies matrices, in 16 bits.
     """
-    each = 28 + job.bytes_of_value + job.bytes_of_gradient
-    return memory_seconds(machine, each * sharded + job.bytes_of_gradient * parameters)
+    optimizer = OPTIMIZERS[job.optimizer]
+    each = job.mean_bytes(optimizer.update_bytes) + job.bytes_of_value + job.bytes_of_gradient
+    products = [product for rows, columns in job.shape.layer_matrices for product in optimizer.products(rows, columns)]
+    multiplying = job.shape.num_layers * sum(gemm_seconds(machine, *product) for product in products)
+    return multiplying + memory_seconds(machine, each * sharded + job.bytes_of_gradient * parameters)

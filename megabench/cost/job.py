@@ -7,6 +7,7 @@ from typing import Literal, Protocol, Self
 
 from megabench.metrics import flops_per_token, output_layer_cost
 from megabench.models.shape import ModelShape
+from megabench.optim.optimizers import OPTIMIZERS
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
 from megabench.precision import POLICIES, Fp8Recipe
@@ -66,7 +67,7 @@ class Job:
     fp8_recipe: Fp8Recipe = "tensorwise"
     num_layers_at_start_in_bf16: int = 0
     num_layers_at_end_in_bf16: int = 0
-    optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
+    optimizer: str = "adamw"
     stack: Stack = field(default_factory=Stack)
 
     def exchanges_heads(self, tp: int, cp: int) -> bool:
@@ -117,13 +118,23 @@ class Job:
         """Tokens of a step."""
         return self.global_batch * self.seq_length
 
-    @property
-    def bytes_of_moments(self) -> int:
-        """Bytes per parameter of AdamW's two moments. Adafactor's sums per row and column are neglected."""
-        return 8 if self.optimizer == "adamw" else 0
+    @cached_property
+    def hidden_share(self) -> float:
+        """The share of the parameters that are in matrices of layers."""
+        return self.shape.num_layers * self.layer_parameters / self.num_parameters
+
+    def mean_bytes(self, bytes_of_parameter: tuple[float, float]) -> float:
+        """Return the mean of bytes per parameter of hidden matrices and of other parameters."""
+        hidden, other = bytes_of_parameter
+        return other + self.hidden_share * (hidden - other)
 
     @property
-    def bytes_of_state(self) -> int:
+    def bytes_of_moments(self) -> float:
+        """Bytes per parameter of the optimizer's moments. Adafactor's sums per row and column are neglected."""
+        return self.mean_bytes(OPTIMIZERS[self.optimizer].state_bytes)
+
+    @property
+    def bytes_of_state(self) -> float:
         """Bytes per parameter of the optimizer: its moments and any fp32 master weight."""
         return self.bytes_of_moments + 4 * POLICIES[self.precision].has_masters
 

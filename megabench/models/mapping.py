@@ -81,6 +81,12 @@ def hugging_face_shapes(shape: ModelShape) -> Shapes:
     return shapes | _shapes(shape.last, shape)
 
 
+def hidden_matrices(shape: ModelShape) -> frozenset[str]:
+    """Return the names of the matrices of the layers, without embeddings and the output layer."""
+    ends = _shapes(shape.table.first, shape) | _shapes(shape.last, shape)
+    return frozenset(name for name, size in hugging_face_shapes(shape).items() if len(size) == 2 and name not in ends)
+
+
 def stored_shapes(shape: ModelShape) -> Shapes:
     """Return the shapes of all parameters and persistent buffers, which files of the model contain."""
     return hugging_face_shapes(shape) | (shape.foreign.buffers if shape.foreign else {})

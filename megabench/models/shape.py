@@ -103,6 +103,11 @@ class ModelShape:
         return tuple(int(term[1] or 1) * sizes.get(term[2], 1) for term in terms if term)
 
     @property
+    def layer_matrices(self) -> list[tuple[int, ...]]:
+        """The shapes (rows, columns) of the matrices of one layer."""
+        return [size for size in self._sizes(self.table.layer) if len(size) == 2]
+
+    @property
     def layer_matrix_parameters(self) -> int:
         """The number of parameters of one layer that are used in matrix products."""
         return sum(math.prod(size) for size in self._sizes(self.table.layer) if len(size) > 1)

@@ -1,1 +1,1 @@
-"""Tables of what updates the weights: learning-rate schedules."""
+"""Tables of what updates the weights: optimizers and learning-rate schedules."""

@@ -32,7 +32,7 @@ def job_of(record: RunRecord) -> Job:
         fp8_recipe=cast(Fp8Recipe, fp8.recipe) if fp8 else "tensorwise",
         num_layers_at_start_in_bf16=fp8.num_layers_at_start_in_bf16 if fp8 else 0,
         num_layers_at_end_in_bf16=fp8.num_layers_at_end_in_bf16 if fp8 else 0,
-        optimizer=record.optimizer,  # type: ignore[arg-type]
+        optimizer=record.optimizer,
         stack=_stack_of(record),
     )
 

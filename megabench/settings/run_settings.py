@@ -126,8 +126,8 @@ class RunSettings(Settings):
     warmup_steps: NumStepsOrZero = setting(5, "Run", "machine", "free")
     """Steps before timing starts; reported figures exclude them."""
 
-    optimizer: Literal["adamw", "sgd", "adafactor"] = setting("adamw", "Optimizer", "work", "same", synonyms="optim")
-    """Optimizer (SGD has no momentum; Adafactor needs ddp or ZeRO-0, whose ranks hold whole matrices)."""
+    optimizer: str = setting("adamw", "Optimizer", "work", "same", synonyms="optim")
+    """Optimizer; sgd has no momentum, and adafactor and muon need ddp or ZeRO-0, whose ranks hold whole matrices."""
 
     lr: LearningRate | None = setting(None, "Optimizer", "work", "mention", synonyms="learning_rate")
     """Peak learning rate [default: the model's]."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from megabench.optim.optimizers import OPTIMIZERS
 from megabench.parallel.layout import Layout
 from megabench.settings.bounds import NumElements, NumRanks
 from megabench.settings.reading import ConfigError
@@ -100,9 +101,11 @@ def _check(run: ResolvedRun) -> None:
 def _why_not_saved(run: ResolvedRun) -> str | None:
     if DeepSpeedSettings.of(run).stage != 0:
         return None
-    if run.optimizer == "adafactor":
+    optimizer = OPTIMIZERS[run.optimizer]
+    if optimizer.needs_matrices:
         return (
-            "checkpoints of zero_stage=0 do not contain Adafactor's state; use optimizer=adamw, or train without --save"
+            f"checkpoints of zero_stage=0 do not contain {optimizer.title}'s state; use --engine ddp or "
+            f"optimizer=adamw, or train without --save"
         )
     if run.policy.has_masters:
         return (

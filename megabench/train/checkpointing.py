@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -36,7 +37,8 @@ from megabench.checkpoint.staging import Staging, free_host_bytes, owned_bytes
 from megabench.config import ResolvedConfig
 from megabench.data.source import TokenSource
 from megabench.engines.protocol import Engine, StepResult
-from megabench.models.mapping import hugging_face_shapes, stored_shapes
+from megabench.models.mapping import hidden_matrices, hugging_face_shapes, stored_shapes
+from megabench.optim.optimizers import OPTIMIZERS
 from megabench.record import LayoutSizes, LoadTimes, Rollback, SaveTimes
 from megabench.runtime import environment
 from megabench.runtime.messages import shared
@@ -348,12 +350,12 @@ class Checkpoints:
     ) -> Manifest:
         """Return the manifest for the state after `step` steps. Every parameter must be in the files exactly once."""
         run = self._run
-        stored, trained = (
-            sum(map(math.prod, shapes(run.shape).values())) for shapes in (stored_shapes, hugging_face_shapes)
-        )
-        expected = {"weight": stored, "exp_avg": trained, "exp_avg_sq": trained}
-        wrong = {kind: count for kind, count in elements.items() if count != expected.get(kind, count)}
-        assert "weight" in elements and not wrong, f"{elements} elements saved instead of {expected}"
+        expected = Counter[str](weight=sum(map(math.prod, stored_shapes(run.shape).values())))
+        hidden = hidden_matrices(run.shape)
+        for name, shape in hugging_face_shapes(run.shape).items():
+            for kind, size in OPTIMIZERS[run.optimizer].state(shape, name in hidden).items():
+                expected[kind] += math.prod(size)
+        assert elements == expected, f"{elements} elements saved instead of {expected}"
         return Manifest(
             model=ModelEntry.of(run.shape),
             training=TrainingEntry(

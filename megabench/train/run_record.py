@@ -9,6 +9,7 @@ from megabench.config import ResolvedConfig
 from megabench.config.requested_fields import auto_fields, requested_fields
 from megabench.data.source import TokenSource
 from megabench.metrics import quantile, throughput
+from megabench.optim.optimizers import OPTIMIZERS
 from megabench.record import (
     Fp8Work,
     HostRanks,
@@ -129,7 +130,7 @@ def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
     """Return the properties that must be equal for another run to be comparable with `run`."""
     schedule: dict[str, float | str] = {"lr": run.lr, "min_lr": run.min_lr, "lr_warmup": run.lr_warmup}
     schedule |= {"steps": run.steps, "weight_decay": run.weight_decay, "clip_grad": run.clip_grad}
-    if run.optimizer == "adamw":
+    if OPTIMIZERS[run.optimizer].has_betas:
         schedule |= {"beta1": run.betas[0], "beta2": run.betas[1], "eps": run.eps}
     if run.schedule != "cosine":
         schedule["schedule"] = run.schedule

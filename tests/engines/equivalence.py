@@ -15,7 +15,7 @@ from megabench.data.source import open_source
 from megabench.engines.build import build_engine
 from megabench.specs.registry import ENGINES
 from tests import distributed
-from tests.engines.reference import Reference
+from tests.engines.reference import Reference, muon_in_fp32
 from tests.models import tiny  # noqa: F401  (its shapes become names of the catalogue)
 
 # an engine that trains every family, on which a reference's configuration is resolved
@@ -66,7 +66,8 @@ def train(run: ResolvedConfig, num_steps: int = NUM_STEPS) -> Trace:
         engine.accumulate(micro_batches(source, run, dp_rank, step))
         if step == 0:
             trace.gradients = dict(engine.full_tensors("gradients"))
-        result = engine.update(run.lr)
+        with muon_in_fp32(run):
+            result = engine.update(run.lr)
         trace.losses.append(result.loss)
         trace.grad_norms.append(result.grad_norm)
         trace.num_tokens.append(result.num_tokens)

@@ -1,6 +1,9 @@
 """The one-process model that every layout is compared with: transformers' own, trained by torch's own optimizers."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,11 @@ from megabench.models.mapping import hugging_face_shapes
 from megabench.models.weights import read_flat
 
 
+def muon_in_fp32(run: ResolvedConfig) -> AbstractContextManager[object]:
+    """Let torch's Muon multiply in fp32: in bf16, it turns rounding into visible differences."""
+    return patch.object(Tensor, "bfloat16", Tensor.float) if run.optimizer == "muon" else nullcontext()
+
+
 class Reference:
     """Trains on whole global batches; gradients and weights by Hugging Face name."""
 
@@ -22,17 +30,28 @@ class Reference:
         self.run = run
         self.device = device
         self.model = self.load().to(device)
-        groups = [
-            {"params": [p for p in self.model.parameters() if p.ndim > 1], "weight_decay": run.weight_decay},
-            {"params": [p for p in self.model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        self.optimizer: torch.optim.Optimizer
-        if run.optimizer == "adafactor":
-            self.optimizer = torch.optim.Adafactor(groups, lr=run.lr)
-        elif run.optimizer == "sgd":
-            self.optimizer = torch.optim.SGD(groups, lr=run.lr)
-        else:
-            self.optimizer = torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps)
+        self.optimizers = self._optimizers()
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        run, layers = self.run, self.run.shape.table.layer_prefix
+        matrices = {name: p for name, p in self.model.named_parameters() if p.ndim > 1}
+        hidden = [p for name, p in matrices.items() if name.startswith(layers) and p.ndim == 2]
+        vectors = {"params": [p for p in self.model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
+        groups = [{"params": list(matrices.values()), "weight_decay": run.weight_decay}, vectors]
+        adam: dict[str, Any] = {"lr": run.lr, "betas": run.betas, "eps": run.eps, "weight_decay": run.weight_decay}
+        match run.optimizer:
+            case "sgd":
+                return [torch.optim.SGD(groups, lr=run.lr)]
+            case "adafactor":
+                return [torch.optim.Adafactor(groups, lr=run.lr)]
+            case "muon":
+                muon = torch.optim.Muon(
+                    hidden, lr=run.lr, weight_decay=run.weight_decay, adjust_lr_fn="match_rms_adamw"
+                )
+                ends = [p for name, p in matrices.items() if not name.startswith(layers)]
+                rest: list[dict[str, Any]] = [{"params": ends}, vectors]
+                return [muon, torch.optim.AdamW(rest, **adam)]
+        return [torch.optim.AdamW(groups, **adam)]
 
     def load(self) -> torch.nn.Module:
         """The model with its initial weights in fp32."""
@@ -46,7 +65,7 @@ class Reference:
 
     def step(self, batches: Sequence[Batch], learning_rate: float) -> tuple[float, float, dict[str, Tensor]]:
         """One optimizer step: (loss, gradient norm before clipping, gradients before clipping)."""
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         total = 0.0
         for batch in (batch.to(self.device) for batch in batches):
             logits = self.model(input_ids=batch.inputs).logits.float()
@@ -55,9 +74,11 @@ class Reference:
             total += loss.item()
         gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip_grad or float("inf"))
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            with muon_in_fp32(self.run):
+                optimizer.step()
         return total, norm.item(), gradients
 
     def weights(self) -> dict[str, Tensor]:

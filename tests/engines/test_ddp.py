@@ -244,6 +244,15 @@ def test_adafactor_is_planned_without_moments():
     assert adafactor.optimizer == 0
 
 
+def test_muon_is_planned_with_one_moment_of_matrices_and_its_products():
+    candidate = data_parallel("ddp")
+    adamw, muon = (costs(work, FOUR).estimate(candidate) for work in (job(), job(optimizer="muon")))
+    shape = job().shape
+    hidden = shape.num_layers * shape.layer_matrix_parameters
+    assert adamw.memory.optimizer - muon.memory.optimizer == pytest.approx(4 * hidden)
+    assert muon.parts["optimizer"] > adamw.parts["optimizer"], "five steps of three products for each matrix"
+
+
 def test_ddp_reduces_in_bf16_from_fp32_buckets():
     candidate = data_parallel("ddp")
     assert costs(job(bytes_of_gradient=2), FOUR).estimate(candidate).memory.gradients == 4 * job().num_parameters

@@ -14,6 +14,7 @@ from megabench.data.batch import Batch, micro_batches
 from megabench.data.source import open_source
 from megabench.engines.build import build_engine
 from megabench.engines.common.loss_scale import HYSTERESIS, INITIAL, WINDOW, LossScale
+from megabench.optim.optimizers import OPTIMIZERS as TABLE
 from tests import distributed
 from tests.engines.cases import cases
 from tests.engines.equivalence import (
@@ -37,9 +38,10 @@ def test_what_changes_no_result(option: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("fields", cases("ADAFACTOR").values(), ids=str)
-def test_adafactor(fields: dict[str, Any]) -> None:
-    assert_equal_to_reference(2, **fields, optimizer="adafactor", lr=1e-2)
+@pytest.mark.parametrize("optimizer", [name for name, entry in TABLE.items() if entry.needs_matrices])
+@pytest.mark.parametrize("fields", cases("WHOLE_MATRICES").values(), ids=str)
+def test_optimizers_of_whole_matrices(fields: dict[str, Any], optimizer: str) -> None:
+    assert_equal_to_reference(2, **fields, optimizer=optimizer, lr=1e-2)
 
 
 def gradients_kept(run: ResolvedConfig) -> int:

@@ -21,6 +21,7 @@ from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
 from megabench.engines.build import build_engine
 from megabench.engines.protocol import StepResult
+from megabench.optim.optimizers import OPTIMIZERS
 from megabench.runtime.rendezvous import Rendezvous
 from megabench.train.checkpointing import Checkpoints, restore
 from megabench.train.resume import Resume, check_belongs
@@ -28,6 +29,7 @@ from megabench.train.stopping import StoppedError
 from tests import distributed
 from tests.engines.cases import cases
 from tests.engines.equivalence import resolve
+from tests.engines.reference import muon_in_fp32
 
 pytestmark = pytest.mark.distributed
 
@@ -82,7 +84,8 @@ def resumed_run(run: ResolvedConfig, forget: Forget = "nothing") -> list[float]:
 
 def _step(run: ResolvedConfig, engine: Any, source: Any, step: int) -> float:
     dp_rank = run.layout.coordinates(dist.get_rank()).dp
-    loss: float = engine.train_step(micro_batches(source, run, dp_rank, step), run.lr).loss
+    with muon_in_fp32(run):
+        loss: float = engine.train_step(micro_batches(source, run, dp_rank, step), run.lr).loss
     return loss
 
 
@@ -156,13 +159,22 @@ def test_on_fewer_ranks(tmp_path: Path, fields: dict[str, Any]) -> None:
     assert difference(tmp_path, losses, 2, "moments", **SMALL, **fields) > 10 * TOLERANCE
 
 
-ADAFACTOR = [SMALL | fields | {"optimizer": "adafactor", "lr": 1e-2} for fields in cases("ADAFACTOR").values()]
+WHOLE_MATRICES = [
+    SMALL | fields | {"optimizer": name, "lr": 1e-2}
+    for name, optimizer in OPTIMIZERS.items()
+    for fields in cases("WHOLE_MATRICES").values()
+    if optimizer.needs_matrices
+]
+KINDS = {
+    "adafactor": {"weight", "row_var", "col_var", "variance"},
+    "muon": {"weight", "momentum_buffer", "exp_avg", "exp_avg_sq"},
+}
 
 
-@pytest.mark.parametrize("fields", [fields for fields in ADAFACTOR if resolve(1, **fields).can_be_saved], ids=str)
-def test_adafactor(tmp_path: Path, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [fields for fields in WHOLE_MATRICES if resolve(1, **fields).can_be_saved], ids=str)
+def test_optimizers_of_whole_matrices(tmp_path: Path, fields: dict[str, Any]) -> None:
     losses = save_at_six(tmp_path, 2, **fields)
-    assert Manifest.read(folder_of(tmp_path, 6)).num_elements.keys() == {"weight", "row_var", "col_var", "variance"}
+    assert Manifest.read(folder_of(tmp_path, 6)).num_elements.keys() == KINDS[fields["optimizer"]]
     assert difference(tmp_path, losses, 1, **fields) < TOLERANCE
     assert difference(tmp_path, losses, 2, "moments", **fields) > 10 * TOLERANCE
 

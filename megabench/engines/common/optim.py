@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim._functional import adamw, sgd
 
 
@@ -24,6 +24,35 @@ def apex_adam() -> type[torch.optim.Optimizer] | None:
     except ImportError:
         return None
     return FusedAdam
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """torch's Muon for hidden matrices, and AdamW for all other parameters.
+
+    Muon's updates are scaled to the size of AdamW's (arXiv 2502.16982), so that both have one learning rate.
+    """
+
+    def __init__(
+        self,
+        matrices: list[nn.Parameter],
+        others: list[dict[str, Any]],
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True)
+        self._parts = (muon, adamw)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        for part in self._parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self._parts:
+            part.step()
 
 
 class GroupStepOptimizer(torch.optim.Optimizer):

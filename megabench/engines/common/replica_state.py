@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megabench.checkpoint.shards import StateKind, StateShard, TrainingState, blocks_of, whole
+from megabench.checkpoint.shards import StateShard, TrainingState, blocks_of, whole
 from megabench.config import ResolvedConfig
 from megabench.engines.common.loss_scale import LossScale
-from megabench.models.mapping import hugging_face_shapes
+from megabench.models.mapping import hidden_matrices, hugging_face_shapes
+from megabench.optim.optimizers import OPTIMIZERS, StateKind
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,10 @@ class ReplicaState:
 
     def read(self) -> TrainingState:
         """This rank's tensors, alive."""
-        shapes = hugging_face_shapes(self._run.shape)
+        shapes, hidden = hugging_face_shapes(self._run.shape), hidden_matrices(self._run.shape)
         shards = []
         for held in self._held:
-            for kind, values in self._tensors(held.values).items():
-                # Adafactor keeps one sum per row and one per column of a matrix, or of each matrix in a larger tensor
+            for kind, values in self._tensors(held.values, held.name in hidden).items():
                 size = shapes[held.name]
                 size = {"row_var": size[:-1], "col_var": size[:-2] + size[-1:]}.get(kind, size)
                 blocks = blocks_of(whole(held.name, size), held.first, held.first + values.numel())
@@ -60,21 +60,15 @@ class ReplicaState:
             if "step" in state:
                 state["step"].fill_(optimizer_step)
 
-    def _tensors(self, parameter: nn.Parameter) -> dict[StateKind, Tensor]:
-        """Return the master weight and its moments.
+    def _tensors(self, parameter: nn.Parameter, is_hidden: bool) -> dict[StateKind, Tensor]:
+        """Return the master weight and the state of its optimizer.
 
-        Moments are created if no step has created them yet, as in a resumed run.
+        The state is created if no step has created it yet, as in a resumed run.
         """
         state = self._optimizer.state[parameter]
-        if not state and self._run.optimizer != "sgd":
-            state |= {"step": torch.zeros((), device=parameter.device)} | self._empty_moments(parameter.detach())
+        kinds = OPTIMIZERS[self._run.optimizer].state(tuple(parameter.shape), is_hidden)
+        if not state and kinds:
+            state |= {kind: parameter.detach().new_zeros(size) for kind, size in kinds.items()}
+            state["step"] = torch.zeros((), device=parameter.device)
         tensors: dict[StateKind, Tensor] = {"weight": parameter}
         return tensors | {kind: values for kind, values in state.items() if kind != "step"}
-
-    def _empty_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        if self._run.optimizer == "adamw":
-            return {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
-        if parameter.ndim < 2:
-            return {"variance": torch.zeros_like(parameter)}
-        *rest, rows, columns = parameter.shape
-        return {"row_var": parameter.new_zeros(*rest, rows, 1), "col_var": parameter.new_zeros(*rest, 1, columns)}

@@ -18,14 +18,15 @@ from megabench.data.batch import Batch
 from megabench.engines.common.initial import initial_weights
 from megabench.engines.common.kernels import patch_transformers
 from megabench.engines.common.loss_scale import LossScale
-from megabench.engines.common.optim import is_decayed
+from megabench.engines.common.optim import MuonWithAdamW, is_decayed
 from megabench.engines.common.transformers_blocks import LossHead
 from megabench.engines.protocol import StepResult, TensorKind
 from megabench.models.causal_lm import UnsupportedModelError, build_model
 from megabench.models.foreign import unused_words
 from megabench.models.hugging_face import transformers_config
-from megabench.models.mapping import stored_shapes
+from megabench.models.mapping import hidden_matrices, stored_shapes
 from megabench.models.weights import read_flat
+from megabench.optim.optimizers import OPTIMIZERS
 from megabench.runtime.device import DTYPES
 
 
@@ -160,22 +161,35 @@ class PersistentBuffers:
             buffer.data = values.view(buffer.shape).to(buffer.device, self._dtype)
 
 
-def parameter_groups(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> list[dict[str, Any]]:
-    """Return parameter groups with and without weight decay, from pairs (parameter, dimensions of the whole one)."""
-    decayed = [(param, is_decayed(num_dims)) for param, num_dims in params]
+# a parameter's Hugging Face name, this rank's part of it, and the number of dimensions of the whole parameter
+NamedParameter = tuple[str, nn.Parameter, int]
+
+
+def parameter_groups(run: ResolvedConfig, params: Iterable[NamedParameter]) -> list[dict[str, Any]]:
+    """Return parameter groups with and without weight decay."""
+    decayed = [(param, is_decayed(num_dims)) for _, param, num_dims in params]
     return [
         {"params": [param for param, is_matrix in decayed if is_matrix], "weight_decay": run.weight_decay},
         {"params": [param for param, is_matrix in decayed if not is_matrix], "weight_decay": 0.0},
     ]
 
 
-def build_optimizer(run: ResolvedConfig, params: Iterable[tuple[nn.Parameter, int]]) -> torch.optim.Optimizer:
-    """Return torch's optimizer for pairs (parameter, number of dimensions of the whole parameter)."""
+def build_optimizer(run: ResolvedConfig, params: Iterable[NamedParameter]) -> torch.optim.Optimizer:
+    """Return torch's optimizer of this rank's parameters."""
+    params = list(params)
     groups = parameter_groups(run, params)
-    if run.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=run.lr)
-    if run.optimizer == "adafactor":
-        return torch.optim.Adafactor(groups, lr=run.lr)
+    match run.optimizer:
+        case "sgd":
+            return torch.optim.SGD(groups, lr=run.lr)
+        case "adafactor":
+            return torch.optim.Adafactor(groups, lr=run.lr)
+        case "muon":
+            hidden = hidden_matrices(run.shape)
+            matrices = [param for name, param, _ in params if name in hidden]
+            others = parameter_groups(run, [each for each in params if each[0] not in hidden])
+            return MuonWithAdamW(
+                matrices, others, lr=run.lr, weight_decay=run.weight_decay, betas=run.betas, eps=run.eps
+            )
     return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
 
 
@@ -238,4 +252,4 @@ def shown(
 
 
 def optimizer_name(run: ResolvedConfig) -> str:
-    return {"adamw": "torch fused AdamW", "sgd": "torch SGD", "adafactor": "torch Adafactor"}[run.optimizer]
+    return OPTIMIZERS[run.optimizer].implementation

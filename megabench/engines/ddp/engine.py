@@ -50,7 +50,7 @@ class DdpEngine(TransformersEngine):
             self.model.register_comm_hook(_power_sgd(own.powersgd_rank, config.seed), powerSGD_hook)
         elif config.grad_dtype == "bf16":
             self.model.register_comm_hook(None, _in_bf16)
-        params = [(parameter, parameter.ndim) for _, parameter in self._named_parameters()]
+        params = [(name, parameter, parameter.ndim) for name, parameter in self._named_parameters()]
         self.optimizer = shared.build_optimizer(config, params)
         is_owner = dist.get_rank() == 0
         held = [Held(name, parameter, 0, is_owner) for name, parameter in self._named_parameters()]

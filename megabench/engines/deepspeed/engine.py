@@ -221,7 +221,7 @@ def _zero_settings(run: ResolvedConfig) -> dict[str, Any]:
 
 def _build_optimizer(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     # under ZeRO-3, the parameter is empty, and ds_shape has its shape
-    params = [(p, len(getattr(p, "ds_shape", p.shape))) for p in model.parameters()]
+    params = [(name, p, len(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()]
     return _cpu_adam(run, params) if _uses_cpu_adam(run) else shared.build_optimizer(run, params)
 
 
@@ -242,7 +242,7 @@ def _uses_cpu_adam(run: ResolvedConfig) -> bool:
     return DeepSpeedSettings.of(run).offload != "none" and run.optimizer == "adamw" and run.device == "cuda"
 
 
-def _cpu_adam(run: ResolvedConfig, params: list[tuple[torch.nn.Parameter, int]]) -> torch.optim.Optimizer:
+def _cpu_adam(run: ResolvedConfig, params: list[shared.NamedParameter]) -> torch.optim.Optimizer:
     """Return DeepSpeed's CPUAdam, which is compiled on first use."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

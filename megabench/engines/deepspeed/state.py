@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabench.checkpoint.shards import StateKind, StateShard, TrainingState, blocks_of, whole
+from megabench.checkpoint.shards import StateShard, TrainingState, blocks_of, whole
 from megabench.config import ResolvedConfig
 from megabench.models.mapping import hugging_face_shapes
+from megabench.optim.optimizers import StateKind
 
 _MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 # attributes of DeepSpeed's DynamicLossScaler that change during a run

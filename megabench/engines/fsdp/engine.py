@@ -42,7 +42,7 @@ class FsdpEngine(TransformersEngine):
         # the optimizer updates plain tensors, which are the local shards
         self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in self._named_parameters()}
         dims = [parameter.ndim for _, parameter in self._named_parameters()]
-        self.optimizer = shared.build_optimizer(config, zip(self.shards.values(), dims, strict=True))
+        self.optimizer = shared.build_optimizer(config, zip(self.shards, self.shards.values(), dims, strict=True))
         # only the first HSDP replica saves
         is_owner = dist.get_rank() < (self.own.shard_size or dist.get_world_size())
         held = [

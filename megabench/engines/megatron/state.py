@@ -7,10 +7,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.nn import Parameter
 
-from megabench.checkpoint.shards import StateKind, StateShard, blocks_of
+from megabench.checkpoint.shards import StateShard, blocks_of
 from megabench.config import ResolvedConfig
 from megabench.engines.megatron.optimizer import copy_number, init_state
 from megabench.models.mapping import shard
+from megabench.optim.optimizers import StateKind
 
 _KINDS: dict[str, StateKind] = {"param": "weight", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 

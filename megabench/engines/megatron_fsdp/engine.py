@@ -45,7 +45,7 @@ class MegatronFsdpEngine(TransformersEngine):
         self.weights = dict(self.wrapped.param_and_grad_buffer.optimizer_named_parameters)
         self.shards = {name: nn.Parameter(weight.detach().to_local()) for name, weight in self.weights.items()}
         dims = [weight.ndim for weight in self.weights.values()]
-        self.optimizer = shared.build_optimizer(config, zip(self.shards.values(), dims, strict=True))
+        self.optimizer = shared.build_optimizer(config, zip(self.shards, self.shards.values(), dims, strict=True))
         self.first = {
             name: gather_and_compute_chunk_metadata(weight).offsets[0] * math.prod(weight.shape[1:])
             for name, weight in self.weights.items()

@@ -12,7 +12,7 @@ ON_GPUS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp-compile": (2, {"engine": "ddp", "compile": True}),
 }
 RESUMED: list[dict[str, Any]] = [{"engine": "ddp"}]
-ADAFACTOR: list[dict[str, Any]] = [{"engine": "ddp"}]
+WHOLE_MATRICES: list[dict[str, Any]] = [{"engine": "ddp"}]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": "ddp", "offload": "all"}, "offload is a setting of the deepspeed and fsdp engines"),
     ({"engine": "fsdp", "powersgd_rank": 2}, "powersgd_rank is a setting of the ddp engine"),

@@ -35,7 +35,7 @@ ON_GPUS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3-of-four": (4, {"engine": "deepspeed", "zero_stage": 3}),
     "zero3-hpz": (4, {"engine": "deepspeed", "hpz_size": 2}),
 }
-ADAFACTOR: list[dict[str, Any]] = [{"engine": "deepspeed", "zero_stage": 0}]
+WHOLE_MATRICES: list[dict[str, Any]] = [{"engine": "deepspeed", "zero_stage": 0}]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": "deepspeed", "zero_stage": 2, "offload": "all"}, "offload=all needs zero_stage=3"),
     ({"engine": "deepspeed", "zero_stage": 0, "offload": "optimizer"}, "needs zero_stage 1 to 3"),
@@ -43,6 +43,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": "deepspeed", "zero_stage": 1, "zero_leaf_layers": True}, "works only with zero_stage=3, not 1"),
     ({"engine": "deepspeed", "hpz_size": 3}, "hpz_size=3 does not divide the 4 ranks"),
     ({"engine": "deepspeed", "optimizer": "adafactor"}, "ZeRO-3 of the deepspeed engine shards them"),
+    ({"engine": "deepspeed", "zero_stage": 1, "optimizer": "muon"}, "ZeRO-1 of the deepspeed engine shards them"),
+    (
+        {"engine": "deepspeed", "zero_stage": 0, "optimizer": "muon", "save": Path("x")},
+        "checkpoints of zero_stage=0 do not contain Muon's state; use --engine ddp",
+    ),
 ]
 KERNELS: dict[str, dict[str, Any]] = {
     "zero3": {"model": "llama3-8b", "engine": "deepspeed"},

@@ -35,6 +35,7 @@ _COMPILING = "(?:, | and )".join(engines_with("compile")) + " engine" + "s" * (l
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_leaf_layers": True}, "zero_leaf_layers is a setting of the deepspeed engine"),
     ({"optimizer": "adafactor"}, "needs whole matrices on every rank, but the megatron engine shards them"),
+    ({"optimizer": "muon"}, "optimizer=muon needs whole matrices on every rank, but the megatron engine shards them"),
     ({"keep_gathered": True}, "use tp=2 or more and kernels=auto"),
     ({"tp": 2, "keep_gathered": True, "kernels": "reference"}, "use tp=2 or more and kernels=auto"),
     (
