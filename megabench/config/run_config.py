@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from megabench.models.find import find_model
 from megabench.models.shape import ModelShape
 from megabench.optim.optimizers import OPTIMIZERS
-from megabench.optim.schedules import SCHEDULES, WITH_DECAY_STEPS, WITHOUT_DECAY
+from megabench.optim.schedules import SCHEDULES
 from megabench.parallel.layout import GIVEN_SIZES, Layout, divisors
 from megabench.precision import POLICIES, PrecisionPolicy
 from megabench.runtime.environment import is_secret
@@ -160,6 +160,11 @@ class RunConfig(RunSettings):
                 f"optimizer={self.optimizer} needs whole matrices on every rank, but {self._mode} shards them; use "
                 f"{''.join(f'--engine {name}, or ' for name in whole)}optimizer=adamw"
             )
+        if OPTIMIZERS[self.optimizer].needs_layers and not shape.table.layer:
+            raise ConfigError(
+                f"optimizer={self.optimizer} updates the matrices of layers in its own way, but megabench has no table "
+                f"of the layers of {self.model}; use optimizer=adamw"
+            )
         if self.grad_dtype not in policy.grad_dtypes:
             others = " or ".join(name for name, other in POLICIES.items() if self.grad_dtype in other.grad_dtypes)
             raise ConfigError(
@@ -186,8 +191,8 @@ class RunConfig(RunSettings):
         """Return the settings of the learning rate. Raises ConfigError if the schedule has no use for one of them."""
         lr = self.lr or shape.learning_rate
         lr_warmup = shape.lr_warmup if self.lr_warmup is None else self.lr_warmup
-        min_lr, decay_steps = self.min_lr, self.decay_steps
-        if self.schedule in WITHOUT_DECAY:
+        min_lr, decay_steps, schedule = self.min_lr, self.decay_steps, SCHEDULES[self.schedule]
+        if not schedule.decays:
             if min_lr is not None:
                 raise ConfigError(f"schedule={self.schedule} keeps lr to the end; omit min_lr={min_lr:g}")
             min_lr = lr
@@ -195,7 +200,7 @@ class RunConfig(RunSettings):
             min_lr = lr / 10
         if min_lr > lr:
             raise ConfigError(f"min_lr={min_lr:g} is above lr={lr:g}; use a min_lr between 0 and lr")
-        if self.schedule in WITH_DECAY_STEPS:
+        if schedule.has_decay_steps:
             decay_steps = decay_steps or max(1, self.steps // 10)
             if self.decay_steps and lr_warmup + decay_steps > self.steps:
                 raise ConfigError(
@@ -203,8 +208,9 @@ class RunConfig(RunSettings):
                     f"use smaller ones"
                 )
         elif decay_steps:
+            others = [name for name, other in SCHEDULES.items() if other.has_decay_steps]
             raise ConfigError(
-                f"decay_steps={decay_steps} works only with schedule={' or '.join(WITH_DECAY_STEPS)}, "
+                f"decay_steps={decay_steps} works only with schedule={' or '.join(others)}, "
                 f"not {self.schedule}; omit it"
             )
         return {"lr": lr, "min_lr": min_lr, "lr_warmup": lr_warmup, "decay_steps": decay_steps}
@@ -245,9 +251,9 @@ class RunConfig(RunSettings):
         for axis in GIVEN_SIZES:
             if axis not in axes and (size := getattr(self, axis)) > 1:
                 others = [name for name, spec in ENGINES.items() if axis in spec.axes]
+                supported = "data parallelism" if self.spec.is_data_parallel else _listed(sorted(axes))
                 raise ConfigError(
-                    f"{self._mode} supports only {'data parallelism' if axes == {'dp'} else _listed(sorted(axes))}, "
-                    f"but {axis}={size}; use {axis}=1"
+                    f"{self._mode} supports only {supported}, but {axis}={size}; use {axis}=1"
                     + (f", or --engine {' or '.join(others)} for {axis}={size}" if others else "")
                 )
         if self.recompute not in self.spec.recompute:

@@ -291,8 +291,6 @@ def optimizer_seconds(machine: Machine, job: Job, parameters: float, sharded: fl
     AdamW reads the gradient, the master weight and two moments, and writes the master weight, the moments and the
     weight: 28 + 2 bytes. The norm reads the gradient once more. Muon also multiplies matrices, in 16 bits.
     """
-    optimizer = OPTIMIZERS[job.optimizer]
-    each = job.mean_bytes(optimizer.update_bytes) + job.bytes_of_value + job.bytes_of_gradient
-    products = [product for rows, columns in job.shape.layer_matrices for product in optimizer.products(rows, columns)]
-    multiplying = job.shape.num_layers * sum(gemm_seconds(machine, *product) for product in products)
+    each = job.mean_bytes(OPTIMIZERS[job.optimizer].update_bytes) + job.bytes_of_value + job.bytes_of_gradient
+    multiplying = job.shape.num_layers * sum(gemm_seconds(machine, *product) for product in job.update_products)
     return multiplying + memory_seconds(machine, each * sharded + job.bytes_of_gradient * parameters)

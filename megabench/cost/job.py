@@ -123,6 +123,12 @@ class Job:
         """The share of the parameters that are in matrices of layers."""
         return self.shape.num_layers * self.layer_parameters / self.num_parameters
 
+    @cached_property
+    def update_products(self) -> list[tuple[int, int, int]]:
+        """The (m, n, k) of the matrix products with which the optimizer updates one layer."""
+        products = OPTIMIZERS[self.optimizer].products
+        return [product for rows, columns in self.shape.layer_matrices for product in products(rows, columns)]
+
     def mean_bytes(self, bytes_of_parameter: tuple[float, float]) -> float:
         """Return the mean of bytes per parameter of hidden matrices and of other parameters."""
         hidden, other = bytes_of_parameter

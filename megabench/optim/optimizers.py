@@ -24,6 +24,7 @@ class Optimizer:
       hidden matrix. Sums per row or column have a dimension of size 1.
     - `has_betas`: the settings betas and eps apply.
     - `needs_matrices`: each rank must hold whole matrices.
+    - `needs_layers`: hidden matrices have an update of their own, so the table of the model must list its layers.
     - `state_bytes` are the bytes of state per parameter, and `update_bytes` the bytes of gradients, weights and
       state that an update reads and writes. Both have a value for hidden matrices and one for other parameters.
     - `products` returns the (m, n, k) of the matrix products that update a hidden matrix of rows × columns.
@@ -36,6 +37,7 @@ class Optimizer:
     update_bytes: tuple[float, float]
     has_betas: bool = False
     needs_matrices: bool = False
+    needs_layers: bool = False
     products: Callable[[int, int], list[tuple[int, int, int]]] = lambda rows, columns: []
 
 
@@ -94,6 +96,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
         update_bytes=(20, 28),
         has_betas=True,
         needs_matrices=True,
+        needs_layers=True,
         products=_newton_schulz,
     ),
 }
+
+
+def title_of(name: str) -> str:
+    """Return the title of an optimizer, or the name of an optimizer that only another version has."""
+    return OPTIMIZERS[name].title if name in OPTIMIZERS else name

@@ -1,6 +1,7 @@
 """Learning-rate schedules by name. Add one function and one line here for a new schedule. Loads no torch."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import cos, pi
 from typing import Protocol
 
@@ -39,21 +40,31 @@ def _warmup_stable_decay(step: int, num_steps: int, decay_steps: int) -> float:
     return min(1.0, (num_steps - 1 - step) / decay_steps)
 
 
-# For a step after warm-up, counted from 0: where the learning rate is between min_lr (0) and lr (1). The arguments are
-# the step, the number of steps after warm-up, and the number of steps with decay.
-SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
-    "cosine": _cosine,
-    "linear": _linear,
-    "constant": _constant,
-    "wsd": _warmup_stable_decay,
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule after warm-up.
+
+    `share` returns where the learning rate is between min_lr (0) and lr (1). Its arguments are a step after warm-up,
+    counted from 0, the number of these steps, and the number of steps with decay. A schedule that decays uses the
+    setting min_lr, and one that `has_decay_steps` the setting decay_steps.
+    """
+
+    share: Callable[[int, int, int], float]
+    decays: bool = True
+    has_decay_steps: bool = False
+
+
+SCHEDULES = {
+    "cosine": Schedule(_cosine),
+    "linear": Schedule(_linear),
+    "constant": Schedule(_constant, decays=False),
+    "wsd": Schedule(_warmup_stable_decay, has_decay_steps=True),
 }
-WITH_DECAY_STEPS = ("wsd",)
-WITHOUT_DECAY = ("constant",)
 
 
 def learning_rate(run: ScheduleSettings, step: int) -> float:
     """Return the learning rate of step `step`, counted from 0: linear warm-up to lr, then the schedule to min_lr."""
     if step < run.lr_warmup:
         return run.lr * (step + 1) / run.lr_warmup
-    share = SCHEDULES[run.schedule](step - run.lr_warmup, run.steps - run.lr_warmup, run.decay_steps or 0)
+    share = SCHEDULES[run.schedule].share(step - run.lr_warmup, run.steps - run.lr_warmup, run.decay_steps or 0)
     return run.min_lr + (run.lr - run.min_lr) * share

@@ -9,6 +9,7 @@ from megabench.cost.profile import Profile
 from megabench.errors import UserError
 from megabench.hardware.topology import Topology
 from megabench.models.find import find_model
+from megabench.optim.optimizers import OPTIMIZERS
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
 from megabench.planner.engines import Costs
@@ -18,8 +19,10 @@ from megabench.specs.registry import ENGINES
 
 
 def job_of(record: RunRecord) -> Job:
-    """Return the job of a record, with its kernels. Raises UserError if the model is unknown."""
+    """Return the job of a record, with its kernels. Raises UserError if the model or the optimizer is unknown."""
     shape = find_model(record.model)
+    if record.optimizer not in OPTIMIZERS:
+        raise UserError(f"the optimizer {record.optimizer} of trial {record.trial} is unknown")
     if record.work_class and record.work_class.num_layers != shape.num_layers:
         shape = shape.with_layers(record.work_class.num_layers)
     fp8 = record.work_class and record.work_class.fp8

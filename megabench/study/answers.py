@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from megabench.optim.optimizers import OPTIMIZERS
+from megabench.optim.optimizers import title_of
 from megabench.record import RunRecord
 from megabench.study.budget import Budget
 from megabench.study.precision_verdict import precision_verdicts
@@ -235,7 +235,7 @@ def _names(results: _Results) -> dict[str, str]:
     """Return the name of each trial in a sentence: "ZeRO-3" or "DDP and Adafactor", unless several have that name."""
     first = {trial: runs[0] for trial, runs in runs_by_trial(results.records).items()}
     names = {
-        trial: setup_name(record) + f" and {OPTIMIZERS[record.optimizer].title}" * (record.optimizer != "adamw")
+        trial: setup_name(record) + f" and {title_of(record.optimizer)}" * (record.optimizer != "adamw")
         for trial, record in first.items()
     }
     return unless_repeated(names, lambda trial: trial)
