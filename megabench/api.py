@@ -17,7 +17,7 @@ from megabench.doctor.finding import Finding
 from megabench.errors import UserError
 from megabench.parallel.layout import Layout
 from megabench.planner import plan_table
-from megabench.planner.engines import Estimate
+from megabench.planner.costs import Estimate
 from megabench.planner.make_plan import make_plan
 from megabench.planner.search import Plan
 from megabench.record import RunRecord

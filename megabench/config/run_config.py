@@ -17,8 +17,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from megabench.models.find import find_model
+from megabench.models.mapping import hidden_matrices, hugging_face_shapes
 from megabench.models.shape import ModelShape
 from megabench.optim.optimizers import OPTIMIZERS
+from megabench.optim.parameter_groups import HyperParameters, hyper_parameters, read_groups
 from megabench.optim.schedules import SCHEDULES
 from megabench.parallel.layout import GIVEN_SIZES, Layout, divisors
 from megabench.precision import POLICIES, PrecisionPolicy
@@ -165,6 +167,7 @@ class RunConfig(RunSettings):
                 f"optimizer={self.optimizer} updates the matrices of layers in its own way, but megabench has no table "
                 f"of the layers of {self.model}; use optimizer=adamw"
             )
+        self._check_groups(shape)
         if self.grad_dtype not in policy.grad_dtypes:
             others = " or ".join(name for name, other in POLICIES.items() if self.grad_dtype in other.grad_dtypes)
             raise ConfigError(
@@ -186,6 +189,28 @@ class RunConfig(RunSettings):
         run.layout.check_model(shape, run.seq_length)
         run.layout.check_batch(run.global_batch, run.micro_batch)
         return run
+
+    def _check_groups(self, shape: ModelShape) -> None:
+        """Raise ConfigError for parameter groups that cannot be read, match nothing, or set betas without a use."""
+        try:
+            groups = read_groups(self.param_groups)
+        except ValueError as error:
+            raise ConfigError(f"param_groups: {error}") from None
+        optimizer, names = OPTIMIZERS[self.optimizer], list(hugging_face_shapes(shape))
+        hidden = hidden_matrices(shape) if optimizer.needs_layers else frozenset()
+        for group in groups:
+            members = list(filter(group.contains, names))
+            if not members:
+                raise ConfigError(
+                    f"param_groups: no parameter of {self.model} matches {group.pattern!r}; use a pattern of names "
+                    f"such as {names[0]} and {names[-1]}"
+                )
+            without = [name for name in members if name in hidden or not optimizer.has_betas]
+            if without and {"beta1", "beta2"} & group.values.keys():
+                raise ConfigError(
+                    f"param_groups: {self.optimizer} has no betas for {without[0]}, which matches {group.pattern!r}; "
+                    f"omit beta1 and beta2"
+                )
 
     def _learning_rates(self, shape: ModelShape) -> dict[str, float | None]:
         """Return the settings of the learning rate. Raises ConfigError if the schedule has no use for one of them."""
@@ -329,6 +354,10 @@ class ResolvedConfig(RunConfig):
     @property
     def layout(self) -> Layout:
         return super().layout.with_world_size(self.world_size)
+
+    def hyper_parameters(self, name: str, num_dims: int) -> HyperParameters:
+        """Return the hyper-parameters of the parameter with this Hugging Face name and number of dimensions."""
+        return hyper_parameters(read_groups(self.param_groups), name, num_dims, self.weight_decay, self.betas)
 
     @property
     def num_micro_batches(self) -> int:

@@ -12,7 +12,7 @@ from megabench.doctor.finding import Case, Finding, Rule
 from megabench.errors import UserError
 from megabench.hardware.gpus import Network
 from megabench.hardware.topology import Topology
-from megabench.planner.engines import Costs
+from megabench.planner.costs import Costs
 from megabench.planner.predict import candidate_of
 from megabench.record import RunRecord
 
@@ -71,6 +71,8 @@ def _slowdown(user: NetworkUser, measured_network: Profile) -> float | None:
     """Return the predicted step time with the measured network ÷ that with the expected one, or None if unknown."""
     profiles = measured_network, profile_for(user.topology.hosts[0].device)
     candidate = candidate_of(user.record)
+    if candidate is None:
+        return None
     try:
         measured, before = (Costs(user.job, user.topology, profile).estimate(candidate) for profile in profiles)
     except UserError:  # the peak FLOP/s of the GPU is unknown

@@ -15,11 +15,12 @@ from megabench.errors import UserError
 from megabench.hardware.gpus import find_gpu, gpu_memory_mib
 from megabench.hardware.topology import Topology
 from megabench.parallel.layout import LayoutError
-from megabench.planner.engines import Costs, Estimate
+from megabench.planner.costs import Costs, Estimate
+from megabench.planner.engines.planned_engine import PlannedEngine
+from megabench.planner.engines.registry import PLANNED_ENGINES
 from megabench.planner.predict import candidate_of, job_of
 from megabench.record import RunRecord
 from megabench.specs.all_settings import engines_with
-from megabench.specs.engine_spec import EngineSpec
 from megabench.specs.registry import ENGINES
 
 # Smallest predicted gain to report, unless the error of the profile is larger.
@@ -42,7 +43,8 @@ class PlannedTrial:
 def rules_for(trials: Sequence[PlannedTrial]) -> tuple[Rule, ...]:
     """Return the rules that compare these trials with predictions. There are none for trials on CPUs."""
     advisers = [adviser for trial in trials if (adviser := _adviser(trial))]
-    replicated = next((spec for spec in ENGINES.values() if spec.is_data_parallel and spec.sharding_stage == 0), None)
+    whole = [engine for engine in PLANNED_ENGINES.values() if engine.spec.sharding_stage == 0]
+    replicated = next((engine for engine in whole if engine.spec.is_data_parallel), None)
 
     def faster_settings(case: Case) -> Iterator[Finding]:
         """Report fp32, and micro-batches that leave most of the GPU memory unused, if other values are faster."""
@@ -93,10 +95,11 @@ def _adviser(trial: PlannedTrial) -> "_Adviser | None":
     """Return the adviser of a trial, or None if the planner cannot predict the trial."""
     devices, run = {host.device for host in trial.topology.hosts}, trial.run
     mib = gpu_memory_mib(trial.topology.hosts[0].device)
-    if run.device == "cpu" or len(devices) > 1 or mib is None:
+    candidate = candidate_of(trial.record)
+    if run.device == "cpu" or len(devices) > 1 or mib is None or candidate is None:
         return None
     job = planned_job(trial)
-    estimate = _predict(job, trial.topology, candidate_of(trial.record))
+    estimate = _predict(job, trial.topology, candidate)
     return _Adviser(trial, job, estimate, mib / 1024) if estimate else None
 
 
@@ -141,23 +144,24 @@ class _Adviser:
             f"measure both",
         )
 
-    def needless_sharding(self, replicated: EngineSpec) -> Iterator[Finding]:
+    def needless_sharding(self, replicated: PlannedEngine) -> Iterator[Finding]:
         """Compare a sharded trial with the engine `replicated`, with otherwise equal settings."""
+        other = replicated.spec
         record = self.trial.record
         spec = ENGINES[record.engine]
         if not spec.is_data_parallel or record.world_size == 1:
             return
         here = self.estimate.candidate
-        candidate = replace(here, engine=replicated.name, variant=replicated.variant_of({}), is_compiled=False)
+        candidate = replace(here, engine=other.name, variant=replicated.variant_of({}), is_compiled=False)
         whole = self._predict(candidate, self.job.precision)
         given = {
             name: value
             for name, value in self.trial.given.given().items()
-            if not engines_with(name) or replicated.name in engines_with(name)
+            if not engines_with(name) or other.name in engines_with(name)
         }
         if not whole or not whole.fits or whole.step_seconds > _EQUAL * self.estimate.step_seconds:
             return
-        if not self._is_valid(given | {"engine": replicated.name}):
+        if not self._is_valid(given | {"engine": other.name}):
             return
         mode = spec.mode(record.options) or spec.title
         state = (whole.memory.weights + whole.memory.gradients + whole.memory.optimizer) / _GIB
@@ -165,12 +169,11 @@ class _Adviser:
             "slow" if self._gain(whole) >= self._least_gain else "note",
             (record.trial,),
             f"{mode} is not needed: the weights, gradients and optimizer state fit into each GPU without sharding, and "
-            f"{replicated.title} is predicted to be {'faster' if self._gain(whole) >= self._least_gain else 'as fast'}",
-            f"predicted for {mode}: {self._numbers(self.estimate)}; predicted for {replicated.title}: "
+            f"{other.title} is predicted to be {'faster' if self._gain(whole) >= self._least_gain else 'as fast'}",
+            f"predicted for {mode}: {self._numbers(self.estimate)}; predicted for {other.title}: "
             f"{self._numbers(whole)}, of which weights, gradients and optimizer state use {state:.1f} GiB; "
             f"{self._origin}",
-            f"use engine: {replicated.name}, or add a trial {{engine: {replicated.name}}}; this is a prediction, so "
-            f"measure both",
+            f"use engine: {other.name}, or add a trial {{engine: {other.name}}}; this is a prediction, so measure both",
         )
 
     def _predict(self, candidate: Candidate, precision: str) -> Estimate | None:

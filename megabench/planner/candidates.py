@@ -4,7 +4,7 @@ from typing import Any
 
 from megabench.config import FIELDS
 from megabench.cost.job import Candidate, Job, Recompute
-from megabench.specs.registry import ENGINES
+from megabench.planner.engines.registry import PLANNED_ENGINES
 
 
 def settings_of(candidate: Candidate) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def settings_of(candidate: Candidate) -> dict[str, Any]:
     }
     kept = ("engine", "micro_batch")
     common = {name: value for name, value in fields.items() if name in kept or value != FIELDS[name].default}
-    return {**common, **ENGINES[candidate.engine].variant_settings(candidate.variant)}
+    return {**common, **PLANNED_ENGINES[candidate.engine].settings_of(candidate.variant)}
 
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -38,9 +38,9 @@ COMPLICATIONS = (
 
 def complexity(candidate: Candidate, job: Job) -> tuple[int, ...]:
     """Return how much of each of the COMPLICATIONS a candidate has. Simpler candidates have smaller tuples."""
-    layout, uses_host = candidate.layout, ENGINES[candidate.engine].host_bytes(job, candidate, 1) > 0
+    layout, engine = candidate.layout, PLANNED_ENGINES[candidate.engine]
     return (
-        int(uses_host),
+        int(engine.host_bytes(job, candidate, 1) > 0),
         RECOMPUTES.index(candidate.recompute),
         sum(size > 1 for size in (layout.tp, layout.cp, layout.pp)),
         layout.tp * layout.cp * layout.pp,

@@ -18,7 +18,7 @@ from megabench.cost.job import Candidate
 from megabench.cost.network import ring_bandwidth
 from megabench.metrics import token_words
 from megabench.parallel.axes import AXIS_BY_NAME
-from megabench.planner.engines import Costs, Estimate
+from megabench.planner.costs import Costs, Estimate
 from megabench.planner.plan_table import (
     PART_WORDS,
     chosen,

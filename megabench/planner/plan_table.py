@@ -20,7 +20,8 @@ from megabench.hardware.gpus import find_instance
 from megabench.models.find import find_model
 from megabench.parallel.axes import AXES
 from megabench.planner.candidates import COMPLICATIONS, complexity, settings_of
-from megabench.planner.engines import Costs, Estimate
+from megabench.planner.costs import Costs, Estimate
+from megabench.planner.engines.registry import unplanned_engines
 from megabench.planner.search import Plan, candidates
 from megabench.specs.fp8_check import FP8_SETTINGS
 from megabench.specs.registry import ENGINES
@@ -322,8 +323,11 @@ def certainty(plan: Plan) -> str:
 
 
 def what_is_missing(plan: Plan) -> list[str]:
-    """Return sentences about the host memory that layouts with offload need, and about layouts that almost fit."""
+    """Return sentences about engines that are not planned, host memory of offload, and layouts that almost fit."""
     lines = []
+    if names := unplanned_engines():
+        titles = ", ".join(ENGINES[name].title for name in names)
+        lines.append(f"Without a cost model, and therefore not in this plan: {titles}.")
     if not plan.ranked:
         nearest = plan.misfits[0]
         lines.append(
@@ -418,6 +422,7 @@ def describe(plan: Plan, top: int) -> dict[str, Any]:
         "risky": [describe_estimate(estimate) for estimate in plan.risky],
         "baselines": [describe_estimate(estimate) for estimate in plan.baselines],
         "misfits": [describe_estimate(estimate) for estimate in plan.misfits],
+        "not_covered": unplanned_engines(),
     } | _describe_network(plan)
 
 

@@ -12,10 +12,10 @@ from megabench.models.find import find_model
 from megabench.optim.optimizers import OPTIMIZERS
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
-from megabench.planner.engines import Costs
+from megabench.planner.costs import Costs
+from megabench.planner.engines.registry import PLANNED_ENGINES
 from megabench.precision import Fp8Recipe
 from megabench.record import KernelTraits, Prediction, RunRecord
-from megabench.specs.registry import ENGINES
 
 
 def job_of(record: RunRecord) -> Job:
@@ -58,15 +58,17 @@ def _stack_of(record: RunRecord) -> Stack:
     )
 
 
-def candidate_of(record: RunRecord) -> Candidate:
-    """Return the candidate that corresponds to a record."""
+def candidate_of(record: RunRecord) -> Candidate | None:
+    """Return the candidate that corresponds to a record, or None if the planner cannot predict the engine."""
+    if record.engine not in PLANNED_ENGINES:
+        return None
     layout, options = record.layout, record.options
     placement = record.placement.policy if record.placement else options.get("placement") or "topology"
     return Candidate(
         record.engine,
         Layout(tp=layout.tp, cp=layout.cp, pp=layout.pp, vp=layout.vp, dp=layout.dp),
         record.micro_batch,
-        ENGINES[record.engine].variant_of(options),
+        PLANNED_ENGINES[record.engine].variant_of(options),
         recompute=cast(Recompute, options.get("recompute", "none")),
         placement=cast(Policy, placement),
         is_compiled=bool(options.get("compile")),
@@ -84,12 +86,13 @@ class Predictor:
     def predict(self, record: RunRecord) -> Prediction | None:
         """Predict the run.
 
-        Return None if the number of ranks differs from the plan, or if the model or engine is unknown.
+        Return None if the number of ranks differs from the plan, or if the model or the engine cannot be predicted.
         """
-        if record.world_size != self.topology.world_size or record.engine not in ENGINES:
+        candidate = candidate_of(record)
+        if record.world_size != self.topology.world_size or candidate is None:
             return None
         try:
-            estimate = Costs(job_of(record), self.topology, self.profile).estimate(candidate_of(record))
+            estimate = Costs(job_of(record), self.topology, self.profile).estimate(candidate)
         except UserError:
             return None
         rank = self.planned.index(record.trial) + 1 if record.trial in self.planned else None

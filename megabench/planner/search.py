@@ -14,11 +14,11 @@ from megabench.hardware.topology import Topology
 from megabench.parallel.layout import Layout, LayoutError, divisors
 from megabench.parallel.placement import Policy
 from megabench.planner.candidates import RECOMPUTES, complexity
-from megabench.planner.engines import Costs, Estimate
+from megabench.planner.costs import Costs, Estimate
+from megabench.planner.engines.planned_engine import PlannedEngine
+from megabench.planner.engines.registry import PLANNED_ENGINES
 from megabench.precision import FP8_MULTIPLE
-from megabench.specs.engine_spec import EngineSpec
 from megabench.specs.fp8_check import odd_size
-from megabench.specs.registry import ENGINES
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_CP = 16
@@ -100,7 +100,7 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
     risky = _fastest(costs, [pair for pair in _bounded(costs, may_fit) if pair[0] < slowest], _MOST_RISKY)
     kinds: dict[object, list[tuple[float, Candidate]]] = {}
     for bound, candidate in fitting:
-        if ENGINES[candidate.engine].is_data_parallel:
+        if PLANNED_ENGINES[candidate.engine].spec.is_data_parallel:
             kinds.setdefault((candidate.engine, candidate.variant.kind), []).append((bound, candidate))
     baselines = [estimate for members in kinds.values() for estimate in _fastest(costs, members, 1)]
     nearest = sorted((pair for pair in missing if pair[0] > 0), key=lambda pair: pair[0])
@@ -197,10 +197,11 @@ def _recommended(costs: Costs, fitting: list[tuple[float, Candidate]], families:
     limit = families[0].step_seconds * (1 + costs.profile.relative_error)
     base = next((one for one in families if not one.host_bytes and one.step_seconds <= limit), families[0])
     limit = min(limit, base.step_seconds * (1 + _MOST_SLOWER))
-    is_data_parallel = ENGINES[base.candidate.engine].is_data_parallel
+    is_data_parallel = PLANNED_ENGINES[base.candidate.engine].spec.is_data_parallel
     levels: dict[tuple[int, ...], list[Candidate]] = {}
     for bound, candidate in fitting:
-        if bound <= limit and ENGINES[candidate.engine].is_data_parallel == is_data_parallel:
+        engine = PLANNED_ENGINES[candidate.engine]
+        if bound <= limit and engine.spec.is_data_parallel == is_data_parallel:
             levels.setdefault(complexity(candidate, costs.job), []).append(candidate)
     for level in sorted(levels):
         near = [one for one in map(costs.estimate, levels[level]) if one.step_seconds <= limit]
@@ -236,18 +237,19 @@ def _one_of_each(nearest: list[tuple[float, Candidate]], most: int = 6) -> list[
 
 def candidates(job: Job, topology: Topology) -> Iterator[Candidate]:
     """Yield all valid candidates for a job on all GPUs of a topology, with data-parallel engines last."""
-    specs = [spec for spec in ENGINES.values() if job.shape.table.has_parallel_blocks or not spec.needs_blocks]
-    for spec in specs:
-        if not spec.is_data_parallel:
-            yield from _parallel(spec, job, topology)
-    yield from _data_parallel([spec for spec in specs if spec.is_data_parallel], job, topology)
+    has_blocks = job.shape.table.has_parallel_blocks
+    engines = [engine for engine in PLANNED_ENGINES.values() if has_blocks or not engine.spec.needs_blocks]
+    for engine in engines:
+        if not engine.spec.is_data_parallel:
+            yield from _parallel(engine, job, topology)
+    yield from _data_parallel([engine for engine in engines if engine.spec.is_data_parallel], job, topology)
 
 
-def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candidate]:
+def _parallel(engine: PlannedEngine, job: Job, topology: Topology) -> Iterator[Candidate]:
     """Yield the candidates of an engine with other parallel axes than dp."""
 
     def sizes(axis: str, number: int, limit: int | None = None) -> list[int]:
-        return divisors(number, limit) if axis in spec.axes else [1]
+        return divisors(number, limit) if axis in engine.spec.axes else [1]
 
     world, shape = topology.world_size, job.shape
     policies: tuple[Policy, ...] = ("topology", "spread-tp")
@@ -257,15 +259,15 @@ def _parallel(spec: EngineSpec, job: Job, topology: Topology) -> Iterator[Candid
     for tp in sizes("tp", world):
         for cp in sizes("cp", world // tp, _MOST_CP):
             for pp in sizes("pp", world // (tp * cp)):
-                for vp in _chunk_counts(shape.num_layers, pp) if pp > 1 and "vp" in spec.axes else [1]:
+                for vp in _chunk_counts(shape.num_layers, pp) if pp > 1 and "vp" in engine.spec.axes else [1]:
                     layout = _checked(Layout(tp=tp, cp=cp, pp=pp, vp=vp), job, world)
                     if layout is None:
                         continue
-                    variants = list(_variants(spec, inside, layout))
+                    variants = list(_variants(engine, inside, layout))
                     for micro_batch in _micro_batches(job, layout):
                         for recompute, variant in variants:
                             for policy in policies if tp > 1 and can_spread else policies[:1]:
-                                yield Candidate(spec.name, layout, micro_batch, variant, recompute, policy)
+                                yield Candidate(engine.spec.name, layout, micro_batch, variant, recompute, policy)
 
 
 def _chunk_counts(num_layers: int, pp: int) -> list[int]:
@@ -303,13 +305,13 @@ def _micro_batches(job: Job, layout: Layout) -> Iterator[int]:
         yield micro_batch
 
 
-def _data_parallel(specs: list[EngineSpec], job: Job, topology: Topology) -> Iterator[Candidate]:
+def _data_parallel(engines: list[PlannedEngine], job: Job, topology: Topology) -> Iterator[Candidate]:
     layout = Layout(dp=topology.world_size)
     inside = _ranks_inside(topology)
-    variants = [(spec.name, *pair) for spec in specs for pair in _variants(spec, inside, layout)]
+    variants = [(engine.spec.name, *pair) for engine in engines for pair in _variants(engine, inside, layout)]
     for micro_batch in _micro_batches(job, layout):
-        for engine, recompute, variant in variants:
-            yield Candidate(engine, layout, micro_batch, variant, recompute)
+        for name, recompute, variant in variants:
+            yield Candidate(name, layout, micro_batch, variant, recompute)
 
 
 def _ranks_inside(topology: Topology) -> int | None:
@@ -318,9 +320,9 @@ def _ranks_inside(topology: Topology) -> int | None:
     return per_host if per_host < world and world % per_host == 0 and per_host > 1 else None
 
 
-def _variants(spec: EngineSpec, inside: int | None, layout: Layout) -> Iterator[tuple[Recompute, Variant]]:
+def _variants(engine: PlannedEngine, inside: int | None, layout: Layout) -> Iterator[tuple[Recompute, Variant]]:
     """Yield all combinations of an engine's recomputation levels and variants."""
     for recompute in RECOMPUTES:
-        if recompute in spec.recompute:
-            for variant in spec.variants(inside, layout):
+        if recompute in engine.spec.recompute:
+            for variant in engine.variants(inside, layout):
                 yield recompute, variant

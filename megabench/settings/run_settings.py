@@ -163,6 +163,9 @@ class RunSettings(Settings):
     weight_decay: WeightDecay = setting(0.1, "Optimizer", "work", "mention", synonyms="wd")
     """Weight decay of matrices; vectors are not decayed."""
 
+    param_groups: str | None = setting(None, "Optimizer", "work", "mention", synonyms="parameter_groups")
+    """Other values for parameters by name: "embed|norm: lr_scale=0.1 weight_decay=0 beta1=0.9 beta2=0.99; …"."""
+
     clip_grad: GradientNorm = setting(
         1.0, "Optimizer", "work", "mention", synonyms="gradient_clipping max_grad_norm grad_clip max_norm"
     )

@@ -1,23 +1,24 @@
 """The engine for DeepSpeed ZeRO, stages 0 to 3."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from megabench.models.mapping import largest_parameter
+from megabench.models.shape import ModelShape
 from megabench.optim.optimizers import OPTIMIZERS
-from megabench.parallel.layout import Layout
 from megabench.settings.bounds import NumElements, NumRanks
 from megabench.settings.reading import ConfigError
 from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import EngineSettings, setting
-from megabench.specs.data_parallel_cost import DataParallel
-from megabench.specs.data_parallel_memory import data_parallel_memory, host_bytes
 from megabench.specs.deepspeed_json import check_deepspeed_json, names_batch, read_deepspeed_json, settings_of_run
 from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun, check_divides, more_offload
 from megabench.specs.fp8_check import check_keep_transposed
-from megabench.specs.sharding import Sharding
 from megabench.specs.shared_settings import KEEP_TRANSPOSED, OFFLOAD, RESHARD_AFTER_FORWARD
 
+REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
+_DEFAULT_STAGE = 3
 _OF_STAGE_3 = ("hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers", "reshard_after_forward")
 
 
@@ -55,114 +56,90 @@ class DeepSpeedSettings(EngineSettings):
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage, 3 by default."""
-        return 3 if self.zero_stage is None else self.zero_stage
+        """The ZeRO stage, or the default one."""
+        return _DEFAULT_STAGE if self.zero_stage is None else self.zero_stage
 
 
-def _stage(options: Options) -> int:
-    stage = options.get("zero_stage")
-    return 3 if stage is None else int(stage)
+class DeepSpeed(EngineSpec):
+    name = "deepspeed"
+    title = "DeepSpeed ZeRO"
+    summary = "DeepSpeed ZeRO, which shards optimizer state, gradients and weights over data-parallel ranks"
+    implementation = "megabench.engines.deepspeed.engine:DeepSpeedEngine"
+    sharding_stage = _DEFAULT_STAGE
+    settings = DeepSpeedSettings
+    wants_queues = True
+
+    def read_file(self, run: RunSettings, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        path = DeepSpeedSettings.of(run).deepspeed_config
+        return settings_of_run(read_deepspeed_json(path), dict(given), path) if path else {}
+
+    def complete(self, run: RunSettings) -> Mapping[str, Any]:
+        return {"zero_stage": DeepSpeedSettings.of(run).stage}
+
+    def check(self, run: ResolvedRun) -> None:
+        own = DeepSpeedSettings.of(run)
+        stage = own.stage
+        check_divides("hpz_size", own.hpz_size, run.world_size)
+        for name in _OF_STAGE_3:
+            if getattr(own, name) != DeepSpeedSettings.model_fields[name].default and stage != 3:
+                raise ConfigError(f"{name}={getattr(own, name)} works only with zero_stage=3, not {stage}; omit {name}")
+        if own.offload != "none" and (stage == 0 or (own.offload == "all" and stage != 3)):
+            raise ConfigError(
+                f"offload={own.offload} needs {'zero_stage=3' if own.offload == 'all' else 'zero_stage 1 to 3'}, but "
+                f"zero_stage={stage}; change zero_stage, or use offload=none"
+            )
+        if stage == 0 and (dtype := run.policy.compute) != run.grad_dtype:
+            raise ConfigError(
+                f"DeepSpeed's zero_stage=0 accumulates {dtype} gradients only in {dtype}, but "
+                f"grad_dtype={run.grad_dtype}; use zero_stage=1, or precision=fp32"
+            )
+        check_keep_transposed(run, own.keep_transposed, keeps_casts=stage < 3)
+        if own.deepspeed_config:
+            check_deepspeed_json(read_deepspeed_json(own.deepspeed_config), run, stage, own.deepspeed_config)
+
+    def why_not_saved(self, run: ResolvedRun) -> str | None:
+        if DeepSpeedSettings.of(run).stage != 0:
+            return None
+        optimizer = OPTIMIZERS[run.optimizer]
+        if optimizer.needs_matrices:
+            return (
+                f"checkpoints of zero_stage=0 do not contain {optimizer.title}'s state; use --engine ddp or "
+                f"optimizer=adamw, or train without --save"
+            )
+        if run.policy.has_masters:
+            return (
+                f"checkpoints of zero_stage=0 need the fp32 master weights, which DeepSpeed hides in {run.precision}; "
+                f"use zero_stage=1, or precision=fp32"
+            )
+        return None
+
+    def mode(self, options: Options) -> str:
+        return f"ZeRO-{self.stage_of(options)}"
+
+    def holds_matrices(self, options: Options) -> bool:
+        return self.stage_of(options) == 0
+
+    def fixes_batch(self, options: Options) -> bool:
+        content = _content(options)
+        return content is not None and names_batch(content)
+
+    def recorded(self, options: Options) -> Mapping[str, Any]:
+        return {"deepspeed_config": _content(options)}
+
+    def less_memory(self, options: Options) -> str:
+        return "zero_stage: 3" if self.stage_of(options) < 3 else more_offload(options)
 
 
 def _content(options: Options) -> dict[str, Any] | None:
     """Return the content of the user's DeepSpeed JSON file, from its path (in settings) or its content (in records)."""
-
     given = options.get("deepspeed_config")
     return read_deepspeed_json(Path(given)) if isinstance(given, str | Path) else given
 
 
-def _read_file(run: RunSettings, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    path = DeepSpeedSettings.of(run).deepspeed_config
-    return settings_of_run(read_deepspeed_json(path), dict(given), path) if path else {}
+@cache
+def reduce_bucket(shape: ModelShape) -> int:
+    """Return the bucket size of ZeRO-1 and 2 in elements. The bucket is at least as large as the largest gradient.
 
-
-def _check(run: ResolvedRun) -> None:
-    own = DeepSpeedSettings.of(run)
-    stage = own.stage
-    check_divides("hpz_size", own.hpz_size, run.world_size)
-    for name in _OF_STAGE_3:
-        if getattr(own, name) != DeepSpeedSettings.model_fields[name].default and stage != 3:
-            raise ConfigError(f"{name}={getattr(own, name)} works only with zero_stage=3, not {stage}; omit {name}")
-    if own.offload != "none" and (stage == 0 or (own.offload == "all" and stage != 3)):
-        raise ConfigError(
-            f"offload={own.offload} needs {'zero_stage=3' if own.offload == 'all' else 'zero_stage 1 to 3'}, but "
-            f"zero_stage={stage}; change zero_stage, or use offload=none"
-        )
-    if stage == 0 and (dtype := run.policy.compute) != run.grad_dtype:
-        raise ConfigError(
-            f"DeepSpeed's zero_stage=0 accumulates {dtype} gradients only in {dtype}, but "
-            f"grad_dtype={run.grad_dtype}; use zero_stage=1, or precision=fp32"
-        )
-    check_keep_transposed(run, own.keep_transposed, keeps_casts=stage < 3)
-    if own.deepspeed_config:
-        check_deepspeed_json(read_deepspeed_json(own.deepspeed_config), run, stage, own.deepspeed_config)
-
-
-def _why_not_saved(run: ResolvedRun) -> str | None:
-    if DeepSpeedSettings.of(run).stage != 0:
-        return None
-    optimizer = OPTIMIZERS[run.optimizer]
-    if optimizer.needs_matrices:
-        return (
-            f"checkpoints of zero_stage=0 do not contain {optimizer.title}'s state; use --engine ddp or "
-            f"optimizer=adamw, or train without --save"
-        )
-    if run.policy.has_masters:
-        return (
-            f"checkpoints of zero_stage=0 need the fp32 master weights, which DeepSpeed hides in {run.precision}; "
-            f"use zero_stage=1, or precision=fp32"
-        )
-    return None
-
-
-def _variants(ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
-    for offload in ("none", "optimizer"):
-        for stage in (1, 2, 3):
-            yield Sharding(stage, offload)
-    yield Sharding(3, keeps_weights=True)
-    yield Sharding(3, "all")
-    if ranks_per_host:
-        yield Sharding(3, hpz_size=ranks_per_host)
-
-
-def _variant_settings(sharding: Sharding) -> Mapping[str, Any]:
-    settings = {**sharding.settings, "zero_stage": sharding.zero_stage}
-    # The cost model assumes that ZeRO-3 gathers whole layers, so that the host does not wait for parts of a layer.
-    return settings | ({"zero_leaf_layers": True} if sharding.zero_stage == 3 else {})
-
-
-def _less_memory(options: Options) -> str:
-    return "zero_stage: 3" if _stage(options) < 3 else more_offload(options)
-
-
-def _fixes_batch(options: Options) -> bool:
-    content = _content(options)
-    return content is not None and names_batch(content)
-
-
-SPEC = EngineSpec(
-    name="deepspeed",
-    title="DeepSpeed ZeRO",
-    summary="DeepSpeed ZeRO, which shards optimizer state, gradients and weights over data-parallel ranks",
-    implementation="megabench.engines.deepspeed.engine:DeepSpeedEngine",
-    cost=DataParallel,
-    memory=data_parallel_memory,
-    host_bytes=host_bytes,
-    sharding_stage=3,
-    settings=DeepSpeedSettings,
-    wants_queues=True,
-    read_file=_read_file,
-    complete=lambda run: {"zero_stage": DeepSpeedSettings.of(run).stage},
-    check=_check,
-    why_not_saved=_why_not_saved,
-    mode=lambda options: f"ZeRO-{_stage(options)}",
-    is_zero3=lambda options: _stage(options) == 3,
-    holds_matrices=lambda options: _stage(options) == 0,
-    uses_host=lambda options: options.get("offload", "none") != "none",
-    fixes_batch=_fixes_batch,
-    recorded=lambda options: {"deepspeed_config": _content(options)},
-    less_memory=_less_memory,
-    variants=_variants,
-    variant_of=Sharding.of,
-    variant_settings=_variant_settings,
-)
+    DeepSpeed 0.19.8 frees a gradient larger than its bucket while a slow link still reads it.
+    """
+    return max(REDUCE_BUCKET, largest_parameter(shape))

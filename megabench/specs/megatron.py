@@ -1,18 +1,17 @@
 """The engine for TP × PP × CP × DP with megatron-core."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from megabench.metrics import output_layer_cost
-from megabench.parallel.layout import Layout, divisors
+from megabench.models.mapping import hugging_face_shapes, parallel_parameters, shard
+from megabench.parallel.layout import divisors
 from megabench.settings.bounds import NumRanks
 from megabench.settings.reading import ConfigError
 from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import EngineSettings, setting
-from megabench.specs.engine_spec import EngineSpec, ResolvedRun
+from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun
 from megabench.specs.fp8_check import check_keep_transposed
-from megabench.specs.megatron_cost import Pipeline
-from megabench.specs.megatron_memory import MegatronVariant, megatron_memory
 from megabench.specs.shared_settings import KEEP_TRANSPOSED, SHARD_SIZE
 
 
@@ -43,23 +42,59 @@ def chunk_layers(run: ResolvedRun) -> list[list[range]]:
     return run.layout.chunk_layers(run.shape.num_layers, cost)
 
 
-def _check(run: ResolvedRun) -> None:
-    if MegatronSettings.of(run).keep_gathered and (run.layout.tp == 1 or run.kernels == "reference"):
-        raise ConfigError(
-            "keep_gathered needs megabench's tensor-parallel layers; use tp=2 or more and kernels=auto, or omit "
-            "keep_gathered"
-        )
-    if MegatronSettings.of(run).keep_gathered and run.fp8_recipe == "bf16-gradients":
-        raise ConfigError(
-            "keep_gathered does not work with fp8_recipe=bf16-gradients, which gathers inputs again in bf16 for the "
-            "backward pass; omit keep_gathered, or use fp8_recipe=tensorwise"
-        )
-    check_keep_transposed(run, MegatronSettings.of(run).keep_transposed, keeps_casts=True)
-    _check_shard_size(run)
+class Megatron(EngineSpec):
+    name = "megatron"
+    title = "megatron-core"
+    summary = "NVIDIA's megatron-core, with tensor, pipeline, context and data parallelism"
+    implementation = "megabench.engines.megatron.engine:MegatronEngine"
+    sharding_stage = 1
+    settings = MegatronSettings
+    axes = frozenset({"tp", "pp", "vp", "cp", "dp"})
+    recompute = frozenset({"none", "selective", "full"})
+    needs_blocks = True
+
+    def check(self, run: ResolvedRun) -> None:
+        own = MegatronSettings.of(run)
+        if own.keep_gathered and (run.layout.tp == 1 or run.kernels == "reference"):
+            raise ConfigError(
+                "keep_gathered needs megabench's tensor-parallel layers; use tp=2 or more and kernels=auto, or omit "
+                "keep_gathered"
+            )
+        if own.keep_gathered and run.fp8_recipe == "bf16-gradients":
+            raise ConfigError(
+                "keep_gathered does not work with fp8_recipe=bf16-gradients, which gathers inputs again in bf16 for "
+                "the backward pass; omit keep_gathered, or use fp8_recipe=tensorwise"
+            )
+        check_keep_transposed(run, own.keep_transposed, keeps_casts=True)
+        _check_shard_size(run, own.shard_size)
+        _check_groups(run)
+
+    def environment(self, run: RunSettings) -> Mapping[str, str]:
+        """Use one hardware queue under TP and CP, so that collectives start before the GEMMs that overlap them.
+
+        Runs without TP and CP need several hardware queues.
+        """
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if run.tp > 1 or run.cp > 1 else {}
+
+    def less_memory(self, options: Options) -> str:
+        return "a larger tp inside a host, or pp across hosts"
 
 
-def _check_shard_size(run: ResolvedRun) -> None:
-    layout, shard_size = run.layout, MegatronSettings.of(run).shard_size
+def _check_groups(run: ResolvedRun) -> None:
+    """Raise ConfigError if the Hugging Face tensors of one parameter have different hyper-parameters."""
+    sizes = hugging_face_shapes(run.shape)
+    for parameter in parallel_parameters(run.shape, range(run.shape.num_layers), has_embedding=True, has_output=True):
+        first, *others = sorted({piece.name for piece in shard(parameter, run.shape, 1, 0).pieces})
+        for other in others:
+            if run.hyper_parameters(first, len(sizes[first])) != run.hyper_parameters(other, len(sizes[other])):
+                raise ConfigError(
+                    f"param_groups has different values for {first} and {other}, which are one parameter of the "
+                    f"megatron engine; use a pattern that matches both, or another engine"
+                )
+
+
+def _check_shard_size(run: ResolvedRun, shard_size: int | None) -> None:
+    layout = run.layout
     per_stage = run.world_size // layout.pp
     if shard_size and (per_stage % shard_size or shard_size % layout.tp):
         sizes = [size for size in divisors(per_stage) if size % layout.tp == 0]
@@ -67,42 +102,3 @@ def _check_shard_size(run: ResolvedRun) -> None:
         raise ConfigError(
             f"shard_size={shard_size} must divide {what} and be a multiple of tp={layout.tp}; use one of {sizes}"
         )
-
-
-def _environment(run: RunSettings) -> Mapping[str, str]:
-    """Use one hardware queue under TP and CP, so that collectives start before the GEMMs that overlap them.
-
-    Runs without TP and CP need several hardware queues.
-    """
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if run.tp > 1 or run.cp > 1 else {}
-
-
-def _variants(ranks_per_host: int | None, layout: Layout) -> Iterator[MegatronVariant]:
-    yield MegatronVariant()
-    per_stage = layout.world_size // layout.pp
-    if not ranks_per_host or per_stage == ranks_per_host:
-        return
-    if per_stage % ranks_per_host == 0 and ranks_per_host % layout.tp == 0:
-        yield MegatronVariant(shard_size=ranks_per_host)
-
-
-SPEC = EngineSpec(
-    name="megatron",
-    title="megatron-core",
-    summary="NVIDIA's megatron-core, with tensor, pipeline, context and data parallelism",
-    implementation="megabench.engines.megatron.engine:MegatronEngine",
-    cost=Pipeline,
-    memory=megatron_memory,
-    sharding_stage=1,
-    settings=MegatronSettings,
-    axes=frozenset({"tp", "pp", "vp", "cp", "dp"}),
-    recompute=frozenset({"none", "selective", "full"}),
-    needs_blocks=True,
-    adds_gradients=True,
-    check=_check,
-    environment=_environment,
-    less_memory=lambda options: "a larger tp inside a host, or pp across hosts",
-    variants=_variants,
-    variant_of=lambda options: MegatronVariant(shard_size=options.get("shard_size")),
-    variant_settings=lambda variant: {"shard_size": variant.shard_size} if variant.shard_size else {},
-)

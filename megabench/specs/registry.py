@@ -4,24 +4,26 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from megabench.specs import ddp, deepspeed, fsdp, megatron, megatron_fsdp
+from megabench.specs.ddp import Ddp
+from megabench.specs.deepspeed import DeepSpeed
 from megabench.specs.engine_spec import EngineSpec
+from megabench.specs.fsdp import Fsdp
+from megabench.specs.megatron import Megatron
+from megabench.specs.megatron_fsdp import MegatronFsdp
 
-ENGINES: dict[str, EngineSpec] = {
-    spec.name: spec
-    for spec in (
-        megatron.SPEC,
-        deepspeed.SPEC,
-        fsdp.SPEC,
-        megatron_fsdp.SPEC,
-        ddp.SPEC,
-    )
-}
+_SPECS: tuple[EngineSpec, ...] = (
+    Megatron(),
+    DeepSpeed(),
+    Fsdp(),
+    MegatronFsdp(),
+    Ddp(),
+)
+ENGINES: dict[str, EngineSpec] = {spec.name: spec for spec in _SPECS}
 
 
 def is_zero3(engine: str, options: Mapping[str, Any]) -> bool:
-    """Return whether these options select ZeRO-3. The result is False for an unknown engine."""
-    return engine in ENGINES and ENGINES[engine].is_zero3(options)
+    """Return whether these options select DeepSpeed's ZeRO-3. The result is False for an unknown engine."""
+    return engine in ENGINES and ENGINES[engine].mode(options) == "ZeRO-3"
 
 
 def implementation_of(name: str) -> Any:

@@ -100,7 +100,9 @@ def _run(given: RunConfig, find: Find | None, arguments: Sequence[str]) -> None:
         _check_same_data(run, source.sha256, rendezvous)
         watchdog.at("checking the checkpoint", 0)
         if not run.skip_memory_check:
-            check_memory(run, given, rendezvous.local_rank, rendezvous.local_world_size)
+            note = check_memory(run, given, rendezvous.local_rank, rendezvous.local_world_size)
+            if note and rendezvous.rank == 0:
+                print(note, flush=True)
             # all ranks finish the check before any rank allocates memory
             meet(rendezvous.store, rendezvous.rank, rendezvous.world_size, "memory-check")
         resume = find_resume(run, source, rendezvous)

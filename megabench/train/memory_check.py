@@ -18,7 +18,7 @@ from megabench.hardware.host_memory import available_host_bytes
 from megabench.models.catalog import CATALOG
 from megabench.models.find import is_directory
 from megabench.parallel.layout import divisors
-from megabench.specs.registry import ENGINES
+from megabench.planner.engines.registry import PLANNED_ENGINES, unplanned_engines
 
 # A run is refused only if 95% of its estimated memory exceeds the available memory. For stages with unequal numbers of
 # layers, the estimate is too high.
@@ -31,13 +31,15 @@ class MemoryCheckError(UserError):
     """Raised if the training state does not fit into the memory of a device or a host."""
 
 
-def check_memory(run: ResolvedConfig, given: RunConfig, local_rank: int, local_world_size: int) -> None:
+def check_memory(run: ResolvedConfig, given: RunConfig, local_rank: int, local_world_size: int) -> str | None:
     """Raise MemoryCheckError if the training state of this host's ranks exceeds the memory of a GPU or of the host.
 
     The message names other settings, smaller models and numbers of GPUs that fit. `given` is the configuration as the
     user gave it. Activations are not counted, because their estimate may be too high for a run that fits. The formulas
-    are those of the planner (`EngineSpec.memory`).
+    are those of the planner (`PlannedEngine.memory`). For an engine without them, return a sentence that says so.
     """
+    if run.engine in unplanned_engines():
+        return f"The memory check cannot judge {run.spec.title}, because the planner has no memory model of it."
     of_gpu = torch.cuda.get_device_properties(local_rank).total_memory if run.device == "cuda" else None
     of_host = available_host_bytes()
 
@@ -52,7 +54,7 @@ def check_memory(run: ResolvedConfig, given: RunConfig, local_rank: int, local_w
         return None
 
     if not (found := excess(run)):
-        return
+        return None
 
     def fits(settings: Mapping[str, Any], world_size: int = run.world_size) -> bool:
         changed = _changed(given, settings, world_size, run.device)
@@ -95,7 +97,11 @@ def _more_sharding(run: ResolvedConfig, world_size: int) -> Iterator[dict[str, A
         yield from ({"offload": offload} for offload in ("optimizer", "all"))
     if {"offload", "zero_stage"} <= run.options.keys():
         yield {"zero_stage": 3, "offload": "all"}
-    yield from ({"engine": name} for name, spec in ENGINES.items() if spec.sharding_stage == 3 and name != run.engine)
+    yield from (
+        {"engine": name}
+        for name, engine in PLANNED_ENGINES.items()
+        if engine.spec.sharding_stage == 3 and name != run.engine
+    )
 
 
 def _enough_ranks(run: ResolvedConfig, fits: _Fits) -> str | None:
@@ -138,7 +144,11 @@ def _changed(
 
 
 def state_bytes(run: ResolvedConfig, local_world_size: int) -> tuple[float, float]:
-    """Return the bytes of weights, gradients and optimizer state of a rank, and the bytes that a host offloads."""
+    """Return the bytes of weights, gradients and optimizer state of a rank, and the bytes that a host offloads.
+
+    The planner must be able to predict the engine.
+    """
+    engine = PLANNED_ENGINES[run.engine]
     job = Job(
         run.shape,
         run.seq_length,
@@ -147,8 +157,8 @@ def state_bytes(run: ResolvedConfig, local_world_size: int) -> tuple[float, floa
         bytes_of_gradient=4 if run.grad_dtype == "fp32" else 2,
         optimizer=run.optimizer,
     )
-    variant = run.spec.variant_of(run.options)
+    variant = engine.variant_of(run.options)
     candidate = Candidate(run.engine, run.layout, run.micro_batch, variant, recompute=run.recompute)
-    memory = run.spec.memory(job, candidate, shipped_profiles()[GENERIC])
+    memory = engine.memory(job, candidate, shipped_profiles()[GENERIC])
     state = memory.weights + memory.gradients + memory.optimizer
-    return state, run.spec.host_bytes(job, candidate, local_world_size)
+    return state, engine.host_bytes(job, candidate, local_world_size)

@@ -134,6 +134,8 @@ def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
         schedule |= {"beta1": run.betas[0], "beta2": run.betas[1], "eps": run.eps}
     if run.schedule != "cosine":
         schedule["schedule"] = run.schedule
+    if run.param_groups:
+        schedule["param_groups"] = run.param_groups
     if run.decay_steps:
         schedule["decay_steps"] = run.decay_steps
     return WorkClass(

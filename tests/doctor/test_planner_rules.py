@@ -14,8 +14,8 @@ from megabench.doctor.plan_rules import plan
 from megabench.doctor.write_findings import findings_at
 from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
-from megabench.planner.engines import Costs
-from megabench.specs.sharding import Sharding
+from megabench.planner.costs import Costs
+from megabench.planner.engines.sharding import Sharding
 from tests.comparison.compare_process import REPOSITORY
 from tests.planner.jobs import cluster
 

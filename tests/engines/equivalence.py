@@ -108,8 +108,9 @@ def resolve(world_size: int, **fields: Any) -> ResolvedConfig:
 @lru_cache(maxsize=8)
 def _cached_reference(fields: tuple[tuple[str, Any], ...]) -> Trace:
     work = dict(fields)
-    optimizer = work.pop("optimizer", BASE["optimizer"])  # which an engine may refuse and torch does not
-    return train_reference(resolve(1, engine=ANY_MODEL, **work).model_copy(update={"optimizer": optimizer}))
+    # which an engine may refuse and torch does not
+    update = {name: work.pop(name, BASE.get(name)) for name in ("optimizer", "param_groups")}
+    return train_reference(resolve(1, engine=ANY_MODEL, **work).model_copy(update=update))
 
 
 def reference_of(**fields: Any) -> Trace:

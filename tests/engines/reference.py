@@ -23,6 +23,23 @@ def muon_in_fp32(run: ResolvedConfig) -> AbstractContextManager[object]:
     return patch.object(Tensor, "bfloat16", Tensor.float) if run.optimizer == "muon" else nullcontext()
 
 
+PARAM_GROUPS = "embed: lr_scale=0.1 weight_decay=0.5; norm: weight_decay=0.3 beta1=0.5; mlp: lr_scale=2 beta2=0.8"
+
+
+def hyper_parameters(run: ResolvedConfig, name: str, num_dims: int) -> dict[str, Any]:
+    """What PARAM_GROUPS means, as plain conditions."""
+    values: dict[str, Any] = {"lr_scale": 1.0, "weight_decay": run.weight_decay if num_dims > 1 else 0.0}
+    if run.param_groups is None:
+        return values
+    assert run.param_groups == PARAM_GROUPS
+    beta1, beta2 = run.betas
+    if "embed" in name:
+        return values | {"lr_scale": 0.1, "weight_decay": 0.5}
+    if "norm" in name:
+        return values | {"weight_decay": 0.3, "betas": (0.5, beta2)}
+    return values | ({"lr_scale": 2.0, "betas": (beta1, 0.8)} if "mlp" in name else {})
+
+
 class Reference:
     """Trains on whole global batches; gradients and weights by Hugging Face name."""
 
@@ -37,7 +54,7 @@ class Reference:
         matrices = {name: p for name, p in self.model.named_parameters() if p.ndim > 1}
         hidden = [p for name, p in matrices.items() if name.startswith(layers) and p.ndim == 2]
         vectors = {"params": [p for p in self.model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
-        groups = [{"params": list(matrices.values()), "weight_decay": run.weight_decay}, vectors]
+        groups = [{"params": [p], **hyper_parameters(run, name, p.ndim)} for name, p in self.model.named_parameters()]
         adam: dict[str, Any] = {"lr": run.lr, "betas": run.betas, "eps": run.eps, "weight_decay": run.weight_decay}
         match run.optimizer:
             case "sgd":
@@ -76,7 +93,7 @@ class Reference:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip_grad or float("inf"))
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = learning_rate * group.get("lr_scale", 1.0)
             with muon_in_fp32(self.run):
                 optimizer.step()
         return total, norm.item(), gradients

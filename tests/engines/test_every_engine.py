@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megabench.planner.engines.registry import PLANNED_ENGINES
 from megabench.planner.search import candidates
 from megabench.specs.registry import ENGINES
 from tests.engines.equivalence import OPTIMIZERS, assert_equal_to_reference
@@ -26,7 +27,7 @@ def test_it_goes_on_from_its_checkpoint(tmp_path: Path, engine: str) -> None:
     assert difference(tmp_path, losses, 1, **fields) < TOLERANCE
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", PLANNED_ENGINES)
 def test_it_is_planned(engine: str) -> None:
     assert any(candidate.engine == engine for candidate in candidates(job(), hosts(2, 4)))
 

@@ -1,5 +1,6 @@
 """The engines' own settings: what changes no result is equal to one process, what is lossy has a class of its own."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -19,13 +20,16 @@ from tests import distributed
 from tests.engines.cases import cases
 from tests.engines.equivalence import (
     OPTIMIZERS,
+    TOLERANCE,
     Trace,
     assert_equal_to_reference,
     differences,
     reference_of,
+    relative_difference,
     resolve,
     train,
 )
+from tests.engines.reference import PARAM_GROUPS
 
 EQUAL: dict[str, tuple[int, dict[str, Any]]] = cases("OPTIONS")
 
@@ -35,6 +39,19 @@ EQUAL: dict[str, tuple[int, dict[str, Any]]] = cases("OPTIONS")
 def test_what_changes_no_result(option: str) -> None:
     world_size, fields = EQUAL[option]
     assert_equal_to_reference(world_size, **fields, **OPTIMIZERS["adamw"])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("fields", cases("PARAM_GROUPS").values(), ids=str)
+def test_parameter_groups(fields: dict[str, Any]) -> None:
+    """The negative control: without the groups, the weights are visibly others."""
+    fields = {**fields, **OPTIMIZERS["adamw"]}
+    assert_equal_to_reference(2, **fields, param_groups=PARAM_GROUPS)
+    plain = reference_of(**fields).weights
+    grouped = reference_of(**fields, param_groups=PARAM_GROUPS).weights
+    for name in plain:
+        if re.search("embed|norm|mlp", name):
+            assert relative_difference(plain[name], grouped[name]) > 10 * TOLERANCE, name
 
 
 @pytest.mark.distributed

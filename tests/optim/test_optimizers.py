@@ -25,7 +25,7 @@ def test_a_record_may_name_an_unknown_optimizer() -> None:
 def test_muon_and_adamw_follow_the_learning_rate_of_a_step(learning_rate: float) -> None:
     matrix, vector = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
     others = [{"params": [vector], "weight_decay": 0.0}]
-    optimizer = MuonWithAdamW([matrix], others, lr=1.0, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = MuonWithAdamW([{"params": [matrix], "weight_decay": 0.1}], others, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
     matrix.grad, vector.grad = torch.randn(4, 4), torch.randn(4)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate

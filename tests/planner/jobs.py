@@ -9,9 +9,9 @@ from megabench.cost.profile import profile_for
 from megabench.hardware.topology import Host, Network, Topology, build
 from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
-from megabench.planner.engines import Costs
-from megabench.specs.megatron_memory import MegatronVariant
-from megabench.specs.sharding import Sharding
+from megabench.planner.costs import Costs
+from megabench.planner.engines.megatron_memory import MegatronVariant
+from megabench.planner.engines.sharding import Sharding
 
 
 def job(model: str = "llama3-8b", seq_length: int = 4096, global_batch: int = 64, **settings) -> Job:

@@ -12,16 +12,16 @@ from megabench.cost.job import FUSED_LOSS_CHUNK, Candidate, Job, Product
 from megabench.cost.profile import profile_for
 from megabench.engines.common import cross_entropy
 from megabench.parallel.layout import Layout
+from megabench.planner.engines.data_parallel_cost import DataParallel
+from megabench.planner.engines.megatron_cost import Pipeline
+from megabench.planner.engines.sharding import Sharding
 from megabench.planner.make_plan import make_plan
 from megabench.planner.plan_table import command, describe
 from megabench.planner.predict import candidate_of, job_of
 from megabench.planner.search import candidates, plan
 from megabench.precision import Fp8Recipe
 from megabench.record import Fp8Work
-from megabench.specs.data_parallel_cost import DataParallel
 from megabench.specs.fp8_check import odd_size
-from megabench.specs.megatron_cost import Pipeline
-from megabench.specs.sharding import Sharding
 from tests.planner.jobs import costs, hosts, job, megatron, zero
 from tests.planner.test_plan import megabench
 from tests.study.records import make_record, work_class

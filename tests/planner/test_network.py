@@ -11,8 +11,8 @@ from megabench.cost.network import Span
 from megabench.cost.profile import profile_for, shipped_profiles
 from megabench.hardware.topology import Network
 from megabench.parallel.layout import Layout
-from megabench.planner.engines import Costs
-from megabench.specs.sharding import Sharding
+from megabench.planner.costs import Costs
+from megabench.planner.engines.sharding import Sharding
 from tests.planner.jobs import costs, hosts, job, megatron
 
 H200 = shipped_profiles()["h200"]

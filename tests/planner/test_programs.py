@@ -9,8 +9,8 @@ from megabench.cost.geometry import Geometry
 from megabench.cost.profile import profile_for
 from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
+from megabench.planner.engines.sharding import Sharding
 from megabench.planner.search import candidates
-from megabench.specs.sharding import Sharding
 from tests.planner.jobs import costs, hosts, job, megatron, zero
 from tools.planner_validation.program_costs import ProgramCosts, ProgramDataParallel, broadcast_seconds, held_bytes
 from tools.planner_validation.programs import Program, ProgramJob, ProgramProfile

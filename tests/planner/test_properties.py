@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from megabench.cost import network
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Stack
+from megabench.planner.engines.sharding import Sharding
 from megabench.planner.search import candidates
-from megabench.specs.sharding import Sharding
 from tests.planner.jobs import cluster, costs, hosts, job, megatron, zero
 
 SIZES = st.sampled_from([1, 2, 4, 8])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megabench.cost import schedule
 from megabench.cost.schedule import Chunk, simulate
-from megabench.specs.megatron_memory import in_flight, layers_in_flight
+from megabench.planner.engines.megatron_memory import in_flight, layers_in_flight
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4, 8])

@@ -32,6 +32,7 @@ OTHER: dict[str, Any] = {
     "eps": 1e-3,
     "weight_decay": 0.2,
     "clip_grad": 2.0,
+    "param_groups": "norm: lr_scale=2",
     "precision": "bf16",
     "grad_dtype": "bf16",
     "fp8_recipe": "bf16-gradients",

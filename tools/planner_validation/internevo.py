@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megabench.cost.job import Candidate
 from megabench.parallel.layout import Layout
-from megabench.specs.megatron_memory import MegatronVariant
+from megabench.planner.engines.megatron_memory import MegatronVariant
 from tools.planner_validation.programs import Program, ProgramJob
 from tools.planner_validation.published import Row, model_shape, read_table, topology_of
 from tools.planner_validation.sources import Source

@@ -11,7 +11,6 @@ from megabench.cost.fabric_files import read_fabric
 from megabench.hardware.topology import Host, Topology, build
 from megabench.planner.predict import candidate_of, job_of
 from megabench.record import RunRecord, read_records
-from megabench.specs.registry import ENGINES
 from tools.planner_validation.programs import Program
 from tools.planner_validation.published import Row
 from tools.planner_validation.sources import Source
@@ -101,18 +100,14 @@ def _mean(runs: Sequence[Row]) -> Row:
 
 
 def row_of(record: RunRecord, study: Sequence[RunRecord]) -> Row | None:
-    """Return the row of a record, or None unless the trial succeeded on GPUs with a known engine.
+    """Return the row of a record, or None unless the trial succeeded on GPUs with an engine that the planner predicts.
 
     `study` contains all records of the trial's study.
     """
-    if (
-        record.engine not in ENGINES
-        or record.status != "ok"
-        or record.step_seconds is None
-        or record.device in (None, "cpu")
-    ):
+    candidate = candidate_of(record)
+    if candidate is None or record.status != "ok" or record.step_seconds is None or record.device in (None, "cpu"):
         return None
-    row = Row(_SOURCE, job_of(record), _topology(record, study), candidate_of(record), is_fit=False)
+    row = Row(_SOURCE, job_of(record), _topology(record, study), candidate, is_fit=False)
     row.measured["seconds"] = record.step_seconds.median
     if record.peak_memory_gib:
         row.measured["memory_gib"] = record.peak_memory_gib.max

@@ -11,12 +11,12 @@ from megabench.cost.network import Span
 from megabench.cost.profile import Profile
 from megabench.cost.shared_costs import Base, Sizes
 from megabench.hardware.topology import Topology
-from megabench.planner.engines import Costs
-from megabench.specs import megatron_memory
-from megabench.specs.data_parallel_cost import DataParallel
-from megabench.specs.engine_spec import CostModel
-from megabench.specs.megatron_cost import Pipeline
-from megabench.specs.megatron_memory import megatron_variant, stage_layers, stage_parameters
+from megabench.planner.costs import Costs
+from megabench.planner.engines import megatron_memory
+from megabench.planner.engines.data_parallel_cost import DataParallel
+from megabench.planner.engines.megatron_cost import Pipeline
+from megabench.planner.engines.megatron_memory import megatron_variant, stage_layers, stage_parameters
+from megabench.planner.engines.planned_engine import CostModel
 from tools.planner_validation.programs import ProgramJob, ProgramProfile
 
 _CAST, _TRANSPOSE = 4, 2  # bytes per element: a cast reads 2 and writes 1 in each of two layouts

@@ -16,8 +16,8 @@ from megabench.errors import UserError
 from megabench.hardware.topology import Host, Topology, build
 from megabench.models.shape import ModelShape
 from megabench.parallel.layout import Layout
-from megabench.specs.megatron_memory import MegatronVariant
-from megabench.specs.sharding import Sharding
+from megabench.planner.engines.megatron_memory import MegatronVariant
+from megabench.planner.engines.sharding import Sharding
 from tools.planner_validation.programs import ProgramJob
 from tools.planner_validation.sources import MEGATRON_2021, MEGATRON_2022, NEMO, SOURCES, Source
 

@@ -1,19 +1,37 @@
 """Optimizers that several engines share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim._functional import adamw, sgd
 
+from megabench.config import ResolvedConfig
+from megabench.optim.optimizers import OPTIMIZERS
+from megabench.optim.parameter_groups import HyperParameters
 
-def is_decayed(num_dims: int) -> bool:
-    """Return whether weight decay applies to a parameter.
+# a parameter's Hugging Face name, this rank's part of it, and the number of dimensions of the whole parameter
+NamedParameter = tuple[str, nn.Parameter, int]
 
-    It applies to matrices, but not to vectors (GPT-3, Llama, Megatron-LM).
-    """
-    return num_dims > 1
+
+def parameter_groups(run: ResolvedConfig, params: Iterable[NamedParameter]) -> list[dict[str, Any]]:
+    """Return one parameter group for each set of hyper-parameters, as torch's optimizers take them."""
+    members: dict[HyperParameters, list[nn.Parameter]] = {}
+    for name, param, num_dims in params:
+        members.setdefault(run.hyper_parameters(name, num_dims), []).append(param)
+    has_betas = OPTIMIZERS[run.optimizer].has_betas
+    return [
+        {"params": params, "weight_decay": values.weight_decay, "lr_scale": values.lr_scale}
+        | ({"betas": values.betas} if has_betas else {})
+        for values, params in members.items()
+    ]
+
+
+def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
+    """Set the learning rate of the next step in all groups of an optimizer that `parameter_groups` returned."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["lr_scale"]
 
 
 def apex_adam() -> type[torch.optim.Optimizer] | None:
@@ -34,14 +52,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        matrices: list[nn.Parameter],
+        matrices: list[dict[str, Any]],
         others: list[dict[str, Any]],
         lr: float,
-        weight_decay: float,
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        muon = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True)
         self._parts = (muon, adamw)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})

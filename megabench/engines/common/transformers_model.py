@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 from unittest.mock import patch
 
 import torch
@@ -18,7 +18,7 @@ from megabench.data.batch import Batch
 from megabench.engines.common.initial import initial_weights
 from megabench.engines.common.kernels import patch_transformers
 from megabench.engines.common.loss_scale import LossScale
-from megabench.engines.common.optim import MuonWithAdamW, is_decayed
+from megabench.engines.common.optim import MuonWithAdamW, NamedParameter, parameter_groups, set_learning_rate
 from megabench.engines.common.transformers_blocks import LossHead
 from megabench.engines.protocol import StepResult, TensorKind
 from megabench.models.causal_lm import UnsupportedModelError, build_model
@@ -161,19 +161,6 @@ class PersistentBuffers:
             buffer.data = values.view(buffer.shape).to(buffer.device, self._dtype)
 
 
-# a parameter's Hugging Face name, this rank's part of it, and the number of dimensions of the whole parameter
-NamedParameter = tuple[str, nn.Parameter, int]
-
-
-def parameter_groups(run: ResolvedConfig, params: Iterable[NamedParameter]) -> list[dict[str, Any]]:
-    """Return parameter groups with and without weight decay."""
-    decayed = [(param, is_decayed(num_dims)) for _, param, num_dims in params]
-    return [
-        {"params": [param for param, is_matrix in decayed if is_matrix], "weight_decay": run.weight_decay},
-        {"params": [param for param, is_matrix in decayed if not is_matrix], "weight_decay": 0.0},
-    ]
-
-
 def build_optimizer(run: ResolvedConfig, params: Iterable[NamedParameter]) -> torch.optim.Optimizer:
     """Return torch's optimizer of this rank's parameters."""
     params = list(params)
@@ -185,11 +172,11 @@ def build_optimizer(run: ResolvedConfig, params: Iterable[NamedParameter]) -> to
             return torch.optim.Adafactor(groups, lr=run.lr)
         case "muon":
             hidden = hidden_matrices(run.shape)
-            matrices = [param for name, param, _ in params if name in hidden]
-            others = parameter_groups(run, [each for each in params if each[0] not in hidden])
-            return MuonWithAdamW(
-                matrices, others, lr=run.lr, weight_decay=run.weight_decay, betas=run.betas, eps=run.eps
+            matrices, others = (
+                parameter_groups(run, [each for each in params if (each[0] in hidden) == is_hidden])
+                for is_hidden in (True, False)
             )
+            return MuonWithAdamW(matrices, others, lr=run.lr, betas=run.betas, eps=run.eps)
     return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
 
 
@@ -225,8 +212,7 @@ def finish_step(
             factor *= run.clip_grad / (grad_norm + 1e-6)
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(optimizer, learning_rate)
         optimizer.step()
     return StepResult(
         loss=loss,

@@ -21,13 +21,13 @@ from megabench.data.batch import Batch
 from megabench.engines.common import loss_scale, transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8_casts import forget_casts
+from megabench.engines.common.optim import NamedParameter, parameter_groups, set_learning_rate
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.deepspeed.state import ZeroState
 from megabench.engines.protocol import EngineError, StepResult, TensorKind
 from megabench.models.causal_lm import build_model
-from megabench.specs.deepspeed import DeepSpeedSettings
+from megabench.specs.deepspeed import DeepSpeedSettings, reduce_bucket
 from megabench.specs.deepspeed_json import merge, read_deepspeed_json
-from megabench.specs.sharding import reduce_bucket
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
@@ -111,8 +111,7 @@ class DeepSpeedEngine(TransformersEngine):
         forget_casts(self.engine.module)
 
     def update(self, learning_rate: float) -> StepResult:
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.engine.optimizer, learning_rate)
         grad_norm = self._plain_grad_norm() if self.zero_stage == 0 else None
         skipped_before = self.engine.skipped_steps
         self.engine.step()
@@ -242,14 +241,14 @@ def _uses_cpu_adam(run: ResolvedConfig) -> bool:
     return DeepSpeedSettings.of(run).offload != "none" and run.optimizer == "adamw" and run.device == "cuda"
 
 
-def _cpu_adam(run: ResolvedConfig, params: list[shared.NamedParameter]) -> torch.optim.Optimizer:
+def _cpu_adam(run: ResolvedConfig, params: list[NamedParameter]) -> torch.optim.Optimizer:
     """Return DeepSpeed's CPUAdam, which is compiled on first use."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     if not (shutil.which("c++") or os.environ.get("CXX")):
         offload = DeepSpeedSettings.of(run).offload
         raise EngineError(f"offload={offload} needs a C++ compiler for DeepSpeed's CPU optimizer; install g++")
-    groups = shared.parameter_groups(run, params)
+    groups = parameter_groups(run, params)
     optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=run.lr, betas=run.betas, eps=run.eps)
     return optimizer
 

@@ -21,7 +21,7 @@ from megabench.data.batch import Batch
 from megabench.engines.common import kernels
 from megabench.engines.common.fp8_casts import forget_casts
 from megabench.engines.common.initial import initial_weights
-from megabench.engines.common.optim import apex_adam
+from megabench.engines.common.optim import apex_adam, set_learning_rate
 from megabench.engines.megatron import process_groups
 from megabench.engines.megatron.blocks import zigzag_slice
 from megabench.engines.megatron.gather import full_tensors
@@ -56,7 +56,7 @@ class MegatronEngine:
         # the sequence-parallel forward pass needs megatron-core's random state tracker
         model_parallel_cuda_manual_seed(config.seed)
         self.chunks = self._build_chunks()
-        self.optimizer = build_optimizer(config, self.chunks, self.groups)
+        self.optimizer = build_optimizer(config, self.chunks, self._named_parameters(), self.groups)
         self._connect_schedule()
         self.loss_and_count = torch.zeros(2, dtype=torch.float64, device=device)
 
@@ -185,8 +185,7 @@ class MegatronEngine:
         skipped = skipped or not math.isfinite(grad_norm)
         if not skipped:
             self._clip(grad_norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
+            set_learning_rate(self.optimizer, learning_rate)
             self.optimizer.step_with_ready_grads()
         return StepResult(
             loss=loss_sum / loss_count,

@@ -1,5 +1,6 @@
 """megatron-core's distributed optimizer around an AdamW or SGD with apex's interface."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -7,16 +8,24 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
 
 from megabench.config import ResolvedConfig
 from megabench.engines.common import loss_scale
-from megabench.engines.common.optim import GroupStepAdamW, GroupStepOptimizer, GroupStepSGD, apex_adam, is_decayed
+from megabench.engines.common.optim import GroupStepAdamW, GroupStepOptimizer, GroupStepSGD, apex_adam, parameter_groups
+from megabench.models.mapping import shard
 
 
 def build_optimizer(
-    run: ResolvedConfig, chunks: list[DistributedDataParallel], groups: ProcessGroupCollection
+    run: ResolvedConfig,
+    chunks: list[DistributedDataParallel],
+    named: Iterable[tuple[str, nn.Parameter]],
+    groups: ProcessGroupCollection,
 ) -> distrib_optimizer.DistributedOptimizer:
-    """Return the optimizer of this rank, with fp32 master weights and state sharded over dp and cp ranks."""
+    """Return the optimizer of this rank, with fp32 master weights and state sharded over dp and cp ranks.
+
+    `named` are the parameters of the chunks, with names of the whole model.
+    """
     _accept_group_step()
     config = OptimizerConfig(
         optimizer="adam",  # megatron-core would build an optimizer itself; this one is passed in
@@ -30,7 +39,7 @@ def build_optimizer(
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
     )
     optimizer = distrib_optimizer.DistributedOptimizer(
-        _inner_optimizer(run, _param_groups(run, chunks)),
+        _inner_optimizer(run, _param_groups(run, named)),
         config,
         _grad_scaler() if run.policy.scales_loss else None,
         init_state,
@@ -52,19 +61,13 @@ def copy_number(groups: ProcessGroupCollection) -> int:
     return number
 
 
-def _param_groups(run: ResolvedConfig, chunks: list[DistributedDataParallel]) -> list[dict[str, Any]]:
-    """Return the parameters with weight decay and those without, each with the keys that megatron-core expects."""
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+def _param_groups(run: ResolvedConfig, named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+    """Return the groups of parameters, each with the keys that megatron-core expects."""
+    # all Hugging Face tensors of a parameter have the same hyper-parameters (specs/megatron.py)
+    tensors = ((shard(name, run.shape, 1, 0).pieces[0].name, param, param.ndim) for name, param in named)
     return [
-        {
-            "params": [parameter for parameter in parameters if is_decayed(parameter.ndim) == has_decay],
-            "weight_decay": run.weight_decay * has_decay,
-            "wd_mult": float(has_decay),
-            "lr_mult": 1.0,
-            "is_expert_parallel": False,
-            "is_decoupled_lr": False,
-        }
-        for has_decay in (True, False)
+        group | {"wd_mult": 1.0, "lr_mult": group["lr_scale"], "is_expert_parallel": False, "is_decoupled_lr": False}
+        for group in parameter_groups(run, tensors)
     ]
 
 

@@ -7,6 +7,7 @@ A module may define:
 - `ON_GPUS`: by name, world size and settings that train as one GPU does (`test_nccl`);
 - `RESUMED`: settings of runs that are resumed on fewer ranks (`test_resume`);
 - `WHOLE_MATRICES`: settings with which every rank holds whole matrices (`test_options`);
+- `PARAM_GROUPS`: settings of layouts of two ranks that train with parameter groups (`test_options`);
 - `REFUSED`: settings for four ranks, and words of the sentence that refuses them (`test_options`);
 - `KERNELS`: by name, settings of runs whose records name their kernels (`test_kernel_traits`);
 - `OUT_OF_MEMORY`: the engine's options in a record, and words of what the doctor recommends (`test_doctor`).

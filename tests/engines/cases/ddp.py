@@ -24,3 +24,4 @@ KERNELS: dict[str, dict[str, Any]] = {
     "gpt2-reference": {"model": "gpt2", "engine": "ddp", "kernels": "reference"},
 }
 OUT_OF_MEMORY: list[tuple[dict[str, Any], str]] = [({"engine": "ddp", "options": {}}, "engine: fsdp")]
+PARAM_GROUPS = [{"engine": "ddp"}]

@@ -57,3 +57,4 @@ OUT_OF_MEMORY: list[tuple[dict[str, Any], str]] = [
     ({"engine": "deepspeed", "options": {"zero_stage": 1}}, "zero_stage: 3"),
     ({"engine": "deepspeed", "options": {"zero_stage": 3, "offload": "none"}}, "offload: all"),
 ]
+PARAM_GROUPS = [{"engine": "deepspeed", "zero_stage": stage} for stage in range(4)]

@@ -23,3 +23,4 @@ OUT_OF_MEMORY: list[tuple[dict[str, Any], str]] = [
     ({"engine": "fsdp", "options": {"shard_size": 2}}, "a larger shard_size"),
     ({"engine": "fsdp", "options": {"offload": "all", "recompute": "full"}}, "more GPUs"),
 ]
+PARAM_GROUPS = [{"engine": "fsdp"}]

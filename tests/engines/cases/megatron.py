@@ -54,3 +54,4 @@ KERNELS: dict[str, dict[str, Any]] = {
     "heads": {"model": "llama3-8b", "cp": 2, "tp": 2},
     "chunks": {"model": "llama3-8b", "cp": 8},
 }
+PARAM_GROUPS = [{"tp": 2}, {"pp": 2}, {}]

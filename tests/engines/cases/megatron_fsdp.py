@@ -22,3 +22,4 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 OUT_OF_MEMORY: list[tuple[dict[str, Any], str]] = [
     ({"engine": "megatron_fsdp", "options": {"shard_size": 2}}, "a larger shard_size"),
 ]
+PARAM_GROUPS = [{"engine": "megatron_fsdp"}]

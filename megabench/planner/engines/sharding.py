@@ -2,14 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, cast
 
 from megabench.cost.job import Candidate, Job
-from megabench.models.mapping import largest_parameter
-from megabench.models.shape import ModelShape
-
-REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
 
 Offload = Literal["none", "optimizer", "all"]
 
@@ -31,11 +26,10 @@ class Sharding:
     shards_across: bool = False
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> "Sharding":
-        """Return the sharding of a recorded run with these options. The default ZeRO stage is 3."""
-        stage = options.get("zero_stage")
+    def of(cls, zero_stage: int, options: Mapping[str, Any]) -> "Sharding":
+        """Return the sharding of a recorded run with these options."""
         return cls(
-            zero_stage=3 if stage is None else int(stage),
+            zero_stage,
             offload=options.get("offload") or "none",
             shard_size=options.get("shard_size"),
             hpz_size=options.get("hpz_size"),
@@ -87,12 +81,3 @@ def keeps_weight_casts(candidate: Candidate) -> bool:
 def sharding_of(candidate: Candidate) -> Sharding:
     """Return the sharding of a data-parallel candidate."""
     return cast(Sharding, candidate.variant)
-
-
-@cache
-def reduce_bucket(shape: ModelShape) -> int:
-    """Return the bucket size of ZeRO-1 and 2 in elements. The bucket is at least as large as the largest gradient.
-
-    DeepSpeed 0.19.8 frees a gradient larger than its bucket while a slow link still reads it.
-    """
-    return max(REDUCE_BUCKET, largest_parameter(shape))

@@ -1,4 +1,4 @@
-"""Predict time and memory of candidates by part, for every engine. Loads no torch."""
+"""Predict time and memory of candidates by part, for every engine that is planned. Loads no torch."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from megabench.cost.profile import Profile
 from megabench.cost.shared_costs import Base
 from megabench.hardware.topology import Topology
 from megabench.parallel.axes import AXIS_BY_NAME
-from megabench.specs.engine_spec import CostModel
-from megabench.specs.registry import ENGINES
+from megabench.planner.engines.planned_engine import CostModel
+from megabench.planner.engines.registry import PLANNED_ENGINES
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Costs:
         self.job, self.profile = job, profile
         self.base = self.shared(job, topology, profile)
         plain = self.shared(job.without_added_gradients(), topology, profile)
-        bases = {name: self.base if spec.adds_gradients else plain for name, spec in ENGINES.items()}
+        bases = {name: self.base if engine.adds_gradients else plain for name, engine in PLANNED_ENGINES.items()}
         self._jobs = {name: base.job for name, base in bases.items()}
-        self._models = {name: self.model(name, bases[name]) for name in ENGINES}
+        self._models = {name: self.model(name, base) for name, base in bases.items()}
         self.available_bytes = profile.available_bytes(topology.hosts[0].device)
         self.usable_bytes = likely_bytes(self.available_bytes)
 
@@ -61,10 +61,11 @@ class Costs:
 
     def model(self, engine: str, base: Base) -> CostModel:
         """Return the cost model of an engine."""
-        return ENGINES[engine].cost(base)
+        return PLANNED_ENGINES[engine].cost_model(base)
 
     def memory(self, candidate: Candidate) -> Memory:
-        return ENGINES[candidate.engine].memory(self._jobs[candidate.engine], candidate, self.profile)
+        engine = candidate.engine
+        return PLANNED_ENGINES[engine].memory(self._jobs[engine], candidate, self.profile)
 
     def missing_bytes(self, candidate: Candidate) -> float:
         """Return the bytes that the fullest GPU lacks for a likely fit, or a negative number if memory is left."""
@@ -93,7 +94,7 @@ class Costs:
             memory=memory,
             missing_bytes=memory.total - self.usable_bytes,
             fit_chance=fit_chance(memory.total, self.available_bytes),
-            host_bytes=ENGINES[candidate.engine].host_bytes(self.job, candidate, ranks_per_host),
+            host_bytes=PLANNED_ENGINES[candidate.engine].host_bytes(self.job, candidate, ranks_per_host),
             tokens_per_second_per_device=per_device,
             mfu=per_device * self.job.flops_per_token / self.base.peak,
         )

@@ -4,7 +4,8 @@ from megabench.cost import compute, network, schedule
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate
 from megabench.cost.shared_costs import Base
-from megabench.specs.sharding import REDUCE_BUCKET, gathered_bytes, keeps_weight_casts, sharding_of
+from megabench.planner.engines.sharding import gathered_bytes, keeps_weight_casts, sharding_of
+from megabench.specs.deepspeed import REDUCE_BUCKET
 
 _DDP_BUCKET = 25e6 / 4  # parameters per DDP bucket: 25 MB of fp32 gradients
 # Host time of hooks, forward and backward, in units of one kernel launch: per layer for FSDP2, per parameter for

@@ -9,7 +9,7 @@ from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate, Product
 from megabench.cost.network import Span
 from megabench.cost.shared_costs import Base, Sizes
-from megabench.specs.megatron_memory import megatron_variant, stage_layers, stage_parameters
+from megabench.planner.engines.megatron_memory import megatron_variant, stage_layers, stage_parameters
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from megabench.cost.memory import (
     with_allocator,
 )
 from megabench.cost.profile import Profile
-from megabench.specs.sharding import REDUCE_BUCKET, gathered_bytes, keeps_weight_casts, reduce_bucket, sharding_of
+from megabench.planner.engines.sharding import gathered_bytes, keeps_weight_casts, sharding_of
+from megabench.specs.deepspeed import REDUCE_BUCKET, reduce_bucket
 
 # number of layers that ZeRO-3 and FSDP2 hold unsharded: one in use, one prefetched, one being reduced
 _GATHERED_LAYERS = 3

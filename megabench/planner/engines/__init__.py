@@ -1,0 +1,1 @@
+"""What the planner knows of each engine: which variants it predicts, and their time and memory."""
