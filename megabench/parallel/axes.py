@@ -4,14 +4,15 @@ The kinds of process groups, the coordinates of ranks and the labels in tables d
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
 class Axis:
     """One axis of a layout, and the field of `Layout` that holds its size.
 
-    The sizes of most axes multiply to the world size. An axis may instead `regroup` the ranks of another axis: expert
-    parallelism of size 2 groups neighbouring data-parallel ranks in pairs.
+    The ranks of a pipeline stage form two grids: one of the axes for dense layers, and one of the axes for experts. The
+    sizes of the dense axes multiply to the world size.
 
     `title` is the axis's name in reports, `traffic` describes what its groups send, and `member` labels a rank's
     coordinate in drawings ("stage 1").
@@ -21,7 +22,7 @@ class Axis:
     title: str
     traffic: str
     member: str
-    regroups: str | None = None
+    grid: Literal["dense", "experts"] = "dense"
 
 
 # the order of axes in tables and records
@@ -32,7 +33,7 @@ AXES: tuple[Axis, ...] = (
     Axis("dp", "data parallel", "data-parallel communication", "data"),
 )
 AXIS_BY_NAME = {axis.name: axis for axis in AXES}
-FACTORS = tuple(axis.name for axis in AXES if axis.regroups is None)
-# neighboring ranks differ along the first axis
-RANK_ORDER = ("tp", "cp", "dp", "pp")
-assert sorted(RANK_ORDER) == sorted(FACTORS)
+FACTORS = tuple(axis.name for axis in AXES if axis.grid == "dense")
+# Neighboring ranks differ along the first axis of a grid. No axis of experts exists yet.
+RANK_ORDERS = {"dense": ("tp", "cp", "dp", "pp"), "experts": ("etp", "ep", "edp")}
+assert sorted(RANK_ORDERS["dense"]) == sorted(FACTORS)

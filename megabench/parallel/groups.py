@@ -12,15 +12,12 @@ from megabench.record import Group
 def rank_groups(layout: Layout) -> dict[str, list[list[int]]]:
     """Return the groups of each axis, e.g. {"tp": [[0, 1], [2, 3]], …}.
 
-    The ranks of a group differ only in the coordinate of the axis.
-
-    An axis that regroups another axis splits the groups of that axis into runs of neighbours.
+    The ranks of a group differ only in the coordinate of the axis, among the axes of its grid.
     """
     groups: dict[str, list[list[int]]] = {}
     for axis in AXES:
-        along = axis.regroups or axis.name
-        whole, stride, size = layout.size(along), layout.stride(along), layout.size(axis.name)
-        firsts = [rank for rank in range(layout.world_size) if rank // stride % whole % size == 0]
+        stride, size = layout.stride(axis.name), layout.size(axis.name)
+        firsts = [rank for rank in range(layout.world_size) if rank // stride % size == 0]
         groups[axis.name] = [list(range(first, first + size * stride, stride)) for first in firsts]
     return groups
 

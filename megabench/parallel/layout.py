@@ -5,7 +5,7 @@ from math import lcm, prod
 
 from megabench.errors import UserError
 from megabench.models.shape import ModelShape
-from megabench.parallel.axes import AXIS_BY_NAME, FACTORS, RANK_ORDER
+from megabench.parallel.axes import AXIS_BY_NAME, FACTORS, RANK_ORDERS
 
 # the first chunk may hold only the embedding, and the last one only the output layer, as in megatron-core
 _CHUNKS_WITHOUT_LAYERS = 2
@@ -60,7 +60,8 @@ class Layout:
 
     def stride(self, axis: str) -> int:
         """Return the difference between the rank numbers of two neighbours on an axis."""
-        return prod(self.size(faster) for faster in RANK_ORDER[: RANK_ORDER.index(axis)])
+        order = RANK_ORDERS[AXIS_BY_NAME[axis].grid]
+        return prod(self.size(faster) for faster in order[: order.index(axis)] if faster in AXIS_BY_NAME)
 
     @property
     def world_size(self) -> int:

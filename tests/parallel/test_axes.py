@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megabench.config import SETTINGS
-from megabench.parallel import axes, groups
+from megabench.parallel import axes, groups, layout
 from megabench.parallel.axes import AXES, FACTORS, Axis
 from megabench.parallel.groups import rank_groups
 from megabench.parallel.layout import GIVEN_SIZES, Coordinates, Layout
@@ -29,23 +29,27 @@ def test_records_layouts_and_settings_have_every_axis() -> None:
 
 @pytest.mark.parametrize(("tp", "cp", "pp", "dp"), [*product((1, 2), (1, 3), (1, 2), (1, 4))])
 def test_every_rank_is_once_in_a_group_of_each_axis(tp: int, cp: int, pp: int, dp: int) -> None:
-    layout = Layout(tp=tp, cp=cp, pp=pp, dp=dp)
-    for axis, members in rank_groups(layout).items():
-        assert sorted(rank for group in members for rank in group) == [*range(layout.world_size)]
+    sizes = Layout(tp=tp, cp=cp, pp=pp, dp=dp)
+    for axis, members in rank_groups(sizes).items():
+        assert sorted(rank for group in members for rank in group) == [*range(sizes.world_size)]
         for group in members if axis in FACTORS else ():
-            places = [layout.coordinates(rank) for rank in group]
-            assert [getattr(place, axis) for place in places] == [*range(layout.size(axis))]
+            places = [sizes.coordinates(rank) for rank in group]
+            assert [getattr(place, axis) for place in places] == [*range(sizes.size(axis))]
             assert len({replace(place, **{axis: 0}) for place in places}) == 1
 
 
-def test_an_axis_may_regroup_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of the data-parallel ranks that follow each other, as expert parallelism takes them."""
-    expert = Axis("ep", "expert parallel", "expert-parallel communication", "expert", regroups="dp")
-    monkeypatch.setattr(groups, "AXES", (*axes.AXES, expert))
-    monkeypatch.setattr(Layout, "ep", 2, raising=False)
+def test_experts_have_a_grid_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ranks of a stage form tp × dp for dense layers and etp × ep × edp for experts."""
+    experts = {name: Axis(name, name, name, name, grid="experts") for name in ("etp", "ep", "edp")}
+    monkeypatch.setattr(groups, "AXES", (*axes.AXES, *experts.values()))
+    monkeypatch.setattr(layout, "AXIS_BY_NAME", axes.AXIS_BY_NAME | experts)
+    for name, size in {"etp": 1, "ep": 4, "edp": 2}.items():
+        monkeypatch.setattr(Layout, name, size, raising=False)
     found = rank_groups(Layout(tp=2, pp=2, dp=4))
     assert found["dp"][:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert found["ep"] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+    assert found["ep"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert found["edp"][:2] == [[0, 4], [1, 5]] and found["edp"][-1] == [11, 15]
+    assert all(len(group) == 1 for group in found["etp"])
 
 
 # the steps of docs/extending.md for expert parallelism: a file, a line in it, and the lines that follow this line
@@ -53,7 +57,7 @@ RECIPE = (
     (
         "parallel/axes.py",
         "AXES: tuple",
-        '    Axis("ep", "expert parallel", "tokens to experts", "expert", regroups="dp"),',
+        '    Axis("ep", "expert parallel", "tokens to experts", "expert", grid="experts"),',
     ),
     ("parallel/layout.py", "    vp: int = 1", "    ep: int = 1"),
     ("record.py", "class LayoutSizes", "    ep: int = 1"),
