@@ -162,6 +162,11 @@ class RunConfig(RunSettings):
                 f"optimizer={self.optimizer} needs whole matrices on every rank, but {self._mode} shards them; use "
                 f"{''.join(f'--engine {name}, or ' for name in whole)}optimizer=adamw"
             )
+        if self.spec.optimizers is not None and self.optimizer not in self.spec.optimizers:
+            raise ConfigError(
+                f"the {self.engine} engine has no optimizer={self.optimizer}; use optimizer="
+                f"{' or '.join(sorted(self.spec.optimizers))}, or another engine"
+            )
         if OPTIMIZERS[self.optimizer].needs_layers and not shape.table.layer:
             raise ConfigError(
                 f"optimizer={self.optimizer} updates the matrices of layers in its own way, but megabench has no table "

@@ -61,8 +61,9 @@ class EngineSpec:
     `title` and `summary` are for users. `implementation` is "module:class" and is imported when the engine is built.
     `settings` declares the settings that not all engines have. `axes` are the parallel axes that the engine supports,
     and `recompute` its levels of recomputation. `sharding_stage` is the equivalent ZeRO stage, unless the run sets one.
-    An engine with `needs_blocks` trains only models that have tensor-parallel blocks. An engine with `wants_queues` is
-    slower with a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+    `optimizers` are the names of its optimizers, or None for all. An engine with `needs_blocks` trains only models that
+    have tensor-parallel blocks. An engine with `wants_queues` is slower with a single hardware queue
+    (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
     The first methods get the settings of a run. The methods with `options` get the engine's settings, or the options
     of a record.
@@ -76,6 +77,7 @@ class EngineSpec:
     settings: type[EngineSettings] = EngineSettings
     axes: frozenset[str] = frozenset({"dp"})
     recompute: frozenset[str] = frozenset({"none", "full"})
+    optimizers: frozenset[str] | None = None
     needs_blocks: bool = False
     wants_queues: bool = False
 

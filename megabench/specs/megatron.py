@@ -51,6 +51,7 @@ class Megatron(EngineSpec):
     settings = MegatronSettings
     axes = frozenset({"tp", "pp", "vp", "cp", "dp"})
     recompute = frozenset({"none", "selective", "full"})
+    optimizers = frozenset({"adamw", "sgd"})
     needs_blocks = True
 
     def check(self, run: ResolvedRun) -> None:

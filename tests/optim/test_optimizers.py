@@ -8,8 +8,10 @@ from torch import nn
 
 from megabench.config import ConfigError, RunConfig
 from megabench.engines.common.optim import MuonWithAdamW
+from megabench.engines.common.transformers_model import build_optimizer
+from megabench.engines.protocol import EngineError
 from megabench.errors import UserError
-from megabench.optim.optimizers import title_of
+from megabench.optim.optimizers import OPTIMIZERS, title_of
 from megabench.planner.predict import job_of
 from tests.models.causal_families import MODELS, save_model
 from tests.study.records import make_record
@@ -19,6 +21,17 @@ def test_a_record_may_name_an_unknown_optimizer() -> None:
     assert title_of("lion") == "lion"
     with pytest.raises(UserError, match="the optimizer lion of trial a is unknown"):
         job_of(make_record([1.0], 1000, trial="a", optimizer="lion"))
+
+
+def test_an_optimizer_is_never_replaced_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of the table alone does not make an engine train with AdamW."""
+    monkeypatch.setitem(OPTIMIZERS, "lion", OPTIMIZERS["adamw"])
+    given = {"model": "llama-tiny", "optimizer": "lion"}
+    with pytest.raises(ConfigError, match="the megatron engine has no optimizer=lion; use optimizer=adamw or sgd, or"):
+        RunConfig.parse(given).resolve(1, "cpu")
+    run = RunConfig.parse(given | {"engine": "ddp"}).resolve(1, "cpu")
+    with pytest.raises(EngineError, match="the optimizer lion is not implemented"):
+        build_optimizer(run, [("model.norm.weight", nn.Parameter(torch.ones(4)), 1)])
 
 
 @pytest.mark.parametrize("learning_rate", [0.0, 0.1])

@@ -58,7 +58,7 @@ def test_shortest_runs(steps: int, schedule: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"schedule": "step"}, "schedule='step' is not known; use one of cosine, linear, constant, wsd"),
+        ({"schedule": "step"}, f"schedule='step' is not known; use one of {', '.join(SCHEDULES)}"),
         ({"schedule": "constant", "min_lr": 0.1}, "schedule=constant keeps lr to the end; omit min_lr=0.1"),
         ({"decay_steps": 5}, "decay_steps=5 works only with schedule=wsd, not cosine; omit it"),
         ({"schedule": "wsd", "decay_steps": 95, "lr_warmup": 10}, "are more than steps=100 together"),

@@ -20,7 +20,7 @@ from megabench.engines.common.kernels import patch_transformers
 from megabench.engines.common.loss_scale import LossScale
 from megabench.engines.common.optim import MuonWithAdamW, NamedParameter, parameter_groups, set_learning_rate
 from megabench.engines.common.transformers_blocks import LossHead
-from megabench.engines.protocol import StepResult, TensorKind
+from megabench.engines.protocol import EngineError, StepResult, TensorKind
 from megabench.models.causal_lm import UnsupportedModelError, build_model
 from megabench.models.foreign import unused_words
 from megabench.models.hugging_face import transformers_config
@@ -166,6 +166,8 @@ def build_optimizer(run: ResolvedConfig, params: Iterable[NamedParameter]) -> to
     params = list(params)
     groups = parameter_groups(run, params)
     match run.optimizer:
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
         case "sgd":
             return torch.optim.SGD(groups, lr=run.lr)
         case "adafactor":
@@ -177,7 +179,7 @@ def build_optimizer(run: ResolvedConfig, params: Iterable[NamedParameter]) -> to
                 for is_hidden in (True, False)
             )
             return MuonWithAdamW(matrices, others, lr=run.lr, betas=run.betas, eps=run.eps)
-    return torch.optim.AdamW(groups, lr=run.lr, betas=run.betas, eps=run.eps, fused=True)
+    raise EngineError(f"the optimizer {run.optimizer} is not implemented")
 
 
 def gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Tensor]:
