@@ -23,9 +23,11 @@ test-engines: versions $(TOOLS)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not e2e" \
 		tests/engines/test_equivalence.py tests/engines/test_traps.py tests/checkpoint tests/convert
 
-# every causal model of transformers under every engine; the outcomes are in build/causal-families.md
+# All cases of the matrices of which `make test` runs representatives. The outcomes of every causal model of
+# transformers under every engine are in build/causal-families.md.
 test-exhaustive: versions $(TOOLS)
 	$(VENV)/bin/python -m pytest -m "distributed or exhaustive" tests/engines/test_causal_families.py
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m exhaustive --ignore tests/engines/test_causal_families.py
 
 lint: $(TOOLS)
 	$(VENV)/bin/ruff check .

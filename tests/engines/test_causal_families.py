@@ -56,8 +56,8 @@ _SHARDED_IN_CI = {
 SHARDED_IN_CI = [name for names in _SHARDED_IN_CI.values() for name in names.split()]
 # Models whose last registered module does not compute the logits, on which the hooks of Megatron-FSDP depend.
 LAST_MODULE_IS_NOT_LAST = ("camembert-decoder", "rembert-decoder")
-# every model in one process, and every type, without its variants, in two
-IN_CI = [(name, layout) for name, layout in ALL if layout == "ddp" or (layout == "ddp dp=2" and name not in VARIANTS)]
+# every type in two processes, and its variants in one
+IN_CI = [(name, layout) for name, layout in ALL if layout == ("ddp" if name in VARIANTS else "ddp dp=2")]
 IN_CI += [(name, "zero3 dp=2") for name in SHARDED_IN_CI]
 IN_CI += [(name, "megatron_fsdp dp=2") for name in LAST_MODULE_IS_NOT_LAST]
 TABLE = Path("build/causal-families.md")

@@ -66,7 +66,7 @@ def sent_bytes_with_gathers_in_bf16(run: ResolvedConfig) -> tuple[int, int, dict
         return sent_bytes(run)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_one_byte_per_element_is_sent(is_compiled: bool) -> None:
     run = resolve(2, **FP8, global_batch=2, compile=is_compiled)
     fp8, size, kernels = distributed.run(sent_bytes, 2, run)[0]

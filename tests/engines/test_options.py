@@ -30,12 +30,17 @@ from tests.engines.equivalence import (
     train,
 )
 from tests.engines.reference import PARAM_GROUPS
+from tests.exhaustive import with_representatives
 
+IN_CI = (
+    *("zero2-reduce", "zero2-offload", "zero3-offload-all", "zero3-hpz", "zero3-leaf", "zero3-tuned"),
+    *("fsdp-offload", "ddp-compile", "megatron-fsdp-across", "megatron-fsdp-ones"),
+)
 EQUAL: dict[str, tuple[int, dict[str, Any]]] = cases("OPTIONS")
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("option", EQUAL)
+@pytest.mark.parametrize("option", with_representatives(EQUAL, *IN_CI))
 def test_what_changes_no_result(option: str) -> None:
     world_size, fields = EQUAL[option]
     assert_equal_to_reference(world_size, **fields, **OPTIMIZERS["adamw"])

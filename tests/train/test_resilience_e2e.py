@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from megabench.checkpoint.directory import RUN_ID_NAME, folder_of, steps_in
 from megabench.checkpoint.manifest import FileEntry, Manifest
 from megabench.record import RunRecord
+from tests.exhaustive import with_representatives
 from tests.train.resilience import REPOSITORY, Run, losses
 
 pytestmark = pytest.mark.e2e
@@ -127,7 +128,7 @@ def healthy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return flags, save
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", with_representatives(["sync", "async"], "async"))
 def test_weights_that_overflow_are_not_saved(tmp_path: Path, healthy: tuple[list[object], Path], mode: str) -> None:
     """Step 3 leaves nothing but NaN, while its own loss is finite; --keep must not delete step 2 for it."""
     flags, original = healthy

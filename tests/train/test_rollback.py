@@ -16,6 +16,7 @@ from megabench.record import Rollback, RunRecord
 from megabench.train.nan_guard import NanGuard
 from megabench.train.rollback import ROLLBACKS_NAME, batch_of_step, read_rollbacks, write_rollbacks
 from tests.chaos.rollbacks import Findings, Plan, roll_back
+from tests.exhaustive import with_representatives
 from tests.train.resilience import REPOSITORY, Run, losses
 
 FAULTS = f"{REPOSITORY}/tests/faults:{REPOSITORY}"
@@ -107,7 +108,7 @@ def test_a_rollback_needs_checkpoints():
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", with_representatives(LAYOUTS, "tp2", "zero3", "fsdp"))
 def test_a_rollback_equals_a_run_that_never_saw_the_batches(tmp_path, layout):
     """Step 5 poisons the weights: the run returns to step 2, because step 4 has no finite step after it."""
     flags, save = [*LAYOUTS[layout], *ROLLBACK], tmp_path / "checkpoints"
@@ -134,7 +135,7 @@ def test_a_rollback_equals_a_run_that_never_saw_the_batches(tmp_path, layout):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", with_representatives(["sync", "async"], "async"))
 def test_every_checkpoint_is_right_after_rollbacks(tmp_path, mode):
     """Bad batches directly after a saved step, and two in a row, with --keep 1 and a rank that reports late."""
     plan = Plan((2, "--tp 2"), mode, save_every=2, keep=1, bad=frozenset({6, 11, 12}), slow_rank=1, slow_seconds=0.3)
@@ -146,7 +147,7 @@ def test_every_checkpoint_is_right_after_rollbacks(tmp_path, mode):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["tp2", "zero2"])
+@pytest.mark.parametrize("layout", with_representatives(["tp2", "zero2"], "tp2"))
 def test_a_restarted_run_skips_the_same_batches(tmp_path, layout):
     """The run is killed after the rollback and before the next save, and resumes under another layout."""
     flags, save = [*ROLLBACK, "--save-every", 4, "--steps", 12], tmp_path / "checkpoints"
@@ -215,7 +216,7 @@ def test_a_run_without_a_healthy_checkpoint_stops(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["tp2", "zero1"])
+@pytest.mark.parametrize("layout", with_representatives(["tp2", "zero1"], "tp2"))
 def test_a_loss_spike_is_rolled_back(tmp_path, layout):
     flags = [*LAYOUTS[layout], *ROLLBACK, "--save-every", 5, "--steps", 15, "--spike-multiple", 1.2]
     spiking: dict[str, Any] = {"PYTHONPATH": FAULTS, "FAULT": "spike", "FAULT_RANK": "0,1", "FAULT_STEP": "13"}
