@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megabench import topo
 from megabench.errors import UserError
-from megabench.hardware.nccl_job import Job, JobCommunicator, Where, merge, network_of, topology_of
+from megabench.hardware.nccl_job import JobCommunicator, NcclJob, Where, merge, network_of, topology_of
 from megabench.hardware.topo_files import (
     ANSI,
     LARGEST_XML,
@@ -119,7 +119,9 @@ def write(console: Console, paths: Sequence[Path], layout: Layout, default_tp: b
         topo.show(console, drawing.placement, drawing.layout, drawing.groups)
 
 
-def _drawing(inputs: Inputs, job: Job | None, layout: Layout, default_tp: bool) -> tuple[_Drawing | None, str | None]:
+def _drawing(
+    inputs: Inputs, job: NcclJob | None, layout: Layout, default_tp: bool
+) -> tuple[_Drawing | None, str | None]:
     """Return the diagram, or None and the reason why there is none."""
     if job:
         if any(made.num_ranks > _MOST_RANKS for made in job.communicators):
@@ -148,7 +150,7 @@ def _drawing(inputs: Inputs, job: Job | None, layout: Layout, default_tp: bool) 
     return _Drawing(placement, layout, groups), None
 
 
-def _with_transport(group: Group, job: Job, topology: Topology) -> Group:
+def _with_transport(group: Group, job: NcclJob, topology: Topology) -> Group:
     """Add the transports that NCCL used between the ranks of a group, or between other ranks at equal places."""
     measured, found = job.communicators[0].transports, set()
     for a, b in neighbours(group.kind, group.ranks):
@@ -158,7 +160,7 @@ def _with_transport(group: Group, job: Job, topology: Topology) -> Group:
     return group.model_copy(update={"transport": " + ".join(in_order(found)) or None})
 
 
-def _intra_host_link(job: Job, inputs: Inputs) -> str | None:
+def _intra_host_link(job: NcclJob, inputs: Inputs) -> str | None:
     """Return the link of P2P transports: from the topology files if they tell, else from the logs."""
     domains = [host.domains for host in inputs.hosts if host.domains is not None]
     if domains:
@@ -166,7 +168,7 @@ def _intra_host_link(job: Job, inputs: Inputs) -> str | None:
     return job.intra_host_link
 
 
-def _job_lead(job: Job, inputs: Inputs) -> Iterator[str]:
+def _job_lead(job: NcclJob, inputs: Inputs) -> Iterator[str]:
     """Yield the answer: the transport between hosts, the transport inside hosts, and where TP fits."""
     yield _between_lead(job)
     inside = job.transports("inside")
@@ -199,7 +201,7 @@ def _job_lead(job: Job, inputs: Inputs) -> Iterator[str]:
     yield " · ".join(filter(None, facts))
 
 
-def _between_lead(job: Job) -> str:
+def _between_lead(job: NcclJob) -> str:
     names = job.transports("between")
     on_network = [name for name in names if name.startswith("NET")]
     several = any((made.num_nodes or 1) > 1 for made in job.communicators) or len(job.hosts) > 1
@@ -225,7 +227,7 @@ def _between_lead(job: Job) -> str:
     )
 
 
-def _why_sockets(job: Job) -> str:
+def _why_sockets(job: NcclJob) -> str:
     """Say why NCCL uses sockets, as far as the log tells, and what to do."""
     set_to = {name: value for log in job.logs for name, value in log.environment.items()}
     if set_to.get("NCCL_NET", "").lower() == "socket":
@@ -242,7 +244,7 @@ def _why_sockets(job: Job) -> str:
     )
 
 
-def _warnings(job: Job, inputs: Inputs) -> Iterator[str]:
+def _warnings(job: NcclJob, inputs: Inputs) -> Iterator[str]:
     if unknown := [line for log in job.logs for line in log.unknown]:
         yield f"{len(unknown)} channel lines of the logs have an unknown format, e.g. {unknown[0][:200]!r}"
     if not any(made.transports for made in job.communicators):
@@ -270,7 +272,7 @@ def _warnings(job: Job, inputs: Inputs) -> Iterator[str]:
         yield f"the diagram shows {names[0]} as InfiniBand."
 
 
-def _alike(job: Job) -> list[tuple[int, list[JobCommunicator]]]:
+def _alike(job: NcclJob) -> list[tuple[int, list[JobCommunicator]]]:
     """Return the communicators with connections by their number of ranks, largest first."""
     by_size: dict[int, list[JobCommunicator]] = {}
     for made in job.communicators:
@@ -279,7 +281,7 @@ def _alike(job: Job) -> list[tuple[int, list[JobCommunicator]]]:
     return list(by_size.items())
 
 
-def _connections_table(job: Job) -> Table:
+def _connections_table(job: NcclJob) -> Table:
     table = Table("communicators", "where", "NCCL transport", "pairs of ranks", "e.g.", box=box.MARKDOWN)
     for num_ranks, alike in _alike(job):
         for where, title in _WHERE.items():
@@ -332,7 +334,7 @@ def _nics_table(host: HostFile) -> Table:
 
 
 def _as_json(
-    job: Job | None, hosts: Sequence[HostFile], lead: list[str], warnings: list[str], drawing: _Drawing | None
+    job: NcclJob | None, hosts: Sequence[HostFile], lead: list[str], warnings: list[str], drawing: _Drawing | None
 ) -> dict[str, Any]:
     return {
         "summary": lead,
@@ -355,7 +357,7 @@ def _as_json(
     }
 
 
-def _job_as_json(job: Job) -> dict[str, Any]:
+def _job_as_json(job: NcclJob) -> dict[str, Any]:
     return {
         "hosts": job.hosts,
         "nccl_version": job.first("version"),

@@ -18,7 +18,7 @@ from megabench.calibrate.operations import num_device_measurements
 from megabench.calibrate.timers import Bench
 from megabench.config.clusters import read_cluster
 from megabench.cost import compute, network
-from megabench.cost.compute import Machine, flash_work
+from megabench.cost.compute import GpuModel, flash_work
 from megabench.cost.fabric_files import collectives_of, read_fabric
 from megabench.cost.job import Product
 from megabench.cost.profile import ATTENTION, Fp8Cost, LinkCost, Measurement, profile_for, read_profile
@@ -77,7 +77,7 @@ def test_hosts_of_one_rank_say_nothing_of_what_compute_pays_inside_them(tmp_path
 class FakeBench(Bench):
     """Runs each operation once on CPU, and takes the seconds that the cost model predicts."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: GpuModel) -> None:
         super().__init__(torch.device("cpu"))
         self.machine = machine
 
@@ -108,7 +108,7 @@ def test_costs_of_fp8_are_fitted_to_measurements(model: str):
     # memory does not limit even these small products
     profile = profile_for("NVIDIA H200").model_copy(update={"fp8": known, "memory_gb_per_s": 1e9})
     shape, peak = find_model(model), profile.peak("NVIDIA H200", "fp8")
-    bench = FakeBench(Machine(profile, peak, peak))
+    bench = FakeBench(GpuModel(profile, peak, peak))
     assert fp8_cost(bench, shape, 20, profile, peak).model_dump() == pytest.approx(known.model_dump())
     assert len(bench.measurements) == num_fp8_measurements(shape, "NVIDIA H200")
 
@@ -116,7 +116,7 @@ def test_costs_of_fp8_are_fitted_to_measurements(model: str):
 def test_constants_of_attention_are_fitted_to_measurements():
     known = {"attention_forward": 0.68, "attention_backward": 0.53, "attention_half_length": 60.0}
     profile = profile_for("cpu").model_copy(update={"num_sms": 1} | known)
-    bench = FakeBench(Machine(profile, peak=1e12))
+    bench = FakeBench(GpuModel(profile, peak=1e12))
     timed = attention(bench, find_model("llama-tiny"), 64)
     assert len(timed) == NUM_ATTENTION_MEASUREMENTS and {one.sizes["length"] for one in timed} == {16, 32, 64}
     other = profile.model_copy(update=dict.fromkeys(ATTENTION, 0.5))

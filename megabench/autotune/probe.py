@@ -5,7 +5,7 @@ from math import lcm
 from typing import Literal
 
 from megabench.config import RunConfig
-from megabench.config.auto import Setting, apply_setting
+from megabench.config.auto import AutoSetting, apply_setting
 from megabench.config.run_config import ResolvedConfig
 from megabench.parallel.layout import divisors
 from megabench.record import Probe, RunRecord, Status
@@ -19,7 +19,7 @@ _ROUNDS = 2  # micro-batches per stage and step, because peak memory includes th
 _SMALL = 8  # micro-batches up to this size are measured with the same global batch
 
 
-def probe_config(config: RunConfig, setting: Setting, world_size: int, device: Literal["cpu", "cuda"]) -> RunConfig:
+def probe_config(config: RunConfig, setting: AutoSetting, world_size: int, device: Literal["cpu", "cuda"]) -> RunConfig:
     """Return the configuration of the short run that measures `setting`, with few steps and few sequences."""
     run = apply_setting(config, setting).resolve(world_size, device)
     plain = run.spec.plain_steps(run.options)
@@ -49,7 +49,7 @@ def _sequences(run: ResolvedConfig) -> int:
 
 
 def probe_result(
-    setting: Setting, short: RunConfig, status: Status, error: str | None, record: RunRecord | None
+    setting: AutoSetting, short: RunConfig, status: Status, error: str | None, record: RunRecord | None
 ) -> Probe:
     """Return the result of the short run: median time of the steps that updated the weights, and peak memory."""
     seconds = _step_seconds(record) if record else None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megabench.autotune.step_model import StepModel, line
 from megabench.config import ResolvedConfig
-from megabench.config.auto import Setting
+from megabench.config.auto import AutoSetting
 from megabench.record import Probe
 
 MOST_PROBES = 4  # maximum number of short runs that fit into memory, and of short runs per recomputation level
@@ -27,7 +27,7 @@ _DOUBLE = 2  # … and at most twice as large as a measured one, until two resul
 class Search:
     """The search for one run: `next` returns the setting to measure, and `best` is the fastest setting so far."""
 
-    def __init__(self, settings: Sequence[Setting], run: ResolvedConfig) -> None:
+    def __init__(self, settings: Sequence[AutoSetting], run: ResolvedConfig) -> None:
         """`settings` are the settings to choose from, and `run` is resolved with any of them."""
         self.probes: list[Probe] = []
         self._run = run
@@ -51,7 +51,7 @@ class Search:
         self._device_gib = device_gib or self._device_gib
 
     @property
-    def best(self) -> Setting | None:
+    def best(self) -> AutoSetting | None:
         """The fastest measured setting.
 
         Among equally fast settings, the one with the least memory. None if no setting fits.
@@ -63,9 +63,9 @@ class Search:
         enough = model.fastest(model.likely_once) * (1 + _LEAST_GAIN)
         as_fast = [probe for probe in good if model.measured(probe, model.likely_once) <= enough]
         chosen = min(as_fast, key=lambda probe: probe.peak_memory_gib or 0.0)
-        return Setting(chosen.micro_batch, chosen.recompute)
+        return AutoSetting(chosen.micro_batch, chosen.recompute)
 
-    def next(self) -> Setting | None:
+    def next(self) -> AutoSetting | None:
         """Return the setting to measure next, or None if no setting is predicted to be faster.
 
         The search measures the two smallest micro-batches of the first recomputation level that fits. Then it measures
@@ -77,12 +77,12 @@ class Search:
         for level, (smallest, *larger) in self._sizes.items():
             tried = self._tried(level)
             if smallest not in tried:
-                return Setting(smallest, level)
+                return AutoSetting(smallest, level)
             if self._good(level):
-                return Setting(larger[0], level) if larger and larger[0] not in tried else self._promising(level)
+                return AutoSetting(larger[0], level) if larger and larger[0] not in tried else self._promising(level)
         return None
 
-    def _promising(self, level: str) -> Setting | None:
+    def _promising(self, level: str) -> AutoSetting | None:
         """Return a setting that is predicted to be faster than all measured settings."""
         levels = list(self._sizes)
         beside = [
@@ -100,11 +100,11 @@ class Search:
             first, model, model.most_once, _HOPED_GAIN
         )
 
-    def _untried(self, level: str, base: str, most: int) -> list[Setting]:
+    def _untried(self, level: str, base: str, most: int) -> list[AutoSetting]:
         """Return the settings of a recomputation level that may fit into memory."""
         tried = self._tried(level)
         sizes = self._sizes[level] if len(tried) < most else []
-        return [Setting(size, level) for size in sizes if size not in tried and self._fits(size, level, base)]
+        return [AutoSetting(size, level) for size in sizes if size not in tried and self._fits(size, level, base)]
 
     def _tried(self, level: str) -> dict[int, Probe]:
         return {probe.micro_batch: probe for probe in self.probes if probe.recompute == level}
@@ -136,7 +136,7 @@ class Search:
         return self._device_gib is None or line(size, known[-2:]) <= self._device_gib
 
 
-def _fastest(settings: Sequence[Setting], model: StepModel, once: float, gain: float) -> Setting | None:
+def _fastest(settings: Sequence[AutoSetting], model: StepModel, once: float, gain: float) -> AutoSetting | None:
     """Return the first setting with nearly the fastest prediction, if it beats all measured ones by `gain`."""
     predicted = {setting: model.predicted(setting, once) for setting in settings}
     fastest = min(predicted.values(), default=float("inf"))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from megabench.config import ResolvedConfig
-from megabench.config.auto import Setting
+from megabench.config.auto import AutoSetting
 from megabench.record import Probe
 
 # compute time of a micro-batch relative to one without recomputation
@@ -43,7 +43,7 @@ class StepModel:
         """Return the seconds of the run's step under the fastest measured setting."""
         return min(self.measured(probe, once) for probe in self._good)
 
-    def predicted(self, setting: Setting, once: float) -> float:
+    def predicted(self, setting: AutoSetting, once: float) -> float:
         """Return the predicted seconds of the run's step under a setting that was not measured.
 
         Needs two measurements.
@@ -77,7 +77,7 @@ def line(x: float, points: Sequence[tuple[float, float]]) -> float:
     return y1 + (y2 - y1) / (x2 - x1) * (x - x1)
 
 
-def _compute(of: Probe | Setting) -> float:
+def _compute(of: Probe | AutoSetting) -> float:
     """Return the compute of a micro-batch, in sequences without recomputation."""
     return _COMPUTE[of.recompute] * of.micro_batch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megabench.autotune.probe import probe_config, probe_result
 from megabench.autotune.setting_search import Search
-from megabench.config.auto import Setting, legal_settings
+from megabench.config.auto import AutoSetting, legal_settings
 from megabench.errors import UserError
 from megabench.record import Probe
 from megabench.study.study import Trial
@@ -26,7 +26,7 @@ class NothingFitsError(UserError):
         self.verdict = Verdict(probes[-1].status, sentence, last.verdict.failure)
 
 
-def tune(queue: TrialQueue, trial: Trial, logs: Path, display: ProgressLine) -> tuple[Setting, list[Probe]]:
+def tune(queue: TrialQueue, trial: Trial, logs: Path, display: ProgressLine) -> tuple[AutoSetting, list[Probe]]:
     """Return the fastest setting that fits for the "auto" settings of `trial`, and the results of all short runs.
 
     For the lead alone. `display` shows the current short run, and keeps a line for each result.
@@ -56,7 +56,7 @@ def tune(queue: TrialQueue, trial: Trial, logs: Path, display: ProgressLine) -> 
             raise NothingFitsError(f"{setting}: {probe.error}", search.probes, result)
     if not (best := search.best):
         last = search.probes[-1]
-        tried = Setting(last.micro_batch, last.recompute)
+        tried = AutoSetting(last.micro_batch, last.recompute)
         raise NothingFitsError(f"no setting fits into memory; tried {tried}: {last.error}", search.probes, result)
     display.say(f"chosen: {best}")
     return best, search.probes

@@ -13,7 +13,7 @@ from megabench.atomic_write import write_atomically
 from megabench.autotune.probe import probe_config
 from megabench.autotune.tune import NothingFitsError, tune
 from megabench.config import RunConfig
-from megabench.config.auto import Setting, apply_setting, resolve_first
+from megabench.config.auto import AutoSetting, apply_setting, resolve_first
 from megabench.config.identity import identity
 from megabench.errors import UserError
 from megabench.record import Probe
@@ -33,7 +33,7 @@ FOUND_NAME = "found.json"
 _OWN_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS",)
 
 
-class Found(BaseModel):
+class FoundSettings(BaseModel):
     """The settings that an earlier start of this run found, stored in its --save or --out directory."""
 
     model_config = ConfigDict(extra="forbid")
@@ -44,8 +44,8 @@ class Found(BaseModel):
     probes: list[Probe]
 
     @property
-    def setting(self) -> Setting:
-        return Setting(self.micro_batch, self.recompute)
+    def setting(self) -> AutoSetting:
+        return AutoSetting(self.micro_batch, self.recompute)
 
     @property
     def verdict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def tune_launched(given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) 
         raise SystemExit(128 + received[0])
     if "problem" in verdict:
         raise UserError(verdict["problem"])
-    return apply_setting(given, Setting(**verdict["setting"])), [Probe(**probe) for probe in verdict["probes"]]
+    return apply_setting(given, AutoSetting(**verdict["setting"])), [Probe(**probe) for probe in verdict["probes"]]
 
 
 def _join(coordinator: Coordinator, given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) -> dict[str, Any]:
@@ -109,7 +109,9 @@ def _lead(queue: TrialQueue, trial: Trial, logs: Path) -> dict[str, Any]:
             setting, probes = tune(queue, trial, logs, display)
     except NothingFitsError as error:
         return {"problem": str(error)}
-    found = Found(identity=identity, micro_batch=setting.micro_batch, recompute=setting.recompute, probes=probes)
+    found = FoundSettings(
+        identity=identity, micro_batch=setting.micro_batch, recompute=setting.recompute, probes=probes
+    )
     if own:
         _write(own / FOUND_NAME, found)
     return found.verdict
@@ -118,22 +120,22 @@ def _lead(queue: TrialQueue, trial: Trial, logs: Path) -> dict[str, Any]:
 def _identity(trial: Trial) -> str:
     """Return a hash of all settings that affect the results of the short runs. Equal hashes mean equal results."""
     config, run = trial.config, trial.resolved
-    first = Setting(run.micro_batch, run.recompute)
+    first = AutoSetting(run.micro_batch, run.recompute)
     short = probe_config(config, first, run.world_size, run.device)
     return identity(
         short, world_size=run.world_size, auto_settings=config.auto_settings, env=trial.env, gpus=gpu_names()
     )
 
 
-def _read(path: Path) -> Found | None:
+def _read(path: Path) -> FoundSettings | None:
     """Return the settings stored in `path`, or None if they cannot be used."""
     try:
-        return Found.model_validate_json(path.read_text())
+        return FoundSettings.model_validate_json(path.read_text())
     except (OSError, ValueError):
         return None
 
 
-def _write(path: Path, found: Found) -> None:
+def _write(path: Path, found: FoundSettings) -> None:
     try:
         write_atomically(path, found.model_dump_json(indent=2) + "\n")
     except OSError as error:

@@ -9,7 +9,7 @@ import torch
 from megabench.calibrate.operations import layer_products, tensor_parallel_sizes
 from megabench.calibrate.timers import Bench
 from megabench.cost import compute
-from megabench.cost.compute import Machine
+from megabench.cost.compute import GpuModel
 from megabench.cost.job import Product
 from megabench.cost.profile import Fp8Cost, Measurement, Profile
 from megabench.engines.common.fp8 import product, quantize
@@ -81,7 +81,7 @@ def fit_fp8_products(profile: Profile, fp8_peak: float, cast_share: float, timed
 
     def seconds(cost: Fp8Cost, name: Product, one: Measurement) -> float:
         # the peak in 16 bits does not matter to these products
-        machine = Machine(profile.model_copy(update={"fp8": cost}), peak=fp8_peak, fp8_peak=fp8_peak)
+        machine = GpuModel(profile.model_copy(update={"fp8": cost}), peak=fp8_peak, fp8_peak=fp8_peak)
         return compute.fp8_gemm_seconds(machine, name, one.sizes["m"], one.sizes["n"], one.sizes["k"])
 
     def fitted(half_k: float) -> Fp8Cost:

@@ -7,7 +7,7 @@ import torch
 
 from megabench.calibrate.timers import Bench
 from megabench.cost import compute
-from megabench.cost.compute import Machine
+from megabench.cost.compute import GpuModel
 from megabench.cost.fitting import descend
 from megabench.cost.profile import Measurement, Profile
 from megabench.hardware.gpus import find_gpu
@@ -70,7 +70,7 @@ def fit_products(profile: Profile, peak: float, products: Sequence[Measurement])
     """Fit `gemm_efficiency` and `gemm_half_k` to the measured times of the matrix products."""
 
     def loss(candidate: Profile) -> float:
-        machine = Machine(candidate, peak)
+        machine = GpuModel(candidate, peak)
         ratios = [
             compute.gemm_seconds(machine, one.sizes["m"], one.sizes["n"], one.sizes["k"]) / one.seconds
             for one in products

@@ -17,7 +17,7 @@ from megabench.runtime.messages import gathered, shared
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A valid checkpoint, and the reason for skipping each newer checkpoint.
 
     `seconds` is the duration of the search, including checking the files.
@@ -31,7 +31,7 @@ class Found:
 
 def find_newest_good(
     directory: Path, store: Store, rank: int, world_size: int, topic: str, below: int | None = None
-) -> Found | None:
+) -> FoundCheckpoint | None:
     """Return the newest valid checkpoint of a directory, or None if the directory contains no checkpoint.
 
     `below` restricts the search to checkpoints of smaller steps.
@@ -68,7 +68,7 @@ def find_newest_good(
         if refused:
             raise CheckpointError(refused)
         if problem is None:
-            return Found(folder, manifest, passed_over, time.perf_counter() - started)
+            return FoundCheckpoint(folder, manifest, passed_over, time.perf_counter() - started)
         passed_over[folder] = problem
     if not passed_over:
         return None

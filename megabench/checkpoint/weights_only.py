@@ -24,7 +24,7 @@ _FILE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
-class Weights:
+class CheckpointWeights:
     """A validated checkpoint from which weights can be read block by block."""
 
     folder: Path
@@ -91,7 +91,7 @@ def weights_manifest(shape: ModelShape, files: Iterable[FileEntry]) -> Manifest:
     )
 
 
-def open_weights(folder: Path, rank: int = 0, world_size: int = 1) -> Weights:
+def open_weights(folder: Path, rank: int = 0, world_size: int = 1) -> CheckpointWeights:
     """Open the weights of a checkpoint after validating its files.
 
     `folder` is a checkpoint or a directory of checkpoints. From a directory, the function opens the newest checkpoint.
@@ -110,6 +110,6 @@ def open_weights(folder: Path, rank: int = 0, world_size: int = 1) -> Weights:
         mine = manifest.files[rank::world_size]
         check_files(folder, mine)
         check_tensors(folder, mine, is_training_state=manifest.training is not None)
-        return Weights(folder, manifest, TensorFiles(folder, manifest.files))
+        return CheckpointWeights(folder, manifest, TensorFiles(folder, manifest.files))
     except DamagedError as error:
         raise CheckpointError(f"{folder} is damaged: {error}. Use another checkpoint.") from None

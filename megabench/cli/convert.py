@@ -54,7 +54,7 @@ def import_command(
     """
     from megabench.convert import ConvertError
     from megabench.convert.importing import check_new, import_model, owned_blocks
-    from megabench.convert.memory_peak import PeakMemory, largest_of_all
+    from megabench.convert.memory_peak import PeakMemoryMeter, largest_of_all
     from megabench.convert.samples import sample_tokens
     from megabench.convert.verifying import comparison_run, num_parts
     from megabench.models.model_directory import HuggingFaceWeights
@@ -69,7 +69,7 @@ def import_command(
     run = comparison_run(str(hf), tp, pp)
     with ranks.joined(tp * pp) as rank:
         tokens = sample_tokens(hf, source.shape) if verify else None
-        memory = PeakMemory()
+        memory = PeakMemoryMeter()
         num_steps = len(owned_blocks(source.shape, run.layout, rank)) + (num_parts(run) if verify else 0)
         with _progress(num_steps) as advance:
             done = import_model(source, out, run, tokens, advance)

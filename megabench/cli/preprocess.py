@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megabench.data import DataError
-from megabench.data.text import Piece, check_text_file, read_text
+from megabench.data.text import TextPiece, check_text_file, read_text
 from megabench.data.token_file import TokenFacts, beside, open_token_file, scan, write_facts
 from megabench.data.tokenizer import (
     BYTES,
@@ -117,7 +117,7 @@ def _tokenized(inputs: list[Path], tokenizer_name: str, workers: int, append_eod
         yield from pool.imap(work, pieces, chunksize=PIECES_PER_TASK)
 
 
-def _tokenize(tokenizer_name: str, append_eod: bool, piece: Piece) -> Tokenized:
+def _tokenize(tokenizer_name: str, append_eod: bool, piece: TextPiece) -> Tokenized:
     tokens = tokenize(piece, tokenizer_of(tokenizer_name), append_eod)
     return Tokenized(tokens, piece.ends_document, piece.input_bytes)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megabench.config.auto import Setting, apply_setting
+from megabench.config.auto import AutoSetting, apply_setting
 from megabench.config.requested_fields import auto_fields, requested_fields
 from megabench.doctor import examine
 from megabench.record import Probe, RecordError, RunRecord, read_records, write_records
@@ -165,12 +165,12 @@ class Results:
     def tensorboard(self, attempt: Attempt) -> Path:
         return self.out / "tensorboard" / attempt.folder
 
-    def found(self, trial: Trial) -> tuple[Setting, list[Probe]] | None:
+    def found(self, trial: Trial) -> tuple[AutoSetting, list[Probe]] | None:
         """Return the setting that an earlier run of `trial` found, and its short runs, or None."""
         for record in self._by_key.values():
             is_found = any(probe.status == "ok" for probe in record.probes or ())
             if record.trial_id == trial.id and is_found and record.probes:
-                return Setting(record.micro_batch, record.options["recompute"]), record.probes
+                return AutoSetting(record.micro_batch, record.options["recompute"]), record.probes
         return None
 
     def clear(self, attempt: Attempt) -> None:
@@ -229,7 +229,7 @@ def failed_record(
     trial: Trial,
     verdict: Verdict,
     num_hosts: int | None,
-    found: Setting | None = None,
+    found: AutoSetting | None = None,
     probes: list[Probe] | None = None,
 ) -> RunRecord:
     """Return the record of a run without a result: its configuration, and the reason.

@@ -9,7 +9,7 @@ from megabench.settings.reading import ConfigError
 
 
 @dataclass(frozen=True)
-class Setting:
+class AutoSetting:
     """A micro-batch size and a level of recomputation."""
 
     micro_batch: int
@@ -19,12 +19,12 @@ class Setting:
         return f"micro-batch {self.micro_batch}, recompute {self.recompute}"
 
 
-def apply_setting(config: RunConfig, setting: Setting) -> RunConfig:
+def apply_setting(config: RunConfig, setting: AutoSetting) -> RunConfig:
     """Return `config` with the values of `setting` in place of "auto"."""
     return config.model_copy(update={name: getattr(setting, name) for name in config.auto_settings})
 
 
-def legal_settings(config: RunConfig, world_size: int, device: Literal["cpu", "cuda"]) -> list[Setting]:
+def legal_settings(config: RunConfig, world_size: int, device: Literal["cpu", "cuda"]) -> list[AutoSetting]:
     """Return the valid values for the "auto" settings of `config`, least recomputation and smallest micro-batch first.
 
     Without "auto" settings, return the only value. If no value is valid, raise the error of the first value.
@@ -47,7 +47,7 @@ def resolve_first(config: RunConfig, world_size: int, device: Literal["cpu", "cu
     return apply_setting(config, first).resolve(world_size, device)
 
 
-def _settings(config: RunConfig, world_size: int) -> list[Setting]:
+def _settings(config: RunConfig, world_size: int) -> list[AutoSetting]:
     shape = config.shape
     if config.micro_batch == "auto":
         replicas = config.layout.with_world_size(world_size).data_parallel
@@ -56,7 +56,7 @@ def _settings(config: RunConfig, world_size: int) -> list[Setting]:
     else:
         micro_batches = [config.micro_batch or shape.micro_batch]
     levels = ["none", "selective", "full"] if config.recompute == "auto" else [config.recompute]
-    return [Setting(micro_batch, level) for level in levels for micro_batch in micro_batches]
+    return [AutoSetting(micro_batch, level) for level in levels for micro_batch in micro_batches]
 
 
 def _named(config: RunConfig) -> RunConfig:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megabench.checkpoint.assets import listed_assets
-from megabench.checkpoint.weights_only import Weights
+from megabench.checkpoint.weights_only import CheckpointWeights
 from megabench.convert import ConvertError
 from megabench.convert.importing import Converted, check_equal, partial_of, same_bits
 from megabench.convert.proof import Compare
@@ -29,7 +29,7 @@ _DTYPE_FIELDS = ("torch_dtype", "dtype")  # the field of older versions of trans
 _CONFIG_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def export_dtype(weights: Weights) -> torch.dtype | None:
+def export_dtype(weights: CheckpointWeights) -> torch.dtype | None:
     """Return the dtype to which an export converts all weights, or None if each tensor keeps its dtype.
 
     The dtype is the training precision of the run, because its checkpoints contain fp32 master weights. The result is
@@ -42,7 +42,7 @@ def export_dtype(weights: Weights) -> torch.dtype | None:
 class Rounded:
     """Weights converted to `dtype` on reading. If `dtype` is None, each weight keeps its stored dtype."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype | None) -> None:
+    def __init__(self, weights: CheckpointWeights, dtype: torch.dtype | None) -> None:
         self._weights, self._dtype = weights, dtype
 
     def dtype(self, name: str) -> torch.dtype:
@@ -53,7 +53,7 @@ class Rounded:
 
 
 def export_model(
-    weights: Weights,
+    weights: CheckpointWeights,
     out: Path,
     shape: ModelShape,
     dtype: torch.dtype | None,

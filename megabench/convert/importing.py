@@ -14,7 +14,7 @@ from torch import Tensor
 from megabench.checkpoint.directory import commit
 from megabench.checkpoint.files import write_assets
 from megabench.checkpoint.manifest import FileEntry, ModelEntry
-from megabench.checkpoint.weights_only import Weights, open_weights, weights_manifest, write_weights
+from megabench.checkpoint.weights_only import CheckpointWeights, open_weights, weights_manifest, write_weights
 from megabench.config import ResolvedConfig
 from megabench.convert import ConvertError, UnequalError
 from megabench.convert.verifying import Advance, Comparison, compare
@@ -164,7 +164,7 @@ def owned_blocks(shape: ModelShape, layout: Layout, rank: int) -> list[Piece]:
     return owned
 
 
-def _check_identical(source: HuggingFaceWeights, weights: Weights, layout: Layout) -> None:
+def _check_identical(source: HuggingFaceWeights, weights: CheckpointWeights, layout: Layout) -> None:
     """Raise ConvertError if a block of this rank is not bitwise equal in the checkpoint and the source."""
     for piece in owned_blocks(source.shape, layout, dist.get_rank()):
         dtype = source.dtype(piece.name)
@@ -177,7 +177,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def check_same_model(source: HuggingFaceWeights, weights: Weights) -> None:
+def check_same_model(source: HuggingFaceWeights, weights: CheckpointWeights) -> None:
     """Raise ConvertError if a checkpoint and a Hugging Face directory contain different models."""
     held = weights.manifest.model
     if source.shape.foreign:  # a Hugging Face directory specifies fewer fields than the model catalog

@@ -16,7 +16,7 @@ def anonymous_bytes() -> int:
     return int(line.split()[1]) << 10
 
 
-class PeakMemory:
+class PeakMemoryMeter:
     """Peak growth of this process's anonymous memory since construction. A thread samples the memory until `close`."""
 
     def __init__(self) -> None:

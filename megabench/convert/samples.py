@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megabench.data import DataError
-from megabench.data.text import Piece
+from megabench.data.text import TextPiece
 from megabench.data.tokenizer import HuggingFaceTokenizer
 from megabench.models.assets import has_tokenizer
 from megabench.models.shape import ModelShape
@@ -27,7 +27,7 @@ def sample_tokens(folder: Path, shape: ModelShape) -> Tensor:
     ids = torch.tensor(list(text[:SEQ_LENGTH]))
     if has_tokenizer(folder):
         with suppress(DataError):  # some tokenizers need packages that megabench does not install
-            tokenized = HuggingFaceTokenizer(folder).encode(Piece(text, "textwrap.py", True, len(text)))
+            tokenized = HuggingFaceTokenizer(folder).encode(TextPiece(text, "textwrap.py", True, len(text)))
             ids = torch.from_numpy(tokenized[:SEQ_LENGTH])
     anywhere = torch.randint(shape.vocab_size, (SEQ_LENGTH,), generator=torch.Generator().manual_seed(0))
     anywhere[0], anywhere[-1] = 0, shape.vocab_size - 1

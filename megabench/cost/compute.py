@@ -33,7 +33,7 @@ BACKWARD_ATTENTION = 2.5  # FLOPs of flash attention's backward pass ÷ forward 
 
 
 @dataclass(frozen=True)
-class Machine:
+class GpuModel:
     """A GPU in the cost model: its profile and its dense peak in FLOP/s, for 16-bit or fp32 products and for fp8."""
 
     profile: Profile
@@ -57,13 +57,13 @@ class LayerSeconds:
     host_backward: float
 
 
-def gemm_seconds(machine: Machine, m: float, n: float, k: float) -> float:
+def gemm_seconds(machine: GpuModel, m: float, n: float, k: float) -> float:
     """Return the seconds of a 16-bit product [m, k] · [k, n], limited by peak FLOP/s or by memory bandwidth."""
     profile, bytes_moved = machine.profile, 2 * (m * k + k * n + m * n)
     return _gemm_seconds(machine, m, n, k, machine.peak * profile.gemm_efficiency, profile.gemm_half_k, bytes_moved)
 
 
-def fp8_gemm_seconds(machine: Machine, product: Product, m: float, n: float, k: float) -> float:
+def fp8_gemm_seconds(machine: GpuModel, product: Product, m: float, n: float, k: float) -> float:
     """Return the seconds of a product [m, k] · [k, n] of fp8 values, written in bf16, or in fp32 for weights."""
     cost = machine.profile.fp8
     assert cost and machine.fp8_peak
@@ -72,7 +72,7 @@ def fp8_gemm_seconds(machine: Machine, product: Product, m: float, n: float, k: 
 
 
 def _gemm_seconds(
-    machine: Machine, m: float, n: float, k: float, long_rate: float, half_k: float, bytes_moved: float
+    machine: GpuModel, m: float, n: float, k: float, long_rate: float, half_k: float, bytes_moved: float
 ) -> float:
     """Return the seconds of a product, given the FLOP/s of a long one.
 
@@ -91,7 +91,7 @@ def _gemm_seconds(
     return max(2 * m * n * k / rate, bytes_moved / (profile.memory_gb_per_s * 1e9))
 
 
-def layer_product_seconds(machine: Machine, job: Job, product: Product, m: float, n: float, k: float) -> float:
+def layer_product_seconds(machine: GpuModel, job: Job, product: Product, m: float, n: float, k: float) -> float:
     """Return the seconds of a product [m, k] · [k, n] of a linear layer of a block, as the mean over all blocks."""
     share, in_bf16 = job.fp8_share(product), gemm_seconds(machine, m, n, k)
     if not share:
@@ -99,18 +99,18 @@ def layer_product_seconds(machine: Machine, job: Job, product: Product, m: float
     return share * fp8_gemm_seconds(machine, product, m, n, k) + (1 - share) * in_bf16
 
 
-def memory_seconds(machine: Machine, num_bytes: float) -> float:
+def memory_seconds(machine: GpuModel, num_bytes: float) -> float:
     """Return the seconds of element-wise work that reads and writes `num_bytes`."""
     return num_bytes / (machine.profile.memory_gb_per_s * 1e9)
 
 
-def cast_seconds(machine: Machine, num_bytes: float) -> float:
+def cast_seconds(machine: GpuModel, num_bytes: float) -> float:
     """Return the seconds of casts to fp8 that read and write `num_bytes`."""
     assert machine.profile.fp8
     return memory_seconds(machine, num_bytes) / machine.profile.fp8.cast_share
 
 
-def weight_cast_seconds(machine: Machine, job: Job, parameters: float) -> float:
+def weight_cast_seconds(machine: GpuModel, job: Job, parameters: float) -> float:
     """Return the seconds of one cast of the blocks' weights to fp8, or 0 if no matrix products are in fp8.
 
     Weights are cast in the layouts that are kept (memory.weight_cast_bytes).
@@ -121,7 +121,7 @@ def weight_cast_seconds(machine: Machine, job: Job, parameters: float) -> float:
     return cast_seconds(machine, job.fp8_share("forward") * each * parameters)
 
 
-def repeated_weight_cast_seconds(machine: Machine, job: Job, parameters: float, forwards: int) -> float:
+def repeated_weight_cast_seconds(machine: GpuModel, job: Job, parameters: float, forwards: int) -> float:
     """Return the seconds per micro-batch for casting weights of blocks to fp8 in each pass.
 
     Each forward pass casts the weights in one layout. The backward pass casts them in the other layout, with the amax
@@ -133,7 +133,7 @@ def repeated_weight_cast_seconds(machine: Machine, job: Job, parameters: float, 
     return cast_seconds(machine, job.fp8_share("forward") * (forwards * _CAST_ONE_LAYOUT + backward) * parameters)
 
 
-def weight_transpose_seconds(machine: Machine, job: Job, parameters: float) -> float:
+def weight_transpose_seconds(machine: GpuModel, job: Job, parameters: float) -> float:
     """Return the seconds per micro-batch for transposing the fp8 weights of blocks in the backward pass."""
     return cast_seconds(machine, job.fp8_share("input_gradient") * _TRANSPOSE * parameters)
 
@@ -170,7 +170,7 @@ def flash_work(num_sms: int, half_length: float, length: float, heads: float, he
     return 2 * (length + half_length) * (length * heads + _ATTENTION_TILE * num_sms) * head_dim
 
 
-def attention_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
+def attention_seconds(machine: GpuModel, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
     """Return the seconds of causal attention, forward and backward.
 
     Flash attention needs 2.5 × as many FLOPs in backward as in forward. With context parallelism, each rank computes a
@@ -205,7 +205,7 @@ def elementwise_bytes(job: Job, tp: int, cp: int, micro_batch: int) -> float:
     return tokens * (residual + rotary + activation) * job.bytes_of_value / 2
 
 
-def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> LayerSeconds:
+def layer_seconds(machine: GpuModel, job: Job, tp: int, cp: int, micro_batch: int) -> LayerSeconds:
     """Return the mean seconds of a layer: matrix products, attention and element-wise operations."""
     shape, tokens = job.shape, micro_batch * job.seq_length / cp
     h, q, kv, f = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, 0
@@ -238,7 +238,7 @@ def layer_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int
     )
 
 
-def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
+def output_seconds(machine: GpuModel, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
     """Return the seconds of the output layer and cross-entropy, forward and backward.
 
     The fused loss computes its gradients in forward (megabench/engines/common/cross_entropy.py). The fused loss reads
@@ -264,7 +264,7 @@ def output_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: in
     return forward + loss_forward, backward + loss_backward + accumulate
 
 
-def embedding_seconds(machine: Machine, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
+def embedding_seconds(machine: GpuModel, job: Job, tp: int, cp: int, micro_batch: int) -> tuple[float, float]:
     """Return the seconds of the embedding: the lookup in forward, and the accumulation of gradients in backward."""
     tokens = micro_batch * job.seq_length / cp
     rows = tokens * job.shape.hidden_size * job.bytes_of_value
@@ -285,7 +285,7 @@ def accumulated_bytes(job: Job, fp8_share: float = 0.0) -> float:
     return 2 * job.bytes_of_gradient + 4 * added
 
 
-def optimizer_seconds(machine: Machine, job: Job, parameters: float, sharded: float) -> float:
+def optimizer_seconds(machine: GpuModel, job: Job, parameters: float, sharded: float) -> float:
     """Return the seconds of norm, clipping and update of `sharded` parameters, and of zeroing all gradients.
 
     AdamW reads the gradient, the master weight and two moments, and writes the master weight, the moments and the

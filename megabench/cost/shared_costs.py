@@ -3,7 +3,7 @@
 from functools import cache, lru_cache, partial
 
 from megabench.cost import compute, network, schedule
-from megabench.cost.compute import LayerSeconds, Machine
+from megabench.cost.compute import GpuModel, LayerSeconds
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate, Job
 from megabench.cost.network import Span
@@ -34,7 +34,7 @@ class Base:
         device, policy = topology.hosts[0].device, POLICIES[job.precision]
         self.peak = profile.peak(device, job.precision)
         fp8_peak = self.peak if policy.has_fp8_products else None
-        self.machine = Machine(profile, profile.peak(device, policy.compute), fp8_peak)
+        self.machine = GpuModel(profile, profile.peak(device, policy.compute), fp8_peak)
         self.geometry = cache(partial(_geometry, topology))
         self.layer = cache(partial(compute.layer_seconds, self.machine, job))
         self.output = cache(partial(compute.output_seconds, self.machine, job))

@@ -15,7 +15,7 @@ from torch import Tensor
 from megabench.config import ResolvedConfig
 from megabench.data import DataError
 from megabench.data.checks import STDLIB, SYNTHETIC, check_recorded, check_tokens, tokenizer_of
-from megabench.data.text import Piece, check_text_file, is_text_file, read_stdlib, read_text
+from megabench.data.text import TextPiece, check_text_file, is_text_file, read_stdlib, read_text
 from megabench.data.token_file import IdRange, id_range, merged, open_token_file, read_facts, scan, token_file_prefix
 from megabench.data.tokenizer import BYTES, Tokenizer, token_dtype, tokenize
 from megabench.record import TokenizerUsed
@@ -194,7 +194,7 @@ def _read_tokens(data: str, tokenizer: Tokenizer) -> NDArray[Any]:
     return _tokenize_all(read_text(path), tokenizer)
 
 
-def _tokenize_all(pieces: Iterator[Piece], tokenizer: Tokenizer) -> NDArray[Any]:
+def _tokenize_all(pieces: Iterator[TextPiece], tokenizer: Tokenizer) -> NDArray[Any]:
     """Tokenize all pieces into one array [num_tokens], without creating a Python object per token or document."""
     tokens = bytearray()
     for piece in pieces:

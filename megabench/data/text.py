@@ -15,7 +15,7 @@ NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", 
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A document, or a part of a document that starts and ends at line boundaries.
 
     `text` is UTF-8, except in pieces of .txt and .py files with another encoding. `where` is the location of the piece
@@ -28,7 +28,7 @@ class Piece:
     input_bytes: float
 
 
-def read_text(path: Path) -> Iterator[Piece]:
+def read_text(path: Path) -> Iterator[TextPiece]:
     """Return an iterator over the pieces of a text file. A .txt file is one document.
 
     Raises:
@@ -57,7 +57,7 @@ def is_text_file(path: Path) -> bool:
     return path.suffix in _READERS
 
 
-def read_stdlib() -> Iterator[Piece]:
+def read_stdlib() -> Iterator[TextPiece]:
     """Yield the source files of the installed Python standard library, sorted by path. Each file is one document."""
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
@@ -66,19 +66,19 @@ def read_stdlib() -> Iterator[Piece]:
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     for path in sorted(files, key=lambda path: path.relative_to(root).as_posix()):
         text = path.read_bytes()
-        yield Piece(text, where=str(path), ends_document=True, input_bytes=len(text))
+        yield TextPiece(text, where=str(path), ends_document=True, input_bytes=len(text))
 
 
-def _read_txt(path: Path) -> Iterator[Piece]:
+def _read_txt(path: Path) -> Iterator[TextPiece]:
     with path.open("rb") as file:
         text = b"".join(file.readlines(PIECE_BYTES))
         while text:
             following = b"".join(file.readlines(PIECE_BYTES))
-            yield Piece(text, where=str(path), ends_document=not following, input_bytes=len(text))
+            yield TextPiece(text, where=str(path), ends_document=not following, input_bytes=len(text))
             text = following
 
 
-def _read_jsonl(path: Path) -> Iterator[Piece]:
+def _read_jsonl(path: Path) -> Iterator[TextPiece]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -89,10 +89,10 @@ def _read_jsonl(path: Path) -> Iterator[Piece]:
             except ValueError as error:
                 raise DataError(f"{where} is not valid JSON: {error}. Write one JSON object per line.") from None
             text = fields.get("text") if isinstance(fields, dict) else None
-            yield Piece(_encoded(text, where), where, ends_document=True, input_bytes=len(line))
+            yield TextPiece(_encoded(text, where), where, ends_document=True, input_bytes=len(line))
 
 
-def _read_parquet(path: Path) -> Iterator[Piece]:
+def _read_parquet(path: Path) -> Iterator[TextPiece]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -109,7 +109,7 @@ def _read_parquet(path: Path) -> Iterator[Piece]:
                 for text in batch.column("text").to_pylist():
                     number += 1
                     where = f"{path} row {number}"
-                    yield Piece(_encoded(text, where), where, ends_document=True, input_bytes=row_bytes)
+                    yield TextPiece(_encoded(text, where), where, ends_document=True, input_bytes=row_bytes)
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megabench.data import DataError
-from megabench.data.text import Piece
+from megabench.data.text import TextPiece
 from megabench.data.tokenizer_probe import PROBE
 from megabench.models.find import ASSETS, is_directory
 from megabench.models.hugging_face import TOKENIZER_CONFIG_NAME, own_code
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
     @property
     def end_of_document(self) -> int | None: ...
 
-    def encode(self, piece: Piece) -> NDArray[Any]: ...
+    def encode(self, piece: TextPiece) -> NDArray[Any]: ...
 
 
 class ByteTokenizer:
@@ -53,7 +53,7 @@ class ByteTokenizer:
     warning = None
     used = TokenizerUsed(name=BYTES, sha256=hashlib.sha256(b"bytes").hexdigest(), num_tokens=vocab_size)
 
-    def encode(self, piece: Piece) -> NDArray[np.uint8]:
+    def encode(self, piece: TextPiece) -> NDArray[np.uint8]:
         return np.frombuffer(piece.text, dtype=np.uint8)
 
 
@@ -137,7 +137,7 @@ class HuggingFaceTokenizer:
         encoded = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return list(encoded["input_ids"])
 
-    def encode(self, piece: Piece) -> NDArray[np.int64]:
+    def encode(self, piece: TextPiece) -> NDArray[np.int64]:
         try:
             text = piece.text.decode()
         except UnicodeDecodeError as error:
@@ -232,7 +232,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
-def tokenize(piece: Piece, tokenizer: Tokenizer, append_eod: bool = True) -> NDArray[Any]:
+def tokenize(piece: TextPiece, tokenizer: Tokenizer, append_eod: bool = True) -> NDArray[Any]:
     """Return the token ids of `piece` in `token_dtype`. Append the end-of-document id if `piece` ends a document."""
     tokens = tokenizer.encode(piece).astype(token_dtype(tokenizer.vocab_size))
     if append_eod and piece.ends_document:

@@ -50,7 +50,7 @@ class JobCommunicator:
 
 
 @dataclass
-class Job:
+class NcclJob:
     """The merged logs of a job. `logs` has one entry per file. The largest communicator is the first."""
 
     logs: list[NcclLog]
@@ -87,7 +87,7 @@ class Job:
         return [rank for rank in range(largest.num_ranks) if rank not in largest.places]
 
 
-def merge(logs: Sequence[NcclLog]) -> Job:
+def merge(logs: Sequence[NcclLog]) -> NcclJob:
     """Assign the connections of all logs to communicators, and the ranks of each communicator to hosts."""
     events = [event for log in logs for event in log.events]
     keys = _keys([event for event in events if isinstance(event, CommInit)])
@@ -113,7 +113,7 @@ def merge(logs: Sequence[NcclLog]) -> Job:
     for communicator in made.values():
         _complete_hosts(communicator)
     order = sorted(made.values(), key=lambda one: (-one.num_ranks, -len(one.transports)))
-    return Job(list(logs), order)
+    return NcclJob(list(logs), order)
 
 
 def _keys(inits: Iterable[CommInit]) -> dict[CommInit, _Key]:
@@ -243,7 +243,7 @@ def network_of(transports: Sequence[str], provider: str | None) -> Network:
     return "efa" if is_efa else "infiniband"
 
 
-def topology_of(job: Job, p2p_is_nvlink: bool) -> Topology | None:
+def topology_of(job: NcclJob, p2p_is_nvlink: bool) -> Topology | None:
     """Return the topology of the largest communicator, or None if the host of a rank is unknown.
 
     The P2P transports connect NVLink domains if `p2p_is_nvlink`, else they use PCIe.
@@ -274,7 +274,7 @@ def topology_of(job: Job, p2p_is_nvlink: bool) -> Topology | None:
     )
 
 
-def _nvlinks(job: Job, host_of: Sequence[int], p2p_is_nvlink: bool) -> list[tuple[int, int]]:
+def _nvlinks(job: NcclJob, host_of: Sequence[int], p2p_is_nvlink: bool) -> list[tuple[int, int]]:
     """Return pairs of ranks of the largest communicator that share an NVLink domain.
 
     A host whose connections are in no log is taken for one NVLink domain, if no other host uses a slower transport.

@@ -22,7 +22,7 @@ from megabench.checkpoint.directory import (
     set_aside,
     steps_in,
 )
-from megabench.checkpoint.loading import Found, find_newest_good, read_shards
+from megabench.checkpoint.loading import FoundCheckpoint, find_newest_good, read_shards
 from megabench.checkpoint.manifest import (
     DataEntry,
     FileEntry,
@@ -50,7 +50,7 @@ from megabench.train.rollback import batch_of_step, write_rollbacks
 from megabench.train.stopping import StoppedError
 
 
-def restore(engine: Engine, found: Found, device: torch.device) -> LoadTimes:
+def restore(engine: Engine, found: FoundCheckpoint, device: torch.device) -> LoadTimes:
     """Load the state of a checkpoint into the engine. Collective."""
     training = found.manifest.training
     assert training is not None
@@ -290,7 +290,7 @@ class Checkpoints:
             error=save.error,
         )
 
-    def find_healthy(self) -> Found | None:
+    def find_healthy(self) -> FoundCheckpoint | None:
         """Return the newest healthy checkpoint, or None. Collective.
 
         A checkpoint is healthy if a later step was finite. If this run has saved none, the checkpoint from which it
@@ -309,14 +309,14 @@ class Checkpoints:
         is_healthy = loaded.manifest.training and loaded.manifest.training.step < below
         return self._find(loaded.folder, f"{topic}/load", below) if is_healthy else None
 
-    def _find(self, directory: Path, topic: str, below: int) -> Found | None:
+    def _find(self, directory: Path, topic: str, below: int) -> FoundCheckpoint | None:
         store, rank, world_size = self._rendezvous.store, dist.get_rank(), dist.get_world_size()
         try:
             return find_newest_good(directory, store, rank, world_size, topic, below)
         except CheckpointError:
             return None
 
-    def roll_back(self, found: Found, rollback: Rollback) -> None:
+    def roll_back(self, found: FoundCheckpoint, rollback: Rollback) -> None:
         """Restore a healthy checkpoint, and set newer checkpoints of this run aside. Collective.
 
         An interrupted rollback is repeated after a restart, because the rollback is recorded last.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.directory import is_launched_by, steps_in
-from megabench.checkpoint.loading import Found, find_newest_good
+from megabench.checkpoint.loading import FoundCheckpoint, find_newest_good
 from megabench.checkpoint.manifest import Manifest, ModelEntry, TrainingEntry
 from megabench.config import SETTINGS, ResolvedConfig
 from megabench.data.source import TokenSource
@@ -27,7 +27,7 @@ class Resume:
     of earlier starts.
     """
 
-    found: Found | None = None
+    found: FoundCheckpoint | None = None
     notes: list[str] = field(default_factory=list)
     continues: bool = False
     rollbacks: tuple[Rollback, ...] = ()
@@ -85,11 +85,11 @@ def find_resume(run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous
     raise CheckpointError(f"load={run.load} {what}; use the --save directory of an earlier run")
 
 
-def _find(directory: Path, rendezvous: Rendezvous, topic: str) -> Found | None:
+def _find(directory: Path, rendezvous: Rendezvous, topic: str) -> FoundCheckpoint | None:
     return find_newest_good(directory, rendezvous.store, rendezvous.rank, rendezvous.world_size, topic)
 
 
-def _checked(found: Found, run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous) -> Resume:
+def _checked(found: FoundCheckpoint, run: ResolvedConfig, source: TokenSource, rendezvous: Rendezvous) -> Resume:
     training = check_belongs(found.folder, found.manifest, run, source)
     notes = [f"skipped the checkpoint {folder}: {problem}" for folder, problem in found.passed_over.items()]
     theirs = training.config

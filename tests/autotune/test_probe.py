@@ -6,12 +6,12 @@ import pytest
 
 from megabench.autotune.probe import probe_config, probe_result
 from megabench.config import RunConfig
-from megabench.config.auto import Setting, legal_settings
+from megabench.config.auto import AutoSetting, legal_settings
 from megabench.record import StepSeconds
 from tests.study.records import make_record
 
 WORLD_SIZE = 4
-SETTING = Setting(2, "none")
+SETTING = AutoSetting(2, "none")
 
 
 def config(**fields: object) -> RunConfig:
@@ -24,15 +24,15 @@ def micro_batches(config: RunConfig) -> list[int]:
 
 def test_small_micro_batches_are_tried_with_the_same_sequences():
     for run, same in ((config(), 16 * 4), (config(pp=4), 16 * 4), (config(global_batch=4 * 48), 24 * 4)):
-        tried = [probe_config(run, Setting(size, "none"), WORLD_SIZE, "cuda").global_batch for size in (1, 2, 4, 8)]
+        tried = [probe_config(run, AutoSetting(size, "none"), WORLD_SIZE, "cuda").global_batch for size in (1, 2, 4, 8)]
         assert set(tried) == {same}
-    assert probe_config(config(), Setting(16, "none"), WORLD_SIZE, "cuda").global_batch == 32 * 4
+    assert probe_config(config(), AutoSetting(16, "none"), WORLD_SIZE, "cuda").global_batch == 32 * 4
 
 
 def test_an_interleaved_schedule_gets_whole_rounds():
     run = config(pp=2, vp=2, tp=2, global_batch=96)
     for size in micro_batches(run):
-        short = probe_config(run, Setting(size, "none"), WORLD_SIZE, "cuda")
+        short = probe_config(run, AutoSetting(size, "none"), WORLD_SIZE, "cuda")
         assert short.resolve(WORLD_SIZE, "cuda").num_micro_batches >= min(4, 96 // size)
 
 
@@ -59,7 +59,7 @@ def test_a_deepspeed_json_that_names_the_batch_is_not_contradicted(tmp_path, con
     run = RunConfig.parse(given | fields)
     assert tuple(micro_batches(run)[: len(sizes)]) == sizes
     for size in sizes:
-        short = probe_config(run, Setting(size, "none"), WORLD_SIZE, "cuda")
+        short = probe_config(run, AutoSetting(size, "none"), WORLD_SIZE, "cuda")
         assert short.resolve(WORLD_SIZE, "cuda").global_batch == short.global_batch == 1536
 
 

@@ -10,7 +10,7 @@ from megabench.autotune.probe import probe_config
 from megabench.autotune.setting_search import MOST_PROBES, Search
 from megabench.autotune.step_model import StepModel
 from megabench.config import ConfigError, RunConfig
-from megabench.config.auto import Setting, apply_setting, legal_settings
+from megabench.config.auto import AutoSetting, apply_setting, legal_settings
 from megabench.record import Probe
 
 WORLD_SIZE = 4
@@ -27,7 +27,7 @@ class Machine:
     each_gib: dict[str, float] | None = None
     device_gib: float | None = 140.0
 
-    def run(self, config: RunConfig, setting: Setting) -> Probe:
+    def run(self, config: RunConfig, setting: AutoSetting) -> Probe:
         run = apply_setting(config, setting).resolve(WORLD_SIZE, "cpu")
         each_gib = (self.each_gib or {"none": 20.0, "selective": 15.0, "full": 3.0})[setting.recompute]
         memory = self.state_gib + each_gib * setting.micro_batch
@@ -64,7 +64,7 @@ def loss(config: RunConfig, machine: Machine, found: Search) -> float:
     return seconds(config, machine, found.best) / min(seconds(config, machine, setting) for setting in legal)
 
 
-def seconds(config: RunConfig, machine: Machine, setting: Setting) -> float:
+def seconds(config: RunConfig, machine: Machine, setting: AutoSetting) -> float:
     """Of the run's own step; infinite where it does not fit."""
     probe = machine.run(config, setting)
     return probe.step_seconds if probe.step_seconds is not None else float("inf")
@@ -124,46 +124,46 @@ def test_an_update_that_takes_long_is_not_charged_to_micro_batches(fixed, fields
 
 def test_steps_of_different_batches_are_compared_by_what_each_micro_batch_takes():
     """Charged to micro-batches, 20 s of update would make the longer step of the larger micro-batch look cheaper."""
-    run = apply_setting(config(global_batch=1024), Setting(1, "none")).resolve(WORLD_SIZE, "cpu")
-    found = Search([Setting(size, level) for level in ("none", "full") for size in (1, 2, 64)], run)
+    run = apply_setting(config(global_batch=1024), AutoSetting(1, "none")).resolve(WORLD_SIZE, "cpu")
+    found = Search([AutoSetting(size, level) for level in ("none", "full") for size in (1, 2, 64)], run)
     for size, level, sequences, seconds in ((1, "none", 16, 36.0), (2, "none", 16, 32.0), (64, "full", 128, 117.7)):
         probe = Probe(micro_batch=size, recompute=level, global_batch=4 * sequences, status="ok", step_seconds=seconds)
         found.tell(probe, None)
     # u = 20, a = 0.5, b = 0.5: 212 s a step of 256 sequences at micro-batch 2, and 192.7 with whole layers again
-    assert found.best == Setting(64, "full")
+    assert found.best == AutoSetting(64, "full")
     found.probes[-1].step_seconds = 150.0
-    assert found.best == Setting(2, "none")
+    assert found.best == AutoSetting(2, "none")
 
 
 def test_noise_is_not_drawn_out():
     """A second probe that took less time than the first says nothing of the fiftieth."""
     run = config(global_batch=1024)
     found = Search(
-        legal_settings(run, WORLD_SIZE, "cpu"), apply_setting(run, Setting(1, "none")).resolve(WORLD_SIZE, "cpu")
+        legal_settings(run, WORLD_SIZE, "cpu"), apply_setting(run, AutoSetting(1, "none")).resolve(WORLD_SIZE, "cpu")
     )
     for size, seconds in ((1, 6.4), (2, 3.1)):
         probe = Probe(micro_batch=size, recompute="none", global_batch=256, status="ok", step_seconds=seconds)
         found.tell(probe, None)
-    assert found.next() == Setting(256, "none")
+    assert found.next() == AutoSetting(256, "none")
 
 
 def test_probes_of_equal_compute_are_one_point():
     """Three sequences of whole layers computed again take as much of it as four without."""
-    run = apply_setting(config(global_batch=96), Setting(1, "none")).resolve(WORLD_SIZE, "cpu")
+    run = apply_setting(config(global_batch=96), AutoSetting(1, "none")).resolve(WORLD_SIZE, "cpu")
     good = [
         Probe(micro_batch=size, recompute=level, global_batch=96, status="ok", step_seconds=seconds)
         for size, level, seconds in ((1, "none", 24.0), (4, "none", 15.0), (3, "full", 20.0))
     ]
-    assert StepModel(run, good).predicted(Setting(6, "full"), 0.0) == pytest.approx(4 * (2.5 + 4 * 1.5 / 3))
+    assert StepModel(run, good).predicted(AutoSetting(6, "full"), 0.0) == pytest.approx(4 * (2.5 + 4 * 1.5 / 3))
 
 
 def test_where_two_do_not_fit_two_probes_suffice():
     found = search(config(), Machine(state_gib=115.0))
-    assert tried(found) == [(1, "none"), (2, "none")] and found.best == Setting(1, "none")
+    assert tried(found) == [(1, "none"), (2, "none")] and found.best == AutoSetting(1, "none")
 
 
 def test_of_settings_as_fast_the_one_with_less_memory_is_taken():
-    assert search(config(), Machine(fixed=0.0, update=0.0)).best == Setting(1, "none")
+    assert search(config(), Machine(fixed=0.0, update=0.0)).best == AutoSetting(1, "none")
 
 
 def test_nothing_fits():
@@ -177,7 +177,7 @@ def test_recomputation_is_tried_where_nothing_fits_without():
     deepspeed = config(recompute="auto", engine="deepspeed")
     found = search(deepspeed, machine)
     assert tried(found)[:2] == [(1, "none"), (1, "full")]
-    assert found.best == Setting(4, "full")
+    assert found.best == AutoSetting(4, "full")
 
 
 def test_recomputation_wins_where_a_micro_batch_costs_much_beside_its_compute():
@@ -196,21 +196,21 @@ def test_where_two_do_not_fit_whole_layers_again_are_tried_as_far_as_they_win():
     """Micro-batch 2 loses by it here, and 8 wins: half of what is fixed does not pay for the compute."""
     run = config(recompute="auto", engine="deepspeed", global_batch=64)
     machine = Machine(fixed=0.16, state_gib=112.0)
-    assert seconds(run, machine, Setting(2, "full")) > seconds(run, machine, Setting(1, "none"))
+    assert seconds(run, machine, AutoSetting(2, "full")) > seconds(run, machine, AutoSetting(1, "none"))
     found = search(run, machine)
     assert tried(found) == [(1, "none"), (2, "none"), (4, "full"), (8, "full")]
-    assert found.best == Setting(8, "full") and loss(run, machine, found) == 1
+    assert found.best == AutoSetting(8, "full") and loss(run, machine, found) == 1
 
 
 def test_a_probe_is_short_and_the_run_s_own_batch_decides():
     """Of 1024 sequences, 64 of a stage's round are enough to see; the bubble of the whole step is what counts."""
     run = config(pp=4, global_batch=1024)
     long = run.model_copy(update={"steps": 5000, "save": "x", "profile": True})
-    short = probe_config(long, Setting(4, "none"), WORLD_SIZE, "cpu")
+    short = probe_config(long, AutoSetting(4, "none"), WORLD_SIZE, "cpu")
     assert (short.global_batch, short.micro_batch, short.steps, short.warmup_steps) == (64, 4, 3, 1)
     assert short.save is None and short.auto_settings == () and not short.profile
     # at 64 sequences a micro-batch of 16 loses more to the bubble than it gains, at 1024 it wins
-    assert search(run, Machine(fixed=0.2, device_gib=None)).best == Setting(16, "none")
+    assert search(run, Machine(fixed=0.2, device_gib=None)).best == AutoSetting(16, "none")
 
 
 def test_settings_that_the_layout_forbids_are_not_tried():
@@ -225,5 +225,5 @@ def test_settings_that_the_layout_forbids_are_not_tried():
 def test_one_setting_alone_is_left_open():
     fixed = config(micro_batch=4, recompute="auto")
     assert {s.micro_batch for s in legal_settings(fixed, WORLD_SIZE, "cpu")} == {4}
-    assert search(fixed, Machine()).best == Setting(4, "none")
-    assert search(fixed, Machine(state_gib=110.0)).best == Setting(4, "full")
+    assert search(fixed, Machine()).best == AutoSetting(4, "none")
+    assert search(fixed, Machine(state_gib=110.0)).best == AutoSetting(4, "full")

@@ -8,7 +8,7 @@ import pytest
 
 from megabench.autotune import tune_launched
 from megabench.config import RunConfig
-from megabench.config.auto import Setting
+from megabench.config.auto import AutoSetting
 from megabench.record import Probe
 from megabench.runtime import rendezvous
 from megabench.supervisor import coordinator
@@ -50,7 +50,7 @@ def test_a_run_that_goes_on_takes_what_it_found(find, tmp_path, capsys, monkeypa
     capsys.readouterr()
     again = find(save=save, load=save, out=out, steps=7)
     assert (again[0].micro_batch, again[1]) == (4, first[1])
-    assert capsys.readouterr().out == f"chosen before: {Setting(4, 'none')} ({save / 'found.json'})\n"
+    assert capsys.readouterr().out == f"chosen before: {AutoSetting(4, 'none')} ({save / 'found.json'})\n"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert find(save=save, out=out)[0].micro_batch == 4
 

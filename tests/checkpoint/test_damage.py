@@ -29,7 +29,7 @@ from megabench.checkpoint.directory import (
     steps_in,
 )
 from megabench.checkpoint.files import write_files
-from megabench.checkpoint.loading import Found, find_newest_good, read_shards
+from megabench.checkpoint.loading import FoundCheckpoint, find_newest_good, read_shards
 from megabench.checkpoint.manifest import (
     MANIFEST_NAME,
     DataEntry,
@@ -82,7 +82,7 @@ def manifest_of(step: int, files: Sequence[FileEntry], run_id: str = RUN_ID) -> 
     )
 
 
-def find(directory: Path) -> Found | None:
+def find(directory: Path) -> FoundCheckpoint | None:
     return find_newest_good(directory, HashStore(), rank=0, world_size=1, topic="test")
 
 

@@ -16,7 +16,7 @@ from megabench.cli.preprocess import app, write_tokens
 from megabench.data import DataError
 from megabench.data.checks import check_before_start
 from megabench.data.source import open_source
-from megabench.data.text import Piece, read_stdlib
+from megabench.data.text import TextPiece, read_stdlib
 from megabench.data.token_file import open_token_file, recorded_facts
 from megabench.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, tokenizer_sha256
 from megabench.models.catalog import CATALOG
@@ -63,7 +63,7 @@ def write_model(folder: Path, num_layers: int = 2) -> Path:
 
 
 def encode(directory: Path, text: str = TEXT) -> list[int]:
-    return HuggingFaceTokenizer(directory).encode(Piece(text.encode(), "here", True, len(text))).tolist()
+    return HuggingFaceTokenizer(directory).encode(TextPiece(text.encode(), "here", True, len(text))).tolist()
 
 
 CLASSES = ["GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer", "CodeGenTokenizer"]

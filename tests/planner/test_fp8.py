@@ -7,7 +7,7 @@ import pytest
 
 from megabench.config import ConfigError
 from megabench.cost import compute, network
-from megabench.cost.compute import Machine
+from megabench.cost.compute import GpuModel
 from megabench.cost.job import FUSED_LOSS_CHUNK, Candidate, Job, Product
 from megabench.cost.profile import profile_for
 from megabench.engines.common import cross_entropy
@@ -27,7 +27,7 @@ from tests.planner.test_plan import megabench
 from tests.study.records import make_record, work_class
 
 FOUR = hosts(1, 4)
-H200 = Machine(profile_for("NVIDIA H200"), 989.4e12, 1978.9e12)
+H200 = GpuModel(profile_for("NVIDIA H200"), 989.4e12, 1978.9e12)
 
 
 def in_fp8(**settings) -> Job:
@@ -110,7 +110,7 @@ def test_the_weight_gradient_is_added_after_its_product():
 
 def test_the_output_gradient_is_added_by_the_products_of_the_loss():
     """Bytes per parameter beside products and logits: 8 per chunk of tokens; without, 8 and 12 for another gradient."""
-    unlimited = Machine(H200.profile.model_copy(update={"memory_gb_per_s": 1e18}), H200.peak)
+    unlimited = GpuModel(H200.profile.model_copy(update={"memory_gb_per_s": 1e18}), H200.peak)
     weights = job().embedding_parameters
     assert cross_entropy._CHUNK_LOGITS == FUSED_LOSS_CHUNK
     for micro_batch, chunks in ((1, 2), (2, 4)):  # a chunk has about 2,048 tokens

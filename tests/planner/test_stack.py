@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megabench.cost import compute
-from megabench.cost.compute import Machine
+from megabench.cost.compute import GpuModel
 from megabench.cost.job import Stack
 from megabench.cost.profile import profile_for, shipped_profiles
 from tests.planner.jobs import costs, hosts, job, megatron, zero
@@ -26,7 +26,7 @@ def test_only_the_megatron_engine_adds_gradients_to_their_buffers():
 
 def test_short_sequences_and_few_heads_slow_attention_down():
     """At `attention_half_length`, attention reaches half of the FLOP/s of a long sequence."""
-    machine = Machine(profile_for("NVIDIA H200"), peak=1e15)
+    machine = GpuModel(profile_for("NVIDIA H200"), peak=1e15)
 
     def rate(seq_length: int, micro_batch: int) -> float:
         forward, _ = compute.attention_seconds(machine, job(seq_length=seq_length), 1, 1, micro_batch)
@@ -41,7 +41,7 @@ def test_short_sequences_and_few_heads_slow_attention_down():
 
 def test_context_parallelism_divides_attention_even_for_short_parts():
     """Chunks take all keys at once."""
-    machine = Machine(profile_for("NVIDIA H100 80GB HBM3"), peak=1e15)
+    machine = GpuModel(profile_for("NVIDIA H100 80GB HBM3"), peak=1e15)
 
     def overhead(cp: int) -> float:
         work = job(seq_length=32768, stack=Stack(exchanges_heads=False))

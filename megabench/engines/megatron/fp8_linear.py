@@ -13,7 +13,16 @@ from torch.distributed import ProcessGroup
 
 from megabench.engines.common.fp8 import Quantized, add_product, columns_of, product, quantize, transposed
 from megabench.engines.common.fp8_casts import CastsWeight
-from megabench.engines.megatron.linear import Column, ColumnLinear, Row, RowLinear, added, gather, scatter, wait
+from megabench.engines.megatron.linear import (
+    ColumnLinear,
+    ColumnProduct,
+    RowLinear,
+    RowProduct,
+    added,
+    gather,
+    scatter,
+    wait,
+)
 
 
 class _Fp8Layer(CastsWeight):
@@ -90,7 +99,7 @@ class _Fp8Row(torch.autograd.Function):
 
 
 class _Fp8ForwardColumn(torch.autograd.Function):
-    """Column with its forward product in fp8."""
+    """ColumnProduct with its forward product in fp8."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8ColumnLinear) -> Tensor:
@@ -101,11 +110,11 @@ class _Fp8ForwardColumn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Column.backward(ctx, grad)
+        return ColumnProduct.backward(ctx, grad)
 
 
 class _Fp8ForwardRow(torch.autograd.Function):
-    """Row with its forward product in fp8."""
+    """RowProduct with its forward product in fp8."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8RowLinear) -> Tensor:
@@ -118,7 +127,7 @@ class _Fp8ForwardRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_part: Tensor) -> tuple[Tensor | None, ...]:
-        return *Row.backward(ctx, grad_part), None
+        return *RowProduct.backward(ctx, grad_part), None
 
 
 def _cast(layer: _Fp8Layer, like: Tensor) -> Quantized:

@@ -36,7 +36,7 @@ class ColumnLinear(ColumnParallelLinear):
         return output if self.bias is None else output + self.bias, None
 
     def multiply(self, part: Tensor, group: ProcessGroup | None) -> Tensor:
-        output: Tensor = Column.apply(part, self.weight, group, self.keeps_gathered)
+        output: Tensor = ColumnProduct.apply(part, self.weight, group, self.keeps_gathered)
         return output
 
 
@@ -48,11 +48,11 @@ class RowLinear(RowParallelLinear):
         return self.multiply(input_, self.tp_group if self.sequence_parallel else None), None
 
     def multiply(self, input_: Tensor, group: ProcessGroup | None) -> Tensor:
-        output: Tensor = Row.apply(input_, self.weight, group)
+        output: Tensor = RowProduct.apply(input_, self.weight, group)
         return output
 
 
-class Column(torch.autograd.Function):
+class ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, keeps_gathered: bool) -> Tensor:
         whole = _gathered(part, group)
@@ -73,7 +73,7 @@ class Column(torch.autograd.Function):
         return grad_part, unused, None, None
 
 
-class Row(torch.autograd.Function):
+class RowProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
         ctx.save_for_backward(input_)
