@@ -14,7 +14,9 @@ from megabench.record import Probe
 
 # compute time of a micro-batch relative to one without recomputation
 _COMPUTE = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
-_LIKELY = 2 / 3  # likely fraction of the upper bound of the fixed part; this value predicted best over many machines
+# The fixed part of a step is assumed to be this fraction of its upper bound, which predicted step times best on many
+# machines.
+_LIKELY = 2 / 3
 _DETERMINED = 1e-9  # smallest determinant, as a fraction of the largest possible one, that is not rounding error
 
 

@@ -66,7 +66,7 @@ def tune_launched(given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) 
         except StudyStopped as stopped:
             if not received:
                 raise StoppedError(f"the search for {' and '.join(given.auto_settings)} stopped: {stopped}") from None
-    if received:  # also count a signal that arrived after the coordinator's last poll
+    if received:  # even if the signal arrived after the coordinator had last asked for signals
         raise SystemExit(128 + received[0])
     if "problem" in verdict:
         raise UserError(verdict["problem"])

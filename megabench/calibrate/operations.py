@@ -21,7 +21,7 @@ _TINY_OPERATIONS = 200
 
 def num_device_measurements(shape: ModelShape) -> int:
     """Return how many measurements the functions of this module take together."""
-    # the four operations that are no products take one measurement each
+    # each of the four operations that are not matrix products needs one measurement
     return 5 * len(tensor_parallel_sizes(shape)) + 4
 
 

@@ -13,7 +13,8 @@ from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Policy
 from megabench.precision import POLICIES
 
-# Host time of a collective and of the Python code around it, in launches of a collective alone (benchmarks/host-time)
+# Host time of a collective with the Python code around it, as a multiple of the host time of the bare collective call
+# (benchmarks/host-time)
 _LAUNCHES_PER_COLLECTIVE = 4
 
 Sizes = tuple[int, int, int, bool, Policy]

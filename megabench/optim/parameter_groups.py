@@ -48,7 +48,10 @@ def _read_group(text: str) -> ParameterGroup:
     pattern, colon, assignments = text.rpartition(":")
     pattern, values = pattern.strip(), dict[str, float]()
     if not colon or not pattern or not assignments.strip():
-        raise ValueError(f"{text.strip()!r} is not a group; give a pattern of names and its values, e.g. {_EXAMPLE}")
+        raise ValueError(
+            f"{text.strip()!r} is not a parameter group; give a pattern of parameter names and the values of these "
+            f"parameters, e.g. {_EXAMPLE}"
+        )
     try:
         re.compile(pattern)
     except re.error as error:

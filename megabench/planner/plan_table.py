@@ -27,7 +27,7 @@ from megabench.specs.fp8_check import FP8_SETTINGS
 from megabench.specs.registry import ENGINES
 
 _GIB = 2**30
-MOST_TOLD = 12  # at most this many equal layouts are listed, even with a larger --top
+MOST_TOLD = 12  # largest number of equally fast layouts to list, even with a larger --top
 _NOTEWORTHY = 0.01  # smallest difference to mention, as a share of a step
 _BAR = 48  # number of characters of the longest bar
 _KINDS = {
@@ -377,9 +377,9 @@ def estimate_of(plan: Plan, trial: str) -> Estimate:
 
 
 def find_trial(plan: Plan, trial: str) -> Candidate:
-    """Return the candidate with this name, where any separators may stand between its words.
+    """Return the candidate with this name. The words of the name may be separated by any characters.
 
-    Raises ConfigError otherwise.
+    Raises ConfigError if there is no such candidate.
     """
     by_key = {_key(candidate.name): candidate for candidate in candidates(plan.job, plan.topology)}
     if _key(trial) in by_key:

@@ -25,7 +25,7 @@ _MOST_CP = 16
 # Unequal model chunks may have at most this fraction more layers if all of them were as long as the longest.
 _MOST_UNEVEN = 0.1
 _SEQUENCE_MULTIPLES = [FP8_MULTIPLE * cp for cp in (1, 2, 4, 8, _MOST_CP)]  # every rank's part is a multiple of 16
-_MOST_SLOWER = 0.08  # the most by which a simpler layout may be slower, even if the model's error is larger
+_MOST_SLOWER = 0.08  # A simpler layout is recommended if it is slower by at most this share of a step.
 _MOST_RISKY = 3  # number of faster layouts to name that may not fit
 
 

@@ -74,7 +74,8 @@ def _ways_out(run: ResolvedConfig, given: RunConfig, fits: _Fits) -> list[str]:
     ways = []
     if settings := next(filter(fits, _more_sharding(run, run.world_size)), None):
         ways.append(_flags(settings))
-    if not is_directory(run.model) and not run.load:  # other weights have no checkpoint of this run
+    # a run that starts from given weights keeps its model
+    if not is_directory(run.model) and not run.load:
         if (num_layers := _largest(run, fits)) is not None:
             ways.append(f"--num-layers {num_layers}")
         without = {"num_layers": None} if given.num_layers else {}

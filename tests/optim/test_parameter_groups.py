@@ -23,9 +23,9 @@ def test_the_first_group_that_sets_a_value_applies() -> None:
 @pytest.mark.parametrize(
     ("param_groups", "fields", "said"),
     [
-        ("norm", {}, "'norm' is not a group; give a pattern of names and its values, e.g."),
-        ("norm:", {}, "is not a group"),
-        ("norm: lr_scale=1;", {}, "'' is not a group"),
+        ("norm", {}, "'norm' is not a parameter group; give a pattern of parameter names and the"),
+        ("norm:", {}, "is not a parameter group"),
+        ("norm: lr_scale=1;", {}, "'' is not a parameter group"),
         ("(: lr_scale=1", {}, "'(' is not a regular expression"),
         ("norm: lr=1", {}, "'lr=1' is not a value of a group; use each of lr_scale, weight_decay, beta1, beta2 once"),
         ("norm: lr_scale=1 lr_scale=2", {}, "'lr_scale=2' is not a value of a group"),

@@ -40,8 +40,8 @@ _GPUS = {
     "A100-40GB": "NVIDIA A100-SXM4-40GB",
 }
 _NVLINK_GB_PER_S = {"H100": 450.0, "A100": 300.0}
-# Network bandwidth per host for rows that state no bandwidth. The H100 value is that of the EFA of p5 (the sweep's
-# cluster) and of eight 400 Gbit/s ports. The A100 value is that of eight 200 Gbit/s ports.
+# Network bandwidth per host for rows that state no bandwidth: eight 400 Gbit/s ports on H100 hosts, which is also the
+# EFA bandwidth of p5 (the sweep's cluster), and eight 200 Gbit/s ports on A100 hosts.
 _GBITS = {"H100": 3200.0, "A100": 1600.0}
 _VOCABULARY = 51200  # Megatron-LM's padded GPT-2 vocabulary
 

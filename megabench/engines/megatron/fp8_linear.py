@@ -149,7 +149,7 @@ def _gathered(
 
 
 def _multiply(rows: Tensor, scale: Tensor, cast: Quantized, like: Tensor) -> Tensor:
-    """Return the output [S, B, N] of a layer, given its input [S·B, K] in fp8. `like` has B and the dtype."""
+    """Return the output [S, B, N] of a layer, given its input [S·B, K] in fp8. B and the dtype are those of `like`."""
     output = product(rows, scale, cast.rows, cast.scale, like.dtype, is_fast=True)
     return output.view(-1, like.shape[1], output.shape[1])
 
