@@ -85,8 +85,8 @@ class MegatronEngine:
         """Return a chunk with gradient buffers that are reduced over its replicas."""
         # overlap communication with compute if there are several replicas
         overlap = self.groups.dp_cp.size() > 1
-        # Only the first chunk of the first stage needs buckets to overlap its communication with compute: the reduction of
-        # the others overlaps with the backward pass of earlier stages and chunks.
+        # Only the first chunk of the first stage needs buckets to overlap its communication with compute. The reduction
+        # of the others overlaps with the backward pass of earlier stages and chunks.
         has_buckets = overlap and number == 0 and self.groups.pp.rank() == 0
         bucket_size = max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * self.groups.dp.size())
         config = DistributedDataParallelConfig(
