@@ -8,4 +8,6 @@ import pytest
 
 def with_representatives(names: Iterable[str], *representatives: str) -> list[Any]:
     """The names as parameters. All but the representatives are marked as exhaustive."""
+    names = list(names)
+    assert {*representatives} <= {*names}, f"{ {*representatives} - {*names} } are no cases"
     return [name if name in representatives else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]

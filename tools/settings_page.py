@@ -56,7 +56,7 @@ def _row(name: str, about: Setting) -> str:
         ", ".join(engines_with(name)) or "all",
         _RESUME[about.resume],
     ]
-    return f"| {' | '.join(cells)} |\n"
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 
 _KINDS: dict[Any, str] = {bool: "true, false", int: "integer", float: "number", str: "text", Path: "path"}

@@ -185,6 +185,7 @@ class RunConfig(RunSettings):
             "precision": precision,
             "fp8_recipe": self.fp8_recipe or ("tensorwise" if policy.has_fp8_products else None),
             **self._learning_rates(shape),
+            "param_groups": "; ".join(map(str, read_groups(self.param_groups))) or None,
             "device": device,
             "tensorboard": self.tensorboard or (self.out / "tensorboard" if self.out else None),
             **self.spec.complete(self),
@@ -201,6 +202,8 @@ class RunConfig(RunSettings):
             groups = read_groups(self.param_groups)
         except ValueError as error:
             raise ConfigError(f"param_groups: {error}") from None
+        if not groups:
+            return
         optimizer, names = OPTIMIZERS[self.optimizer], list(hugging_face_shapes(shape))
         hidden = hidden_matrices(shape) if optimizer.needs_layers else frozenset()
         for group in groups:

@@ -1,7 +1,8 @@
 """Optimizers by name. Loads no torch.
 
-A new optimizer is an entry here and a branch of `build_optimizer` in engines/common/transformers_model.py. The work
-class, the state in checkpoints, the planner and labels follow from the entry.
+A new optimizer is an entry here and a branch of `build_optimizer` in engines/common/transformers_model.py. The megatron
+engine has only the optimizers that specs/megatron.py lists. The work class, the state in checkpoints, the planner and
+labels follow from the entry.
 """
 
 from collections.abc import Callable

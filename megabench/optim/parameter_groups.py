@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 # whether a value is allowed, and what is
@@ -21,7 +21,7 @@ class HyperParameters:
 
     weight_decay: float
     betas: tuple[float, float]
-    lr_scale: float = 1.0
+    lr_scale: float
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,10 @@ class ParameterGroup:
     """Values for the parameters whose Hugging Face names contain a match of the regular expression `pattern`."""
 
     pattern: str
-    values: Mapping[str, float] = field(hash=False)
+    values: Mapping[str, float]
+
+    def __str__(self) -> str:
+        return f"{self.pattern}: {' '.join(f'{name}={value:g}' for name, value in self.values.items())}"
 
     def contains(self, name: str) -> bool:
         return re.search(self.pattern, name) is not None
@@ -39,9 +42,9 @@ class ParameterGroup:
 def read_groups(text: str | None) -> tuple[ParameterGroup, ...]:
     """Read groups as the setting param_groups gives them: "PATTERN: NAME=VALUE …; PATTERN: …".
 
-    Raises ValueError with a sentence for users.
+    A pattern cannot contain a semicolon. Raises ValueError with a sentence for users.
     """
-    return tuple(map(_read_group, text.split(";"))) if text else ()
+    return tuple(_read_group(part) for part in (text or "").split(";") if part.strip())
 
 
 def _read_group(text: str) -> ParameterGroup:

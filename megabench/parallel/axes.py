@@ -37,3 +37,4 @@ FACTORS = tuple(axis.name for axis in AXES if axis.grid == "dense")
 # Neighboring ranks differ along the first axis of a grid. No axis of experts exists yet.
 RANK_ORDERS = {"dense": ("tp", "cp", "dp", "pp"), "experts": ("etp", "ep", "edp")}
 assert sorted(RANK_ORDERS["dense"]) == sorted(FACTORS)
+assert all(axis.name in RANK_ORDERS[axis.grid] for axis in AXES), "every axis has a place in the order of its grid"

@@ -28,6 +28,7 @@ from megabench.planner.plan_table import (
     origin,
     tokens_per_second,
     training_days,
+    unplanned_note,
     what_is_missing,
 )
 from megabench.planner.search import Plan
@@ -91,8 +92,9 @@ def write(console: Console, plans: Sequence[ClusterPlan], tokens: float) -> None
         if not plan.plan.ranked:
             console.print(Text(f"{plan.cluster}: {what_is_missing(plan.plan)[0]}"), soft_wrap=True)
     note = megatron_note([plan.best for plan in fitting])
-    for line in [*([note] if note else []), *_batch_notes(plans)]:
-        console.print(Text(line), soft_wrap=True)
+    for line in [note, *_batch_notes(plans), unplanned_note()]:
+        if line:
+            console.print(Text(line), soft_wrap=True)
     for one, other in _pairs(fitting):
         console.print(Text(_ratio_sentence(one, other)), soft_wrap=True)
         for reason in reasons(one, other):

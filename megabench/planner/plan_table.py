@@ -85,8 +85,9 @@ def write(console: Console, plan: Plan, top: int, tokens: float | None = None) -
         if tokens:
             text = f"Training on {metrics.token_words(tokens)} takes {training_days(plan, tokens):,.1f} days."
             console.print(Text(text), soft_wrap=True)
-    for line in what_is_missing(plan):
-        console.print(Text(line), soft_wrap=True)
+    for line in [*what_is_missing(plan), unplanned_note()]:
+        if line:
+            console.print(Text(line), soft_wrap=True)
 
 
 def network_note(plan: Plan) -> str:
@@ -322,12 +323,15 @@ def certainty(plan: Plan) -> str:
     return f"The first layout is faster than all other families of layouts by more than the model's error of {error}."
 
 
+def unplanned_note() -> str | None:
+    """Return which engines no plan covers, or None if plans cover all."""
+    titles = [ENGINES[name].title for name in unplanned_engines()]
+    return f"Without a cost model, and therefore not in a plan: {', '.join(titles)}." if titles else None
+
+
 def what_is_missing(plan: Plan) -> list[str]:
-    """Return sentences about engines that are not planned, host memory of offload, and layouts that almost fit."""
+    """Return sentences about the host memory that layouts with offload need, and about layouts that almost fit."""
     lines = []
-    if names := unplanned_engines():
-        titles = ", ".join(ENGINES[name].title for name in names)
-        lines.append(f"Without a cost model, and therefore not in this plan: {titles}.")
     if not plan.ranked:
         nearest = plan.misfits[0]
         lines.append(

@@ -68,7 +68,8 @@ class Megatron(EngineSpec):
             )
         check_keep_transposed(run, own.keep_transposed, keeps_casts=True)
         _check_shard_size(run, own.shard_size)
-        _check_groups(run)
+        if run.param_groups:
+            _check_fused_parameters(run)
 
     def environment(self, run: RunSettings) -> Mapping[str, str]:
         """Use one hardware queue under TP and CP, so that collectives start before the GEMMs that overlap them.
@@ -81,7 +82,7 @@ class Megatron(EngineSpec):
         return "a larger tp inside a host, or pp across hosts"
 
 
-def _check_groups(run: ResolvedRun) -> None:
+def _check_fused_parameters(run: ResolvedRun) -> None:
     """Raise ConfigError if the Hugging Face tensors of one parameter have different hyper-parameters."""
     sizes = hugging_face_shapes(run.shape)
     for parameter in parallel_parameters(run.shape, range(run.shape.num_layers), has_embedding=True, has_output=True):

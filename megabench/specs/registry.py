@@ -23,7 +23,8 @@ ENGINES: dict[str, EngineSpec] = {spec.name: spec for spec in _SPECS}
 
 def is_zero3(engine: str, options: Mapping[str, Any]) -> bool:
     """Return whether these options select DeepSpeed's ZeRO-3. The result is False for an unknown engine."""
-    return engine in ENGINES and ENGINES[engine].mode(options) == "ZeRO-3"
+    spec = ENGINES.get(engine)
+    return isinstance(spec, DeepSpeed) and spec.stage_of(options) == 3
 
 
 def implementation_of(name: str) -> Any:

@@ -121,6 +121,7 @@ def _setting(text: str) -> tuple[str, str, Any]:
     if field not in TRIAL_SETTINGS:
         raise StudyError(f"--set {text}: unknown setting {field!r}; {hint(field, TRIAL_SETTINGS)}")
     try:
-        return trial, field, parse_yaml(value)
+        parsed = parse_yaml(value)
+        return trial, field, value if isinstance(parsed, dict) else parsed  # no setting is a mapping
     except (yaml.YAMLError, ValueError):
         raise StudyError(f"--set {text}: {value!r} is not valid YAML; quote the value as in a study file") from None

@@ -8,7 +8,7 @@ from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.directory import is_launched_by, steps_in
 from megabench.checkpoint.loading import FoundCheckpoint, find_newest_good
 from megabench.checkpoint.manifest import Manifest, ModelEntry, TrainingEntry
-from megabench.config import SETTINGS, ResolvedConfig
+from megabench.config import FIELDS, SETTINGS, ResolvedConfig
 from megabench.data.source import TokenSource
 from megabench.models.find import find_model
 from megabench.models.hugging_face import CONFIG_NAME, config_difference
@@ -16,6 +16,7 @@ from megabench.record import Rollback
 from megabench.runtime.messages import shared
 from megabench.runtime.rendezvous import Rendezvous, launch_identity, restart_count
 from megabench.settings.setting import names
+from megabench.specs.all_settings import engines_with
 from megabench.train.rollback import read_rollbacks
 
 
@@ -94,10 +95,12 @@ def _checked(found: FoundCheckpoint, run: ResolvedConfig, source: TokenSource, r
     notes = [f"skipped the checkpoint {folder}: {problem}" for folder, problem in found.passed_over.items()]
     theirs = training.config
     ours = run.flat()
+    # a checkpoint of an earlier version lacks the newest settings of all engines
+    before = {name: field.default for name, field in FIELDS.items() if not engines_with(name)} | theirs
     changed = [
-        f"{name} {_plain(theirs[name])} -> {_plain(ours[name])}"
+        f"{name} {_plain(before[name])} -> {_plain(ours[name])}"
         for name in names(SETTINGS, resume="mention")
-        if name in theirs and name in ours and _plain(theirs[name]) != _plain(ours[name])
+        if name in before and name in ours and _plain(before[name]) != _plain(ours[name])
     ]
     if changed:
         notes.append(f"settings changed since {found.folder.name}: {', '.join(changed)}")

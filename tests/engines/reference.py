@@ -23,21 +23,27 @@ def muon_in_fp32(run: ResolvedConfig) -> AbstractContextManager[object]:
     return patch.object(Tensor, "bfloat16", Tensor.float) if run.optimizer == "muon" else nullcontext()
 
 
+GROUPS_WITHOUT_BETAS = "embed: lr_scale=0.1 weight_decay=0.5; norm: weight_decay=0.3; mlp: lr_scale=2"
 PARAM_GROUPS = "embed: lr_scale=0.1 weight_decay=0.5; norm: weight_decay=0.3 beta1=0.5; mlp: lr_scale=2 beta2=0.8"
 
 
 def hyper_parameters(run: ResolvedConfig, name: str, num_dims: int) -> dict[str, Any]:
-    """What PARAM_GROUPS means, as plain conditions."""
+    """What these groups mean, as plain conditions."""
     values: dict[str, Any] = {"lr_scale": 1.0, "weight_decay": run.weight_decay if num_dims > 1 else 0.0}
     if run.param_groups is None:
         return values
-    assert run.param_groups == PARAM_GROUPS
+    assert run.param_groups in (PARAM_GROUPS, GROUPS_WITHOUT_BETAS)
     beta1, beta2 = run.betas
+    betas: tuple[float, float] | None = None
     if "embed" in name:
-        return values | {"lr_scale": 0.1, "weight_decay": 0.5}
-    if "norm" in name:
-        return values | {"weight_decay": 0.3, "betas": (0.5, beta2)}
-    return values | ({"lr_scale": 2.0, "betas": (beta1, 0.8)} if "mlp" in name else {})
+        values |= {"lr_scale": 0.1, "weight_decay": 0.5}
+    elif "norm" in name:
+        values |= {"weight_decay": 0.3}
+        betas = (0.5, beta2)
+    elif "mlp" in name:
+        values |= {"lr_scale": 2.0}
+        betas = (beta1, 0.8)
+    return values | ({"betas": betas} if betas and run.param_groups == PARAM_GROUPS else {})
 
 
 class Reference:
@@ -51,24 +57,20 @@ class Reference:
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         run, layers = self.run, self.run.shape.table.layer_prefix
-        matrices = {name: p for name, p in self.model.named_parameters() if p.ndim > 1}
-        hidden = [p for name, p in matrices.items() if name.startswith(layers) and p.ndim == 2]
-        vectors = {"params": [p for p in self.model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
-        groups = [{"params": [p], **hyper_parameters(run, name, p.ndim)} for name, p in self.model.named_parameters()]
-        adam: dict[str, Any] = {"lr": run.lr, "betas": run.betas, "eps": run.eps, "weight_decay": run.weight_decay}
+        named = dict(self.model.named_parameters())
+        groups = {name: {"params": [p], **hyper_parameters(run, name, p.ndim)} for name, p in named.items()}
+        adam: dict[str, Any] = {"lr": run.lr, "betas": run.betas, "eps": run.eps}
         match run.optimizer:
             case "sgd":
-                return [torch.optim.SGD(groups, lr=run.lr)]
+                return [torch.optim.SGD(groups.values(), lr=run.lr)]
             case "adafactor":
-                return [torch.optim.Adafactor(groups, lr=run.lr)]
+                return [torch.optim.Adafactor(groups.values(), lr=run.lr)]
             case "muon":
-                muon = torch.optim.Muon(
-                    hidden, lr=run.lr, weight_decay=run.weight_decay, adjust_lr_fn="match_rms_adamw"
-                )
-                ends = [p for name, p in matrices.items() if not name.startswith(layers)]
-                rest: list[dict[str, Any]] = [{"params": ends}, vectors]
-                return [muon, torch.optim.AdamW(rest, **adam)]
-        return [torch.optim.AdamW(groups, **adam)]
+                hidden = [name for name, p in named.items() if name.startswith(layers) and p.ndim == 2]
+                matrices = [groups.pop(name) for name in hidden]
+                muon = torch.optim.Muon(matrices, lr=run.lr, adjust_lr_fn="match_rms_adamw")
+                return [muon, torch.optim.AdamW(groups.values(), **adam)]
+        return [torch.optim.AdamW(groups.values(), **adam)]
 
     def load(self) -> torch.nn.Module:
         """The model with its initial weights in fp32."""

@@ -57,22 +57,22 @@ RECIPES: list[dict[str, Any]] = [
 ]
 
 
-IN_CI = (
+LAYOUTS_IN_CI = (
     *("tp2", "tp2-dp2", "cp2", "pp2-vp2", "tp2-pp2-vp2", "cp3-chunks", "dp4-shards-of-2"),
     *("tp2-keep-gathered", "tp2-transposed-in-backward", "tp2-recompute-selective", "qwen3"),
-    *("zero-2", "zero-3", "zero-3-recompute", "fsdp", "fsdp-offload", "hsdp", "ddp", "megatron-fsdp"),
 )
+ENGINES_IN_CI = (*("zero-2", "zero-3", "zero-3-recompute", "fsdp", "fsdp-offload", "hsdp", "ddp", "megatron-fsdp"),)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", with_representatives(MEGATRON, *IN_CI))
+@pytest.mark.parametrize("layout", with_representatives(MEGATRON, *LAYOUTS_IN_CI))
 def test_megatron(layout: str) -> None:
     world_size, fields = MEGATRON[layout]
     assert_equal(world_size, fields)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("engine", with_representatives(ENGINES, *IN_CI))
+@pytest.mark.parametrize("engine", with_representatives(ENGINES, *ENGINES_IN_CI))
 def test_engines(engine: str) -> None:
     world_size, fields = ENGINES[engine]
     assert_equal(world_size, fields)

@@ -29,7 +29,7 @@ from tests.engines.equivalence import (
     resolve,
     train,
 )
-from tests.engines.reference import PARAM_GROUPS
+from tests.engines.reference import GROUPS_WITHOUT_BETAS, PARAM_GROUPS
 from tests.exhaustive import with_representatives
 
 IN_CI = (
@@ -57,6 +57,13 @@ def test_parameter_groups(fields: dict[str, Any]) -> None:
     for name in plain:
         if re.search("embed|norm|mlp", name):
             assert relative_difference(plain[name], grouped[name]) > 10 * TOLERANCE, name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("optimizer", TABLE)
+def test_parameter_groups_of_every_optimizer(optimizer: str) -> None:
+    fields: dict[str, Any] = {"engine": "ddp", "optimizer": optimizer, "lr": 1e-2}
+    assert_equal_to_reference(2, **fields, param_groups=GROUPS_WITHOUT_BETAS)
 
 
 @pytest.mark.distributed

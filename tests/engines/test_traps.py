@@ -383,10 +383,12 @@ def reload_optimizer(run: ResolvedConfig, folder: str, what: str | None) -> list
         engine = MegatronEngine(run, torch.device("cpu"))
         engine.train_step(micro_batches(open_source(run), run, 0, 0), run.lr)
         dist_checkpointing.save(state(engine, is_loading=False), folder)
+        values = [(group["weight_decay"], group["lr_scale"]) for group in engine.optimizer.param_groups]
         engine.optimizer.optimizer.state.clear()  # as in a process that has just started
         for group in engine.optimizer.param_groups:
             group.pop("step", None)
         engine.optimizer.load_state_dict(dist_checkpointing.load(state(engine, is_loading=True), folder)["optimizer"])
+        assert values == [(group["weight_decay"], group["lr_scale"]) for group in engine.optimizer.param_groups]
         return [group["step"] for group in engine.optimizer.param_groups if group["params"]]
 
 

@@ -25,7 +25,6 @@ def test_the_first_group_that_sets_a_value_applies() -> None:
     [
         ("norm", {}, "'norm' is not a parameter group; give a pattern of parameter names and the"),
         ("norm:", {}, "is not a parameter group"),
-        ("norm: lr_scale=1;", {}, "'' is not a parameter group"),
         ("(: lr_scale=1", {}, "'(' is not a regular expression"),
         ("norm: lr=1", {}, "'lr=1' is not a value of a group; use each of lr_scale, weight_decay, beta1, beta2 once"),
         ("norm: lr_scale=1 lr_scale=2", {}, "'lr_scale=2' is not a value of a group"),
@@ -46,6 +45,12 @@ def test_what_is_refused_and_why(param_groups: str, fields: dict[str, Any], said
     with pytest.raises(ConfigError) as error:
         resolve(param_groups, **fields)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_equal_groups_are_equal_work() -> None:
+    same = ("norm:lr_scale=2", "norm: lr_scale=2.0;", " norm : lr_scale=2e0 ; ")
+    assert {resolve(text).param_groups for text in same} == {"norm: lr_scale=2"}
+    assert resolve("").param_groups is None
 
 
 def test_tensors_of_one_parameter_may_have_the_same_values() -> None:

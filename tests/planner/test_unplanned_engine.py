@@ -1,4 +1,4 @@
-"""An engine that the planner cannot predict: it trains and is compared, and plans and checks say that they lack it."""
+"""An engine that the planner cannot predict: plans, the memory check and the doctor do without it and say so."""
 
 import json
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from megabench.planner.search import candidates
 from megabench.train.memory_check import check_memory
 from tests.doctor.test_planner_rules import ZERO2, advice
 from tests.planner.jobs import cluster, job
+from tests.planner.test_compare_clusters import plans, shown
 from tests.study.records import make_record
 
 PLAN = ["plan", "--model", "llama3-8b", "--cluster", "p5.48xlarge:1", "--seq-length", "4096", "--top", "1"]
@@ -33,8 +34,14 @@ def _without_ddp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_plans_do_not_contain_it_and_say_so() -> None:
     assert "ddp" not in {candidate.engine for candidate in candidates(job(), cluster())}
     text, found = (CliRunner().invoke(app, [*PLAN, *more]).output for more in ([], ["--json"]))
-    assert "Without a cost model, and therefore not in this plan: DDP." in text
+    assert "Without a cost model, and therefore not in a plan: DDP." in text
     assert json.loads(found)["not_covered"] == ["ddp"]
+
+
+def test_a_comparison_of_clusters_says_so_once() -> None:
+    text = shown(plans("p5.48xlarge:1:4", "g5.48xlarge:1:1", model="llama3-8b", global_batch=32))
+    assert text.count("Without a cost model") == 1
+    assert "g5.48xlarge:1:1: no layout of llama3-8b fits on this cluster" in text
 
 
 def test_its_records_have_no_prediction() -> None:

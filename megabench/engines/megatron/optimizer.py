@@ -65,10 +65,11 @@ def _param_groups(run: ResolvedConfig, named: Iterable[tuple[str, nn.Parameter]]
     """Return the groups of parameters, each with the keys that megatron-core expects."""
     # all Hugging Face tensors of a parameter have the same hyper-parameters (specs/megatron.py)
     tensors = ((shard(name, run.shape, 1, 0).pieces[0].name, param, param.ndim) for name, param in named)
-    return [
-        group | {"wd_mult": 1.0, "lr_mult": group["lr_scale"], "is_expert_parallel": False, "is_decoupled_lr": False}
-        for group in parameter_groups(run, tensors)
-    ]
+    groups = parameter_groups(run, tensors)
+    # megatron-core's own checkpoints identify groups by these keys
+    keys = ({"wd_mult": float(group["weight_decay"] > 0), "lr_mult": group["lr_scale"]} for group in groups)
+    plain = {"is_expert_parallel": False, "is_decoupled_lr": False}
+    return [group | own | plain for group, own in zip(groups, keys, strict=True)]
 
 
 def _accept_group_step() -> None:
@@ -81,6 +82,7 @@ def _accept_group_step() -> None:
 def _inner_optimizer(run: ResolvedConfig, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if run.optimizer == "sgd":
         return GroupStepSGD(param_groups, lr=run.lr, weight_decay=run.weight_decay)
+    assert run.optimizer == "adamw", "specs/megatron.py lists the optimizers"
     adam: Any = apex_adam() if run.device == "cuda" else None
     return (adam or GroupStepAdamW)(
         param_groups, lr=run.lr, betas=run.betas, eps=run.eps, weight_decay=run.weight_decay

@@ -13,11 +13,8 @@ from megabench.planner.engines.data_parallel_cost import DataParallel
 from megabench.planner.engines.data_parallel_memory import data_parallel_memory, host_bytes
 from megabench.planner.engines.planned_engine import PlannedEngine
 from megabench.planner.engines.sharding import Sharding
-from megabench.specs.ddp import Ddp
-from megabench.specs.deepspeed import DeepSpeed
 from megabench.specs.engine_spec import Options
-from megabench.specs.fsdp import Fsdp
-from megabench.specs.megatron_fsdp import MegatronFsdp
+from megabench.specs.registry import ENGINES
 
 
 class _PlannedDataParallel(PlannedEngine):
@@ -38,7 +35,7 @@ class _PlannedDataParallel(PlannedEngine):
 
 
 class PlannedDeepSpeed(_PlannedDataParallel):
-    spec = DeepSpeed()
+    spec = ENGINES["deepspeed"]
 
     def variants(self, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
         for offload in ("none", "optimizer"):
@@ -56,7 +53,7 @@ class PlannedDeepSpeed(_PlannedDataParallel):
 
 
 class PlannedFsdp(_PlannedDataParallel):
-    spec = Fsdp()
+    spec = ENGINES["fsdp"]
 
     def variants(self, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
         yield Sharding(3)
@@ -67,7 +64,7 @@ class PlannedFsdp(_PlannedDataParallel):
 
 
 class PlannedMegatronFsdp(_PlannedDataParallel):
-    spec = MegatronFsdp()
+    spec = ENGINES["megatron_fsdp"]
 
     def variants(self, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
         yield Sharding(3)
@@ -79,7 +76,7 @@ class PlannedMegatronFsdp(_PlannedDataParallel):
 
 
 class PlannedDdp(_PlannedDataParallel):
-    spec = Ddp()
+    spec = ENGINES["ddp"]
 
     def variants(self, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
         yield Sharding(0)

@@ -12,11 +12,11 @@ from megabench.planner.engines.megatron_cost import Pipeline
 from megabench.planner.engines.megatron_memory import MegatronVariant, megatron_memory
 from megabench.planner.engines.planned_engine import PlannedEngine
 from megabench.specs.engine_spec import Options
-from megabench.specs.megatron import Megatron
+from megabench.specs.registry import ENGINES
 
 
 class PlannedMegatron(PlannedEngine):
-    spec = Megatron()
+    spec = ENGINES["megatron"]
     adds_gradients = True
 
     def variants(self, ranks_per_host: int | None, layout: Layout) -> Iterator[MegatronVariant]:

@@ -11,7 +11,7 @@ ON_GPUS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"engine": "ddp"}),
     "ddp-compile": (2, {"engine": "ddp", "compile": True}),
 }
-RESUMED: list[dict[str, Any]] = [{"engine": "ddp"}]
+RESUMED: list[dict[str, Any]] = [{"engine": "ddp", "param_groups": "norm: lr_scale=2; embed: weight_decay=0.5"}]
 WHOLE_MATRICES: list[dict[str, Any]] = [{"engine": "ddp"}]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": "ddp", "offload": "all"}, "offload is a setting of the deepspeed and fsdp engines"),

@@ -47,7 +47,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 2, "shard_size": 4}, r"must divide the 2 ranks of a pipeline stage"),
     ({"compile": True}, f"compile is a setting of the {_COMPILING}, and the engine is megatron"),
 ]
-RESUMED: list[dict[str, Any]] = [{"shard_size": 2}]
+RESUMED: list[dict[str, Any]] = [{"shard_size": 2, "param_groups": "norm: lr_scale=2; embed: weight_decay=0.5"}]
 KERNELS: dict[str, dict[str, Any]] = {
     "llama": {"model": "llama3-8b"},
     "llama-reference": {"model": "llama3-8b", "kernels": "reference"},
