@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.distributed import Store
+from torch.distributed import DistError, Store
 
 POLL_SECONDS = 0.05
 
@@ -156,8 +156,12 @@ def outlast(store: Store, rank: int, world_size: int, topic: str, seconds: float
     def count(one: int) -> int:
         return store.add(f"outlasted/{topic}", one)
 
+    def count_this_rank() -> None:
+        with contextlib.suppress(DistError):  # rank 0 has ended, and with it the store
+            count(1)
+
     if rank != 0:
-        counting = threading.Thread(target=count, args=(1,), daemon=True)
+        counting = threading.Thread(target=count_this_rank, daemon=True)
         counting.start()
         counting.join(seconds)
         return

@@ -14,7 +14,7 @@ from torch import Tensor
 from megabench.checkpoint.shards import StateShard, TrainingState, blocks_of, whole
 from megabench.config import ResolvedConfig
 from megabench.models.mapping import hugging_face_shapes
-from megabench.optim.optimizers import StateKind
+from megabench.optim.optimizers import OPTIMIZERS, StateKind
 
 _MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 # attributes of DeepSpeed's DynamicLossScaler that change during a run
@@ -61,7 +61,7 @@ class ZeroState:
 
     @property
     def _has_moments(self) -> bool:
-        return self._run.optimizer == "adamw"
+        return OPTIMIZERS[self._run.optimizer].state((1, 1), False).keys() == {*_MOMENTS}
 
     @property
     def _loss_scaler(self) -> Any:
