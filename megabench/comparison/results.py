@@ -76,7 +76,7 @@ class Results:
 
     @property
     def _is_source(self) -> bool:
-        """Whether the study file is in the place of its copy."""
+        """Whether the study file itself is at the path to which it would be copied."""
         return self._copy.exists() and self._copy.samefile(self.study.source)
 
     @property

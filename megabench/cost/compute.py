@@ -188,7 +188,7 @@ def attention_seconds(machine: GpuModel, job: Job, tp: int, cp: int, micro_batch
     products = 4 * square * shape.head_dim / (machine.peak * profile.gemm_efficiency)
     # the inner size is head_dim, so reading and writing the scores limits these products
     products = max(products, memory_seconds(machine, 4 * square))
-    softmax = memory_seconds(machine, 4 * square)  # writes and reads 2 bytes per score
+    softmax = memory_seconds(machine, 4 * square)  # each attention score is written and read once, with 2 bytes
     return products + softmax, 2 * products + 1.5 * softmax
 
 

@@ -122,6 +122,7 @@ def _setting(text: str) -> tuple[str, str, Any]:
         raise StudyError(f"--set {text}: unknown setting {field!r}; {hint(field, TRIAL_SETTINGS)}")
     try:
         parsed = parse_yaml(value)
-        return trial, field, value if isinstance(parsed, dict) else parsed  # no setting is a mapping
+        # YAML reads text with a colon as a mapping, but no setting has a mapping as its value
+        return trial, field, value if isinstance(parsed, dict) else parsed
     except (yaml.YAMLError, ValueError):
         raise StudyError(f"--set {text}: {value!r} is not valid YAML; quote the value as in a study file") from None

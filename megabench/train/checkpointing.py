@@ -175,8 +175,8 @@ class Checkpoints:
     def observe(self, step: int, result: StepResult, is_wrong: bool) -> None:
         """Record the result of `step`.
 
-        Call this before `due_step`. A step that `is_wrong` did not update the weights, or the run does not continue
-        from it.
+        Call this before `due_step`. `is_wrong` is whether the step did not update the weights or the run does not
+        continue from it.
         """
         if is_wrong:
             return
@@ -253,11 +253,13 @@ class Checkpoints:
             return
         save = self._saver.finish(self._touch)
         self.times.append(self._times(save))
-        self._end = f"no checkpoint of step {save.step}: {save.error}; {self._kept()}" if save.ends_run else None
+        self._end = (
+            f"the checkpoint of step {save.step} was not saved: {save.error}; {self._kept()}" if save.ends_run else None
+        )
         if save.warning:
             self._note(save.warning)
         if save.error:
-            self._say(f"ERROR: no checkpoint of step {save.step}: {save.error}; {self._kept()}")
+            self._say(f"ERROR: the checkpoint of step {save.step} was not saved: {save.error}; {self._kept()}")
         else:
             self._on_save(self.times[-1])
 

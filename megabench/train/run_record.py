@@ -112,7 +112,7 @@ def speed_fields(run: ResolvedConfig, timed: Sequence[float], peak_tflops: float
 
 def unsaved(saves: list[SaveTimes]) -> list[str]:
     """Return an error message for each failed save."""
-    return [f"no checkpoint of step {save.step}: {save.error}" for save in saves if save.error]
+    return [f"the checkpoint of step {save.step} was not saved: {save.error}" for save in saves if save.error]
 
 
 def fp8_work(run: ResolvedConfig) -> Fp8Work | None:

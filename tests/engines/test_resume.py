@@ -320,7 +320,10 @@ def test_a_state_that_is_not_finite_is_not_saved(
     """One rank's two values end the run on all ranks; the only healthy checkpoint stays, whatever `keep` says."""
     run = resolve(2, **SMALL | fields, save=tmp_path, save_every=3, keep=1, save_mode=save_mode)
     for sentence in distributed.run(poisoned_saves, 2, run, kind):
-        assert f"no checkpoint of step 6: 2 values of the training state are NaN or infinite: {kind} model." in sentence
+        assert (
+            f"the checkpoint of step 6 was not saved: 2 values of the training state are NaN or infinite: {kind} model."
+            in sentence
+        )
         assert sentence.endswith("the newest good one of this run is that of step 3")
     assert sorted(path.name for path in tmp_path.iterdir()) == [RUN_ID_NAME, "step-00000003"]
 

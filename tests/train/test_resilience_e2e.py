@@ -91,7 +91,7 @@ def test_a_save_that_fails_is_an_error_that_is_seen(tmp_path: Path) -> None:
         assert run.finish() == 1, run.output
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert run.output.count("ERROR: no checkpoint of step ") == 3
+    assert len(re.findall(r"ERROR: the checkpoint of step \d+ was not saved: ", run.output)) == 3
     assert "File too large; this run has no checkpoint" in run.output and "step 10/10 100%" in run.output
     assert run.output.count("Error: the run's last checkpoint, of step 10, could not be saved") == 1
     record = RunRecord.read(tmp_path / "out" / "record.json")
@@ -139,7 +139,9 @@ def test_weights_that_overflow_are_not_saved(tmp_path: Path, healthy: tuple[list
     run = Run.start(2, *flags, "--steps", 12, *saving, **fault)
     assert run.finish() == 1, run.output
     assert steps_in(save) == [2]
-    assert re.search(r"no checkpoint of step 3: [\d,]+ values of the training state are NaN or infinite: ", run.output)
+    assert re.search(
+        r"the checkpoint of step 3 was not saved: [\d,]+ values of the training state are NaN or infinite: ", run.output
+    )
     assert "the newest good one of this run is that of step 2" in run.output
 
 

@@ -17,7 +17,7 @@ from tools.planner_validation.sources import Source
 
 # studies with known faults, which benchmarks/NOTES.md describes
 _FAULTS = {"engines-4-gpus": " (torch.compile off by a fault)"}
-# the file of a study with the collectives that `megabench calibrate` measured between its hosts
+# a study's file with the times of collectives that `megabench calibrate` measured between the study's hosts
 _NETWORK = "network.json"
 _SHARED = " (other programs used the GPUs)"
 # Studies in which FSDP2, and DDP with several micro-batches, stored the gradients twice (see benchmarks/NOTES.md). This

@@ -20,8 +20,8 @@ from megabench.planner.engines.planned_engine import CostModel
 from tools.planner_validation.programs import ProgramJob, ProgramProfile
 
 _CAST, _TRANSPOSE = 4, 2  # bytes per element: a cast reads 2 and writes 1 in each of two layouts
-# The number of kernels in a layer's forward pass, and of additional kernels if norms, rotary embedding and activation
-# are not fused. The backward pass has about twice as many.
+# The number of kernels in a layer's forward pass, and the number of additional kernels if norms, rotary embedding and
+# activation are not fused. The backward pass has about twice as many.
 _KERNELS_FORWARD, _KERNELS_UNFUSED = 22, 20
 _QUEUED_KERNELS = 1024  # number of kernel launches that a CUDA stream queues before the host blocks
 
