@@ -39,9 +39,9 @@ def test_plans_do_not_contain_it_and_say_so() -> None:
 
 
 def test_a_comparison_of_clusters_says_so_once() -> None:
-    text = shown(plans("p5.48xlarge:1:4", "g5.48xlarge:1:1", model="llama3-8b", global_batch=32))
+    text = shown(plans("p5.48xlarge:2", "g5.48xlarge:1:1", model="llama3-70b", global_batch=32))
     assert text.count("Without a cost model") == 1
-    assert "g5.48xlarge:1:1: no layout of llama3-8b fits on this cluster" in text
+    assert "g5.48xlarge:1:1: no layout of llama3-70b fits on this cluster" in text
 
 
 def test_its_records_have_no_prediction() -> None:
