@@ -56,7 +56,8 @@ def _row(name: str, about: Setting) -> str:
         ", ".join(engines_with(name)) or "all",
         _RESUME[about.resume],
     ]
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+    escaped = [cell.replace("|", r"\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |\n"
 
 
 _KINDS: dict[Any, str] = {bool: "true, false", int: "integer", float: "number", str: "text", Path: "path"}

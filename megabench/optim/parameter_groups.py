@@ -32,7 +32,8 @@ class ParameterGroup:
     values: Mapping[str, float]
 
     def __str__(self) -> str:
-        return f"{self.pattern}: {' '.join(f'{name}={value:g}' for name, value in self.values.items())}"
+        values = (f"{name}={repr(value).removesuffix('.0')}" for name, value in sorted(self.values.items()))
+        return f"{self.pattern}: {' '.join(values)}"
 
     def contains(self, name: str) -> bool:
         return re.search(self.pattern, name) is not None

@@ -51,6 +51,13 @@ def test_equal_groups_are_equal_work() -> None:
     same = ("norm:lr_scale=2", "norm: lr_scale=2.0;", " norm : lr_scale=2e0 ; ")
     assert {resolve(text).param_groups for text in same} == {"norm: lr_scale=2"}
     assert resolve("").param_groups is None
+    swapped = ("norm: weight_decay=0 lr_scale=2", "norm: lr_scale=2 weight_decay=0")
+    assert len({resolve(text).param_groups for text in swapped}) == 1
+
+
+def test_no_digit_of_a_value_is_lost() -> None:
+    run = resolve("norm: lr_scale=1.23456789012 weight_decay=1e-9")
+    assert run.hyper_parameters("model.norm.weight", 1) == HyperParameters(1e-9, (0.9, 0.95), 1.23456789012)
 
 
 def test_tensors_of_one_parameter_may_have_the_same_values() -> None:
