@@ -38,8 +38,12 @@ def _reset_globals() -> None:
     """Forgets the process groups that the libraries remember."""
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+    # Its hooks are a circle through C++ that Python's collector does not see. It would keep the threads of its groups.
+    for model in [each for each in gc.get_objects() if isinstance(each, DistributedDataParallel)]:
+        vars(model).clear()
     parallel_state.destroy_model_parallel()
     RotaryEmbedding.forward.cache_clear()  # a cache of calls, that holds the models
     if "deepspeed" in sys.modules:

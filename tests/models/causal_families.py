@@ -96,9 +96,10 @@ _ENCODERS = [
 ]  # fmt: skip
 # Variants that megabench trained exactly before this test existed.
 _EXACT = json.loads(Path(__file__).with_name("families_exact.json").read_text())
-VARIANTS = {f"exact-{name}": TinyModel(*row) for name, row in _EXACT.items()}
-VARIANTS |= {f"{name}-decoder": TinyModel(name, {"is_decoder": True}) for name in _ENCODERS}
-VARIANTS |= {
+MODELS = {name: TinyModel(name, {}) for name in TYPES if name not in UNBUILT}
+MODELS |= {f"exact-{name}": TinyModel(*row) for name, row in _EXACT.items()}
+MODELS |= {f"{name}-decoder": TinyModel(name, {"is_decoder": True}) for name in _ENCODERS}
+MODELS |= {
     "gpt2-scaled": TinyModel("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt2-16-positions": TinyModel("gpt2", {"n_positions": 16}),
     "granitemoehybrid-dense": TinyModel("granitemoehybrid", {"num_local_experts": 0}),
@@ -110,7 +111,6 @@ VARIANTS |= {
     "nemotron_h-dense": TinyModel("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"]}),
     "xlm-causal": TinyModel("xlm", {"causal": True}),
 }
-MODELS = {name: TinyModel(name, {}) for name in TYPES if name not in UNBUILT} | VARIANTS
 
 
 # What a refusal must say, by model. All other models must be trained by every engine but megatron.

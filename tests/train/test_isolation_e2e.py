@@ -51,7 +51,7 @@ def test_a_study_on_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
         family = [supervisor, *supervisor.children(recursive=True)]
         seen += len(family) > 2 and any(map(listening, family))
         wrong |= exposed(family)
-        time.sleep(0.2)
+        time.sleep(1)
     assert process.returncode == 0, process.communicate()
     assert seen > 4 and not wrong
 
