@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from megabench.config import ResolvedConfig
-from megabench.engines.protocol import Engine
+from megabench.engines.base import Engine
 from megabench.specs.registry import implementation_of
 
 

@@ -36,7 +36,7 @@ from megabench.checkpoint.shards import TrainingState
 from megabench.checkpoint.staging import Staging, free_host_bytes, owned_bytes
 from megabench.config import ResolvedConfig
 from megabench.data.source import TokenSource
-from megabench.engines.protocol import Engine, StepResult
+from megabench.engines.base import Engine, StepResult
 from megabench.models.mapping import hidden_matrices, hugging_face_shapes, stored_shapes
 from megabench.optim.optimizers import OPTIMIZERS
 from megabench.record import LayoutSizes, LoadTimes, Rollback, SaveTimes

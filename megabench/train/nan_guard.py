@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from megabench.checkpoint.health import describe_non_finite
 from megabench.config import ResolvedConfig
-from megabench.engines.protocol import StepResult
+from megabench.engines.base import StepResult
 
 _WINDOW = 50  # number of losses in the running median
 _LEAST_LOSSES = 10  # a median of fewer losses is not meaningful

@@ -17,8 +17,8 @@ from megabench.checkpoint.health import count_non_finite
 from megabench.config import ResolvedConfig, RunConfig
 from megabench.data.batch import Batch, micro_batches
 from megabench.data.source import TokenSource
+from megabench.engines.base import Engine
 from megabench.engines.build import build_engine, process_groups
-from megabench.engines.protocol import Engine
 from megabench.hardware.gpus import find_gpu
 from megabench.optim.schedules import learning_rate
 from megabench.parallel.placement import Placement

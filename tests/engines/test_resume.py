@@ -19,8 +19,8 @@ from megabench.checkpoint.manifest import Manifest
 from megabench.config import ResolvedConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
+from megabench.engines.base import StepResult
 from megabench.engines.build import build_engine
-from megabench.engines.protocol import StepResult
 from megabench.optim.optimizers import OPTIMIZERS
 from megabench.runtime.rendezvous import Rendezvous
 from megabench.train.checkpointing import Checkpoints, restore

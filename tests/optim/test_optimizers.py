@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from megabench.config import ConfigError, RunConfig
+from megabench.engines.base import EngineError
 from megabench.engines.common.optim import MuonWithAdamW
 from megabench.engines.common.transformers_model import build_optimizer
-from megabench.engines.protocol import EngineError
 from megabench.errors import UserError
 from megabench.optim.optimizers import OPTIMIZERS, title_of
 from megabench.planner.predict import job_of

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megabench.config import RunConfig
-from megabench.engines.protocol import StepResult
+from megabench.engines.base import StepResult
 from megabench.train.nan_guard import NanGuard
 
 GOOD = StepResult(loss=2.0, grad_norm=1.0, num_tokens=1, skipped=False)

@@ -11,7 +11,7 @@ from megabench.checkpoint.directory import folder_of, steps_in
 from megabench.checkpoint.manifest import DataEntry, Manifest, OptimizerEntry, TrainingEntry
 from megabench.config import RunConfig
 from megabench.config.run_config import ConfigError
-from megabench.engines.protocol import StepResult
+from megabench.engines.base import StepResult
 from megabench.record import Rollback, RunRecord
 from megabench.train.nan_guard import NanGuard
 from megabench.train.rollback import ROLLBACKS_NAME, batch_of_step, read_rollbacks, write_rollbacks

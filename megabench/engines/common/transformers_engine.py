@@ -6,14 +6,14 @@ from torch import Tensor
 
 from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
+from megabench.engines.base import DataParallelEngine
 from megabench.engines.common import kernels
 from megabench.engines.common.transformers_model import OptimizerState, PersistentBuffers, optimizer_name
-from megabench.engines.protocol import DataParallelEngine
 from megabench.record import KernelTraits
 
 
 class TransformersEngine(DataParallelEngine):
-    """What engines for transformers models report about a run; see `megabench.engines.protocol.Engine`.
+    """What engines for transformers models report about a run; see `megabench.engines.base.Engine`.
 
     `loss` is the sum of this rank's losses over the micro-batches of the last step, each divided by their number.
     """

@@ -15,12 +15,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megabench.checkpoint.shards import StateShard, TrainingState, blocks_of, whole
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.engines.base import EngineError, StepResult, TensorKind
 from megabench.engines.common.initial import initial_weights
 from megabench.engines.common.kernels import patch_transformers
 from megabench.engines.common.loss_scale import LossScale
 from megabench.engines.common.optim import MuonWithAdamW, NamedParameter, parameter_groups, set_learning_rate
 from megabench.engines.common.transformers_blocks import LossHead
-from megabench.engines.protocol import EngineError, StepResult, TensorKind
 from megabench.models.causal_lm import UnsupportedModelError, build_model
 from megabench.models.foreign import unused_words
 from megabench.models.hugging_face import transformers_config

@@ -19,19 +19,19 @@ from transformers import PreTrainedModel
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8_casts import forget_casts
 from megabench.engines.common.fp8_linear import Fp8Linear
 from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.engines.common.transformers_engine import TransformersEngine
-from megabench.engines.protocol import StepResult, TensorKind
 from megabench.runtime.device import DTYPES
 from megabench.specs.ddp import POWERSGD_PLAIN_STEPS, DdpSettings
 
 
 class DdpEngine(TransformersEngine):
-    """Pure data parallelism with whole replicas; see `megabench.engines.protocol.Engine`."""
+    """Pure data parallelism with whole replicas; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run = config

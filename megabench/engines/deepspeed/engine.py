@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.engines.base import EngineError, StepResult, TensorKind
 from megabench.engines.common import loss_scale, transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8_casts import forget_casts
 from megabench.engines.common.optim import NamedParameter, parameter_groups, set_learning_rate
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.deepspeed.state import ZeroState
-from megabench.engines.protocol import EngineError, StepResult, TensorKind
 from megabench.models.causal_lm import build_model
 from megabench.specs.deepspeed import DeepSpeedSettings, reduce_bucket
 from megabench.specs.deepspeed_json import merge, read_deepspeed_json
@@ -38,7 +38,7 @@ logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
 class DeepSpeedEngine(TransformersEngine):
-    """Pure data parallelism under ZeRO; see `megabench.engines.protocol.Engine`."""
+    """Pure data parallelism under ZeRO; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run, self.own = config, DeepSpeedSettings.of(config)

@@ -20,19 +20,19 @@ from transformers import PreTrainedModel
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8_linear import Fp8Linear
 from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.fsdp.fp8_gather import Fp8Shards
-from megabench.engines.protocol import StepResult, TensorKind
 from megabench.runtime.device import DTYPES
 from megabench.specs.fsdp import FsdpSettings
 
 
 class FsdpEngine(TransformersEngine):
-    """Pure data parallelism under FSDP2; see `megabench.engines.protocol.Engine`."""
+    """Pure data parallelism under FSDP2; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run, self.own = config, FsdpSettings.of(config)

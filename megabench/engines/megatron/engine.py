@@ -18,6 +18,7 @@ from torch import Tensor
 from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.common import kernels
 from megabench.engines.common.fp8_casts import forget_casts
 from megabench.engines.common.initial import initial_weights
@@ -34,7 +35,6 @@ from megabench.engines.megatron.model import (
 )
 from megabench.engines.megatron.optimizer import build_optimizer
 from megabench.engines.megatron.state import loss_scale_of, optimizer_step, set_loss_scale, set_optimizer_step, shards
-from megabench.engines.protocol import StepResult, TensorKind
 from megabench.parallel.axes import FACTORS
 from megabench.record import KernelTraits
 from megabench.runtime.megatron_core import buffer_layout, gradients_for_norm
@@ -46,7 +46,7 @@ BUCKET_SIZE_PER_RANK = 1_000_000
 
 
 class MegatronEngine:
-    """TP × PP × CP × DP training of a Llama; see `megabench.engines.protocol.Engine`."""
+    """TP × PP × CP × DP training of a Llama; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run = config

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
+from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.replica_state import Held, ReplicaState
 from megabench.engines.common.transformers_engine import TransformersEngine
-from megabench.engines.protocol import StepResult, TensorKind
 from megabench.runtime.device import DTYPES
 from megabench.runtime.megatron_fsdp import prepare
 from megabench.specs.megatron_fsdp import MegatronFsdpSettings
@@ -34,7 +34,7 @@ from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata  # no
 
 
 class MegatronFsdpEngine(TransformersEngine):
-    """Pure data parallelism under Megatron-FSDP; see `megabench.engines.protocol.Engine`."""
+    """Pure data parallelism under Megatron-FSDP; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.run, self.own = config, MegatronFsdpSettings.of(config)

@@ -11,7 +11,7 @@ import torch
 from megabench.config import ResolvedConfig, RunConfig
 from megabench.data.batch import Batch
 from megabench.data.source import TokenSource
-from megabench.engines.protocol import Engine, StepResult
+from megabench.engines.base import Engine, StepResult
 from megabench.parallel.placement import Placement
 from megabench.record import LoadTimes, Probe, Rollback, RunRecord, SaveTimes
 from megabench.runtime.rendezvous import Rendezvous

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megabench.data.batch import Batch
-from megabench.engines.protocol import Engine
+from megabench.engines.base import Engine
 from megabench.parallel.groups import differing_axes
 from megabench.parallel.layout import Layout
 from megabench.record import Communication, StepProfile

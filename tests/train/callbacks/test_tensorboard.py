@@ -9,7 +9,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from megabench.config import RunConfig
-from megabench.engines.protocol import StepResult
+from megabench.engines.base import StepResult
 from megabench.train.callbacks import Step
 from megabench.train.callbacks.hardware_monitor import HardwareMonitor
 from megabench.train.callbacks.tensorboard import TensorBoard
