@@ -1,4 +1,4 @@
-"""Definitions of tokens per second, FLOPs per token, MFU and quantiles. This module does not import torch."""
+"""Definitions of tokens per second, FLOPs per token, MFU, quantiles and the metrics of a step. Loads no torch."""
 
 import statistics
 from collections.abc import Sequence
@@ -101,3 +101,37 @@ def throughput(
         tflops_per_device_full=per_device * flops.full / 1e12,
         days_per_100b_tokens=training_days(tokens_per_second),
     )
+
+
+def step_metrics(
+    loss: float | None,
+    grad_norm: float | None,
+    learning_rate: float | None,
+    peak_memory_gib: float | None,
+    gpu_utilization: float | None,
+) -> dict[str, float | None]:
+    """Return the metrics of any step by their TensorBoard tags. A value is None if it is not known."""
+    return {
+        "train/loss": loss,
+        "train/grad_norm": grad_norm,
+        "train/learning_rate": learning_rate,
+        "usage/peak_reserved_gib": peak_memory_gib,
+        "usage/gpu_utilization": gpu_utilization,
+    }
+
+
+def speed_metrics(
+    seconds: float, tokens_per_second: float, world_size: int, tflops_per_device: float, mfu: float | None
+) -> dict[str, float | None]:
+    """Return the metrics of a step that depend on its time, by their TensorBoard tags."""
+    return {
+        "throughput/step_seconds": seconds,
+        "throughput/tokens_per_second": tokens_per_second,
+        "throughput/tokens_per_second_per_device": tokens_per_second / world_size,
+        "throughput/tflops_per_device": tflops_per_device,
+        "throughput/mfu": mfu,
+    }
+
+
+# the tags of the metrics of every run
+BUILT_IN_METRICS = {*step_metrics(None, None, None, None, None), *speed_metrics(1.0, 0.0, 1, 0.0, None)}

@@ -454,6 +454,8 @@ class RunRecord(_Part):
     grad_norms: list[Measure] = []
     learning_rates: list[float] | None = None
     """Learning rate of every step."""
+    metrics: dict[str, list[Measure]] = {}
+    """Metrics that callbacks added: one value per step of this run, or null."""
     peak_memory_gib_by_step: list[float | None] | None = None
     """Peak memory of rank 0 until each step."""
     gpu_utilization_by_step: list[float | None] | None = None

@@ -25,7 +25,7 @@ from megabench.supervisor.coordinator import Coordinator, StudyStopped, note_sig
 from megabench.supervisor.launch import launch_of
 from megabench.supervisor.trial_queue import TRAINER, TrialQueue
 from megabench.terminal import ProgressLine, standard_output
-from megabench.train.stopping import StoppedError
+from megabench.train.stopping import SignalledError, StoppedError
 
 FOUND_NAME = "found.json"
 
@@ -56,7 +56,7 @@ def tune_launched(given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) 
     """Return `given` with values for its "auto" settings. Every process of the launch must call this before it trains.
 
     A run that is restarted or resumed uses the settings that it found before. Raises UserError on all processes if no
-    setting can run, and StoppedError if the search cannot continue.
+    setting can run, StoppedError if the search cannot continue, and SignalledError if a signal ended it.
     """
     with signal_handlers_kept():
         received = note_signals()
@@ -67,7 +67,7 @@ def tune_launched(given: RunConfig, rendezvous: Rendezvous, device: DeviceKind) 
             if not received:
                 raise StoppedError(f"the search for {' and '.join(given.auto_settings)} stopped: {stopped}") from None
     if received:  # even if the signal arrived after the coordinator had last asked for signals
-        raise SystemExit(128 + received[0])
+        raise SignalledError(received[0])
     if "problem" in verdict:
         raise UserError(verdict["problem"])
     return apply_setting(given, AutoSetting(**verdict["setting"])), [Probe(**probe) for probe in verdict["probes"]]

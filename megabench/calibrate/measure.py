@@ -34,7 +34,7 @@ from megabench.models.shape import ModelShape
 from megabench.runtime import ranks, rendezvous
 from megabench.runtime.device import choose_device, device_name, gpu_uuid, memory_gib
 from megabench.terminal import ProgressLine, standard_output
-from megabench.train.place_ranks import split_nccl
+from megabench.train.rank_setup import split_nccl
 
 _MOST_TOKENS = {"cuda": 8192, "cpu": 256}
 _ORIGIN = "megabench calibrate"

@@ -1,7 +1,7 @@
 """Checkpoint directories: naming, validation and deletion of checkpoints. This module does not import torch.
 
 .run-id                                     the run id and the launch id of the run that saves to this directory
-.rollbacks.json                             the rollbacks of the run (train/rollback.py)
+.rollbacks.json                             the rollbacks of the run (train/resume.py)
 step-00000006/                              a complete checkpoint: tensor files and a manifest
 .step-00000012.9a31c2-1f0c-6.partial/       an incomplete checkpoint of run 9a31c2: a save in progress or interrupted
 .step-00000003.9a31c2-77e0.partial.old/     a checkpoint that run 9a31c2 is deleting

@@ -10,10 +10,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megabench.comparison.hparams import write_hparams
 from megabench.errors import UserError
+from megabench.metrics import speed_metrics, step_metrics
 from megabench.optim.schedules import learning_rate
 from megabench.record import RunRecord
 from megabench.study.expand import SAFE_NAME
-from megabench.train.callbacks.tensorboard import speed_scalars, step_scalars
 
 
 def check_output(out: Path) -> None:
@@ -66,7 +66,7 @@ def scalars_of(record: RunRecord) -> Iterator[tuple[int, dict[str, float | None]
     rates = record.learning_rates or _scheduled_rates(record)
     timed = record.step_seconds.all if record.step_seconds else []
     for index, loss in enumerate(record.losses):
-        values = step_scalars(
+        values = step_metrics(
             loss=_measured(loss),
             grad_norm=_measured(record.grad_norms[index]) if index < len(record.grad_norms) else None,
             learning_rate=rates[index] if rates else None,
@@ -96,7 +96,7 @@ def _speed(record: RunRecord, seconds: float) -> dict[str, float | None]:
     """Return the scalars of a timed step, scaled from the record's median step."""
     assert record.step_seconds and record.tokens_per_second and record.model_tflops_per_device
     faster = record.step_seconds.median / seconds
-    return speed_scalars(
+    return speed_metrics(
         seconds=seconds,
         tokens_per_second=record.tokens_per_second * faster,
         world_size=record.world_size,

@@ -273,7 +273,12 @@ class RunSettings(Settings):
     """Profile one extra step after the last: time by part, and a Chrome trace in OUT/trace."""
 
     callbacks: str | None = setting(None, "Run", "watch", "free")
-    """Your own callbacks, as module:Class separated by commas; modules are first searched in the working directory."""
+    """Your own callbacks, as module:Class or module:Class(name=value) separated by commas."""
+
+    log_every: NumSteps | Literal["auto"] = setting(
+        "auto", "Run", "watch", "free", synonyms="logging_steps log_freq log_interval log_every_n_steps"
+    )
+    """Print a line every N steps; auto prints at most about one line per second. The record keeps every step."""
 
     tensorboard: Path | None = setting(None, "Run", "output", "free", synonyms="tensorboard_dir logging_dir")
     """TensorBoard directory [default: OUT/tensorboard]."""

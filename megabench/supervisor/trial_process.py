@@ -91,7 +91,7 @@ class TrialProcesses:
     def _environment(self, rank: int) -> dict[str, str]:
         task = self._task
         environment = {"PYTHONUNBUFFERED": "1"} | without_launcher(os.environ)
-        # do not inherit the value, because train/main.py sets it for each layout
+        # do not inherit the value, because train/rank_setup.py sets it for each layout
         environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         environment.pop(SECRET_VARIABLE, None)
         if task.device == "cpu":

@@ -45,8 +45,7 @@ from megabench.runtime.messages import shared
 from megabench.runtime.rendezvous import Rendezvous, launch_identity
 from megabench.runtime.run_lock import RunLock
 from megabench.train.nan_guard import NanGuard
-from megabench.train.resume import Resume
-from megabench.train.rollback import batch_of_step, write_rollbacks
+from megabench.train.resume import Resume, batch_of_step, write_rollbacks
 from megabench.train.stopping import StoppedError
 
 

@@ -6,8 +6,8 @@ Loads no torch.
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
@@ -94,7 +94,7 @@ def _shown(default: Any) -> str:
 def _plain_type(annotation: Any) -> Any:
     """Return the type that typer parses: without None, and without pydantic's bounds, which RunConfig checks."""
     arms = [arm for arm in get_args(annotation) if arm is not NoneType]
-    if NoneType in get_args(annotation):
+    if get_origin(annotation) in (Union, UnionType):
         return str if len(arms) > 1 else _plain_type(arms[0])  # "auto" or a number: RunConfig tells them apart
     if get_origin(annotation) is Annotated:
         return arms[0]

@@ -1,14 +1,17 @@
-"""Build the RunRecord of a finished run."""
+"""Build and write the RunRecord of a finished run."""
 
+import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from megabench.config import ResolvedConfig
 from megabench.config.requested_fields import auto_fields, requested_fields
 from megabench.data.source import TokenSource
-from megabench.metrics import quantile, throughput
+from megabench.metrics import BUILT_IN_METRICS, quantile, throughput
 from megabench.optim.optimizers import OPTIMIZERS
 from megabench.record import (
     Fp8Work,
@@ -23,7 +26,8 @@ from megabench.record import (
 )
 from megabench.runtime import device as devices
 from megabench.runtime import environment
-from megabench.train.callbacks.callback import TrainerState
+from megabench.runtime.run_lock import RunLock
+from megabench.train.callbacks.callback import Callback, Step, TrainerState
 
 
 def build_record(
@@ -60,6 +64,7 @@ def build_record(
         losses=[result.loss for result in results],
         grad_norms=[result.grad_norm for result in results],
         learning_rates=[step.learning_rate for step in trainer.steps],
+        metrics=_metrics_of_callbacks(trainer.steps),
         peak_memory_gib_by_step=[step.peak_memory_gib for step in trainer.steps],
         num_skipped_steps=sum(result.skipped for result in results),
         placement=PlacementUsed(
@@ -88,6 +93,35 @@ def build_record(
         **speed_fields(run, seconds[run.warmup_steps :], trainer.peak_tflops),
         **sections,
     )
+
+
+def json_section(callback: Callback, by_rank: Sequence[Any]) -> Any:
+    """Return the section of a user's callback as JSON. Values that are no JSON become strings."""
+    return json.loads(json.dumps(dict(callback.section(by_rank)), default=str))
+
+
+def write_record(record: RunRecord | None, lock: RunLock | None) -> tuple[Path | None, str | None]:
+    """Write the record, if there is one, to the locked output directory.
+
+    Return the record's path, and an error message if writing failed or another run took the directory over.
+    """
+    if not record or not lock:
+        return None, None
+    path, wrong = lock.folder / "record.json", None
+    if loss := lock.loss:
+        path = path.with_name(f"record-of-{os.getpid()}.json")
+        wrong = f"{loss} This run's record is {path}"
+    try:
+        record.write(path)
+    except OSError as error:
+        return None, f"{path} could not be written: {error.strerror}"
+    return path, wrong
+
+
+def _metrics_of_callbacks(steps: Sequence[Step]) -> dict[str, list[float | None]]:
+    """Return the metrics that callbacks added, by tag, with None for each step without a value."""
+    tags = sorted({tag for step in steps for tag in step.metrics} - BUILT_IN_METRICS)
+    return {tag: [step.metrics.get(tag) for step in steps] for tag in tags}
 
 
 def speed_fields(run: ResolvedConfig, timed: Sequence[float], peak_tflops: float | None) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 Slurm and Kubernetes announce the end of a job with SIGTERM or SIGUSR1.
 """
 
+import os
 import signal
-from types import FrameType
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,21 +24,46 @@ class StoppedError(Exception):
     """
 
 
-class StopSignal:
-    """Records signals, so that all ranks can agree to stop at the same step.
+class SignalledError(Exception):
+    """Raised if signal `number` ends the run before it can save anything."""
 
-    Before `install` is called, signals end the process as usual, because a run that saves nothing need not wait.
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number = number
+
+
+class StopSignal:
+    """Receives signals, so that all ranks can agree to stop at the same step.
+
+    Until `save_first` is called, a signal calls `end`, because a run that saves nothing need not wait.
+
+    A thread receives the signals, because Python calls no signal handler while the main thread waits for other ranks.
     """
 
-    def __init__(self) -> None:
-        self._received = 0
+    def __init__(self, end: Callable[[int], None]) -> None:
+        self._end, self._saves, self._received = end, False, 0
 
     def install(self) -> None:
+        """Receive the signals of this process from now on. The main thread must call this method."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
+            signal.signal(number, lambda *_: None)
+        os.register_at_fork(after_in_child=_end_by_signals)
+        threading.Thread(target=self._receive, args=(reader,), name="stop-signals", daemon=True).start()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+    def save_first(self) -> None:
+        """Only record signals from now on. The run saves before it stops."""
+        self._saves = True
+
+    def _receive(self, reader: int) -> None:
+        while True:
+            (number,) = os.read(reader, 1)
+            if number in STOP_SIGNALS:
+                self._received = number
+                if not self._saves:
+                    self._end(number)
 
     def agreed(self, device: "torch.device") -> str | None:
         """Return the name of a signal that any rank has received, or None.
@@ -53,3 +80,10 @@ class StopSignal:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
             number = int(numbers.item())
         return signal.Signals(number).name if number else None
+
+
+def _end_by_signals() -> None:
+    """Let signals end this process, a fork of the training process, which does not receive them."""
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)

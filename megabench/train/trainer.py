@@ -1,53 +1,58 @@
-"""The trainer: builds a run on this rank, trains it step by step, and writes its record."""
+"""The trainer owns a run on its rank: it checks, builds, trains and records the run, and ends the process."""
 
-import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from megabench.checkpoint.health import count_non_finite
 from megabench.config import ResolvedConfig, RunConfig
+from megabench.config.auto import resolve_first
 from megabench.data.batch import Batch, micro_batches
-from megabench.data.source import TokenSource
-from megabench.engines.base import Engine
+from megabench.data.source import TokenSource, open_source
+from megabench.engines.base import Engine, StepResult
 from megabench.engines.build import build_engine, process_groups
+from megabench.errors import UserError, error_message
 from megabench.hardware.gpus import find_gpu
+from megabench.metrics import speed_metrics, step_metrics, throughput
 from megabench.optim.schedules import learning_rate
+from megabench.parallel.layout import LayoutError
 from megabench.parallel.placement import Placement
 from megabench.record import LoadTimes, Probe, Rollback, RunRecord, SaveTimes
 from megabench.runtime import device as devices
-from megabench.runtime.messages import outlast
-from megabench.runtime.rendezvous import Rendezvous, gather_objects, is_supervised
+from megabench.runtime.device import DeviceKind
+from megabench.runtime.messages import meet, outlast
+from megabench.runtime.rendezvous import Rendezvous, gather_objects, is_supervised, join
 from megabench.runtime.run_lock import RunLock
+from megabench.train import checks
 from megabench.train.callbacks import Callback, Step
 from megabench.train.callbacks.comm_volume import CommVolume
-from megabench.train.callbacks.console import Console
 from megabench.train.callbacks.hardware_monitor import HardwareMonitor
 from megabench.train.callbacks.profiler import Profiler
 from megabench.train.callbacks.straggler_detector import StragglerDetector
 from megabench.train.callbacks.supervisor_progress import SupervisorProgress
-from megabench.train.callbacks.tensorboard import TensorBoard
+from megabench.train.callbacks.user_callbacks import load_callbacks
 from megabench.train.checkpointing import Checkpoints, restore
-from megabench.train.comm_preflight import Network, nccl_log_path, try_out
+from megabench.train.comm_preflight import Network, nccl_log_path, try_out, write_nccl_log
+from megabench.train.exits import Exits
+from megabench.train.launch_commands import launch_commands, small_run_command
+from megabench.train.memory_check import MemoryCheckError, check_memory
 from megabench.train.nan_guard import NanGuard
-from megabench.train.resume import Resume
-from megabench.train.rollback import batch_of_step
-from megabench.train.run_record import build_record
-from megabench.train.stopping import StoppedError, StopSignal
+from megabench.train.rank_setup import place_ranks, set_environment, set_threads
+from megabench.train.resume import Resume, batch_of_step, find_resume
+from megabench.train.run_record import build_record, json_section, write_record
+from megabench.train.stopping import SignalledError, StoppedError, StopSignal
+from megabench.train.trackers.console import Console
+from megabench.train.trackers.tensorboard import TensorBoard
 from megabench.train.watchdog import BEFORE_FIRST_STEP, Watchdog
 
-
-def _json_section(callback: Callback, parts: Sequence[Any]) -> Any:
-    """Return the section of a user's callback as JSON. Values that are no JSON become strings."""
-    return json.loads(json.dumps(dict(callback.section(parts)), default=str))
+# a function that finds the "auto" settings of a configuration by short runs on the ranks of a launch
+Find = Callable[[RunConfig, Rendezvous, DeviceKind], tuple[RunConfig, list[Probe]]]
 
 
 class StepClock:
@@ -70,49 +75,154 @@ class StepClock:
 
 
 class Trainer:
-    """Trains a run on this rank.
+    """Trains a run on this rank and ends the process.
 
-    `given` is the configuration as the user gave it, `probes` are the short runs that completed it, and `callbacks`
-    are the user's. Every rank must create a Trainer and call `train`.
+    `given` is the configuration as the user gave it, and `arguments` are the command-line arguments for error messages.
+    `find` finds the "auto" settings. Every rank must create a Trainer and call `train`, which does the following:
 
-    Each step trains, synchronizes the device, reads the clock, calls the callbacks, checks that the loss is finite (and
-    rolls back if it must), polls the save in progress, agrees with the other ranks on stopping, saves (outside the
-    step's time), and reports to the watchdog.
+    1. Check the run, before any process group exists: callbacks, device, settings, output directories, data, memory,
+       and the checkpoint to resume from.
+    2. Find the "auto" settings by short runs.
+    3. Set up the process: environment variables, threads and the placement of the ranks.
+    4. Lock the output directories, and initialize the device and the process group.
+    5. Test the network, build the engine, and restore the checkpoint.
+    6. Train. Each step trains, synchronizes the device, reads the clock, calls the callbacks, checks that the loss is
+       finite (and rolls back if it must), polls the save in progress, agrees with the other ranks on stopping, saves
+       (outside the step's time), and reports to the watchdog.
+    7. Complete the last save and write the record.
+    8. Close the callbacks and exit; `Exits` has a method for each way to exit.
     """
 
-    engine: Engine
+    run: ResolvedConfig
+    source: TokenSource
+    rendezvous: Rendezvous
+    watchdog: Watchdog
+    resume: Resume
+    placement: Placement
     network: Network
+    engine: Engine
 
-    def __init__(
-        self,
-        run: ResolvedConfig,
-        given: RunConfig,
-        source: TokenSource,
-        rendezvous: Rendezvous,
-        placement: Placement,
-        resume: Resume,
-        watchdog: Watchdog,
-        probes: list[Probe] | None = None,
-        callbacks: Sequence[Callback] = (),
-    ) -> None:
-        self.run, self.given, self.source, self.probes = run, given, source, probes
-        self.rendezvous, self.placement, self.resume, self.watchdog = rendezvous, placement, resume, watchdog
-        self.rank = placement.rank_of(rendezvous.rank)
-        self.hosts = placement.hosts_of_ranks
+    def __init__(self, given: RunConfig, exits: Exits, find: Find | None, arguments: Sequence[str]) -> None:
+        self.given, self._exits, self._find, self._arguments = given, exits, find, arguments
+        self.probes: list[Probe] | None = None
         self.load: LoadTimes | None = None
         self.stopped_by: str | None = None
-        self.num_before, self.steps = resume.num_done, list[Step]()
+        self.steps: list[Step] = []
         self._checkpoints: Checkpoints | None = None
-        self._nan_guard = NanGuard(run, resume.training.recent_losses if resume.training else ())
-        self._stop_signal = StopSignal()
+        self._stop_signal = StopSignal(exits.signalled)
+        self._built_in: list[Callback] = []
+        self._users: list[Callback] = []
+        self._failed_hooks: list[str] = []
+
+    def train(self) -> NoReturn:
+        """Train to the last step, write the record, and end this process with a status."""
+        try:
+            self._check()
+            if self.resume.num_done >= self.run.steps:
+                self._leave_done()
+            else:
+                self._find_auto_settings()
+                self._set_up()
+                self._start()
+                self._build()
+                self._train_steps()
+                self._finish()
+        except MemoryCheckError as error:
+            self._exits.refuse(f"{error}{small_run_command()}", kind="oom")
+        except LayoutError as error:
+            self._exits.refuse(f"{error}{launch_commands(self.given, self._arguments, self.rendezvous.world_size)}")
+        except UserError as error:
+            self._exits.refuse(str(error))
+        except StoppedError as error:
+            self._exits.stop(str(error))
+        except KeyboardInterrupt:
+            self._exits.interrupt()
+        except SignalledError as error:
+            self._exits.signalled(error.number)
+        except BaseException as error:
+            self._exits.fail(error)
+        self._exits.finish()
+
+    def _check(self) -> None:
+        """Check the run before any process group exists. Raises UserError."""
+        given = self.given
+        if given.callbacks:
+            self._exits.callbacks = self._users = load_callbacks(given.callbacks)
+        try:
+            self.rendezvous = self._exits.rendezvous = join()
+        except Exception as error:
+            reason = f"cannot open the rendezvous store that the launcher named: {error}"
+            self._exits.refuse(reason, has_store=False)
+        self.watchdog = self._watch()
+        try:
+            self._check_settings()
+        except OSError as error:
+            raise UserError(error_message(error)) from error
+
+    def _watch(self) -> Watchdog:
+        return Watchdog(self.rendezvous, self.given.stall_seconds, self.given.steps, self._exits.hang)
+
+    def _check_settings(self) -> None:
+        given, rendezvous = self.given, self.rendezvous
+        device = checks.choose_device(given, rendezvous.local_world_size)
+        # these checks do not depend on "auto" settings
+        run = (resolve_first if self._find else RunConfig.resolve)(given, rendezvous.world_size, device)
+        devices.check_precision(run.policy, device)
+        checks.make_folders(run)
+        if rendezvous.rank == 0:
+            checks.check_no_other_run(run)
+        self.source = open_source(run, rendezvous)
+        checks.check_same_data(run, self.source.sha256, rendezvous)
+        self.watchdog.at("checking the checkpoint", 0)
+        if not run.skip_memory_check:
+            note = check_memory(run, given, rendezvous.local_rank, rendezvous.local_world_size)
+            if note and rendezvous.rank == 0:
+                print(note, flush=True)
+            # all ranks finish the check before any rank allocates memory
+            meet(rendezvous.store, rendezvous.rank, rendezvous.world_size, "memory-check")
+        self.resume = find_resume(run, self.source, rendezvous)
+        checks.check_out(run, self.resume)
+        self.run, self.num_before = run, self.resume.num_done
+
+    def _leave_done(self) -> None:
+        """Wait for the other ranks and say that no step is left. The run was killed after its last save, or restarted.
+
+        No process group exists.
+        """
+        store, rank, world_size = self.rendezvous.store, self.rendezvous.rank, self.rendezvous.world_size
+        meet(store, rank, world_size, "done")
+        self.watchdog.close()
+        outlast(store, rank, world_size, "done")
+        if rank == 0 and (found := self.resume.found):
+            print(f"{found.folder} contains step {self.num_before} of {self.run.steps}: nothing is left to train")
+
+    def _find_auto_settings(self) -> None:
+        if self.given.auto_settings and self._find:
+            self.watchdog.close()  # during the search, the processes supervise each other
+            self.given, self.probes = self._find(self.given, self.rendezvous, self.run.device)
+            self.run = self.given.resolve(self.rendezvous.world_size, self.run.device)
+            self.watchdog = self._watch()
+
+    def _set_up(self) -> None:
+        """Set up this process for its rank. The device and the process group do not exist yet."""
+        run = self.run
+        self.watchdog.at("starting", self.num_before)
+        self._stop_signal.install()
+        set_environment(run)
+        set_threads(run)
+        self.placement = place_ranks(run, self.rendezvous)
+        if run.device == "cuda":
+            write_nccl_log(run.out, self.rendezvous.rank)
+        self.rank = self.placement.rank_of(self.rendezvous.rank)
+        self.hosts = self.placement.hosts_of_ranks
+        self._nan_guard = NanGuard(run, self.resume.training.recent_losses if self.resume.training else ())
         self._built_in = self._built_in_callbacks()
-        self._users = list(callbacks)
-        self._failed_hooks = list[str]()
+        self._exits.callbacks = self.callbacks
 
     def _built_in_callbacks(self) -> list[Callback]:
-        run, monitor = self.run, HardwareMonitor()
+        run = self.run
         callbacks: list[Callback] = [
-            monitor,
+            HardwareMonitor(),
             CommVolume(run.layout, self.resume.num_done + 1, run.warmup_steps),
             *([StragglerDetector(run.straggler_every)] if run.straggler_every else []),
             *([Profiler(run.out / "trace" if run.out else None)] if run.profile else []),
@@ -121,7 +231,7 @@ class Trainer:
         if self.rank == 0:
             callbacks.append(Console())
             if run.tensorboard:
-                callbacks.append(TensorBoard(run.tensorboard, monitor))
+                callbacks.append(TensorBoard(run.tensorboard))
         return callbacks
 
     @property
@@ -159,21 +269,9 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_note(text)
 
-    def train(self) -> RunRecord | None:
-        """Train to the last step. Return the record on rank 0, and None on other ranks.
-
-        Raises RunLockedError, on rank 0, if another run writes into the output directories. Raises StoppedError if
-        another run has taken a directory over, if losses are not finite, and at the end if the last checkpoint or the
-        record could not be written.
-        """
-        self.started = time.perf_counter()
-        self._start()
-        self._build()
-        self._train_steps()
-        return self._finish()
-
     def _start(self) -> None:
         """Lock the output directories and initialize the device and the process group."""
+        self.started = time.perf_counter()
         run = self.run
         folders = [folder for folder in (run.out, run.save) if folder] if self.rank == 0 else []
         self._locks = {folder: RunLock(folder) for folder in folders}
@@ -216,8 +314,7 @@ class Trainer:
                 touch=self.watchdog.touch,
                 lock=self._locks.get(run.save),
             )
-            # Until here, signals end the process: there is nothing to save yet, and the run may wait for a lost rank.
-            self._stop_signal.install()
+            self._stop_signal.save_first()
 
     def _saved(self, save: SaveTimes) -> None:
         if self.rank == 0:
@@ -239,6 +336,8 @@ class Trainer:
             with clock.paused():
                 for callback in self.callbacks:
                     callback.between_steps(step)
+            for callback in self.callbacks:
+                callback.on_metrics(step)
             if problem := self._problem_of(step):
                 with clock.paused():
                     self._roll_back(step, problem)
@@ -260,16 +359,39 @@ class Trainer:
                 around.enter_context(callback.around_step(index + 1))
             result = self.engine.train_step(batches, learning_rate)
         devices.synchronize(self.device)
+        seconds, peak_memory_gib = clock.lap(), devices.peak_memory_gib(self.device)
         step = Step(
             number=index + 1,
             result=result,
             learning_rate=learning_rate,
-            seconds=clock.lap(),
-            peak_memory_gib=devices.peak_memory_gib(self.device),
+            seconds=seconds,
+            peak_memory_gib=peak_memory_gib,
             is_timed=len(self.steps) >= self.run.warmup_steps,
+            metrics=self._metrics(result, learning_rate, seconds, peak_memory_gib),
         )
         self.steps.append(step)
         return step
+
+    def _metrics(
+        self, result: StepResult, learning_rate: float, seconds: float, peak_memory_gib: float
+    ) -> dict[str, float]:
+        run = self.run
+        achieved = throughput([seconds], run.shape, run.seq_length, run.global_batch, run.world_size)
+        assert achieved is not None
+        metrics = step_metrics(
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=learning_rate,
+            peak_memory_gib=peak_memory_gib if run.device == "cuda" else None,
+            gpu_utilization=None,  # HardwareMonitor adds it
+        ) | speed_metrics(
+            seconds=seconds,
+            tokens_per_second=achieved.tokens_per_second,
+            world_size=run.world_size,
+            tflops_per_device=achieved.tflops_per_device_causal,
+            mfu=achieved.mfu(self.peak_tflops),
+        )
+        return {tag: value for tag, value in metrics.items() if value is not None}
 
     def _problem_of(self, step: Step) -> str | None:
         """Return why training cannot continue from `step`, or None. Warn about a tolerated step. Collective."""
@@ -312,8 +434,11 @@ class Trainer:
             callback.on_rollback(self, rollback)
         self.note(f"ROLLBACK {len(self.rollbacks)} of at most {run.max_rollbacks}: {rollback.sentence}")
 
-    def _finish(self) -> RunRecord | None:
-        """Complete the last save, gather the measurements of all ranks, and write the record. Ranks return together."""
+    def _finish(self) -> None:
+        """Complete the last save, gather the measurements of all ranks, and write the record. Ranks return together.
+
+        Raises StoppedError if the last checkpoint or the record could not be written, or if the run trained nothing.
+        """
         for callback in self.callbacks:
             self._ask(callback, callback.on_training_end)
         self.watchdog.at("saving", self.num_finished)
@@ -328,7 +453,7 @@ class Trainer:
         mine["failed_hooks"] = self._failed_hooks
         by_rank = gather_objects(mine)
         record = self._record(by_rank) if self.rank == 0 else None
-        path, wrong = self._write(record) if record else (None, None)
+        path, wrong = write_record(record, self._locks.get(self.run.out) if self.run.out else None)
         everyone_hears = [wrong]
         dist.broadcast_object_list(everyone_hears)
         if record:
@@ -342,7 +467,6 @@ class Trainer:
         outlast(self.rendezvous.store, self.rendezvous.rank, self.rendezvous.world_size, "training")
         if reasons := [reason for reason in (not_saved, *everyone_hears, self._why_useless()) if reason]:
             raise StoppedError("; ".join(reasons))
-        return record
 
     def _why_useless(self) -> str | None:
         """Return the reason why a run that reached its end is not successful, or None."""
@@ -361,7 +485,7 @@ class Trainer:
             parts = [each["sections"].get(name) for each in by_rank]
             if callback in self._built_in:
                 fields |= callback.section(parts)
-            elif section := self._ask(callback, partial(_json_section, callback, parts)):
+            elif section := self._ask(callback, partial(json_section, callback, parts)):
                 fields["extra"][name] = section
         seconds = [max(times) for times in zip(*(each["seconds"] for each in by_rank), strict=True)]
         record = build_record(self, seconds, [each["peak_memory_gib"] for each in by_rank], fields)
@@ -382,21 +506,3 @@ class Trainer:
             name, reason = type(callback).__name__, " ".join(f"{type(error).__name__}: {error}".split())
             self._failed_hooks.append(f"callback {name} failed at the end of the run: {reason}")
             return None
-
-    def _write(self, record: RunRecord) -> tuple[Path | None, str | None]:
-        """Write the record.
-
-        Return the record's path, and an error message if writing failed or another run took the directory over.
-        """
-        lock = self._locks.get(self.run.out) if self.run.out else None
-        if not lock:
-            return None, None
-        path, wrong = lock.folder / "record.json", None
-        if loss := lock.loss:
-            path = path.with_name(f"record-of-{os.getpid()}.json")
-            wrong = f"{loss} This run's record is {path}"
-        try:
-            record.write(path)
-        except OSError as error:
-            return None, f"{path} could not be written: {error.strerror}"
-        return path, wrong

@@ -4,15 +4,16 @@ Each rank runs a thread that publishes a heartbeat over a connection of its own 
 """
 
 import json
-import os
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import PurePath
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from megabench.runtime.messages import FailureKind, explain
 from megabench.runtime.process import host_name
@@ -122,13 +123,22 @@ class Watchdog:
     The training loop calls `at` and `touch` to report progress. The first rank without progress for `patience` seconds
     reads all heartbeats, finds the ranks that the others wait for, and publishes a verdict. Every rank that reads the
     verdict exits.
+
+    `exit` ends this process. Its arguments are a function that explains why to the other ranks, and the reason.
     """
 
-    def __init__(self, rendezvous: Rendezvous, stall_seconds: float, num_steps: int) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        stall_seconds: float,
+        num_steps: int,
+        exit: Callable[[Callable[[], None], str], NoReturn],
+    ) -> None:
         self._rank, self._world_size = rendezvous.rank, rendezvous.world_size
         self._host = host_name()
         self._store = reconnect(rendezvous.store)
         self._stall_seconds, self._num_steps = stall_seconds, num_steps
+        self._exit = exit
         self._interval = min(5.0, stall_seconds / 10)
         self._main_thread = threading.get_ident()
         self._moved, self._activity, self._step = time.monotonic(), "starting", 0
@@ -232,11 +242,9 @@ class Watchdog:
             rank: Heartbeat.from_json(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
         }
 
-    def _end(self, kind: FailureKind, sentence: str, waited_for: int | None = None, *, has_store: bool = True) -> None:
+    def _end(
+        self, kind: FailureKind, reason: str, waited_for: int | None = None, *, has_store: bool = True
+    ) -> NoReturn:
         """End this process at once, because its main thread may never return."""
-        try:
-            explain(self._store if has_store else None, self._rank, kind, sentence, waited_for)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+        store = self._store if has_store else None
+        self._exit(partial(explain, store, self._rank, kind, reason, waited_for), reason)

@@ -12,6 +12,7 @@ from megabench.config.auto import AutoSetting
 from megabench.record import Probe
 from megabench.runtime import rendezvous
 from megabench.supervisor import coordinator
+from megabench.train.stopping import SignalledError
 from tests.comparison.compare_process import finish, free_port, start, torchrun, wait_until_gone, wait_until_running
 
 pytestmark = pytest.mark.distributed
@@ -89,9 +90,9 @@ def test_a_signal_behind_the_last_look_is_not_lost(find, tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(coordinator.Coordinator, "_part", told_to_stop)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SignalledError) as stopped:
         find(out=tmp_path)
-    assert stopped.value.code == 143
+    assert stopped.value.number == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 

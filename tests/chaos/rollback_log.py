@@ -17,7 +17,7 @@ from megabench.data.batch import micro_batches
 from megabench.record import Rollback, SaveTimes
 from megabench.train.callbacks import Callback
 from megabench.train.callbacks.callback import TrainerState
-from megabench.train.rollback import batch_of_step
+from megabench.train.resume import batch_of_step
 from tests.faults.sitecustomize import poison
 
 

@@ -14,7 +14,10 @@ import psutil
 from megabench.record import RunRecord
 
 REPOSITORY = Path(__file__).parents[2]
-TINY = ["--model", "llama-tiny", "--num-layers", "2", "--seq-length", "64", "--data", "synthetic", "--device", "cpu"]
+TINY = [
+    *("--model", "llama-tiny", "--num-layers", "2", "--seq-length", "64", "--data", "synthetic", "--device", "cpu"),
+    *("--log-every", "1"),  # tests wait for the lines
+]
 
 
 @dataclass

@@ -14,7 +14,7 @@ from megabench.config.run_config import ConfigError
 from megabench.engines.base import StepResult
 from megabench.record import Rollback, RunRecord
 from megabench.train.nan_guard import NanGuard
-from megabench.train.rollback import ROLLBACKS_NAME, batch_of_step, read_rollbacks, write_rollbacks
+from megabench.train.resume import ROLLBACKS_NAME, batch_of_step, read_rollbacks, write_rollbacks
 from tests.chaos.rollbacks import Findings, Plan, roll_back
 from tests.exhaustive import with_representatives
 from tests.train.resilience import REPOSITORY, Run, losses

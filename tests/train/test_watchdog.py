@@ -9,6 +9,7 @@ from torch.distributed import TCPStore
 
 from megabench.runtime.messages import Failure, read_failure
 from megabench.runtime.rendezvous import Rendezvous
+from megabench.train.exits import Exits
 from megabench.train.watchdog import Heartbeat, Watchdog, describe_stragglers, find_stragglers, place_of
 
 WAITING = "all_reduce (distributed_c10d.py:3252) in update (engine.py:156)"
@@ -97,7 +98,7 @@ def test_frames_of_a_rank_with_progress_are_not_read(monkeypatch: pytest.MonkeyP
     now = 100.0
     monkeypatch.setattr("megabench.train.watchdog.time", SimpleNamespace(monotonic=lambda: now))
     store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
-    watchdog = Watchdog(Rendezvous(store, 0, 1, 0, 1), stall_seconds=1.0, num_steps=9)
+    watchdog = Watchdog(Rendezvous(store, 0, 1, 0, 1), stall_seconds=1.0, num_steps=9, exit=Exits().hang)
     try:
         for step in range(1, 6):
             now += 0.4
@@ -115,9 +116,10 @@ def test_frames_of_a_rank_with_progress_are_not_read(monkeypatch: pytest.MonkeyP
 
 def failure_of(steps: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Failure:
     """What is reported of a run whose two ranks stand still, with so many steps done."""
-    monkeypatch.setattr("megabench.train.watchdog.os._exit", lambda status: None)
+    monkeypatch.setattr("megabench.train.exits.os._exit", lambda status: None)
     store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
-    watchdogs = [Watchdog(Rendezvous(store, rank, 2, rank, 2), stall_seconds=3.0, num_steps=9) for rank in (0, 1)]
+    exit = Exits().hang
+    watchdogs = [Watchdog(Rendezvous(store, rank, 2, rank, 2), 3.0, num_steps=9, exit=exit) for rank in (0, 1)]
     for watchdog, step in zip(watchdogs, steps, strict=True):
         watchdog.at("training", step)
     deadline = time.monotonic() + 240
@@ -145,9 +147,9 @@ def test_a_store_that_freezes_at_the_end_of_the_run_ends_the_process(
 ) -> None:
     """`close` waits for the watchdog's thread, which waits for the store, whose process may be frozen."""
     ended, thaw = list[int](), threading.Event()
-    monkeypatch.setattr("megabench.train.watchdog.os._exit", ended.append)
+    monkeypatch.setattr("megabench.train.exits.os._exit", ended.append)
     store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
-    watchdog = Watchdog(Rendezvous(store, 0, 1, 0, 1), stall_seconds=0.2, num_steps=9)
+    watchdog = Watchdog(Rendezvous(store, 0, 1, 0, 1), stall_seconds=0.2, num_steps=9, exit=Exits().hang)
     frozen = threading.Event()
 
     def publish() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,9 @@ class Step:
     `number` counts from 1 and includes the steps of earlier runs. `seconds` runs from the end of the previous step to
     the end of this one: it includes data loading, callbacks and logging, but not saving. `is_timed` is false for
     warm-up steps.
+
+    `metrics` holds the values that the log, TensorBoard and the record show, by TensorBoard tag, such as "train/loss".
+    Callbacks may add their own in `on_step_end` and `between_steps`.
     """
 
     number: int
@@ -35,6 +38,7 @@ class Step:
     seconds: float
     peak_memory_gib: float
     is_timed: bool
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class TrainerState(Protocol):
@@ -99,9 +103,10 @@ class TrainerState(Protocol):
 class Callback:
     """Observes a run; every hook does nothing by default. Each rank has its own instance.
 
-    Hooks are called in this order: `on_start`, `on_network`, `on_ready`, then `around_step`, `on_step_end` and
-    `between_steps` for each step (`on_timing_start` before the first timed step, `on_save` when a checkpoint is
-    complete, `on_rollback` after a rollback), `on_training_end`, `after_training`, `local`, `section`, `on_end`.
+    Hooks are called in this order: `on_start`, `on_network`, `on_ready`, then `around_step`, `on_step_end`,
+    `between_steps` and `on_metrics` for each step (`on_timing_start` before the first timed step, `on_save` when a
+    checkpoint is complete, `on_rollback` after a rollback), `on_training_end`, `after_training`, `local`, `section`,
+    `on_end`. Before the process exits, `on_error` is called if the run failed, and then `close`.
 
     Collective operations are allowed in `on_start`, `on_network`, `on_ready`, `between_steps`, `on_rollback` and
     `after_training`, if every rank calls them. Collective operations are forbidden in the other hooks, which may run on
@@ -129,6 +134,9 @@ class Callback:
 
     def between_steps(self, step: Step) -> None:
         """Called on all ranks after each step, outside its measured time."""
+
+    def on_metrics(self, step: Step) -> None:
+        """Called when `step.metrics` is complete, which is the time to log them."""
 
     def on_rollback(self, trainer: TrainerState, rollback: Rollback) -> None:
         """Called on all ranks when the run has returned to an earlier step. `trainer.steps` ends with that step."""
@@ -162,3 +170,13 @@ class Callback:
 
         Called on rank 0 only.
         """
+
+    def on_error(self, reason: str) -> None:
+        """Called with the reason when the run fails or is interrupted, on every rank that can still call it.
+
+        `on_error` and `close` are called before every exit that the process makes itself, also before `on_start`, and
+        from another thread if the main thread hangs. All callbacks together have 10 seconds.
+        """
+
+    def close(self) -> None:
+        """Release resources. Called last, after success and failure; see `on_error`."""

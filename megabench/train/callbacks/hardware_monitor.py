@@ -40,6 +40,8 @@ class HardwareMonitor(Callback):
 
     def on_step_end(self, step: Step) -> None:
         self._utilization.append(self.sampler.latest)
+        if self.sampler.latest is not None:
+            step.metrics["usage/gpu_utilization"] = self.sampler.latest
 
     def on_rollback(self, trainer: TrainerState, rollback: Rollback) -> None:
         del self._utilization[len(trainer.steps) :]

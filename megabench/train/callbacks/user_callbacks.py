@@ -1,37 +1,78 @@
 """Imports the callbacks that a user names."""
 
+import re
 import sys
 from importlib import import_module
+from typing import Any
+
+import yaml
 
 from megabench.config import ConfigError
 from megabench.train.callbacks.callback import Callback
 
+# one of several callbacks separated by commas: module:Class, or module:Class(name=value, name=value)
+_CALLBACK = re.compile(r"\s*(?P<module>[\w.]+):(?P<kind>\w+)(\((?P<arguments>[^()]*)\))?\s*(,|$)")
+_ARGUMENT = re.compile(r"""\s*(?P<name>\w+)\s*=\s*(?P<value>"[^"]*"|'[^']*'|[^,"']+)\s*(,|$)""")
+
 
 def load_callbacks(names: str) -> list[Callback]:
-    """Create an instance of each class in `names` ("module:Class,module:Class").
+    """Create an instance of each class in `names` ("module:Class,module:Class(every=10)").
 
-    Raises ConfigError if a class cannot be imported or created.
+    Arguments are YAML scalars. Raises ConfigError if a class cannot be imported or created.
     """
     if "" not in sys.path:
         sys.path.append("")  # search the working directory last, because a file in it may have the name of a library
     found: dict[str, Callback] = {}
-    for name in names.split(","):
-        module, _, attribute = name.strip().partition(":")
-        if not (module and attribute):
-            raise ConfigError(
-                f"callbacks={name!r} does not name a class; use module:Class, e.g. my_callbacks:LossSpikes"
-            )
-        try:
-            kind = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"callbacks={name}: {error}; use a class from a module in the working directory or on PYTHONPATH"
-            ) from None
-        if not (isinstance(kind, type) and issubclass(kind, Callback)):
-            raise ConfigError(
-                f"callbacks={name} is not a subclass of megabench.train.callbacks.Callback; derive it from Callback"
-            )
-        if attribute in found:
-            raise ConfigError(f"callbacks={names} contains two classes named {attribute}; rename one of them")
-        found[attribute] = kind()
+    for matched in _split(_CALLBACK, names, f"callbacks={names!r}: use module:Class or module:Class(name=value)"):
+        module, kind, arguments = matched["module"], matched["kind"], matched["arguments"] or ""
+        name = f"{module}:{kind}"
+        if kind in found:
+            raise ConfigError(f"callbacks={names} contains two classes named {kind}; rename one of them")
+        found[kind] = _create(_import(module, kind, name), _parse(arguments, name), name)
     return [*found.values()]
+
+
+def _split(pattern: re.Pattern[str], text: str, problem: str) -> list[re.Match[str]]:
+    """Return the consecutive matches of `pattern`, which must cover all of `text`."""
+    matches: list[re.Match[str]] = []
+    position = 0
+    while position < len(text) or not matches:
+        if not (matched := pattern.match(text, position)):
+            raise ConfigError(f"{problem}, e.g. my_callbacks:LossSpikes(factor=1.5)")
+        matches.append(matched)
+        position = matched.end()
+    return matches
+
+
+def _parse(arguments: str, name: str) -> dict[str, Any]:
+    if not arguments.strip():
+        return {}
+    problem = f"callbacks={name}({arguments}): use arguments as name=value"
+    return {matched["name"]: yaml.safe_load(matched["value"]) for matched in _split(_ARGUMENT, arguments, problem)}
+
+
+def _import(module: str, kind: str, name: str) -> type[Callback]:
+    try:
+        found = getattr(import_module(module), kind)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"callbacks={name}: {error}; use a class from a module in the working directory or on PYTHONPATH"
+        ) from None
+    except Exception as error:
+        raise ConfigError(f"callbacks={name} cannot be imported: {_reason(error)}; correct the module") from None
+    if not (isinstance(found, type) and issubclass(found, Callback)):
+        raise ConfigError(
+            f"callbacks={name} is not a subclass of megabench.train.callbacks.Callback; derive it from Callback"
+        )
+    return found
+
+
+def _create(kind: type[Callback], arguments: dict[str, Any], name: str) -> Callback:
+    try:
+        return kind(**arguments)
+    except Exception as error:
+        raise ConfigError(f"callbacks={name} cannot be created: {_reason(error)}; correct its arguments") from None
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,4 +1,4 @@
-"""The callback of docs/callbacks.md, used as the page says."""
+"""The callbacks of docs/callbacks.md, used as the page says."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from megabench.train.callbacks import Callback
 from megabench.train.callbacks.user_callbacks import load_callbacks
 
 ROOT = Path(__file__).parents[3]
-(CODE,) = re.findall(r"```python[^\n]*\n(.*?)```", (ROOT / "docs" / "callbacks.md").read_text(), re.DOTALL)
+CODE, VALIDATION = re.findall(r"```python[^\n]*\n(.*?)```", (ROOT / "docs" / "callbacks.md").read_text(), re.DOTALL)
 
 
 def pretrain(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -50,6 +50,24 @@ def test_the_page_s_callback_adds_its_section_to_the_record(tmp_path: Path) -> N
 
 
 @pytest.mark.e2e
+def test_metrics_of_a_callback_reach_the_log_tensorboard_and_the_record(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "validation.py").write_text(VALIDATION)
+    callback = "validation:ValidationLoss(data=stdlib, every=2, num_batches=2)"
+    done = pretrain(tmp_path, "--tp", "2", "--steps", "4", "--log-every", "1", "--out", "run", "--callbacks", callback)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = RunRecord.read(tmp_path / "run" / "record.json")
+    first, second, third, fourth = record.metrics["validation/loss"]
+    assert first is None and third is None and second is not None and fourth is not None
+    printed = re.findall(r"^step (\d)/4 .*validation/loss (\S+)  ", done.stdout, re.MULTILINE)
+    assert printed == [("2", f"{second:.4g}"), ("4", f"{fourth:.4g}")]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    written = [(event.step, event.value) for event in events.Scalars("validation/loss")]
+    assert written == [(2, pytest.approx(second)), (4, pytest.approx(fourth))]
+
+
+@pytest.mark.e2e
 def test_a_name_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
     done = pretrain(tmp_path, "--steps", "1", "--callbacks", "nowhere:Spikes")
     (sentence,) = re.findall(r"^Error: (.*)$", done.stdout + done.stderr, re.MULTILINE)
@@ -63,10 +81,15 @@ def test_a_name_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
         ("json:nothing", "has no attribute 'nothing'"),
         ("json:JSONDecoder", "is not a subclass of megabench.train.callbacks.Callback"),
         ("own_callbacks:LossSpikes,own_callbacks:LossSpikes", "two classes named LossSpikes"),
+        ("own_callbacks:LossSpikes(factor)", "use arguments as name=value"),
+        ("own_callbacks:LossSpikes(factor=1", "use module:Class or module:Class(name=value)"),
+        ("own_callbacks:LossSpikes(limit=1)", "unexpected keyword argument 'limit'; correct its arguments"),
+        ("broken_callbacks:LossSpikes", "cannot be imported: ZeroDivisionError: division by zero"),
     ],
 )
 def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, sentence: str) -> None:
     (tmp_path / "own_callbacks.py").write_text(CODE)
+    (tmp_path / "broken_callbacks.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         load_callbacks(names)
@@ -75,6 +98,7 @@ def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_several_callbacks_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "two_callbacks.py").write_text(f"{CODE}\n\nclass Second(LossSpikes):\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    callbacks = load_callbacks("two_callbacks:LossSpikes, two_callbacks:Second")
+    callbacks = load_callbacks("two_callbacks:LossSpikes(factor=1.5), two_callbacks:Second( factor = 'a, b' )")
     assert [type(callback).__name__ for callback in callbacks] == ["LossSpikes", "Second"]
     assert all(isinstance(callback, Callback) for callback in callbacks)
+    assert [vars(callback)["factor"] for callback in callbacks] == [1.5, "a, b"]

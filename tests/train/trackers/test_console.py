@@ -7,7 +7,7 @@ import pytest
 
 from megabench.config import RunConfig
 from megabench.data.tokenizer import ByteTokenizer
-from megabench.train.callbacks.console import Console
+from megabench.train.trackers.console import Console
 
 
 def test_the_header_names_the_deepspeed_json_and_the_engine_s_options(

@@ -9,7 +9,9 @@ import torch
 
 from megabench.config import RunConfig
 from megabench.runtime import rendezvous
-from megabench.train.main import _run, _set_threads
+from megabench.train.exits import Exits
+from megabench.train.rank_setup import set_threads
+from megabench.train.trainer import Trainer
 from tests.comparison.compare_process import free_port
 
 NUM_CORES = os.cpu_count() or 1
@@ -34,7 +36,7 @@ def test_offloaded_optimizers_share_the_cores(
         monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     run = RunConfig.parse({"model": "llama-tiny", "engine": "deepspeed", "offload": offload}).resolve(2, "cuda")
-    _set_threads(run)
+    set_threads(run)
     assert asked == ([] if expected is None else [max(1, expected)])
     assert os.environ.get("OMP_NUM_THREADS") == (given if expected is None else str(max(1, expected)))
 
@@ -48,8 +50,9 @@ def test_a_rank_whose_launcher_was_killed_waits_for_the_store_only_once(
     monkeypatch.setattr(rendezvous, "_CONNECT_SECONDS", 0.1)
     join = Mock(side_effect=rendezvous.join)
     monkeypatch.setattr(rendezvous, "join", join)
-    monkeypatch.setattr("megabench.train.main.exit_process", sys.exit)
+    monkeypatch.setattr("megabench.train.trainer.join", join)
+    monkeypatch.setattr("megabench.train.exits.exit_process", sys.exit)
     with pytest.raises(SystemExit) as ended:
-        _run(RunConfig.parse({"model": "llama-tiny"}), None, [])
+        Trainer(RunConfig.parse({"model": "llama-tiny"}), Exits(), None, [])._check()
     assert ended.value.code == 2 and join.call_count == 1
     assert "cannot open the rendezvous store that the launcher named" in capsys.readouterr().err

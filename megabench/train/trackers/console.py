@@ -1,12 +1,13 @@
 """Print a run's log: a header, one line per step, and a summary."""
 
 import sys
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 from megabench.config import ResolvedConfig
 from megabench.data.checks import SYNTHETIC
-from megabench.metrics import throughput
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import number_ranges
 from megabench.record import RunRecord, SaveTimes
@@ -14,14 +15,29 @@ from megabench.specs.all_settings import labels
 from megabench.train.callbacks.callback import Callback, Step, TrainerState
 from megabench.train.comm_preflight import Network, describe
 
+_SECONDS_BETWEEN_LINES = 1.0  # with log_every=auto
+
+# the metrics of every step in the order of the line, and how they are printed
+_COLUMNS = {
+    "train/loss": "loss {:.4f}",
+    "train/grad_norm": "grad {:.3f}",
+    "train/learning_rate": "lr {:.2e}",
+    "throughput/step_seconds": "{:.3f} s",
+    "throughput/tokens_per_second": "{:,.0f} tok/s",
+    "throughput/tokens_per_second_per_device": None,
+    "throughput/tflops_per_device": "{:.0f} TFLOP/s",
+    "throughput/mfu": "{:.1%} MFU",
+    "usage/peak_reserved_gib": None,  # printed on every device
+    "usage/gpu_utilization": None,
+}
+
 
 class Console(Callback):
-    """Prints the log of a run to standard output."""
+    """Prints the log of a run to standard output: every step, every N steps, or about one line per second."""
 
     def on_start(self, trainer: TrainerState) -> None:
-        self._run, self._peak_tflops = trainer.run, trainer.peak_tflops
-        self._seconds_so_far, self._num_steps_so_far = 0.0, 0
-        run = self._run
+        run = self._run = trainer.run
+        self._seconds_so_far, self._num_steps_so_far, self._last_line = 0.0, 0, 0.0
         what = f"{run.model}, {run.shape.num_layers} layers, {run.shape.num_parameters / 1e6:,.1f} M parameters"
         print(f"{what} · {_engine(run)} · {run.layout} on {run.world_size} × {trainer.device_name}")
         source = trainer.source
@@ -78,32 +94,37 @@ class Console(Callback):
             flush=True,
         )
 
-    def on_step_end(self, step: Step) -> None:
-        run, number, result = self._run, step.number, step.result
+    def on_metrics(self, step: Step) -> None:
         self._seconds_so_far += step.seconds
         self._num_steps_so_far += 1
-        eta = timedelta(seconds=round(self._seconds_so_far / self._num_steps_so_far * (run.steps - number)))
-        achieved = throughput([step.seconds], run.shape, run.seq_length, run.global_batch, run.world_size)
-        assert achieved is not None
-        width = len(str(run.steps))
-        parts = [
-            f"step {number:{width}}/{run.steps} {number / run.steps:4.0%}",
-            f"loss {result.loss:.4f}",
-            f"grad {result.grad_norm:.3f}",
-            f"lr {step.learning_rate:.2e}",
-            f"{step.seconds:.3f} s",
-            f"{achieved.tokens_per_second:,.0f} tok/s",
-        ]
-        if self._peak_tflops is not None:
-            parts.append(f"{achieved.tflops_per_device_causal:.0f} TFLOP/s")
-            parts.append(f"{achieved.mfu(self._peak_tflops):.1%} MFU")
-        parts.append(f"{step.peak_memory_gib:.2f} GiB")
-        parts.append(f"ETA {eta}")
+        if self._is_due(step):
+            self._last_line = time.monotonic()
+            print("  ".join(self._parts(step)), flush=True)
+
+    def _is_due(self, step: Step) -> bool:
+        """Return whether to print the step. The first, the last and skipped steps are always printed."""
+        if step.number == self._run.steps or self._num_steps_so_far == 1 or step.result.skipped:
+            return True
+        if self._run.log_every == "auto":
+            return time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES
+        return step.number % self._run.log_every == 0
+
+    def _parts(self, step: Step) -> Iterator[str]:
+        number, steps, metrics = step.number, self._run.steps, dict(step.metrics)
+        if "throughput/mfu" not in metrics:
+            metrics.pop("throughput/tflops_per_device", None)  # says little without the peak of the device
+        yield f"step {number:{len(str(steps))}}/{steps} {number / steps:4.0%}"
+        for tag, text in _COLUMNS.items():
+            if (value := metrics.pop(tag, None)) is not None and text:
+                yield text.format(value)
+        for tag, value in metrics.items():  # those of callbacks
+            yield f"{tag} {value:.4g}"
+        yield f"{step.peak_memory_gib:.2f} GiB"
+        yield f"ETA {timedelta(seconds=round(self._seconds_so_far / self._num_steps_so_far * (steps - number)))}"
         if not step.is_timed:
-            parts.append("warm-up")
-        if result.skipped:
-            parts.append("SKIPPED: gradients not finite, weights not updated")
-        print("  ".join(parts), flush=True)
+            yield "warm-up"
+        if step.result.skipped:
+            yield "SKIPPED: gradients not finite, weights not updated"
 
     def on_end(self, record: RunRecord, path: Path | None) -> None:
         if profile := record.profile:

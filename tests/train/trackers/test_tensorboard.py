@@ -3,7 +3,6 @@
 import errno
 import os
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
@@ -11,8 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 from megabench.config import RunConfig
 from megabench.engines.base import StepResult
 from megabench.train.callbacks import Step
-from megabench.train.callbacks.hardware_monitor import HardwareMonitor
-from megabench.train.callbacks.tensorboard import TensorBoard
+from megabench.train.trackers.tensorboard import TensorBoard
 
 
 @pytest.mark.parametrize("failing", ["__init__", "add_scalar", "close"])
@@ -23,12 +21,10 @@ def test_a_full_disk_ends_them_and_not_the_run(tmp_path, monkeypatch, failing):
     monkeypatch.setattr(SummaryWriter, failing, full)
     said: list[str] = []
     run = RunConfig.parse({"model": "llama-tiny"}).resolve(1, "cpu")
-    monitor: Any = HardwareMonitor()
-    monitor.sampler = SimpleNamespace(latest=None)
-    scalars = TensorBoard(tmp_path, monitor)
+    scalars = TensorBoard(tmp_path)
     scalars.on_start(SimpleNamespace(run=run, num_before=0, peak_tflops=None, note=said.append))
     result = StepResult(loss=1.0, grad_norm=1.0, num_tokens=1, skipped=False)
     for number in (1, 2):
-        scalars.on_step_end(Step(number, result, 1e-3, 1.0, 1.0, is_timed=True))
-    scalars.on_end(None, None)
+        scalars.on_metrics(Step(number, result, 1e-3, 1.0, 1.0, is_timed=True, metrics={"train/loss": 1.0}))
+    scalars.close()
     assert said == ["ERROR: TensorBoard scalars are no longer written, because writing failed: No space left on device"]

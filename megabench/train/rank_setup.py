@@ -1,13 +1,35 @@
-"""Detect the topology and place the ranks of a run, over the rendezvous store, before any process group exists."""
+"""Set up the process of a rank before any process group exists: environment variables, threads and placement."""
 
 import os
+
+import torch
 
 from megabench.config import ResolvedConfig
 from megabench.hardware.facts import read_facts
 from megabench.hardware.topology import discover, emulated_host, split
 from megabench.parallel.placement import Placement, place
 from megabench.runtime.device import gpu_uuid
-from megabench.runtime.rendezvous import Rendezvous
+from megabench.runtime.rendezvous import Rendezvous, share_of_cores
+
+
+def set_environment(run: ResolvedConfig) -> None:
+    """Set the engine's environment variables before CUDA starts, unless the user has set them."""
+    if run.device == "cuda":
+        for name, value in run.spec.environment(run).items():
+            os.environ.setdefault(name, value)
+
+
+def set_threads(run: ResolvedConfig) -> None:
+    """Divide the host's cores among its processes if their optimizers run on the host.
+
+    torchrun gives each process one thread. Libraries that are loaded later read the number of threads from the
+    environment.
+    """
+    uses_host = run.device == "cuda" and run.spec.uses_host(run.options)
+    if uses_host and os.environ.get("OMP_NUM_THREADS") in (None, "1"):
+        number = share_of_cores()
+        torch.set_num_threads(number)
+        os.environ["OMP_NUM_THREADS"] = str(number)  # DeepSpeed's CPUAdam is loaded later
 
 
 def place_ranks(run: ResolvedConfig, rendezvous: Rendezvous) -> Placement:

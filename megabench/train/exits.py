@@ -1,0 +1,145 @@
+"""The ways in which a training process ends itself. Before each of them, the callbacks of the run are closed."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+from megabench.runtime.exit import exit_process
+
+if TYPE_CHECKING:
+    from megabench.runtime.rendezvous import Rendezvous
+    from megabench.train.callbacks.callback import Callback
+
+_CLOSE_SECONDS = 10.0  # of all callbacks together
+
+
+class Exits:
+    """Ends this process: with status 0 after success, 2 for invalid input, and 1 or 128 + signal for other failures.
+
+    `callbacks` and `rendezvous` are set as soon as they exist. Any thread may call the methods.
+    """
+
+    def __init__(self) -> None:
+        self.callbacks: Sequence[Callback] = ()
+        self.rendezvous: Rendezvous | None = None
+        self._closing = threading.Lock()
+
+    def finish(self) -> NoReturn:
+        """Exit with status 0."""
+        self.close_callbacks(None)
+        exit_process(0)
+
+    def refuse(self, sentence: str, kind: Literal["invalid", "oom"] = "invalid", has_store: bool = True) -> NoReturn:
+        """Exit with status 2. If all ranks of a launch refuse to start, only one of them prints the error message.
+
+        Without a store, every rank prints the message.
+        """
+        from megabench.runtime import messages
+        from megabench.runtime import rendezvous as rendezvous_module
+
+        rendezvous = self.rendezvous
+        is_alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ
+        if is_alone and not rendezvous_module.is_supervised():
+            rendezvous = None
+        elif rendezvous is None and has_store:
+            with contextlib.suppress(Exception):  # out of reach
+                rendezvous = rendezvous_module.join(timedelta(seconds=20))
+        store, rank = (rendezvous.store, rendezvous.rank) if rendezvous else (None, 0)
+        messages.explain(store, rank, kind, sentence)
+        self.close_callbacks(sentence)
+        exit_process(2)
+
+    def stop(self, sentence: str) -> NoReturn:
+        """Exit with status 1 after a failure that all ranks know. Only one of them prints the error message."""
+        from megabench.runtime.messages import explain
+
+        assert self.rendezvous is not None
+        explain(self.rendezvous.store, self.rendezvous.rank, "failed", sentence)
+        self._leave(1, sentence)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Print the traceback of `error` and exit with status 1.
+
+        An orderly exit would wait for ranks that may never answer.
+        """
+        import torch
+
+        from megabench.runtime import messages
+
+        is_oom = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+        kind: messages.FailureKind = "oom" if is_oom else "failed"
+        summary = " ".join(f"{type(error).__name__}: {error}".split())
+        messages.tell_launcher(summary)
+        try:
+            if self.rendezvous:
+                messages.report_failure(self.rendezvous.store, self.rendezvous.rank, kind, summary[:2000])
+        finally:
+            traceback.print_exception(error)
+            self._leave(1, summary)
+
+    def interrupt(self) -> NoReturn:
+        """Exit with status 130 after Ctrl-C."""
+        if self.rendezvous is None or self.rendezvous.rank == 0:
+            print(
+                "Stopped by Ctrl-C without a save. SIGTERM saves after the current step and then stops.",
+                file=sys.stderr,
+            )
+        self._leave(128 + signal.SIGINT, "interrupted by Ctrl-C")
+
+    def signalled(self, number: int) -> NoReturn:
+        """Exit with status 128 + `number` after a signal, without a save."""
+        self._leave(128 + number, f"ended by {signal.Signals(number).name}")
+
+    def hang(self, explain: Callable[[], None], reason: str) -> NoReturn:
+        """Call `explain` and exit with status 1. The main thread may never return."""
+        try:
+            explain()
+        finally:
+            self._leave(1, reason)
+
+    def _leave(self, status: int, reason: str) -> NoReturn:
+        try:
+            self.close_callbacks(reason)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def close_callbacks(self, reason: str | None) -> None:
+        """Call `on_error`, if there is a `reason`, and `close` of all callbacks. Only the first call has an effect.
+
+        Returns after at most 10 seconds, because a callback may wait for a server that does not answer.
+        """
+        if not self._closing.acquire(timeout=_CLOSE_SECONDS):
+            return
+        try:
+            callbacks, self.callbacks = self.callbacks, ()
+            closing = threading.Thread(target=_close, args=(callbacks, reason), name="close-callbacks", daemon=True)
+            closing.start()
+            closing.join(_CLOSE_SECONDS)
+            if closing.is_alive():
+                print(f"WARNING: the callbacks did not close within {_CLOSE_SECONDS:g} s", file=sys.stderr)
+        finally:
+            self._closing.release()
+
+
+def _close(callbacks: "Sequence[Callback]", reason: str | None) -> None:
+    for callback in callbacks:
+        if reason is not None:
+            _call(callback, partial(callback.on_error, reason))
+        _call(callback, callback.close)
+
+
+def _call(callback: "Callback", hook: Callable[[], None]) -> None:
+    try:
+        hook()
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"WARNING: callback {type(callback).__name__} failed when the run ended: {reason}", file=sys.stderr)

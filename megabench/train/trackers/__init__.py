@@ -1,0 +1,1 @@
+"""Trackers: callbacks that log the metrics of each step."""
