@@ -1,6 +1,7 @@
 """The ways in which a training process ends itself. Before each of them, the callbacks of the run are closed."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from megabench.runtime.rendezvous import Rendezvous
     from megabench.train.callbacks.callback import Callback
 
+_libc = ctypes.CDLL(None)
 _CLOSE_SECONDS = 10.0  # of all callbacks together
 
 
 class Exits:
-    """Ends this process: with status 0 after success, 2 for invalid input, and 1 or 128 + signal for other failures.
+    """Ends this process: with status 0 after success, 2 for invalid input, and 1, 130 or a signal after other failures.
 
     `callbacks` and `rendezvous` are set as soon as they exist. Any thread may call the methods.
     """
@@ -94,8 +96,13 @@ class Exits:
         self._leave(128 + signal.SIGINT, "interrupted by Ctrl-C")
 
     def signalled(self, number: int) -> NoReturn:
-        """Exit with status 128 + `number` after a signal, without a save."""
-        self._leave(128 + number, f"ended by {signal.Signals(number).name}")
+        """End the process by signal `number`, without a save, so that launchers see the signal."""
+        self.close_callbacks(f"ended by {signal.Signals(number).name}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _libc.signal(number, None)  # SIG_DFL; signal.signal works in the main thread only, which may hang
+        os.kill(os.getpid(), number)
+        os._exit(128 + number)
 
     def hang(self, explain: Callable[[], None], reason: str) -> NoReturn:
         """Call `explain` and exit with status 1. The main thread may never return."""

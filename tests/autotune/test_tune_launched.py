@@ -127,7 +127,7 @@ def test_a_process_that_is_told_to_stop_stops_all(tmp_path):
     wait_until_running(tmp_path, PROBED)
     ranks[1].send_signal(signal.SIGTERM)
     ends = [finish(rank, 60) for rank in ranks]
-    assert [status for status, _, _ in ends] == [1, 143]
+    assert [status for status, _, _ in ends] == [1, -signal.SIGTERM]
     assert "stopped: the supervisor of rank 1 on " in ends[0][2] and "was ended by SIGTERM" in ends[0][2]
     wait_until_gone(tmp_path)
 

@@ -24,7 +24,7 @@ ENDS: dict[str, tuple[str, tuple[str, ...], int, str | None]] = {
     "raised": ("raise", (), 1, "RuntimeError: the third step is one too many"),
     "not finite": ("nan", (), 1, "the loss is nan, which is not finite"),
     "Ctrl-C": ("interrupt", (), 130, "interrupted by Ctrl-C"),
-    "SIGTERM": ("terminate", (), 143, "ended by SIGTERM"),
+    "SIGTERM": ("terminate", (), -signal.SIGTERM, "ended by SIGTERM"),
     "hang": ("hang", ("--stall-seconds", "1"), 1, "no progress for"),
 }
 
