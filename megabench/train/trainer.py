@@ -336,6 +336,7 @@ class Trainer:
             with clock.paused():
                 for callback in self.callbacks:
                     callback.between_steps(step)
+            step.metrics.update({tag: float(value) for tag, value in step.metrics.items()})  # callbacks add tensors
             for callback in self.callbacks:
                 callback.on_metrics(step)
             if problem := self._problem_of(step):
