@@ -49,7 +49,9 @@ def test_too_few_processes_are_refused_with_the_command_to_type() -> None:
 def test_a_run_and_what_it_leaves(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    result = pretrain("--tp", "2", "--pp", "2", "--steps", "8", "--out", str(tmp_path / "run"), processes=4)
+    result = pretrain(
+        "--tp", "2", "--pp", "2", "--steps", "8", "--log-every", "1", "--out", str(tmp_path / "run"), processes=4
+    )
     assert result.returncode == 0, result.stdout
     record = RunRecord.read(tmp_path / "run" / "record.json")
     printed = re.findall(r"^step +\d+/8 .*loss (\S+)  grad (\S+)  ", result.stdout, re.MULTILINE)
