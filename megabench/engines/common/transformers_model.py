@@ -15,7 +15,7 @@ from megabench.checkpoint.shards import StateShard, blocks_of, whole
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.base import EngineError
-from megabench.engines.common.initial import initial_weights
+from megabench.engines.common.initial_weights import initial_weights
 from megabench.engines.common.kernels import patch_transformers
 from megabench.engines.common.optim import MuonWithAdamW, NamedParameter, parameter_groups
 from megabench.engines.common.transformers_blocks import LossHead

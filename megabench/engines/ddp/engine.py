@@ -21,7 +21,7 @@ from megabench.config import ResolvedConfig
 from megabench.engines.base import TensorKind
 from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
-from megabench.engines.common.fp8_casts import forget_casts
+from megabench.engines.common.fp8 import forget_casts
 from megabench.engines.common.fp8_linear import Fp8Linear
 from megabench.engines.common.transformers_engine import Held, TransformersEngine, gradients_of
 from megabench.runtime.device import DTYPES

@@ -21,7 +21,7 @@ from megabench.data.batch import Batch
 from megabench.engines.base import EngineError, StepResult, TensorKind
 from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
-from megabench.engines.common.fp8_casts import forget_casts
+from megabench.engines.common.fp8 import forget_casts
 from megabench.engines.common.optim import (
     INITIAL_LOSS_SCALE,
     LOSS_SCALE_HYSTERESIS,

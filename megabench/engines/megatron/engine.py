@@ -20,14 +20,14 @@ from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.base import Engine, StepResult, TensorKind
 from megabench.engines.common import kernels
-from megabench.engines.common.fp8_casts import forget_casts
-from megabench.engines.common.initial import initial_weights
+from megabench.engines.common.fp8 import forget_casts
+from megabench.engines.common.initial_weights import initial_weights
 from megabench.engines.common.optim import apex_adam, set_learning_rate
-from megabench.engines.megatron import process_groups
 from megabench.engines.megatron.blocks import zigzag_slice
 from megabench.engines.megatron.gather import full_tensors
 from megabench.engines.megatron.model import (
     ParallelLlama,
+    create_process_groups,
     load_weights,
     loss_factor,
     transformer_config,
@@ -51,7 +51,7 @@ class MegatronEngine(Engine):
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self.copies = optimizer_copies(config)
-        self.groups = process_groups.create(config.layout, self.copies)
+        self.groups = create_process_groups(config.layout, self.copies)
         # the sequence-parallel forward pass needs megatron-core's random state tracker
         model_parallel_cuda_manual_seed(config.seed)
         self.chunks = self._build_chunks()
@@ -61,7 +61,7 @@ class MegatronEngine(Engine):
 
     @staticmethod
     def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
-        created = process_groups.create(config.layout, optimizer_copies(config))
+        created = create_process_groups(config.layout, optimizer_copies(config))
         return {axis: getattr(created, axis) for axis in FACTORS}
 
     def _build_chunks(self) -> list[DistributedDataParallel]:
