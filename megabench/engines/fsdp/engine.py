@@ -138,8 +138,9 @@ class FsdpEngine(TransformersEngine):
     def _reshard(self) -> None:
         """Free the gathered weights, which FSDP2 otherwise frees in the backward pass.
 
-        While a unit is gathered, `model.parameters()` has its gathered weights. `zero_grad` would therefore miss the
-        gradients of the shards. FSDP2 would also gather in the order of this pass in the next backward pass.
+        While a unit is gathered, `model.parameters()` yields its gathered weights instead of its shards. `zero_grad`
+        would therefore keep the gradients of the shards. FSDP2 also lists the units in the order of the forward pass,
+        and would prefetch from this list in the next backward pass.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
