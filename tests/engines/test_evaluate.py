@@ -90,7 +90,7 @@ class Steps:
     numbers: list[tuple[float, float, float]] = field(default_factory=list)  # loss, gradient norm, this rank's loss
     weights: dict[str, Tensor] = field(default_factory=dict)
     random_state: Tensor | None = None
-    evaluated: list[float] = field(default_factory=list)  # before each step, after the last, and with halved weights
+    evaluated: list[float] = field(default_factory=list)  # before the first step, after each, and with halved weights
 
 
 def train(run: ResolvedConfig, evaluates: bool) -> Steps:
@@ -103,10 +103,10 @@ def train(run: ResolvedConfig, evaluates: bool) -> Steps:
         if evaluates:
             steps.evaluated.append(engine.evaluate(micro_batches(source, run, dp_rank, HELD_OUT)))
 
+    evaluate()
     for step in range(NUM_STEPS):
-        evaluate()
         result = engine.train_step(micro_batches(source, run, dp_rank, step), run.lr)
-        evaluate() if step == NUM_STEPS - 1 else None
+        evaluate()
         steps.numbers.append((result.loss, result.grad_norm, engine.rank_loss))
     steps.weights = dict(engine.full_tensors("weights"))
     steps.random_state = torch.get_rng_state()

@@ -1,8 +1,7 @@
 """Base class of the engines that train transformers models, and the training state of those with torch's optimizers."""
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -164,9 +163,20 @@ class TransformersEngine(Engine):
         loss, squared_norm = totals.tolist()
         return self._step_optimizer(grads, loss / dist.get_world_size(), squared_norm**0.5, learning_rate)
 
-    @abstractmethod
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of the model with their Hugging Face names."""
+        yield from self.model.named_parameters()
+
     def _gradients(self) -> list[Tensor]:
-        """Return this rank's part of the gradients, from which the optimizer updates the weights."""
+        """Return this rank's part of the gradients, from which the optimizer updates the weights.
+
+        Raises:
+            UnsupportedModelError: A parameter has no gradient.
+        """
+        parameters = list(self._named_parameters())
+        if unused := [name for name, parameter in parameters if parameter.grad is None]:
+            raise UnsupportedModelError(unused_words(unused))
+        return [parameter.grad for _, parameter in parameters if parameter.grad is not None]
 
     def _squared_norm(self, grads: list[Tensor]) -> Tensor:
         """Return the squared L2 norm of this rank's gradients on the device."""
@@ -241,14 +251,6 @@ class TransformersEngine(Engine):
     @property
     def kernel_traits(self) -> KernelTraits:
         return kernels.traits_for_transformers(self.run)
-
-
-def gradients_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Tensor]:
-    """Return the gradients of named parameters. Raise UnsupportedModelError if a parameter has none."""
-    parameters = list(parameters)
-    if unused := [name for name, parameter in parameters if parameter.grad is None]:
-        raise UnsupportedModelError(unused_words(unused))
-    return [parameter.grad for _, parameter in parameters if parameter.grad is not None]
 
 
 def loss_scale_of(run: ResolvedConfig) -> LossScale | None:

@@ -23,7 +23,7 @@ from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8 import forget_casts
 from megabench.engines.common.fp8_linear import Fp8Linear
-from megabench.engines.common.transformers_engine import Held, TransformersEngine, gradients_of
+from megabench.engines.common.transformers_engine import Held, TransformersEngine
 from megabench.runtime.device import DTYPES
 from megabench.specs.ddp import POWERSGD_PLAIN_STEPS, DdpSettings
 
@@ -81,8 +81,7 @@ class DdpEngine(TransformersEngine):
         return model
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The fp32 parameters by their Hugging Face names."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in super()._named_parameters():
             yield re.sub(r"parametrizations\.(\w+)\.original", r"\1", name), parameter
 
     def _start_accumulation(self, num_micro_batches: int) -> None:
@@ -100,9 +99,6 @@ class DdpEngine(TransformersEngine):
 
     def _finish_accumulation(self) -> None:
         forget_casts(self.model)
-
-    def _gradients(self) -> list[Tensor]:
-        return gradients_of(self._named_parameters())
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:

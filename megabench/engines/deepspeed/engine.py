@@ -130,10 +130,8 @@ class DeepSpeedEngine(TransformersEngine):
 
     def _plain_grad_norm(self) -> float:
         """Return the gradient norm without ZeRO, where every rank has all reduced gradients."""
-        return torch.nn.utils.get_total_norm(self._gradients()).item()
-
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(grads).item()
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:

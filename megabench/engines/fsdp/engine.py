@@ -24,7 +24,7 @@ from megabench.engines.base import TensorKind
 from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8_linear import Fp8Linear
-from megabench.engines.common.transformers_engine import Held, TransformersEngine, gradients_of
+from megabench.engines.common.transformers_engine import Held, TransformersEngine
 from megabench.engines.fsdp.fp8_gather import Fp8Shards
 from megabench.runtime.device import DTYPES
 from megabench.specs.fsdp import FsdpSettings
@@ -116,7 +116,7 @@ class FsdpEngine(TransformersEngine):
         yield
 
     def _gradients(self) -> list[Tensor]:
-        grads = [_local(grad) for grad in gradients_of(self.model.named_parameters())]
+        grads = [_local(grad) for grad in super()._gradients()]
         for shard, grad in zip(self.shards.values(), grads, strict=True):
             shard.grad = grad
         return grads

@@ -145,7 +145,11 @@ class MegatronEngine(Engine):
             )
         for chunk in self.chunks:
             chunk.eval()
+        config = self.transformer_config
+        # without backward passes, a pipeline schedule would enter this context and not leave it
+        no_sync, config.no_sync_func = config.no_sync_func, None
         totals = self._run_schedule(batches, forward_only=True)
+        config.no_sync_func = no_sync
         for chunk in self.chunks:
             chunk.train()
         dist.all_reduce(totals)
