@@ -1,9 +1,11 @@
 """The interface between engines and the training loop."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,16 +16,6 @@ from megabench.errors import UserError
 from megabench.record import KernelTraits
 
 TensorKind = Literal["weights", "gradients"]
-
-
-class DataParallelEngine:
-    """Base class of engines that use all ranks as replicas or shards."""
-
-    @staticmethod
-    def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
-        world = dist.group.WORLD
-        assert world is not None, "the default process group is initialized"
-        return {"dp": world}
 
 
 class EngineError(UserError):
@@ -45,61 +37,90 @@ class StepResult:
     skipped: bool
 
 
-class Engine(Protocol):
-    """A model on its ranks, with its optimizer.
+class Engine(ABC):
+    """A model on its ranks, with its optimizer. Every engine inherits from this class.
 
-    All methods are collective: every rank must call them in the same order.
-
-    A data-parallel engine inherits from `DataParallelEngine`, which has its process groups.
+    All methods are collective, except where their docstrings say otherwise: every rank must call them in the same
+    order.
     """
+
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
+        self.run, self.device = config, device
 
     @staticmethod
     def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
-        """Return the process groups of the engine on this rank, by parallel axis."""
-        ...
+        """Return the process groups of the engine on this rank, by parallel axis. By default, all ranks are replicas
+        or shards of one data-parallel group."""
+        world = dist.group.WORLD
+        assert world is not None, "the default process group is initialized"
+        return {"dp": world}
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         """Run an optimizer step on the micro-batches of this data-parallel rank: `accumulate`, then `update`."""
-        ...
+        self.accumulate(batches)
+        return self.update(learning_rate)
 
+    @abstractmethod
     def accumulate(self, batches: Sequence[Batch]) -> None:
         """Run forward and backward of one global batch, and keep the reduced gradients."""
-        ...
 
+    @abstractmethod
     def update(self, learning_rate: float) -> StepResult:
         """Clip the accumulated gradients and step the optimizer."""
-        ...
 
+    @abstractmethod
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Return the mean loss over the tokens of the given micro-batches of all ranks, in nats, equal on all ranks.
+
+        Each data-parallel rank passes its own micro-batches, all ranks the same number, with the shape of those in
+        training. The forward passes use the current weights, without dropout. The next training step is the same, to
+        the last bit, as without the call. Do not call `evaluate` between `accumulate` and `update`.
+
+        Raises:
+            ValueError: The pipeline schedule does not support this number of micro-batches.
+        """
+
+    @abstractmethod
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole parameter with its Hugging Face name, as fp32 on CPU. All ranks get the same values.
 
         "gradients" are the gradients of the mean loss before clipping. They exist between `accumulate` and `update`.
         Every rank must consume the whole iterator.
         """
-        ...
 
+    @abstractmethod
     def training_state(self) -> TrainingState:
         """Return this rank's part of the training state, between two steps.
 
         The tensors belong to the engine. Call `restored` after writing into them. Not collective.
         """
-        ...
 
+    @abstractmethod
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
         """Continue from the state that was written into the tensors of `training_state`."""
-        ...
 
     @property
+    @abstractmethod
     def rank_loss(self) -> float:
-        """The mean loss over this rank's tokens in the last step, or 0 if the rank computes no loss."""
-        ...
+        """The mean loss over this rank's tokens in the last step, or 0 if the rank computes no loss.
+
+        Not collective.
+        """
 
     @property
+    @abstractmethod
     def kernels(self) -> dict[str, str]:
         """The implementation of each operation, for the record."""
-        ...
 
     @property
+    @abstractmethod
     def kernel_traits(self) -> KernelTraits:
         """The traits of the kernels in use, for the record."""
-        ...
+
+    def _step_result(self, loss: float, grad_norm: float, skipped: bool) -> StepResult:
+        return StepResult(
+            loss=loss,
+            grad_norm=float("inf") if skipped else grad_norm,
+            num_tokens=self.run.global_batch * self.run.seq_length,
+            skipped=skipped,
+        )

@@ -39,6 +39,7 @@ BASE: dict[str, Any] = {
     "device": "cpu",
 }
 
+Work = tuple[tuple[str, Any], ...]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "lr": 0.05},
     "adamw": {"optimizer": "adamw", "lr": 1e-3},
@@ -54,16 +55,20 @@ class Trace:
     num_tokens: list[int] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last
+    evaluated: list[float] = field(default_factory=list)  # of each step's batches before the step, if asked
 
 
-def train(run: ResolvedConfig, num_steps: int = NUM_STEPS) -> Trace:
+def train(run: ResolvedConfig, num_steps: int = NUM_STEPS, evaluates: bool = False) -> Trace:
     """Trains `run` on this rank; tensors are returned by rank 0 alone."""
     engine = build_engine(run, device_of(run))
     source = open_source(run)
     dp_rank = run.layout.coordinates(dist.get_rank()).dp
     trace = Trace()
     for step in range(num_steps):
-        engine.accumulate(micro_batches(source, run, dp_rank, step))
+        batches = micro_batches(source, run, dp_rank, step)
+        if evaluates:
+            trace.evaluated.append(engine.evaluate(batches))
+        engine.accumulate(batches)
         if step == 0:
             trace.gradients = dict(engine.full_tensors("gradients"))
         with muon_in_fp32(run):
@@ -105,19 +110,29 @@ def resolve(world_size: int, **fields: Any) -> ResolvedConfig:
     return RunConfig.parse(fields).resolve(world_size, fields["device"])
 
 
-@lru_cache(maxsize=8)
-def _cached_reference(fields: tuple[tuple[str, Any], ...]) -> Trace:
-    work = dict(fields)
+def reference_run(work: Work) -> ResolvedConfig:
+    """The configuration with which the reference does `work`."""
+    fields = dict(work)
     # which an engine may refuse and torch does not
-    update = {name: work.pop(name, BASE.get(name)) for name in ("optimizer", "param_groups")}
-    return train_reference(resolve(1, engine=ANY_MODEL, **work).model_copy(update=update))
+    update = {name: fields.pop(name, BASE.get(name)) for name in ("optimizer", "param_groups")}
+    return resolve(1, engine=ANY_MODEL, **fields).model_copy(update=update)
+
+
+@lru_cache(maxsize=8)
+def _cached_reference(work: Work) -> Trace:
+    return train_reference(reference_run(work))
+
+
+def work_of(**fields: Any) -> Work:
+    """What the reference does of `fields`; the layout and engine play no part in it."""
+    layout = ("engine", "tp", "pp", "vp", "cp", "zero_stage", "shard_size", "reshard_after_forward", "deepspeed_config")
+    parallel = (*layout, "micro_batch", "recompute", "kernels", "keep_gathered", *ENGINE_OPTIONS)
+    return tuple(sorted((k, v) for k, v in fields.items() if k not in parallel))
 
 
 def reference_of(**fields: Any) -> Trace:
-    """The reference trace of the work that `fields` name; the layout and engine play no part in it."""
-    layout = ("engine", "tp", "pp", "vp", "cp", "zero_stage", "shard_size", "reshard_after_forward", "deepspeed_config")
-    parallel = (*layout, "micro_batch", "recompute", "kernels", "keep_gathered", *ENGINE_OPTIONS)
-    return _cached_reference(tuple(sorted((k, v) for k, v in fields.items() if k not in parallel)))
+    """The reference trace of the work that `fields` name."""
+    return _cached_reference(work_of(**fields))
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:

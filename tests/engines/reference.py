@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.common.initial import initial_weights
+from megabench.engines.common.initial_weights import initial_weights
 from megabench.models.causal_lm import build_model
 from megabench.models.hugging_face import transformers_config
 from megabench.models.mapping import hugging_face_shapes

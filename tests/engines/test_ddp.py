@@ -20,7 +20,7 @@ from megabench.cost.job import Recompute
 from megabench.data.batch import Batch, micro_batches
 from megabench.data.source import open_source
 from megabench.engines.build import build_engine
-from megabench.engines.common.loss_scale import LossScale
+from megabench.engines.common.optim import LossScale
 from megabench.specs.ddp import POWERSGD_PLAIN_STEPS
 from tests import distributed
 from tests.autotune.test_probe import SETTING, WORLD_SIZE, config

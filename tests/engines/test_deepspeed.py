@@ -37,7 +37,7 @@ def test_settings_follow_the_run() -> None:
 
 
 def test_fp16_begins_as_with_every_engine() -> None:
-    from megabench.engines.common.loss_scale import LossScale
+    from megabench.engines.common.optim import LossScale
     from megabench.engines.deepspeed.engine import deepspeed_settings
     from megabench.engines.megatron.optimizer import _grad_scaler
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megabench.config import ConfigError, ResolvedConfig
-from megabench.engines.common import fp8, fp8_casts, fp8_linear
-from megabench.engines.common.fp8 import Quantized
+from megabench.engines.common import fp8, fp8_linear
+from megabench.engines.common.fp8 import Fp8Weight, Quantized
 from megabench.engines.common.fp8_format import quantization_scale
-from megabench.engines.common.fp8_weight import Fp8Weight
 from megabench.engines.common.swiglu import swiglu
 from megabench.engines.common.transformers_blocks import Fp8SwiGLUMLP
 from megabench.engines.fsdp import fp8_gather
@@ -117,14 +116,14 @@ def _stale_weights() -> AbstractContextManager[Any]:
 
 def _transposed_operand() -> AbstractContextManager[Any]:
     """Square weights in the wrong order of their dimensions."""
-    quantize = fp8_casts.quantize
+    quantize = fp8.quantize
 
     def swapped(matrix: Tensor, *args: Any, **kwargs: Any) -> Quantized:
         result = quantize(matrix, *args, **kwargs)
         is_square = matrix.shape[0] == matrix.shape[1]
         return Quantized(result.columns, result.rows, result.scale) if is_square else result
 
-    return patch.object(fp8_casts, "quantize", swapped)
+    return patch.object(fp8, "quantize", swapped)
 
 
 def _amax_of_one_shard() -> AbstractContextManager[Any]:

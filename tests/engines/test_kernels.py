@@ -129,7 +129,7 @@ def test_rotary_embedding(heads: int, kv_heads: int, width: int) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), of(SHAPES, "num_heads", "num_kv_heads", "head_dim"))
 def test_rotary_embedding_of_parallel_blocks(heads: int, kv_heads: int, width: int) -> None:
-    from megabench.engines.common.fused import fused
+    from megabench.engines.common.kernels import fused
     from megabench.engines.megatron.blocks import rotate_heads
 
     torch.compiler.reset()
@@ -151,7 +151,7 @@ def test_rotary_embedding_of_parallel_blocks(heads: int, kv_heads: int, width: i
 @pytest.mark.parametrize(("width", "wide"), of(SHAPES, "hidden_size", "ffn_size"))
 def test_weight_gradients_are_summed_up(width: int, wide: int) -> None:
     """Two micro-batches, onto what is there already; no rounding but that of fp32."""
-    from megabench.engines.common.weight_gradient import accumulate
+    from megabench.engines.common.kernels import accumulate
 
     total = random(wide, width, seed=3).float()
     expected = total.double()
@@ -195,7 +195,7 @@ def test_attention(heads: int, kv_heads: int, width: int) -> None:
 
 @pytest.mark.parametrize(("heads", "width"), of(BLOOM_SHAPES, "num_heads", "head_dim"))
 def test_attention_with_alibi(heads: int, width: int) -> None:
-    from megabench.engines.common.bloom import alibi_attention
+    from megabench.engines.common.transformers_blocks import alibi_attention
 
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device="cuda") / heads)
     alibi = (slopes[:, None] * torch.arange(SEQUENCE, device="cuda")).bfloat16().expand(BATCH, -1, -1)
@@ -212,12 +212,12 @@ def test_attention_with_alibi(heads: int, width: int) -> None:
 
 @pytest.mark.parametrize("width", [4 * width for (width,) in of(BLOOM_SHAPES, "hidden_size")])
 def test_bloom_gelu(width: int) -> None:
-    from megabench.engines.common.bloom import FusedGelu
+    from megabench.engines.common.transformers_blocks import FusedBloomGelu
 
     def reference(states: Tensor) -> Tensor:
         return states * 0.5 * (1 + torch.tanh(0.79788456 * states * (1 + 0.044715 * states * states)))
 
-    assert_as_fp32(FusedGelu(), reference, (random(BATCH, SEQUENCE, width),))
+    assert_as_fp32(FusedBloomGelu(), reference, (random(BATCH, SEQUENCE, width),))
 
 
 @pytest.mark.parametrize(("width", "vocabulary"), of(SHAPES, "hidden_size", "vocab_size"))

@@ -80,6 +80,30 @@ def test_as_one_gpu(name: str, reference: Callable[[str], Path]) -> None:
     assert difference < TOLERANCE, f"{what} differs by {difference:.1e}"
 
 
+def compare_evaluated(run: ResolvedConfig, path: Path) -> tuple[dict[str, float], list[float], list[float]]:
+    """The same with an evaluation of each step's batches before the step; with the losses of both."""
+    trace = train(run, NUM_STEPS, evaluates=True)
+    torch.cuda.empty_cache()
+    found = differences(trace, Trace(**torch.load(path, mmap=True))) if dist.get_rank() == 0 else {}
+    return found, trace.evaluated, trace.losses
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3", "fsdp", "megatron-fsdp", "tp2"])
+def test_evaluations_change_no_step(name: str, reference: Callable[[str], Path]) -> None:
+    world_size, fields = RUNS[name]
+    fields = BASE | fields
+    if world_size > NUM_GPUS:
+        pytest.skip(f"needs {world_size} GPUs, and there are {NUM_GPUS}")
+    ranks = distributed.run(
+        compare_evaluated, world_size, resolve(world_size, **fields), reference(fields["model"]), backend="nccl"
+    )
+    what, difference = worst(ranks[0][0])
+    assert difference < TOLERANCE, f"{what} differs by {difference:.1e}"
+    for _, evaluated, losses in ranks:
+        assert evaluated == ranks[0][1], "ranks evaluate different losses"
+        assert evaluated == pytest.approx(losses, rel=1e-5)
+
+
 def test_another_update_shows(reference: Callable[[str], Path]) -> None:
     """A learning rate that is 5% off, which gradients cannot tell."""
     run = resolve(1, **(BASE | {"lr": 1.05e-3}))

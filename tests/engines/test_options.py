@@ -14,7 +14,7 @@ from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch, micro_batches
 from megabench.data.source import open_source
 from megabench.engines.build import build_engine
-from megabench.engines.common.loss_scale import HYSTERESIS, INITIAL, WINDOW, LossScale
+from megabench.engines.common.optim import INITIAL_LOSS_SCALE, LOSS_SCALE_HYSTERESIS, LOSS_SCALE_WINDOW, LossScale
 from megabench.optim.optimizers import OPTIMIZERS as TABLE
 from tests import distributed
 from tests.engines.cases import cases
@@ -100,16 +100,16 @@ def test_fsdp_holds_gradients_once(fields: dict[str, Any]) -> None:
 
 def test_the_loss_scale_moves() -> None:
     scale = LossScale()
-    for _ in range(HYSTERESIS - 1):
+    for _ in range(LOSS_SCALE_HYSTERESIS - 1):
         scale.update(is_finite=False)
-    assert scale.value == INITIAL
+    assert scale.value == INITIAL_LOSS_SCALE
     scale.update(is_finite=False)
-    assert scale.value == INITIAL / 2
-    for _ in range(WINDOW):
+    assert scale.value == INITIAL_LOSS_SCALE / 2
+    for _ in range(LOSS_SCALE_WINDOW):
         scale.update(is_finite=True)
-    assert scale.value == INITIAL
+    assert scale.value == INITIAL_LOSS_SCALE
     scale.update(is_finite=False)
-    assert scale.value == INITIAL, "patient again after a window without"
+    assert scale.value == INITIAL_LOSS_SCALE, "patient again after a window without"
     other = LossScale()
     other.restore(scale.state())
     assert other == scale
@@ -118,9 +118,9 @@ def test_the_loss_scale_moves() -> None:
 def train_scaled(run: ResolvedConfig) -> Trace:
     """Trains in fp32 with fp16's loss scale, which must not show."""
 
-    from megabench.engines.common import transformers_model
+    from megabench.engines.common import transformers_engine
 
-    with patch.object(transformers_model, "loss_scale_of", lambda run: LossScale()):
+    with patch.object(transformers_engine, "loss_scale_of", lambda run: LossScale()):
         return train(run)
 
 

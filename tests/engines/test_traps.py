@@ -308,10 +308,9 @@ def largest_tensor_of_attention(run: ResolvedConfig, what: str | None) -> int:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megabench.engines.megatron import blocks
-    from megabench.engines.megatron.model import transformer_config
-    from megabench.engines.megatron.process_groups import create
+    from megabench.engines.megatron.model import create_process_groups, transformer_config
 
-    groups = create(run.layout)
+    groups = create_process_groups(run.layout)
     model_parallel_cuda_manual_seed(1)  # the built-in one draws its dropout from there
     shape, length = run.shape, run.seq_length
     with BREAKS[what]() if what else nullcontext():

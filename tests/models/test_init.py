@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megabench.engines.common.initial_weights import TILE, InitialWeights, initial_piece, standard_deviation
+from megabench.engines.common.initial_weights import TILE, RandomWeights, initial_piece, standard_deviation
 from megabench.models.catalog import get_model
 from megabench.models.mapping import (
     Piece,
@@ -70,7 +70,7 @@ def test_vocabulary_padding_is_zero() -> None:
 
     shape = replace(SHAPE, vocab_size=509)
     assert padded_vocab_size(shape, 4) == 512
-    last = read_shard(InitialWeights(shape, seed=1), shard("output_layer.weight", shape, 4, 3))
+    last = read_shard(RandomWeights(shape, seed=1), shard("output_layer.weight", shape, 4, 3))
     assert last.shape == (128, shape.hidden_size)
     assert last[:125].abs().min(dim=1).values.sum() > 0
     assert not last[125:].any()

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megabench.engines.common.fused import fused
-from megabench.engines.common.weight_gradient import accumulate
+from megabench.engines.common.kernels import accumulate, fused
 
 _CHUNK_LOGITS = 2**28  # elements of one chunk of logits at most: 0.5 GiB in bf16
 _CHUNK_MULTIPLE = 256  # tokens; a multiple of the tiles of matrix products

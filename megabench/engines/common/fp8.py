@@ -13,15 +13,17 @@ Sizes: Symbols: M rows, N columns, K inner size of a product.
 
 import functools
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megabench.engines.common.fp8_format import DTYPE, LARGEST, quantization_scale
 
+# the plan of each product that cuBLASLt accumulates, by shape and device: an nvmath.linalg.advanced.Matmul
+_plans: dict[tuple[Any, ...], Any] = {}
 _AMAX = "_megabench_amax"  # attribute of a tensor: its version and its largest absolute value
 
 
@@ -94,22 +96,108 @@ def product(
 
 
 def add_product(total: Tensor, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> None:
-    """Add left [M, K] · right [N, K]ᵀ to `total` [M, N].
+    """Add left [M, K] · right [N, K]ᵀ to `total` [M, N], which is fp32 or bf16.
 
-    If nvmath-python is installed, cuBLASLt accumulates into `total`. Otherwise, a second kernel adds the product.
+    If nvmath-python is installed, cuBLASLt accumulates into `total`. Otherwise, a second kernel adds the product. torch
+    can accumulate into it from version 2.15 on (`torch.nn.functional.scaled_addmm_`).
     """
     if total.device.type == "cuda" and has_nvmath():
-        from megabench.engines.common import fp8_accumulation
-
-        fp8_accumulation.add_product(total, left, left_scale, right, right_scale)
+        _accumulate_product(total, left, left_scale, right, right_scale)
     else:
         total += product(left, left_scale, right, right_scale, total.dtype)
+
+
+def _accumulate_product(total: Tensor, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> None:
+    """Add a product of fp8 matrices to `total` through nvmath-python, on the current stream."""
+    a, b, scales = left, right.t(), {"a": left_scale.reshape(1), "b": right_scale.reshape(1)}
+    # cuBLASLt chooses the algorithm of a plan by the alignment of the sum
+    key = (total.shape, left.shape[1], total.dtype, total.device, total.data_ptr() % 256)
+    if key in _plans:
+        _plans[key].reset_operands_unchecked(a=a, b=b, c=total, quantization_scales=scales)
+    else:
+        from nvmath.linalg.advanced import Matmul
+
+        product = Matmul(a, b, total, beta=1.0, quantization_scales=scales, options={"inplace": True})
+        product.plan()
+        _plans[key] = product
+    _plans[key].execute(release_workspace=True)
+    _plans[key].release_operands()
 
 
 @functools.cache
 def has_nvmath() -> bool:
     """Return whether nvmath-python is installed."""
     return find_spec("nvmath") is not None
+
+
+class CastsWeight(nn.Module):
+    """A layer whose weight [N, K] is cast to fp8 once per step, in both layouts or in rows only.
+
+    A layer that `has_bf16_gradients` does not need columns. A layer that does not keep them (`keeps_transposed`)
+    transposes the rows in each backward pass. `forget_casts` must be called between two steps, because the weights
+    change.
+    """
+
+    weight: Tensor
+    has_bf16_gradients: bool
+    keeps_transposed: bool
+    _cast: Quantized | None = None
+
+    def quantized_weight(self, dtype: torch.dtype, group: ProcessGroup | None = None) -> Quantized:
+        """Return the weight in fp8. The ranks of `group` have parts of it.
+
+        The weight is rounded to `dtype` first, so that the result does not depend on the dtype of its storage.
+        """
+        if self._cast is None:
+            columns = self.keeps_transposed and not self.has_bf16_gradients
+            self._cast = quantize(self.weight.detach().to(dtype), columns=columns, group=group)
+        return self._cast
+
+
+def forget_casts(model: nn.Module) -> None:
+    """Discard the fp8 casts of all weights. The next forward pass creates them again."""
+    for module in model.modules():
+        if isinstance(module, CastsWeight):
+            module._cast = None
+
+
+class Fp8Weight(Tensor):
+    """A weight [N, K] that exists only in fp8, as `rows` · `scale`. Its gradient is a plain tensor in its `dtype`.
+
+    The class declares its parts to torch.compile (see `__tensor_flatten__` in torch's documentation).
+    """
+
+    rows: Tensor
+    scale: Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type["Fp8Weight"], rows: Tensor, scale: Tensor, dtype: torch.dtype) -> "Fp8Weight":
+        weight: Fp8Weight = Tensor._make_wrapper_subclass(
+            cls, rows.shape, strides=rows.stride(), dtype=dtype, device=rows.device
+        )
+        weight.rows, weight.scale = rows, scale
+        return weight
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch.compile prints it, and no operation reads its elements
+        return f"Fp8Weight({list(self.shape)}, {self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["rows", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> "Fp8Weight":
+        return Fp8Weight(parts["rows"], parts["scale"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> "Fp8Weight":
+        if func not in (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default):
+            raise NotImplementedError(f"{func} of a weight that exists only in fp8")
+        weight, *others = args
+        return Fp8Weight(func(weight.rows, *others, **(kwargs or {})), weight.scale, weight.dtype)
 
 
 # Custom operators, which torch.compile does not look into. inductor's own casts to fp8 can produce NaN
@@ -120,9 +208,9 @@ def has_nvmath() -> bool:
 def _largest_value(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor.abs().max().float()
-    from megabench.engines.common import fp8_kernels
+    from megabench.engines.common import triton_kernels
 
-    return fp8_kernels.largest_value(tensor)
+    return triton_kernels.largest_value(tensor)
 
 
 @_largest_value.register_fake
@@ -133,9 +221,9 @@ def _(tensor: Tensor) -> Tensor:
 @torch.library.custom_op("megabench::fp8_quantize", mutates_args=())
 def _quantize(matrix: Tensor, amax: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     if matrix.device.type == "cuda":
-        from megabench.engines.common import fp8_kernels
+        from megabench.engines.common import triton_kernels
 
-        return fp8_kernels.quantize(matrix, amax, rows, columns)
+        return triton_kernels.quantize(matrix, amax, rows, columns)
     scale = quantization_scale(amax)
     values = (matrix.float() * scale).clamp(-LARGEST, LARGEST).to(DTYPE)
     empty = values.new_empty(0)
@@ -154,9 +242,9 @@ def _(matrix: Tensor, amax: Tensor, rows: bool, columns: bool) -> tuple[Tensor, 
 @torch.library.custom_op("megabench::fp8_transposed", mutates_args=())
 def _transposed(matrix: Tensor) -> Tensor:
     if matrix.device.type == "cuda":
-        from megabench.engines.common import fp8_kernels
+        from megabench.engines.common import triton_kernels
 
-        return fp8_kernels.transposed(matrix)
+        return triton_kernels.transposed(matrix)
     return matrix.t().clone(memory_format=torch.contiguous_format)
 
 

@@ -8,9 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabench.engines.common.fp8 import Quantized, columns_of, largest_value, product, quantize, transposed
-from megabench.engines.common.fp8_casts import CastsWeight
-from megabench.engines.common.fp8_weight import Fp8Weight
+from megabench.engines.common.fp8 import (
+    CastsWeight,
+    Fp8Weight,
+    Quantized,
+    columns_of,
+    largest_value,
+    product,
+    quantize,
+    transposed,
+)
 
 # attribute in which an activation keeps its fp8 values: the version of the activation, and a Quantized
 _HELD = "_megabench_fp8"

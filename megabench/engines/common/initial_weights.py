@@ -1,7 +1,7 @@
-"""Layout-independent initial weights.
+"""The initial weights of a run: those of a directory, or random weights that do not depend on the layout.
 
-Each Hugging Face parameter is drawn in fp32 tiles. Each tile has its own random generator, whose seed depends on the
-run's seed, the parameter's name and the tile's position. A rank draws only the tiles that its shards overlap. All
+Each random Hugging Face parameter is drawn in fp32 tiles. Each tile has its own random generator, whose seed depends on
+the run's seed, the parameter's name and the tile's position. A rank draws only the tiles that its shards overlap. All
 layouts and engines therefore start from the same weights, and no process needs the whole model. Tiles are drawn on CPU,
 so that their values do not depend on the device.
 """
@@ -9,13 +9,21 @@ so that their values do not depend on the device.
 import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megabench.checkpoint.manifest import MANIFEST_NAME
+from megabench.checkpoint.weights_only import open_weights
+from megabench.config import ResolvedConfig
+from megabench.models.find import is_directory
 from megabench.models.mapping import Piece, hugging_face_shapes
+from megabench.models.model_directory import HuggingFaceWeights
 from megabench.models.shape import ModelShape
+from megabench.models.weights import Weights
 from megabench.runtime.rendezvous import share_of_cores
 
 TILE = 1024  # number of rows and columns of a tile
@@ -23,7 +31,25 @@ _CPU = torch.device("cpu")
 _STD = 0.02  # initializer_range of transformers' Llama, GPT-2 and BLOOM
 
 
-class InitialWeights:
+def initial_weights(run: ResolvedConfig, device: torch.device) -> Weights:
+    """Return the weights of the directory `model`, or random weights for a model of the catalogue, on `device`.
+
+    Raises ModelFilesError or CheckpointError if files of the directory are incomplete. No weights are read yet.
+    """
+    if not is_directory(run.model):
+        return RandomWeights(run.shape, run.seed, device)
+    folder = Path(run.model)
+    if (folder / MANIFEST_NAME).exists():
+        return open_weights(folder, *_place())
+    return HuggingFaceWeights(folder, run.shape)
+
+
+def _place() -> tuple[int, int]:
+    """Return the rank of this process and the world size."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+class RandomWeights:
     """Random initial weights of a model on `device`; see `megabench.models.weights.Weights`."""
 
     def __init__(self, shape: ModelShape, seed: int, device: torch.device = _CPU) -> None:

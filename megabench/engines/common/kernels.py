@@ -1,14 +1,19 @@
-"""Choose the kernels of a model. All engines that support a kernel make the same choice.
+"""Choose the kernels of a model, fuse element-wise operations, and accumulate weight gradients.
 
-"auto" selects fused kernels: one for the output layer and cross-entropy (cross_entropy.py), BLOOM's attention and GELU
-(bloom.py), RMSNorm (norm.py), and, only on GPUs, Liger's rotary embedding and SwiGLU for transformers models.
-"reference" selects the unfused torch code of transformers, which stores the full logits in fp32.
+All engines that support a kernel make the same choice. "auto" selects fused kernels: one for the output layer and
+cross-entropy (cross_entropy.py), BLOOM's attention and GELU (transformers_blocks.py), RMSNorm (norm.py), and, only on
+GPUs, Liger's rotary embedding and SwiGLU for transformers models. "reference" selects the unfused torch code of
+transformers, which stores the full logits in fp32.
 """
 
 import logging
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megabench.config import ResolvedConfig
 from megabench.engines.common.fp8 import has_nvmath
@@ -225,3 +230,26 @@ def fuses_blocks(run: ResolvedConfig) -> bool:
     Otherwise, they use those of megatron-core.
     """
     return run.kernels == "auto"
+
+
+def fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
+    """Compile `function` on a GPU, so that it reads its inputs once, computes in fp32, and writes once."""
+    return _compiled(function) if like.device.type == "cuda" else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
+
+
+def accumulate(total: Tensor, grads: Tensor, inputs: Tensor, factor: float = 1.0) -> None:
+    """Add factor · gradsᵀ [V, C] · inputs [C, H] to total [V, H], which is fp32 or has the dtype of the inputs.
+
+    On a GPU, the matrix product adds to the sum directly, without rounding or storing the product.
+    """
+    if total.device.type == "cuda" and total.dtype != inputs.dtype:
+        torch.addmm(total, grads.t(), inputs, alpha=factor, out_dtype=total.dtype, out=total)
+    elif total.device.type == "cuda" or total.dtype == inputs.dtype:
+        torch.addmm(total, grads.t(), inputs, alpha=factor, out=total)
+    else:
+        total.add_(grads.t() @ inputs, alpha=factor)

@@ -44,25 +44,25 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, left: Tensor, right: Tensor | None, weight: Tensor, eps: float
     ) -> Tensor | tuple[Tensor, Tensor]:
-        from megabench.engines.common import norm_kernels  # only GPU builds of torch include Triton
+        from megabench.engines.common import triton_kernels  # only GPU builds of torch include Triton
 
         left = left.contiguous()
         total = left if right is None else torch.empty_like(left)
         normed, amax = torch.empty_like(left), left.new_zeros((), dtype=torch.float32)
         right = None if right is None else right.contiguous()
-        inverse_rms = norm_kernels.forward(left, right, weight, eps, total, normed, amax)
+        inverse_rms = triton_kernels.norm_forward(left, right, weight, eps, total, normed, amax)
         ctx.save_for_backward(total, weight, inverse_rms)
         remember_largest_value(normed, amax)
         return normed if right is None else (normed, total)
 
     @staticmethod
     def backward(ctx: Any, grad_normed: Tensor, grad_total: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        from megabench.engines.common import norm_kernels
+        from megabench.engines.common import triton_kernels
 
         total, weight, inverse_rms = ctx.saved_tensors
         grad, amax = torch.empty_like(total), total.new_zeros((), dtype=torch.float32)
         grad_total = None if grad_total is None else grad_total.contiguous()
-        grad_weight = norm_kernels.backward(
+        grad_weight = triton_kernels.norm_backward(
             grad_normed.contiguous(), grad_total, total, weight, inverse_rms, grad, amax
         )
         remember_largest_value(grad, amax)

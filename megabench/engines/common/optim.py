@@ -1,6 +1,7 @@
-"""Optimizers that several engines share."""
+"""Optimizers, their parameter groups and the loss scale, which several engines share."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from megabench.optim.parameter_groups import HyperParameters
 
 # a parameter's Hugging Face name, this rank's part of it, and the number of dimensions of the whole parameter
 NamedParameter = tuple[str, nn.Parameter, int]
+
+# DeepSpeed begins at 2^16. With DeepSpeed's larger initial scale, engines with fp16 gradients skip two of GPT-2's first
+# steps, and engines with fp32 gradients skip none. Their work would then differ.
+INITIAL_LOSS_SCALE = 2.0**13
+LOSS_SCALE_WINDOW = 1000  # LOSS_SCALE_WINDOW and LOSS_SCALE_HYSTERESIS are DeepSpeed's defaults
+LOSS_SCALE_HYSTERESIS = 2
 
 
 def parameter_groups(run: ResolvedConfig, params: Iterable[NamedParameter]) -> list[dict[str, Any]]:
@@ -42,6 +49,39 @@ def apex_adam() -> type[torch.optim.Optimizer] | None:
     except ImportError:
         return None
     return FusedAdam
+
+
+@dataclass
+class LossScale:
+    """The dynamic loss scale of fp16 (arXiv 1710.03740), for engines whose library has none.
+
+    The scale doubles after LOSS_SCALE_WINDOW finite steps, and halves at the second non-finite step.
+    """
+
+    value: float = INITIAL_LOSS_SCALE
+    num_good: int = 0
+    hysteresis: int = LOSS_SCALE_HYSTERESIS
+
+    def update(self, is_finite: bool) -> None:
+        """Count a step."""
+        if is_finite:
+            self.num_good += 1
+            if self.num_good == LOSS_SCALE_WINDOW:
+                self.value, self.num_good, self.hysteresis = self.value * 2, 0, LOSS_SCALE_HYSTERESIS
+            return
+        self.num_good = 0
+        self.hysteresis -= 1
+        if self.hysteresis <= 0:
+            self.value = max(self.value / 2, 1.0)
+
+    def state(self) -> dict[str, float]:
+        """Return the state for a checkpoint."""
+        return {name: float(value) for name, value in asdict(self).items()}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Continue from `state`."""
+        self.value, self.num_good = state["value"], int(state["num_good"])
+        self.hysteresis = int(state["hysteresis"])
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -36,11 +36,11 @@ class _SwiGLU(torch.autograd.Function):
             output = F.silu(gate) * up
             amax = largest_value(output) if finds_amax else None
         else:
-            from megabench.engines.common import swiglu_kernels  # only GPU builds of torch include Triton
+            from megabench.engines.common import triton_kernels  # only GPU builds of torch include Triton
 
             output = gate.new_empty(gate.shape)
             amax = gate.new_zeros((), dtype=torch.float32) if finds_amax else None
-            swiglu_kernels.forward(_matrix(gate), _matrix(up), _matrix(output), amax)
+            triton_kernels.swiglu_forward(_matrix(gate), _matrix(up), _matrix(output), amax)
         if amax is not None:
             remember_largest_value(output, amax)
         return output
@@ -55,11 +55,11 @@ class _SwiGLU(torch.autograd.Function):
             up_grad.copy_(grad * F.silu(gate))
             amaxes = torch.stack([largest_value(part) for part in grads]) if ctx.finds_amax else None
         else:
-            from megabench.engines.common import swiglu_kernels
+            from megabench.engines.common import triton_kernels
 
             amaxes = grad.new_zeros(len(grads), dtype=torch.float32) if ctx.finds_amax else None
             matrices = (_matrix(gate), _matrix(up), _matrix(grad.contiguous()), _matrix(gate_grad), _matrix(up_grad))
-            swiglu_kernels.backward(*matrices, amaxes)
+            triton_kernels.swiglu_backward(*matrices, amaxes)
         if amaxes is not None:
             for part, amax in zip(grads, amaxes, strict=True):
                 remember_largest_value(part, amax)

@@ -1,14 +1,24 @@
 """The modules of transformers models, and the fused kernels that replace parts of them."""
 
+import math
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.bloom.modeling_bloom import BloomAttention, BloomGelu
 
 from megabench.config import ResolvedConfig
 from megabench.engines.common.cross_entropy import linear_cross_entropy
 from megabench.engines.common.fp8_linear import use_fp8
-from megabench.engines.common.kernels import fuses_bloom, fuses_cross_entropy, fuses_norms, swiglu_finds_amax
+from megabench.engines.common.kernels import (
+    BLOOM_CHANNELS,
+    fuses_bloom,
+    fuses_cross_entropy,
+    fuses_norms,
+    swiglu_finds_amax,
+)
 from megabench.engines.common.norm import norm_of_sum, rms_norm
 from megabench.engines.common.swiglu import swiglu
 
@@ -71,8 +81,45 @@ class _FusedBlock:
         return hidden_states + output
 
 
+def alibi_attention(query: Tensor, key: Tensor, value: Tensor, alibi: Tensor) -> Tensor:
+    """Compute causal attention with scores q·k / √D plus the `alibi` value of the key (arXiv 2108.12409).
+
+    `query`, `key` and `value` are [B, heads, S, D], `alibi` [B, heads, S]; returns [B, heads, S, D]. The ALiBi values
+    are passed in extra channels of q and k, because flash attention accepts no bias.
+    """
+    head_size = query.shape[-1]
+    context = F.scaled_dot_product_attention(
+        # √D cancels the division of the scores by √D; the keys are zero in all other extra channels
+        F.pad(query, (0, BLOOM_CHANNELS), value=math.sqrt(head_size)),
+        torch.cat([key, F.pad(alibi[..., None].to(key.dtype), (0, BLOOM_CHANNELS - 1))], dim=-1),
+        F.pad(value, (0, BLOOM_CHANNELS)),
+        is_causal=True,
+        scale=head_size**-0.5,
+    )
+    return context[..., :head_size]
+
+
+class FusedBloomAttention(BloomAttention):
+    """BLOOM's attention for training: whole sequences without padding, dropout or a cache."""
+
+    def forward(self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, **_: Any) -> tuple[Tensor, None]:
+        batch, length, _width = hidden_states.shape
+        states = self.query_key_value(hidden_states).view(batch, length, self.num_heads, 3, self.head_dim)
+        query, key, value = states.permute(3, 0, 2, 1, 4)
+        context = alibi_attention(query, key, value, alibi.view(batch, self.num_heads, length))
+        output: Tensor = self.dense(context.transpose(1, 2).reshape(batch, length, -1))
+        return residual + output, None
+
+
+class FusedBloomGelu(BloomGelu):
+    """Compute BLOOM's approximation of GELU in one pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+
 def blocks(model: PreTrainedModel, run: ResolvedConfig) -> list[nn.Module]:
-    """Its layers, in order."""
+    """Return the layers of a model, in order."""
     return list(model.get_submodule(run.shape.table.layer_prefix.rstrip(".")).children())
 
 
@@ -83,9 +130,7 @@ def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
         assert type(head) is nn.Linear and head.bias is None
         head.__class__ = LossHead  # tied weights share one name
     if fuses_bloom(run):
-        from megabench.engines.common import bloom
-
-        bloom.fuse(model)
+        _fuse_bloom(model)
     if fuses_norms(run):
         layers = blocks(model, run)
         norm, layer = type(layers[0].input_layernorm), type(layers[0])
@@ -105,3 +150,15 @@ def fuse(model: PreTrainedModel, run: ResolvedConfig) -> None:
         )
         if swiglu_finds_amax(run):
             block.mlp.__class__ = Fp8SwiGLUMLP
+
+
+def _fuse_bloom(model: PreTrainedModel) -> None:
+    """Replace attention and activation of a BLOOM model by fused kernels. Weights keep their names.
+
+    transformers stores all fp32 scores of a layer, and passes over the widest activations ten times.
+    """
+    model.config._attn_implementation = "sdpa"  # fused attention needs no mask [B, 1, S, S]
+    fused: dict[type[nn.Module], type[nn.Module]] = {BloomAttention: FusedBloomAttention, BloomGelu: FusedBloomGelu}
+    for module in model.modules():
+        if kind := fused.get(type(module)):
+            module.__class__ = kind

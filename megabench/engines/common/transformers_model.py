@@ -1,9 +1,8 @@
-"""Loss, optimizer and initial weights of transformers models, shared by several engines."""
+"""Construction, loss, optimizer and initial weights of transformers models, shared by several engines."""
 
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 from unittest.mock import patch
 
 import torch
@@ -12,21 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megabench.checkpoint.shards import StateShard, TrainingState, blocks_of, whole
+from megabench.checkpoint.shards import StateShard, blocks_of, whole
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.base import EngineError, StepResult, TensorKind
-from megabench.engines.common.initial import initial_weights
+from megabench.engines.base import EngineError
+from megabench.engines.common.initial_weights import initial_weights
 from megabench.engines.common.kernels import patch_transformers
-from megabench.engines.common.loss_scale import LossScale
-from megabench.engines.common.optim import MuonWithAdamW, NamedParameter, parameter_groups, set_learning_rate
+from megabench.engines.common.optim import MuonWithAdamW, NamedParameter, parameter_groups
 from megabench.engines.common.transformers_blocks import LossHead
 from megabench.models.causal_lm import UnsupportedModelError, build_model
-from megabench.models.foreign import unused_words
 from megabench.models.hugging_face import transformers_config
 from megabench.models.mapping import hidden_matrices, stored_shapes
 from megabench.models.weights import read_flat
-from megabench.optim.optimizers import OPTIMIZERS
 from megabench.runtime.device import DTYPES
 
 
@@ -122,18 +118,6 @@ class InitialValues:
         return read_flat(self._weights, name, self._sizes, start, stop).to(self._device).float()
 
 
-class OptimizerState(Protocol):
-    """The master weights of an engine and the state of its optimizer."""
-
-    def read(self) -> TrainingState:
-        """Return this rank's tensors, which training uses."""
-        ...
-
-    def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
-        """Continue from the state that was written into the tensors of `read`."""
-        ...
-
-
 class PersistentBuffers:
     """The buffers that the files of a model contain. Training does not change them.
 
@@ -180,64 +164,3 @@ def build_optimizer(run: ResolvedConfig, params: Iterable[NamedParameter]) -> to
             )
             return MuonWithAdamW(matrices, others, lr=run.lr, betas=run.betas, eps=run.eps)
     raise EngineError(f"the optimizer {run.optimizer} is not implemented")
-
-
-def gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Tensor]:
-    """Return the gradients of named parameters. Raise UnsupportedModelError if a parameter has none."""
-    parameters = list(parameters)
-    if unused := [name for name, parameter in parameters if parameter.grad is None]:
-        raise UnsupportedModelError(unused_words(unused))
-    return [parameter.grad for _, parameter in parameters if parameter.grad is not None]
-
-
-def finish_step(
-    run: ResolvedConfig,
-    optimizer: torch.optim.Optimizer,
-    grads: list[Tensor],
-    loss: float,
-    grad_norm: float,
-    learning_rate: float,
-    loss_scale: LossScale | None,
-) -> StepResult:
-    """Clip the gradients of this rank by the global norm and step the optimizer, unless the norm is not finite.
-
-    The gradients and their norm contain the factor `loss_scale` on entry.
-    """
-    is_finite = math.isfinite(grad_norm)
-    factor = 1.0
-    if loss_scale:
-        factor = 1 / loss_scale.value
-        grad_norm *= factor
-        loss_scale.update(is_finite)
-    if is_finite:
-        if run.clip_grad and grad_norm > run.clip_grad:
-            factor *= run.clip_grad / (grad_norm + 1e-6)
-        if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
-        set_learning_rate(optimizer, learning_rate)
-        optimizer.step()
-    return StepResult(
-        loss=loss,
-        grad_norm=grad_norm if is_finite else float("inf"),
-        num_tokens=run.global_batch * run.seq_length,
-        skipped=not is_finite,
-    )
-
-
-def loss_scale_of(run: ResolvedConfig) -> LossScale | None:
-    """fp16's; None in other precisions."""
-    return LossScale() if run.policy.scales_loss else None
-
-
-def shown(
-    name: str, tensor: Tensor | None, kind: TensorKind, run: ResolvedConfig, loss_scale: LossScale | None
-) -> Tensor:
-    """Return a whole tensor in fp32 for `Engine.full_tensors`. Weights are rounded to the dtype of the computation."""
-    assert tensor is not None, f"{name} has no gradient; they exist between accumulate and update"
-    dtype = DTYPES[run.precision] if kind == "weights" else torch.float32
-    whole = tensor.detach().to(dtype).float().cpu().clone()
-    return whole / loss_scale.value if loss_scale and kind == "gradients" else whole
-
-
-def optimizer_name(run: ResolvedConfig) -> str:
-    return OPTIMIZERS[run.optimizer].implementation

@@ -4,9 +4,9 @@ Weights are fp32, and each layer casts them to the training dtype. Gradients are
 fp32. torch's reducer overlaps the reduction with the backward pass.
 """
 
-import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,12 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from megabench.config import ResolvedConfig
-from megabench.data.batch import Batch
-from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.base import TensorKind
 from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
-from megabench.engines.common.fp8_casts import forget_casts
+from megabench.engines.common.fp8 import forget_casts
 from megabench.engines.common.fp8_linear import Fp8Linear
-from megabench.engines.common.replica_state import Held, ReplicaState
-from megabench.engines.common.transformers_engine import TransformersEngine
+from megabench.engines.common.transformers_engine import Held, TransformersEngine
 from megabench.runtime.device import DTYPES
 from megabench.specs.ddp import POWERSGD_PLAIN_STEPS, DdpSettings
 
@@ -34,29 +32,25 @@ class DdpEngine(TransformersEngine):
     """Pure data parallelism with whole replicas; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
-        self.run = config
-        self.device = device
+        super().__init__(config, device)
+        self.model = self._build_model()
         # PowerSGD's hooks block gloo's two threads, so a second bucket would cause a deadlock
         own = DdpSettings.of(config)
         one_bucket = 10**6 if own.powersgd_rank and device.type == "cpu" else None
-        self.model = DistributedDataParallel(
-            self._build_model(),
+        self.wrapped = DistributedDataParallel(
+            self.model,
             broadcast_buffers=False,
             init_sync=False,
             gradient_as_bucket_view=True,
             bucket_cap_mb=one_bucket,
         )
         if own.powersgd_rank:
-            self.model.register_comm_hook(_power_sgd(own.powersgd_rank, config.seed), powerSGD_hook)
+            self.wrapped.register_comm_hook(_power_sgd(own.powersgd_rank, config.seed), powerSGD_hook)
         elif config.grad_dtype == "bf16":
-            self.model.register_comm_hook(None, _in_bf16)
-        params = [(name, parameter, parameter.ndim) for name, parameter in self._named_parameters()]
-        self.optimizer = shared.build_optimizer(config, params)
+            self.wrapped.register_comm_hook(None, _in_bf16)
+        self.num_copies = dist.get_world_size()
         is_owner = dist.get_rank() == 0
-        held = [Held(name, parameter, 0, is_owner) for name, parameter in self._named_parameters()]
-        self.loss_scale = shared.loss_scale_of(config)
-        self.state = ReplicaState(config, self.optimizer, held, self.loss_scale)
-        self.loss = torch.zeros((), device=device)
+        self._build_optimizer([Held(name, parameter, 0, is_owner) for name, parameter in self._named_parameters()])
         # PowerSGD counts its reductions
         self.may_reduce_early = not own.powersgd_rank
 
@@ -87,45 +81,33 @@ class DdpEngine(TransformersEngine):
         return model
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The fp32 parameters by their Hugging Face names."""
-        for name, parameter in self.model.module.named_parameters():
+        for name, parameter in super()._named_parameters():
             yield re.sub(r"parametrizations\.(\w+)\.original", r"\1", name), parameter
 
-    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
-        self.accumulate(batches)
-        return self.update(learning_rate)
-
-    def accumulate(self, batches: Sequence[Batch]) -> None:
+    def _start_accumulation(self, num_micro_batches: int) -> None:
         # Gradients stay in DDP's buckets and are accumulated there, so that no second copy exists. The first reduction
         # places gradients in the buckets. Reducing again does not change the result, because the mean of equal means is
         # the same mean.
-        self.model.zero_grad(set_to_none=len(batches) == 1)
-        self.loss.zero_()
-        for number, batch in enumerate(batches):
-            reduces = number == len(batches) - 1 or self.may_reduce_early
-            self.may_reduce_early = False
-            with contextlib.nullcontext() if reduces else self.model.no_sync():
-                loss = shared.mean_loss(self.model, self.model.module, batch.to(self.device)) / len(batches)
-                (loss * self.loss_scale.value if self.loss_scale else loss).backward()
-            self.loss += loss.detach()
+        self.wrapped.zero_grad(set_to_none=num_micro_batches == 1)
+
+    @contextmanager
+    def _micro_batch(self, is_last: bool) -> Iterator[None]:
+        reduces = is_last or self.may_reduce_early
+        self.may_reduce_early = False
+        with nullcontext() if reduces else self.wrapped.no_sync():
+            yield
+
+    def _finish_accumulation(self) -> None:
         forget_casts(self.model)
 
-    @torch.no_grad()
-    def update(self, learning_rate: float) -> StepResult:
-        grads = shared.gradients(self._named_parameters())
-        total = self.loss.clone()
-        dist.all_reduce(total)
-        loss, grad_norm = torch.stack([total, torch.nn.utils.get_total_norm(grads)]).tolist()
-        return shared.finish_step(
-            self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate, self.loss_scale
-        )
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        yield
+        forget_casts(self.model)
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._named_parameters():
-            yield (
-                name,
-                shared.shown(name, parameter if kind == "weights" else parameter.grad, kind, self.run, self.loss_scale),
-            )
+            yield name, self._shown(name, parameter if kind == "weights" else parameter.grad, kind)
 
 
 def _power_sgd(rank: int, seed: int) -> PowerSGDState:

@@ -1,12 +1,12 @@
 """The DeepSpeed engine, which trains the transformers model under ZeRO 0 to 3."""
 
-import contextlib
 import io
 import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,17 @@ from transformers import PreTrainedModel
 from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.base import EngineError, StepResult, TensorKind
-from megabench.engines.common import loss_scale, transformers_blocks
+from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
-from megabench.engines.common.fp8_casts import forget_casts
-from megabench.engines.common.optim import NamedParameter, parameter_groups, set_learning_rate
+from megabench.engines.common.fp8 import forget_casts
+from megabench.engines.common.optim import (
+    INITIAL_LOSS_SCALE,
+    LOSS_SCALE_HYSTERESIS,
+    LOSS_SCALE_WINDOW,
+    NamedParameter,
+    parameter_groups,
+    set_learning_rate,
+)
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.deepspeed.state import ZeroState
 from megabench.models.causal_lm import build_model
@@ -32,6 +39,7 @@ from megabench.specs.deepspeed_json import merge, read_deepspeed_json
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_grad
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -41,8 +49,8 @@ class DeepSpeedEngine(TransformersEngine):
     """Pure data parallelism under ZeRO; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
-        self.run, self.own = config, DeepSpeedSettings.of(config)
-        self.device = device
+        super().__init__(config, device)
+        self.own = DeepSpeedSettings.of(config)
         self.settings = deepspeed_settings(config)
         self.zero_stage = self.settings["zero_optimization"]["stage"]
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
@@ -51,21 +59,21 @@ class DeepSpeedEngine(TransformersEngine):
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         if self.own.deepspeed_config:
             _check_settings(self.settings, self.own.deepspeed_config)
-        model = self._build_model()
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        with contextlib.redirect_stdout(io.StringIO()):  # suppress a dozen lines of memory reports per rank
+        self.model = self._build_model()
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        with redirect_stdout(io.StringIO()):  # suppress a dozen lines of memory reports per rank
             self.engine, *_ = deepspeed.initialize(
-                model=model, optimizer=_build_optimizer(config, model), config=self.settings
+                model=self.model, optimizer=_build_optimizer(config, self.model), config=self.settings
             )
+        self.wrapped = self.engine
         if self.zero_stage == 3:
             # hpZ copied the weights before the initial weights were loaded, so copy them again
             self.engine.optimizer.invalidate_secondary_tensor()
         if self.zero_stage == 0 and config.policy.compute == "bf16":
             _undo_first_step(self.engine.optimizer)
         # DeepSpeed casts buffers together with the weights, so restore them
-        for name, buffer in model.named_buffers():
+        for name, buffer in self.model.named_buffers():
             buffer.data = buffers[name].to(self.device)
-        self.loss = torch.zeros((), device=device)
         self.state = ZeroState(self.engine, self.zero_stage, config)
 
     def _build_model(self) -> PreTrainedModel:
@@ -95,20 +103,17 @@ class DeepSpeedEngine(TransformersEngine):
         _load_initial_weights(model, values)
         return model
 
-    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
-        self.accumulate(batches)
-        return self.update(learning_rate)
+    @contextmanager
+    def _micro_batch(self, is_last: bool) -> Iterator[None]:
+        yield
+        if not is_last:
+            self.engine.step()  # before the last micro-batch, step() only counts micro-batches
 
-    def accumulate(self, batches: Sequence[Batch]) -> None:
-        self.loss.zero_()
-        for number, batch in enumerate(batches):
-            batch = batch.to(self.device)
-            loss = shared.mean_loss(self.engine, self.engine.module, batch)
-            self.engine.backward(loss)  # backward() divides the loss by the number of micro-batches
-            self.loss += loss.detach() / len(batches)
-            if number < len(batches) - 1:
-                self.engine.step()  # before the last micro-batch, step() only counts micro-batches
-        forget_casts(self.engine.module)
+    def _backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def _finish_accumulation(self) -> None:
+        forget_casts(self.model)
 
     def update(self, learning_rate: float) -> StepResult:
         set_learning_rate(self.engine.optimizer, learning_rate)
@@ -121,20 +126,37 @@ class DeepSpeedEngine(TransformersEngine):
             grad_norm = norm if norm >= 0 else float("inf")  # DeepSpeed returns -1 for a non-finite norm
         total = self.loss.clone()
         dist.all_reduce(total)
-        return StepResult(
-            loss=total.item() / dist.get_world_size(),
-            grad_norm=float("inf") if skipped else grad_norm,
-            num_tokens=self.run.global_batch * self.run.seq_length,
-            skipped=skipped,
-        )
+        return self._step_result(total.item() / dist.get_world_size(), grad_norm, skipped)
 
     def _plain_grad_norm(self) -> float:
         """Return the gradient norm without ZeRO, where every rank has all reduced gradients."""
-        grads = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(grads).item()
 
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        yield
+        forget_casts(self.model)
+
+    def _evaluated_loss(self, batch: Batch) -> Tensor:
+        if self.zero_stage < 3:
+            return super()._evaluated_loss(batch)
+        # DeepSpeed records the order of modules in the first step, and from then on gathers weights in advance. It
+        # must not take the order of this pass, which ends without a backward pass, for that of a step.
+        coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
+        has_no_order = coordinator.is_invalid_trace()
+        loss = super()._evaluated_loss(batch)
+        if has_no_order:
+            coordinator._invalidate_trace()
+        else:
+            coordinator.reset_step()  # waits for the weights that were gathered for the backward pass
+        gathered = [p for p in self.model.parameters() if p.ds_status == ZeroParamStatus.AVAILABLE and not p.ds_persist]
+        for parameter in gathered:
+            parameter.partition()
+        return loss
+
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.engine.module.named_parameters():
+        for name, parameter in self.model.named_parameters():
             if kind == "gradients":
                 gradient = safe_get_full_grad(parameter)
                 assert gradient is not None, f"{name} has no gradient; they exist between accumulate and update"
@@ -184,9 +206,9 @@ def _check_settings(settings: dict[str, Any], path: Path) -> None:
 def _loss_scaling(run: ResolvedConfig) -> dict[str, Any]:
     return {
         "enabled": run.policy.scales_loss,
-        "initial_scale_power": int(math.log2(loss_scale.INITIAL)),
-        "loss_scale_window": loss_scale.WINDOW,
-        "hysteresis": loss_scale.HYSTERESIS,
+        "initial_scale_power": int(math.log2(INITIAL_LOSS_SCALE)),
+        "loss_scale_window": LOSS_SCALE_WINDOW,
+        "hysteresis": LOSS_SCALE_HYSTERESIS,
     }
 
 

@@ -7,25 +7,24 @@ after every micro-batch. If `shard_size` is smaller than the world size, the mod
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from megabench.config import ResolvedConfig
-from megabench.data.batch import Batch
-from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.base import TensorKind
 from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8_linear import Fp8Linear
-from megabench.engines.common.replica_state import Held, ReplicaState
-from megabench.engines.common.transformers_engine import TransformersEngine
+from megabench.engines.common.transformers_engine import Held, TransformersEngine
 from megabench.engines.fsdp.fp8_gather import Fp8Shards
 from megabench.runtime.device import DTYPES
 from megabench.specs.fsdp import FsdpSettings
@@ -35,23 +34,21 @@ class FsdpEngine(TransformersEngine):
     """Pure data parallelism under FSDP2; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
-        self.run, self.own = config, FsdpSettings.of(config)
-        self.device = device
-        self.model = self._build_model()
+        super().__init__(config, device)
+        self.own = FsdpSettings.of(config)
+        self.model = self.wrapped = self._build_model()
         self.fp8_shards = self._fp8_shards()
         # the optimizer updates plain tensors, which are the local shards
-        self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in self._named_parameters()}
-        dims = [parameter.ndim for _, parameter in self._named_parameters()]
-        self.optimizer = shared.build_optimizer(config, zip(self.shards, self.shards.values(), dims, strict=True))
-        # only the first HSDP replica saves
-        is_owner = dist.get_rank() < (self.own.shard_size or dist.get_world_size())
-        held = [
-            Held(name, self.shards[name], _first_element(parameter), is_owner)
-            for name, parameter in self._named_parameters()
-        ]
-        self.loss_scale = shared.loss_scale_of(config)
-        self.state = ReplicaState(config, self.optimizer, held, self.loss_scale)
-        self.loss = torch.zeros((), device=device)
+        self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in self.model.named_parameters()}
+        shard_size = self.own.shard_size or dist.get_world_size()
+        self.num_copies = dist.get_world_size() // shard_size
+        is_owner = dist.get_rank() < shard_size  # only the first HSDP replica saves
+        self._build_optimizer(
+            [
+                Held(name, self.shards[name], _first_element(parameter), is_owner)
+                for name, parameter in self.model.named_parameters()
+            ]
+        )
 
     def _build_model(self) -> PreTrainedModel:
         """Build the sharded model with its initial weights. No rank ever stores the whole model."""
@@ -107,54 +104,59 @@ class FsdpEngine(TransformersEngine):
         initial = values.read(name, start, start + local.numel())
         local.copy_(initial.to(DTYPES[self.run.precision]).view(local.shape))
 
-    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.model.named_parameters()
-
-    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
-        self.accumulate(batches)
-        return self.update(learning_rate)
-
-    def accumulate(self, batches: Sequence[Batch]) -> None:
+    def _start_accumulation(self, num_micro_batches: int) -> None:
         self.model.zero_grad()
         self.optimizer.zero_grad()  # gradients of the shards are parts of the full gradients
-        self.loss.zero_()
         if self.fp8_shards:
             self.fp8_shards.update_scales()
-        for number, batch in enumerate(batches):
-            # HSDP replicas reduce their gradients once per step
-            self.model.set_requires_all_reduce(number == len(batches) - 1)
-            loss = shared.mean_loss(self.model, self.model, batch.to(self.device)) / len(batches)
-            (loss * self.loss_scale.value if self.loss_scale else loss).backward()
-            self.loss += loss.detach()
 
-    @torch.no_grad()
-    def update(self, learning_rate: float) -> StepResult:
-        grads = [_local(grad) for grad in shared.gradients(self._named_parameters())]
+    @contextmanager
+    def _micro_batch(self, is_last: bool) -> Iterator[None]:
+        self.wrapped.set_requires_all_reduce(is_last)  # HSDP replicas reduce their gradients once per step
+        yield
+
+    def _gradients(self) -> list[Tensor]:
+        grads = [_local(grad) for grad in super()._gradients()]
         for shard, grad in zip(self.shards.values(), grads, strict=True):
             shard.grad = grad
-        # HSDP replicas have equal gradients
-        replicas = dist.get_world_size() // (self.own.shard_size or dist.get_world_size())
+        return grads
+
+    def _squared_norm(self, grads: list[Tensor]) -> Tensor:
+        if self.own.offload != "all":
+            return super()._squared_norm(grads)
         # norms of single tensors on the device, because one fp32 norm of all gradients on CPU is off by 0.1%
-        if self.own.offload == "all":
-            norms = [torch.linalg.vector_norm(grad.to(self.device)) for grad in grads]
-            squared_norm = torch.stack(norms).square().sum()
-        else:
-            squared_norm = torch.nn.utils.get_total_norm(grads).square()
-        totals = torch.stack([self.loss, squared_norm / replicas])
-        dist.all_reduce(totals)
-        loss, squared_norm_sum = totals.tolist()
-        grad_norm = squared_norm_sum**0.5
-        return shared.finish_step(
-            self.run, self.optimizer, grads, loss / dist.get_world_size(), grad_norm, learning_rate, self.loss_scale
-        )
+        norms = [torch.linalg.vector_norm(grad.to(self.device)) for grad in grads]
+        return torch.stack(norms).square().sum()
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        if self.fp8_shards:
+            self.fp8_shards.update_scales()
+        yield
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Free the gathered weights, which FSDP2 otherwise frees in the backward pass.
+
+        While a unit is gathered, `model.parameters()` yields its gathered weights instead of its shards. `zero_grad`
+        would therefore keep the gradients of the shards. FSDP2 also lists the units in the order of the forward pass,
+        and would prefetch from this list in the next backward pass.
+        """
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+                state = module._get_fsdp_state()
+                state._comm_ctx.post_forward_order.clear()
+                if group := state._fsdp_param_group:
+                    group._post_forward_indices.clear()
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._named_parameters():
+        for name, parameter in self.model.named_parameters():
             tensor: Any = parameter if kind == "weights" else parameter.grad
             if tensor is not None:
                 # NCCL cannot gather an offloaded shard, because the shard is in host memory
                 tensor = tensor.detach().to(self.device).full_tensor()
-            yield name, shared.shown(name, tensor, kind, self.run, self.loss_scale)
+            yield name, self._shown(name, tensor, kind)
 
 
 def _first_element(tensor: Any) -> int:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from megabench.engines.common.fp8 import quantize
+from megabench.engines.common.fp8 import Fp8Weight, quantize
 from megabench.engines.common.fp8_format import DTYPE, quantization_scale
-from megabench.engines.common.fp8_weight import Fp8Weight
 
 
 class Fp8Shards:

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from megabench.config import ResolvedConfig
-from megabench.engines.common.fused import fused
-from megabench.engines.common.kernels import fuses_blocks
+from megabench.engines.common.kernels import fused, fuses_blocks
 from megabench.engines.common.norm import norm_of_sum, rms_norm
 from megabench.engines.common.swiglu import swiglu
 from megabench.engines.megatron.fp8_linear import Fp8ColumnLinear, Fp8RowLinear

@@ -18,16 +18,16 @@ from torch import Tensor
 from megabench.checkpoint.shards import TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
-from megabench.engines.base import StepResult, TensorKind
+from megabench.engines.base import Engine, StepResult, TensorKind
 from megabench.engines.common import kernels
-from megabench.engines.common.fp8_casts import forget_casts
-from megabench.engines.common.initial import initial_weights
+from megabench.engines.common.fp8 import forget_casts
+from megabench.engines.common.initial_weights import initial_weights
 from megabench.engines.common.optim import apex_adam, set_learning_rate
-from megabench.engines.megatron import process_groups
 from megabench.engines.megatron.blocks import zigzag_slice
 from megabench.engines.megatron.gather import full_tensors
 from megabench.engines.megatron.model import (
     ParallelLlama,
+    create_process_groups,
     load_weights,
     loss_factor,
     transformer_config,
@@ -45,14 +45,13 @@ BUCKET_SIZE = 40_000_000
 BUCKET_SIZE_PER_RANK = 1_000_000
 
 
-class MegatronEngine:
+class MegatronEngine(Engine):
     """TP × PP × CP × DP training of a Llama; see `megabench.engines.base.Engine`."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
-        self.run = config
-        self.device = device
+        super().__init__(config, device)
         self.copies = optimizer_copies(config)
-        self.groups = process_groups.create(config.layout, self.copies)
+        self.groups = create_process_groups(config.layout, self.copies)
         # the sequence-parallel forward pass needs megatron-core's random state tracker
         model_parallel_cuda_manual_seed(config.seed)
         self.chunks = self._build_chunks()
@@ -62,7 +61,7 @@ class MegatronEngine:
 
     @staticmethod
     def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
-        created = process_groups.create(config.layout, optimizer_copies(config))
+        created = create_process_groups(config.layout, optimizer_copies(config))
         return {axis: getattr(created, axis) for axis in FACTORS}
 
     def _build_chunks(self) -> list[DistributedDataParallel]:
@@ -130,15 +129,38 @@ class MegatronEngine:
             for chunk in chunks:
                 chunk.scale_gradients(1 / self.groups.dp_cp.size())
 
-    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
-        self.accumulate(batches)
-        return self.update(learning_rate)
-
     def accumulate(self, batches: Sequence[Batch]) -> None:
         assert len(batches) == self.run.num_micro_batches, "each loss is divided by that number"
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.loss_and_count = self._run_schedule(batches, forward_only=False)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        layout = self.run.layout
+        if layout.vp > 1 and len(batches) % layout.pp:
+            raise ValueError(
+                f"evaluate got {len(batches)} micro-batches. With vp={layout.vp}, pass a multiple of pp={layout.pp}."
+            )
+        for chunk in self.chunks:
+            chunk.eval()
+        config = self.transformer_config
+        # without backward passes, a pipeline schedule would enter this context and not leave it
+        no_sync, config.no_sync_func = config.no_sync_func, None
+        totals = self._run_schedule(batches, forward_only=True)
+        config.no_sync_func = no_sync
+        for chunk in self.chunks:
+            chunk.train()
+        dist.all_reduce(totals)
+        loss_sum, loss_count = totals.tolist()
+        return float(loss_sum / loss_count)
+
+    def _run_schedule(self, batches: Sequence[Batch], forward_only: bool) -> Tensor:
+        """Run the schedule, and return the sum of this rank's losses and their number. Both are 0 if it computes none.
+
+        A loss is the mean over the tokens of a micro-batch.
+        """
         reports = self.forward_backward(
             forward_step_func=self._forward_step,
             # each model chunk reads the micro-batches from the beginning
@@ -147,12 +169,14 @@ class MegatronEngine:
             num_microbatches=len(batches),
             seq_length=self.run.seq_length,
             micro_batch_size=self.run.micro_batch,
+            forward_only=forward_only,
         )
         for chunk in self.chunks:
             forget_casts(chunk)
-        self.loss_and_count.zero_()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for report in reports:  # only the last pipeline stage has losses
-            self.loss_and_count += report
+            totals += report
+        return totals
 
     def _forward_step(self, batches: Iterator[Batch], model: DistributedDataParallel) -> tuple[Tensor, Any]:
         batch, cp = next(batches).to(self.device), self.groups.cp
@@ -188,12 +212,7 @@ class MegatronEngine:
             self._clip(grad_norm)
             set_learning_rate(self.optimizer, learning_rate)
             self.optimizer.step_with_ready_grads()
-        return StepResult(
-            loss=loss_sum / loss_count,
-            grad_norm=grad_norm if not skipped else float("inf"),
-            num_tokens=self.run.global_batch * self.run.seq_length,
-            skipped=skipped,
-        )
+        return self._step_result(loss_sum / loss_count, grad_norm, skipped)
 
     def _clip(self, grad_norm: float) -> None:
         if self.run.clip_grad and grad_norm > self.run.clip_grad:

@@ -11,8 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megabench.engines.common.fp8 import Quantized, add_product, columns_of, product, quantize, transposed
-from megabench.engines.common.fp8_casts import CastsWeight
+from megabench.engines.common.fp8 import CastsWeight, Quantized, add_product, columns_of, product, quantize, transposed
 from megabench.engines.megatron.linear import (
     ColumnLinear,
     ColumnProduct,

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megabench.engines.common.weight_gradient import accumulate
+from megabench.engines.common.kernels import accumulate
 
 
 class ColumnLinear(ColumnParallelLinear):

@@ -1,4 +1,4 @@
-"""A rank's part of the model: megatron-core's configuration, the rank's model chunks, and their initial weights."""
+"""A rank's part of the model: process groups, megatron-core's configuration, model chunks and initial weights."""
 
 import warnings
 from functools import partial
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding, vocab_parallel_cross_entropy
@@ -21,8 +22,31 @@ from megabench.engines.megatron.linear import added
 from megabench.models.mapping import padded_vocab_size, shard
 from megabench.models.rotary import rotary_frequencies
 from megabench.models.weights import Weights, read_shard
+from megabench.parallel.layout import Layout
 from megabench.runtime.device import DTYPES
 from megabench.specs.megatron import chunk_layers
+
+
+def create_process_groups(layout: Layout, optimizer_copies: int = 1) -> ProcessGroupCollection:
+    """Create megatron-core's process groups of a layout. The ranks of the default process group must be placed already.
+
+    `optimizer_copies` is the number of copies of the optimizer state. Each copy is sharded over neighbouring replicas.
+
+    The groups are part of megatron-core's global state. A second call returns the same groups.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+            context_parallel_size=layout.cp,
+            num_distributed_optimizer_instances=optimizer_copies,
+            create_gloo_process_groups=False,
+        )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    sizes = (groups.tp.size(), groups.cp.size(), groups.pp.size(), groups.dp.size())
+    assert sizes == (layout.tp, layout.cp, layout.pp, layout.dp), "one process, one layout"
+    return groups
 
 
 class ParallelLossHead(ColumnParallelLinear):
@@ -188,7 +212,7 @@ def transformer_config(run: ResolvedConfig) -> TransformerConfig:
             apply_rope_fusion=False,
             gradient_accumulation_fusion=False,  # this flag selects apex's kernel; linear.py has its own.
             # Initialization marks parameters as tensor-parallel, which the gradient norm needs. Their values are loaded
-            # by load_initial_weights.
+            # by load_weights.
             perform_initialization=True,
             init_method=_leave,
             output_layer_init_method=_leave,

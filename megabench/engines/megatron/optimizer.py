@@ -11,8 +11,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megabench.config import ResolvedConfig
-from megabench.engines.common import loss_scale
-from megabench.engines.common.optim import GroupStepAdamW, GroupStepOptimizer, GroupStepSGD, apex_adam, parameter_groups
+from megabench.engines.common.optim import (
+    INITIAL_LOSS_SCALE,
+    LOSS_SCALE_HYSTERESIS,
+    LOSS_SCALE_WINDOW,
+    GroupStepAdamW,
+    GroupStepOptimizer,
+    GroupStepSGD,
+    apex_adam,
+    parameter_groups,
+)
 from megabench.models.mapping import shard
 
 
@@ -101,10 +109,10 @@ def init_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None 
 
 def _grad_scaler() -> DynamicGradScaler:
     return DynamicGradScaler(
-        initial_scale=loss_scale.INITIAL,
+        initial_scale=INITIAL_LOSS_SCALE,
         min_scale=1.0,
         growth_factor=2.0,
         backoff_factor=0.5,
-        growth_interval=loss_scale.WINDOW,
-        hysteresis=loss_scale.HYSTERESIS,
+        growth_interval=LOSS_SCALE_WINDOW,
+        hysteresis=LOSS_SCALE_HYSTERESIS,
     )

@@ -9,8 +9,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megabench.config import ResolvedConfig
-from megabench.engines.megatron.model import ParallelLlama, load_weights, transformer_config
-from megabench.engines.megatron.process_groups import create
+from megabench.engines.megatron.model import (
+    ParallelLlama,
+    create_process_groups,
+    load_weights,
+    transformer_config,
+)
 from megabench.models.weights import Weights
 
 
@@ -22,7 +26,7 @@ class Parts:
 
     def __init__(self, weights: Weights, run: ResolvedConfig) -> None:
         self._weights = weights
-        self.groups = create(run.layout)
+        self.groups = create_process_groups(run.layout)
         model_parallel_cuda_manual_seed(run.seed)  # megatron-core builds no layer without this part
         self._run = run.model_copy(update={"pp": 1})
         self._config = transformer_config(self._run)

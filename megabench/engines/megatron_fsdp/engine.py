@@ -6,7 +6,8 @@ optimizer state is also sharded across the groups.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,7 @@ from megabench.data.batch import Batch
 from megabench.engines.base import StepResult, TensorKind
 from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
-from megabench.engines.common.replica_state import Held, ReplicaState
-from megabench.engines.common.transformers_engine import TransformersEngine
+from megabench.engines.common.transformers_engine import Held, TransformersEngine
 from megabench.runtime.device import DTYPES
 from megabench.runtime.megatron_fsdp import prepare
 from megabench.specs.megatron_fsdp import MegatronFsdpSettings
@@ -36,24 +36,23 @@ from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata  # no
 class MegatronFsdpEngine(TransformersEngine):
     """Pure data parallelism under Megatron-FSDP; see `megabench.engines.base.Engine`."""
 
+    num_copies = 1
+
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
-        self.run, self.own = config, MegatronFsdpSettings.of(config)
-        self.device = device
+        super().__init__(config, device)
+        self.own = MegatronFsdpSettings.of(config)
         self.model = self._build_model()
         self.wrapped = self._shard(self.model)
         # DTensors of the fp32 weights, which the optimizer updates through plain tensors of the local shards
         self.weights = dict(self.wrapped.param_and_grad_buffer.optimizer_named_parameters)
         self.shards = {name: nn.Parameter(weight.detach().to_local()) for name, weight in self.weights.items()}
-        dims = [weight.ndim for weight in self.weights.values()]
-        self.optimizer = shared.build_optimizer(config, zip(self.shards, self.shards.values(), dims, strict=True))
         self.first = {
             name: gather_and_compute_chunk_metadata(weight).offsets[0] * math.prod(weight.shape[1:])
             for name, weight in self.weights.items()
         }
-        held = [Held(name, shard, self.first[name], is_owner=True) for name, shard in self.shards.items()]
-        self.loss_scale = shared.loss_scale_of(config)
-        self.state = ReplicaState(config, self.optimizer, held, self.loss_scale)
-        self.loss = torch.zeros((), device=device)
+        self._build_optimizer(
+            [Held(name, shard, self.first[name], is_owner=True) for name, shard in self.shards.items()]
+        )
 
     def _build_model(self) -> PreTrainedModel:
         """Build the model on the meta device. Megatron-FSDP then allocates, fills and shards one module at a time.
@@ -101,7 +100,7 @@ class MegatronFsdpEngine(TransformersEngine):
                 main_params_dtype=torch.float32, main_grads_dtype=grad_dtype, grad_comm_dtype=grad_dtype
             ),
             sync_model_each_microbatch=False,
-            calculate_per_token_loss=True,  # gradients are summed; `accumulate` divides them
+            calculate_per_token_loss=True,  # gradients are summed; `_finish_accumulation` divides them
             **across,
         )
         for name, buffer in model.named_buffers():
@@ -113,25 +112,25 @@ class MegatronFsdpEngine(TransformersEngine):
         inside = self.own.shard_size or size
         return init_device_mesh(self.device.type, (size // inside, inside, 1), mesh_dim_names=("outer", "shard", "tp"))
 
-    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
-        self.accumulate(batches)
-        return self.update(learning_rate)
-
-    def accumulate(self, batches: Sequence[Batch]) -> None:
+    def _start_accumulation(self, num_micro_batches: int) -> None:
         self.optimizer.zero_grad()  # frees the shards' gradients if they are fp32 copies of bf16 ones
         self.wrapped.zero_grad_buffer()
-        self.loss.zero_()
-        for number, batch in enumerate(batches):
-            # gradients are reduced across the groups of `shard_size` once per step
-            self.wrapped.is_last_microbatch = number == len(batches) - 1
-            loss = shared.mean_loss(self.wrapped, self.model, batch.to(self.device)) / len(batches)
-            self.wrapped.microbatch_count = 1  # gather the weights across the groups only in the first forward pass
-            # The library's own hook calls `pre_backward` when it has the gradient of the last registered module's
-            # output. The gradients of modules that run after this module would be reduced several times.
-            self.wrapped.pre_backward()
-            (loss * self.loss_scale.value if self.loss_scale else loss).backward()
-            self.wrapped.post_backward()
-            self.loss += loss.detach()
+
+    @contextmanager
+    def _micro_batch(self, is_last: bool) -> Iterator[None]:
+        # gradients are reduced across the groups of `shard_size` once per step
+        self.wrapped.is_last_microbatch = is_last
+        yield
+
+    def _backward(self, loss: Tensor) -> None:
+        self.wrapped.microbatch_count = 1  # gather the weights across the groups only in the first forward pass
+        # The library's own hook calls `pre_backward` when it has the gradient of the last registered module's
+        # output. The gradients of modules that run after this module would be reduced several times.
+        self.wrapped.pre_backward()
+        super()._backward(loss)
+        self.wrapped.post_backward()
+
+    def _finish_accumulation(self) -> None:
         self.wrapped.finish_grad_sync()
         for name, weight in self.weights.items():
             self.shards[name].grad = weight.grad.detach().to_local() if weight.grad is not None else None
@@ -142,16 +141,22 @@ class MegatronFsdpEngine(TransformersEngine):
 
     @torch.no_grad()
     def update(self, learning_rate: float) -> StepResult:
-        grads = self._gradients()
-        totals = torch.stack([self.loss, torch.nn.utils.get_total_norm(grads).square().to(self.device)])
-        dist.all_reduce(totals)
-        loss, squared_norm = totals.tolist()
-        loss /= dist.get_world_size()
-        result = shared.finish_step(
-            self.run, self.optimizer, grads, loss, squared_norm**0.5, learning_rate, self.loss_scale
-        )
+        result = super().update(learning_rate)
         self.wrapped.install_optimized_model_weights()
         return result
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        self.wrapped._replace_param_with_raw_if_needed()
+        yield
+        # free the gathered weights and put the sharded ones into the model, as at the end of `finish_grad_sync`
+        self.wrapped.synchronize_param_gather()
+        self.wrapped.microbatch_count = 0
+
+    def _evaluated_loss(self, batch: Batch) -> Tensor:
+        loss = super()._evaluated_loss(batch)
+        self.wrapped.microbatch_count = 1  # as in `_backward`
+        return loss
 
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
         super().restored(optimizer_step, loss_scale)
@@ -164,7 +169,7 @@ class MegatronFsdpEngine(TransformersEngine):
             if local is not None:
                 whole.view(-1)[self.first[name] : self.first[name] + local.numel()] = local.view(-1)
             dist.all_reduce(whole)
-            yield name, shared.shown(name, whole, kind, self.run, self.loss_scale)
+            yield name, self._shown(name, whole, kind)
 
 
 @torch.no_grad()

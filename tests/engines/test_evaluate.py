@@ -1,0 +1,249 @@
+"""Evaluation returns the loss of one process, and the training steps around it are the same to the last bit."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megabench.config import ResolvedConfig
+from megabench.data.batch import micro_batches
+from megabench.data.source import open_source
+from megabench.engines.base import Engine
+from megabench.engines.build import build_engine
+from tests import distributed
+from tests.engines.equivalence import NUM_STEPS, OPTIMIZERS, Work, device_of, reference_run, resolve, work_of
+from tests.engines.fp8_reference import Fp8Reference, FusedFp8Reference, fp32_activations
+from tests.engines.reference import Reference
+from tests.exhaustive import with_representatives
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-5  # relative difference of losses from those of one process
+FP8_TOLERANCE = 1e-3  # a sum in another order moves some elements to the next fp8 value
+HELD_OUT = 1000  # the first step whose sequences are not used for training
+FP8 = {"precision": "fp8"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"engine": "ddp"}),
+    "ddp-recompute": (2, {"engine": "ddp", "recompute": "full"}),
+    "ddp-reference-kernels": (2, {"engine": "ddp", "kernels": "reference"}),
+    "ddp-gpt2": (2, {"engine": "ddp", "model": "gpt2-tiny", "num_layers": 2}),
+    "ddp-bloom": (2, {"engine": "ddp", "model": "bloom-tiny", "num_layers": 2}),
+    "ddp-compile": (2, {"engine": "ddp", "compile": True, "num_layers": 1}),
+    "ddp-fp8": (2, {"engine": "ddp", **FP8}),
+    **{f"zero{stage}": (2, {"engine": "deepspeed", "zero_stage": stage}) for stage in range(4)},
+    "zero3-gpt2": (2, {"engine": "deepspeed", "model": "gpt2-tiny", "num_layers": 2}),
+    "zero3-recompute": (2, {"engine": "deepspeed", "recompute": "full"}),
+    "zero3-offload": (2, {"engine": "deepspeed", "offload": "all"}),
+    "zero3-hpz": (4, {"engine": "deepspeed", "hpz_size": 2}),
+    "zero3-tuned": (2, {"engine": "deepspeed", "zero_prefetch": 1000, "zero_persistence": 100}),
+    "zero3-kept": (2, {"engine": "deepspeed", "reshard_after_forward": False}),
+    "zero3-leaf": (2, {"engine": "deepspeed", "zero_leaf_layers": True, "zero_prefetch": 1000}),
+    "zero3-fp8": (2, {"engine": "deepspeed", **FP8}),
+    "fsdp": (2, {"engine": "fsdp"}),
+    "fsdp-gpt2": (2, {"engine": "fsdp", "model": "gpt2-tiny", "num_layers": 2}),
+    "fsdp-recompute": (2, {"engine": "fsdp", "recompute": "full"}),
+    "fsdp-hybrid": (4, {"engine": "fsdp", "shard_size": 2}),
+    "fsdp-replicated": (2, {"engine": "fsdp", "shard_size": 1}),
+    "fsdp-kept": (2, {"engine": "fsdp", "reshard_after_forward": False}),
+    "fsdp-offload": (2, {"engine": "fsdp", "offload": "all"}),
+    "fsdp-compile": (2, {"engine": "fsdp", "compile": True, "num_layers": 1}),
+    "fsdp-fp8": (2, {"engine": "fsdp", **FP8}),
+    "megatron-fsdp": (2, {"engine": "megatron_fsdp"}),
+    "megatron-fsdp-gpt2": (2, {"engine": "megatron_fsdp", "model": "gpt2-tiny", "num_layers": 2}),
+    "megatron-fsdp-recompute": (2, {"engine": "megatron_fsdp", "recompute": "full"}),
+    "megatron-fsdp-hybrid": (4, {"engine": "megatron_fsdp", "shard_size": 2}),
+    "megatron-fsdp-fp8": (2, {"engine": "megatron_fsdp", **FP8}),
+    "dp2": (2, {}),
+    "dp4-shards-of-2": (4, {"shard_size": 2}),
+    "tp2": (2, {"tp": 2}),
+    "tp2-recompute": (2, {"tp": 2, "recompute": "full"}),
+    "tp2-selective": (2, {"tp": 2, "recompute": "selective"}),
+    "tp2-reference-kernels": (2, {"tp": 2, "kernels": "reference", "model": "llama-odd"}),
+    "tp2-fp8": (2, {"tp": 2, **FP8}),
+    "pp2": (2, {"pp": 2}),
+    "pp2-vp2": (2, {"pp": 2, "vp": 2}),
+    "pp2-tied": (2, {"pp": 2, "model": "llama32-tiny"}),
+    "cp2": (2, {"cp": 2}),
+    "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+    "pp2-vp2-dp2": (4, {"pp": 2, "vp": 2}),
+    "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2}),
+}
+IN_CI = (
+    *("ddp", "ddp-gpt2", "ddp-fp8", "zero1", "zero3", "zero3-hpz", "zero3-fp8"),
+    *("fsdp", "fsdp-hybrid", "fsdp-kept", "fsdp-fp8", "megatron-fsdp", "megatron-fsdp-hybrid"),
+    *("tp2-recompute", "tp2-fp8", "pp2-vp2-dp2", "cp2", "tp2-pp2-dp2"),
+)
+
+
+@dataclass
+class Steps:
+    """What a rank sees of some training steps, and the losses that it evaluates."""
+
+    numbers: list[tuple[float, float, float]] = field(default_factory=list)  # loss, gradient norm, this rank's loss
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    random_state: Tensor | None = None
+    evaluated: list[float] = field(default_factory=list)  # before the first step, after each, and with halved weights
+
+
+def train(run: ResolvedConfig, evaluates: bool) -> Steps:
+    """Trains `run` on this rank, with evaluations before, between and after the steps if asked."""
+    engine, source = build_engine(run, device_of(run)), open_source(run)
+    dp_rank = run.layout.coordinates(dist.get_rank()).dp
+    steps = Steps()
+
+    def evaluate() -> None:
+        if evaluates:
+            steps.evaluated.append(engine.evaluate(micro_batches(source, run, dp_rank, HELD_OUT)))
+
+    evaluate()
+    for step in range(NUM_STEPS):
+        result = engine.train_step(micro_batches(source, run, dp_rank, step), run.lr)
+        evaluate()
+        steps.numbers.append((result.loss, result.grad_norm, engine.rank_loss))
+    steps.weights = dict(engine.full_tensors("weights"))
+    steps.random_state = torch.get_rng_state()
+    halve_weights(engine)
+    evaluate()
+    return steps
+
+
+def halve_weights(engine: Engine) -> None:
+    """Writes other weights into the training state, as loading a checkpoint does."""
+    state = engine.training_state()
+    for shard in state.shards:
+        if shard.kind == "weight":
+            shard.values.mul_(0.5)
+    engine.restored(state.optimizer_step, state.loss_scale)
+
+
+def train_both(run: ResolvedConfig, mistake: str | None = None) -> tuple[Steps, Steps]:
+    """The same steps without and with evaluations."""
+    with fp32_activations() if run.precision == "fp8" else nullcontext():
+        torch.manual_seed(run.seed)
+        without = train(run, evaluates=False)
+        torch.manual_seed(run.seed)
+        with MISTAKES[mistake][0]() if mistake else nullcontext():
+            return without, train(run, evaluates=True)
+
+
+@lru_cache(maxsize=8)
+def evaluate_reference(model: Callable[..., Reference], work: Work) -> list[float]:
+    """The losses of `Steps.evaluated` in one process."""
+    run = reference_run(work)
+    source = open_source(run)
+
+    @torch.no_grad()
+    def loss(model: nn.Module) -> float:
+        tokens = torch.cat([batch.tokens for batch in micro_batches(source, run, 0, HELD_OUT)])
+        logits = model(input_ids=tokens[:, :-1]).logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+
+    with fp32_activations() if run.precision == "fp8" else nullcontext():
+        reference = model(run, torch.device("cpu"))
+        losses = [loss(reference.model)]
+        for step in range(NUM_STEPS):
+            reference.step(micro_batches(source, run, 0, step), run.lr)
+            losses.append(loss(reference.model))
+        with torch.no_grad():
+            for parameter in reference.model.parameters():
+                parameter.mul_(0.5)
+        return [*losses, loss(reference.model)]
+
+
+def problems(world_size: int, fields: dict[str, Any], mistake: str | None = None) -> list[str]:
+    """What evaluations change in training, and which of them return another loss than one process."""
+    fields = OPTIMIZERS["adamw"] | {"lr": 1e-2} | fields
+    run = resolve(world_size, **fields)
+    ranks = distributed.run(train_both, world_size, run, mistake)
+    found = set()
+    for without, with_evaluations in ranks:
+        found |= {"a training step"} if without.numbers != with_evaluations.numbers else set()
+        assert without.weights.keys() == with_evaluations.weights.keys()
+        for name, weight in without.weights.items():
+            found |= {"the weights"} if not torch.equal(weight, with_evaluations.weights[name]) else set()
+        found |= {"random numbers"} if not torch.equal(without.random_state, with_evaluations.random_state) else set()
+        found |= {"the losses differ between ranks"} if with_evaluations.evaluated != ranks[0][1].evaluated else set()
+    kind = Reference
+    if run.precision == "fp8":
+        kind = FusedFp8Reference if run.spec.needs_blocks else Fp8Reference
+    expected = torch.tensor(evaluate_reference(kind, work_of(**fields)))
+    evaluated = torch.tensor(ranks[0][1].evaluated)
+    differences = (evaluated - expected).abs() / expected
+    if differences.max() > (FP8_TOLERANCE if run.precision == "fp8" else TOLERANCE):
+        found.add(f"the evaluated losses differ from one process by {differences.tolist()}")
+    return sorted(found)
+
+
+@pytest.mark.parametrize("layout", with_representatives(LAYOUTS, *IN_CI))
+def test_evaluation(layout: str) -> None:
+    world_size, fields = LAYOUTS[layout]
+    assert problems(world_size, fields) == []
+
+
+def _gathered_weights() -> AbstractContextManager[Any]:
+    """FSDP2 keeps the weights that it gathered for the evaluation."""
+    from megabench.engines.fsdp.engine import FsdpEngine
+
+    return patch.object(FsdpEngine, "_reshard", lambda self: None)
+
+
+@contextmanager
+def _context_left_out(engine: type[Any]) -> Any:
+    """Nothing surrounds the forward passes."""
+    from megabench.engines.common.transformers_engine import TransformersEngine
+
+    with patch.object(engine, "_evaluation", TransformersEngine._evaluation):
+        yield
+
+
+def _casts_of_ddp() -> AbstractContextManager[Any]:
+    """The fp8 casts of an evaluation are used in the next one, although the weights were loaded in between."""
+    from megabench.engines.ddp.engine import DdpEngine
+
+    return _context_left_out(DdpEngine)
+
+
+def _weights_of_zero3() -> AbstractContextManager[Any]:
+    """ZeRO-3 keeps gathered weights for a backward pass that does not follow."""
+    from megabench.engines.common.transformers_engine import TransformersEngine
+    from megabench.engines.deepspeed.engine import DeepSpeedEngine
+
+    return patch.object(DeepSpeedEngine, "_evaluated_loss", TransformersEngine._evaluated_loss)
+
+
+MISTAKES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
+    "gathered weights": (_gathered_weights, "fsdp"),
+    "casts of ddp": (_casts_of_ddp, "ddp-fp8"),
+    "weights of ZeRO-3": (_weights_of_zero3, "zero3-kept"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_caught(mistake: str) -> None:
+    assert problems(*LAYOUTS[MISTAKES[mistake][1]], mistake)
+
+
+def evaluate_parts(run: ResolvedConfig) -> tuple[float, float]:
+    """The loss of some micro-batches, evaluated together and one at a time."""
+    engine, batches = build_engine(run, device_of(run)), micro_batches(open_source(run), run, 0, 0)
+    together = engine.evaluate(batches)
+    return together, sum(engine.evaluate([batch]) for batch in batches) / len(batches)
+
+
+def test_a_pipeline_evaluates_any_number_of_micro_batches() -> None:
+    for together, apart in distributed.run(evaluate_parts, 2, resolve(2, pp=2)):
+        assert together == pytest.approx(apart, rel=1e-6)
+
+
+def test_an_interleaved_pipeline_needs_a_multiple_of_its_stages() -> None:
+    message = "ValueError: evaluate got 1 micro-batches. With vp=2, pass a multiple of pp=2."
+    with pytest.raises(distributed.DistributedTestError, match=message):
+        distributed.run(evaluate_parts, 2, resolve(2, pp=2, vp=2))
