@@ -42,7 +42,7 @@ def _reset_globals() -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     # Its hooks are a circle through C++ that Python's collector does not see. It would keep the threads of its groups.
-    for model in [each for each in gc.get_objects() if isinstance(each, DistributedDataParallel)]:
+    for model in [each for each in gc.get_objects() if type(each) is DistributedDataParallel]:
         vars(model).clear()
     parallel_state.destroy_model_parallel()
     RotaryEmbedding.forward.cache_clear()  # a cache of calls, that holds the models
