@@ -32,7 +32,7 @@ TOLERANCE = 1e-5  # relative difference of losses from those of one process
 FP8_TOLERANCE = 1e-3  # a sum in another order moves some elements to the next fp8 value
 OTHER_WEIGHTS = 4.0  # the factor by which other weights are larger
 HELD_OUT = 1000  # the first step whose sequences are not used for training
-FP8 = {"precision": "fp8"}
+FP8 = {"precision": "fp8", "num_layers": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"engine": "ddp"}),
     "ddp-recompute": (2, {"engine": "ddp", "recompute": "full"}),
@@ -80,7 +80,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2}),
 }
 IN_CI = (
-    *("ddp", "ddp-gpt2", "ddp-fp8", "zero1", "zero3-tuned", "zero3-hpz", "zero3-fp8"),
+    *("ddp", "ddp-gpt2", "ddp-fp8", "zero1", "zero3-tuned", "zero3-hpz"),
     *("fsdp", "fsdp-hybrid", "fsdp-kept", "fsdp-fp8", "megatron-fsdp", "megatron-fsdp-hybrid"),
     *("tp2-recompute", "tp2-fp8", "pp2-vp2-dp2", "cp2", "tp2-pp2-dp2"),
 )
