@@ -40,8 +40,8 @@ class StepResult:
 class Engine(ABC):
     """A model on its ranks, with its optimizer. Every engine inherits from this class.
 
-    All methods are collective, except where their docstrings say otherwise: every rank must call them in the same
-    order.
+    All methods except `training_state` are collective: every rank must call them in the same order. The properties are
+    not collective.
     """
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
@@ -49,8 +49,10 @@ class Engine(ABC):
 
     @staticmethod
     def process_groups(config: ResolvedConfig) -> dict[str, dist.ProcessGroup]:
-        """Return the process groups of the engine on this rank, by parallel axis. By default, all ranks are replicas
-        or shards of one data-parallel group."""
+        """Return the process groups of the engine on this rank, by parallel axis.
+
+        By default, one data-parallel group contains all ranks.
+        """
         world = dist.group.WORLD
         assert world is not None, "the default process group is initialized"
         return {"dp": world}
@@ -92,7 +94,7 @@ class Engine(ABC):
     def training_state(self) -> TrainingState:
         """Return this rank's part of the training state, between two steps.
 
-        The tensors belong to the engine. Call `restored` after writing into them. Not collective.
+        The tensors belong to the engine. Call `restored` after writing into them.
         """
 
     @abstractmethod
@@ -102,10 +104,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def rank_loss(self) -> float:
-        """The mean loss over this rank's tokens in the last step, or 0 if the rank computes no loss.
-
-        Not collective.
-        """
+        """The mean loss over this rank's tokens in the last step, or 0 if the rank computes no loss."""
 
     @property
     @abstractmethod

@@ -1,9 +1,10 @@
 """Evaluation returns the loss of one process, and the training steps around it are the same to the last bit."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
 from megabench.engines.base import Engine
 from megabench.engines.build import build_engine
+from megabench.train.callbacks.comm_volume import SentBytes
 from tests import distributed
 from tests.engines.equivalence import NUM_STEPS, OPTIMIZERS, Work, device_of, reference_run, resolve, work_of
 from tests.engines.fp8_reference import Fp8Reference, FusedFp8Reference, fp32_activations
@@ -28,8 +30,9 @@ pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-5  # relative difference of losses from those of one process
 FP8_TOLERANCE = 1e-3  # a sum in another order moves some elements to the next fp8 value
+OTHER_WEIGHTS = 4.0  # the factor by which other weights are larger
 HELD_OUT = 1000  # the first step whose sequences are not used for training
-FP8 = {"precision": "fp8"}
+FP8 = {"precision": "fp8", "num_layers": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"engine": "ddp"}),
     "ddp-recompute": (2, {"engine": "ddp", "recompute": "full"}),
@@ -39,12 +42,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp-compile": (2, {"engine": "ddp", "compile": True, "num_layers": 1}),
     "ddp-fp8": (2, {"engine": "ddp", **FP8}),
     **{f"zero{stage}": (2, {"engine": "deepspeed", "zero_stage": stage}) for stage in range(4)},
-    "zero3-gpt2": (2, {"engine": "deepspeed", "model": "gpt2-tiny", "num_layers": 2}),
-    "zero3-recompute": (2, {"engine": "deepspeed", "recompute": "full"}),
-    "zero3-offload": (2, {"engine": "deepspeed", "offload": "all"}),
-    "zero3-hpz": (4, {"engine": "deepspeed", "hpz_size": 2}),
+    "zero3-gpt2": (2, {"engine": "deepspeed", "model": "gpt2-tiny", "num_layers": 2, "zero_persistence": 100}),
+    "zero3-recompute": (2, {"engine": "deepspeed", "recompute": "full", "zero_persistence": 100}),
+    "zero3-offload": (2, {"engine": "deepspeed", "offload": "all", "zero_persistence": 100}),
+    "zero3-hpz": (4, {"engine": "deepspeed", "hpz_size": 2, "zero_persistence": 100}),
     "zero3-tuned": (2, {"engine": "deepspeed", "zero_prefetch": 1000, "zero_persistence": 100}),
-    "zero3-kept": (2, {"engine": "deepspeed", "reshard_after_forward": False}),
+    "zero3-kept": (2, {"engine": "deepspeed", "reshard_after_forward": False, "zero_persistence": 100}),
     "zero3-leaf": (2, {"engine": "deepspeed", "zero_leaf_layers": True, "zero_prefetch": 1000}),
     "zero3-fp8": (2, {"engine": "deepspeed", **FP8}),
     "fsdp": (2, {"engine": "fsdp"}),
@@ -77,7 +80,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2}),
 }
 IN_CI = (
-    *("ddp", "ddp-gpt2", "ddp-fp8", "zero1", "zero3", "zero3-hpz", "zero3-fp8"),
+    *("ddp", "ddp-gpt2", "ddp-fp8", "zero1", "zero3-tuned", "zero3-hpz"),
     *("fsdp", "fsdp-hybrid", "fsdp-kept", "fsdp-fp8", "megatron-fsdp", "megatron-fsdp-hybrid"),
     *("tp2-recompute", "tp2-fp8", "pp2-vp2-dp2", "cp2", "tp2-pp2-dp2"),
 )
@@ -88,13 +91,15 @@ class Steps:
     """What a rank sees of some training steps, and the losses that it evaluates."""
 
     numbers: list[tuple[float, float, float]] = field(default_factory=list)  # loss, gradient norm, this rank's loss
+    sent: list[int] = field(default_factory=list)  # bytes
     weights: dict[str, Tensor] = field(default_factory=dict)
     random_state: Tensor | None = None
-    evaluated: list[float] = field(default_factory=list)  # before the first step, after each, and with halved weights
+    evaluated: list[float] = field(default_factory=list)  # before and after the steps, again, and with other weights
 
 
 def train(run: ResolvedConfig, evaluates: bool) -> Steps:
     """Trains `run` on this rank, with evaluations before, between and after the steps if asked."""
+    torch.manual_seed(run.seed)
     engine, source = build_engine(run, device_of(run)), open_source(run)
     dp_rank = run.layout.coordinates(dist.get_rank()).dp
     steps = Steps()
@@ -105,33 +110,36 @@ def train(run: ResolvedConfig, evaluates: bool) -> Steps:
 
     evaluate()
     for step in range(NUM_STEPS):
-        result = engine.train_step(micro_batches(source, run, dp_rank, step), run.lr)
+        with SentBytes(run.layout) as counted:
+            result = engine.train_step(micro_batches(source, run, dp_rank, step), run.lr)
+        steps.sent.append(counted.sent.total())
         evaluate()
         steps.numbers.append((result.loss, result.grad_norm, engine.rank_loss))
     steps.weights = dict(engine.full_tensors("weights"))
+    evaluate()
     steps.random_state = torch.get_rng_state()
-    halve_weights(engine)
+    load_other_weights(engine)
     evaluate()
     return steps
 
 
-def halve_weights(engine: Engine) -> None:
-    """Writes other weights into the training state, as loading a checkpoint does."""
+def load_other_weights(engine: Engine) -> None:
+    """Writes into the training state, as loading a checkpoint does."""
     state = engine.training_state()
     for shard in state.shards:
         if shard.kind == "weight":
-            shard.values.mul_(0.5)
+            shard.values.mul_(OTHER_WEIGHTS)
     engine.restored(state.optimizer_step, state.loss_scale)
 
 
-def train_both(run: ResolvedConfig, mistake: str | None = None) -> tuple[Steps, Steps]:
-    """The same steps without and with evaluations."""
-    with fp32_activations() if run.precision == "fp8" else nullcontext():
-        torch.manual_seed(run.seed)
-        without = train(run, evaluates=False)
-        torch.manual_seed(run.seed)
-        with MISTAKES[mistake][0]() if mistake else nullcontext():
-            return without, train(run, evaluates=True)
+def train_fp8(run: ResolvedConfig, evaluates: bool) -> Steps:
+    with fp32_activations():
+        return train(run, evaluates)
+
+
+def train_with(mistake: str, run: ResolvedConfig, evaluates: bool) -> Steps:
+    with MISTAKES[mistake][0]():
+        return (train_fp8 if run.precision == "fp8" else train)(run, evaluates)
 
 
 @lru_cache(maxsize=8)
@@ -154,81 +162,89 @@ def evaluate_reference(model: Callable[..., Reference], work: Work) -> list[floa
             losses.append(loss(reference.model))
         with torch.no_grad():
             for parameter in reference.model.parameters():
-                parameter.mul_(0.5)
-        return [*losses, loss(reference.model)]
+                parameter.mul_(OTHER_WEIGHTS)
+        return [*losses, losses[-1], loss(reference.model)]
 
 
-def problems(world_size: int, fields: dict[str, Any], mistake: str | None = None) -> list[str]:
-    """What evaluations change in training, and which of them return another loss than one process."""
-    fields = OPTIMIZERS["adamw"] | {"lr": 1e-2} | fields
+def problems(world_size: int, fields: dict[str, Any], mistake: str | None = None) -> dict[str, Any]:
+    """What differs without and with evaluations, on any rank, and evaluated losses that differ from one process."""
+    fields = OPTIMIZERS["adamw"] | fields
     run = resolve(world_size, **fields)
-    ranks = distributed.run(train_both, world_size, run, mistake)
-    found = set()
-    for without, with_evaluations in ranks:
-        found |= {"a training step"} if without.numbers != with_evaluations.numbers else set()
-        assert without.weights.keys() == with_evaluations.weights.keys()
-        for name, weight in without.weights.items():
-            found |= {"the weights"} if not torch.equal(weight, with_evaluations.weights[name]) else set()
-        found |= {"random numbers"} if not torch.equal(without.random_state, with_evaluations.random_state) else set()
-        found |= {"the losses differ between ranks"} if with_evaluations.evaluated != ranks[0][1].evaluated else set()
+    job = train_fp8 if run.precision == "fp8" else train
+    without = distributed.run(job, world_size, run, False)
+    ranks = distributed.run(partial(train_with, mistake) if mistake else job, world_size, run, True)
+    found: dict[str, Any] = {}
+    for before, after in zip(without, ranks, strict=True):
+        if before.numbers != after.numbers:
+            found["a training step"] = before.numbers, after.numbers
+        assert before.weights.keys() == after.weights.keys()
+        if names := [name for name, weight in before.weights.items() if not torch.equal(weight, after.weights[name])]:
+            found["weights"] = names
+        if not torch.equal(before.random_state, after.random_state):
+            found["random numbers"] = None
+        # megatron-core gathers updated weights in the first forward pass, and hpZ gathers from all ranks only there
+        if not run.spec.needs_blocks and "hpz_size" not in fields and before.sent[1:] != after.sent[1:]:
+            found["communication"] = before.sent, after.sent
+        if after.evaluated != ranks[0].evaluated:
+            found["evaluated losses of ranks"] = after.evaluated, ranks[0].evaluated
     kind = Reference
     if run.precision == "fp8":
         kind = FusedFp8Reference if run.spec.needs_blocks else Fp8Reference
     expected = torch.tensor(evaluate_reference(kind, work_of(**fields)))
-    evaluated = torch.tensor(ranks[0][1].evaluated)
-    differences = (evaluated - expected).abs() / expected
+    differences = (torch.tensor(ranks[0].evaluated) - expected).abs() / expected
     if differences.max() > (FP8_TOLERANCE if run.precision == "fp8" else TOLERANCE):
-        found.add(f"the evaluated losses differ from one process by {differences.tolist()}")
-    return sorted(found)
+        found["evaluated losses"] = differences.tolist()
+    return found
 
 
 @pytest.mark.parametrize("layout", with_representatives(LAYOUTS, *IN_CI))
 def test_evaluation(layout: str) -> None:
     world_size, fields = LAYOUTS[layout]
-    assert problems(world_size, fields) == []
+    assert problems(world_size, fields) == {}
 
 
 def _gathered_weights() -> AbstractContextManager[Any]:
-    """FSDP2 keeps the weights that it gathered for the evaluation."""
+    """FSDP2 keeps the weights that it gathered for the evaluation after the first step."""
     from megabench.engines.fsdp.engine import FsdpEngine
 
-    return patch.object(FsdpEngine, "_reshard", lambda self: None)
+    reshard, numbers = FsdpEngine._reshard, count(1)
+    return patch.object(FsdpEngine, "_reshard", lambda engine: None if next(numbers) == 2 else reshard(engine))
 
 
-@contextmanager
-def _context_left_out(engine: type[Any]) -> Any:
-    """Nothing surrounds the forward passes."""
-    from megabench.engines.common.transformers_engine import TransformersEngine
+def _fp8_casts() -> AbstractContextManager[Any]:
+    """DDP evaluates with the fp8 casts of the weights before others were loaded."""
+    from megabench.engines.ddp import engine
 
-    with patch.object(engine, "_evaluation", TransformersEngine._evaluation):
-        yield
+    return patch.object(engine, "forget_casts", lambda model: None)
 
 
-def _casts_of_ddp() -> AbstractContextManager[Any]:
-    """The fp8 casts of an evaluation are used in the next one, although the weights were loaded in between."""
-    from megabench.engines.ddp.engine import DdpEngine
-
-    return _context_left_out(DdpEngine)
-
-
-def _weights_of_zero3() -> AbstractContextManager[Any]:
-    """ZeRO-3 keeps gathered weights for a backward pass that does not follow."""
-    from megabench.engines.common.transformers_engine import TransformersEngine
+def _kept_weights() -> AbstractContextManager[Any]:
+    """ZeRO-3 evaluates with the weights that it gathered before others were loaded."""
     from megabench.engines.deepspeed.engine import DeepSpeedEngine
 
-    return patch.object(DeepSpeedEngine, "_evaluated_loss", TransformersEngine._evaluated_loss)
+    return patch.object(DeepSpeedEngine, "_release_weights", lambda engine: None)
 
 
-MISTAKES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
-    "gathered weights": (_gathered_weights, "fsdp"),
-    "casts of ddp": (_casts_of_ddp, "ddp-fp8"),
-    "weights of ZeRO-3": (_weights_of_zero3, "zero3-kept"),
+def _recorded_order() -> AbstractContextManager[Any]:
+    """ZeRO-3 takes the order of modules in an evaluation for that of a step."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    return patch.object(PartitionedParameterCoordinator, "is_invalid_trace", lambda coordinator: False)
+
+
+# the mistake, a layout, and what differs
+MISTAKES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, str]] = {
+    "gathered weights": (_gathered_weights, "fsdp", "a training step"),
+    "fp8 casts": (_fp8_casts, "ddp-fp8", "evaluated losses"),
+    "kept weights": (_kept_weights, "zero3-kept", "evaluated losses"),
+    "recorded order": (_recorded_order, "zero3-tuned", "communication"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_caught(mistake: str) -> None:
-    assert problems(*LAYOUTS[MISTAKES[mistake][1]], mistake)
+    _, layout, problem = MISTAKES[mistake]
+    assert problem in problems(*LAYOUTS[layout], mistake)
 
 
 def evaluate_parts(run: ResolvedConfig) -> tuple[float, float]:

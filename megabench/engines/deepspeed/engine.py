@@ -141,19 +141,23 @@ class DeepSpeedEngine(TransformersEngine):
     def _evaluated_loss(self, batch: Batch) -> Tensor:
         if self.zero_stage < 3:
             return super()._evaluated_loss(batch)
-        # DeepSpeed records the order of modules in the first step, and from then on gathers weights in advance. It
-        # must not take the order of this pass, which ends without a backward pass, for that of a step.
+        # DeepSpeed records the order of modules in the first step, and then prefetches weights in this order. It must
+        # not record this pass, which has no backward pass.
         coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
         has_no_order = coordinator.is_invalid_trace()
         loss = super()._evaluated_loss(batch)
         if has_no_order:
             coordinator._invalidate_trace()
         else:
-            coordinator.reset_step()  # waits for the weights that were gathered for the backward pass
-        gathered = [p for p in self.model.parameters() if p.ds_status == ZeroParamStatus.AVAILABLE and not p.ds_persist]
-        for parameter in gathered:
-            parameter.partition()
+            coordinator.reset_step()  # waits for the weights that were prefetched for a backward pass
+        self._release_weights()
         return loss
+
+    def _release_weights(self) -> None:
+        """Free the gathered weights that ZeRO-3 keeps for a backward pass."""
+        for parameter in self.model.parameters():
+            if parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_persist:
+                parameter.partition()
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
