@@ -14,7 +14,7 @@ from megabench.autotune.probe import probe_config
 from megabench.autotune.tune import NothingFitsError, tune
 from megabench.config import RunConfig
 from megabench.config.auto import AutoSetting, apply_setting, resolve_first
-from megabench.config.identity import identity
+from megabench.config.record_fields import identity
 from megabench.errors import UserError
 from megabench.record import Probe
 from megabench.runtime.device import DeviceKind

@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megabench.runtime.exit import exit_on_sigterm
 from megabench.runtime.launcher import launcher_rank
+from megabench.runtime.process import exit_on_sigterm
 
 if TYPE_CHECKING:
     from megabench.convert.importing import Converted

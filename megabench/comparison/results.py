@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megabench.config.auto import AutoSetting, apply_setting
-from megabench.config.requested_fields import auto_fields, requested_fields
+from megabench.config.record_fields import auto_fields, requested_fields
 from megabench.doctor import examine
 from megabench.record import Probe, RecordError, RunRecord, read_records, write_records
 from megabench.report import write_report

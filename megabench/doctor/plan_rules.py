@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megabench.config.clusters import read_cluster
-from megabench.config.requested_fields import auto_fields, requested_fields
+from megabench.config.record_fields import auto_fields, requested_fields
 from megabench.cost.fabric import Fabric
 from megabench.cost.job import Job
 from megabench.doctor.fabric_rules import NetworkUser, rule_for

@@ -22,7 +22,7 @@ from megabench.config import (
     read_yaml_mapping,
 )
 from megabench.config.auto import resolve_first
-from megabench.config.identity import identity
+from megabench.config.record_fields import identity
 from megabench.errors import UserError
 from megabench.planner.predict import Predictor
 from megabench.settings.bounds import NumRanks, NumRepeats, Seconds

@@ -69,7 +69,7 @@ RECIPE = (
 )
 TRY = """
 from megabench.config import ConfigError, RunConfig
-from megabench.config.requested_fields import requested_fields
+from megabench.config.record_fields import requested_fields
 from megabench.parallel.groups import rank_groups
 from megabench.parallel.layout import Layout
 from megabench.specs.registry import ENGINES

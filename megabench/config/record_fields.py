@@ -1,5 +1,6 @@
-"""Record fields that are known before the run. Loads no torch."""
+"""Record fields that are known before the run: the identity of the trial, and its settings. Loads no torch."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -7,6 +8,20 @@ from typing import Any
 from megabench.config import SETTINGS, ResolvedConfig, RunConfig
 from megabench.record import LayoutSizes
 from megabench.settings.setting import names
+
+
+def identity(run: RunConfig, **more: object) -> str:
+    """Return the identity of a trial, with which a resumed study finds its existing results.
+
+    The identity is the hash of `more` and of all settings that affect the result, i.e. no output paths and no
+    monitoring. Settings without a value are left out, so that a new setting does not change the identity of runs
+    without it.
+    """
+    left_out = {*names(SETTINGS, role="output"), *names(SETTINGS, role="watch")}
+    kept = {name: value for name, value in run.flat(mode="json").items() if name not in left_out}
+    every = {**kept, **run.spec.recorded(run.options), **more}
+    fields = {name: value for name, value in every.items() if value is not None}
+    return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
 
 
 def auto_fields(given: RunConfig) -> dict[str, Any]:
