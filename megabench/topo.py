@@ -21,9 +21,8 @@ from megabench.cost.profile import profile_for
 from megabench.hardware.facts import read_facts, visible_gpus
 from megabench.hardware.topology import Host, Topology, TopologyError, discover, from_facts, split
 from megabench.parallel.axes import FACTORS
-from megabench.parallel.groups import groups_on
 from megabench.parallel.layout import Layout
-from megabench.parallel.placement import LINK_NAMES, Placement, Policy, host_names, name_list, number_ranges
+from megabench.parallel.placement import LINK_NAMES, Placement, Policy, groups_on, host_names, name_list, number_ranges
 from megabench.record import Group as RankGroup
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")

@@ -15,8 +15,7 @@ from megabench.errors import UserError
 from megabench.hardware.facts import read_facts, visible_gpus
 from megabench.hardware.gpus import find_instance
 from megabench.hardware.topology import Host, Topology, build, from_facts, split
-from megabench.parallel.groups import groups_on
-from megabench.parallel.placement import place
+from megabench.parallel.placement import groups_on, place
 from megabench.planner.predict import job_of
 from megabench.record import Environment, PlacementUsed, RunRecord
 from megabench.study.compare_request import Request
