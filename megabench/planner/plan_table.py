@@ -19,10 +19,9 @@ from megabench.cost.job import Candidate
 from megabench.hardware.gpus import find_instance
 from megabench.models.find import find_model
 from megabench.parallel.axes import AXES
-from megabench.planner.candidates import COMPLICATIONS, complexity, settings_of
 from megabench.planner.costs import Costs, Estimate
 from megabench.planner.engines.registry import unplanned_engines
-from megabench.planner.search import Plan, candidates
+from megabench.planner.search import COMPLICATIONS, Plan, candidates, complexity, settings_of
 from megabench.specs.fp8_check import FP8_SETTINGS
 from megabench.specs.registry import ENGINES
 

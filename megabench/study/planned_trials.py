@@ -7,9 +7,9 @@ from typing import Any
 
 from megabench.config import FIELDS, RunConfig
 from megabench.parallel.layout import GIVEN_SIZES
-from megabench.planner.candidates import settings_of
 from megabench.planner.make_plan import make_plan
 from megabench.planner.predict import Predictor
+from megabench.planner.search import settings_of
 from megabench.record import RunRecord
 from megabench.settings.run_settings import RunSettings
 from megabench.study.expand import expand
