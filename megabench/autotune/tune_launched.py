@@ -16,10 +16,10 @@ from megabench.config import RunConfig
 from megabench.config.auto import AutoSetting, apply_setting, resolve_first
 from megabench.config.record_fields import identity
 from megabench.errors import UserError
+from megabench.hardware.facts import gpu_names
 from megabench.record import Probe
 from megabench.runtime.device import DeviceKind
 from megabench.runtime.rendezvous import Rendezvous, restart_count
-from megabench.study.machine import gpu_names
 from megabench.study.study import Trial
 from megabench.supervisor.coordinator import Coordinator, StudyStopped, note_signals, signal_handlers_kept
 from megabench.supervisor.launch import launch_of
