@@ -113,7 +113,10 @@ def _lead(queue: TrialQueue, trial: Trial, logs: Path) -> dict[str, Any]:
         identity=identity, micro_batch=setting.micro_batch, recompute=setting.recompute, probes=probes
     )
     if own:
-        _write(own / FOUND_NAME, found)
+        try:
+            write_atomically(own / FOUND_NAME, found.model_dump_json(indent=2) + "\n")
+        except OSError as error:
+            _say(f"{own / FOUND_NAME} could not be written ({error.strerror}): a resumed run will search again")
     return found.verdict
 
 
@@ -133,13 +136,6 @@ def _read(path: Path) -> FoundSettings | None:
         return FoundSettings.model_validate_json(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def _write(path: Path, found: FoundSettings) -> None:
-    try:
-        write_atomically(path, found.model_dump_json(indent=2) + "\n")
-    except OSError as error:
-        _say(f"{path} could not be written ({error.strerror}): a resumed run will search again")
 
 
 def _say(line: str) -> None:

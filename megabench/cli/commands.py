@@ -96,16 +96,14 @@ def _megabench(
     """Find the parallel layout that trains fastest."""
 
 
-def _study_names() -> list[str]:
-    return shipped.names("studies")
-
-
 @app.command()
 def compare(
     study: Annotated[
         Path | None,
         typer.Argument(
-            metavar="STUDY", help="A study file, or the name of a shipped study (--list).", autocompletion=_study_names
+            metavar="STUDY",
+            help="A study file, or the name of a shipped study (--list).",
+            autocompletion=lambda: shipped.names("studies"),
         ),
     ] = None,
     out: Annotated[

@@ -31,10 +31,11 @@ def auto_fields(given: RunConfig) -> dict[str, Any]:
 
 def requested_fields(run: ResolvedConfig, given: RunConfig, env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the record fields that are known before the run. `env` contains the environment variables of the trial."""
+    options = {name: value for name, value in run.flat().items() if name in names(SETTINGS, role="option")}
     return {
         "engine": run.engine,
         "layout": LayoutSizes(**asdict(run.layout)),
-        "options": _options(run),
+        "options": {**options, **run.spec.recorded(options)},
         "optimizer": run.optimizer,
         "world_size": run.world_size,
         "emulated_hosts": run.emulate_hosts,
@@ -49,9 +50,3 @@ def requested_fields(run: ResolvedConfig, given: RunConfig, env: Mapping[str, st
         "warmup_steps": run.warmup_steps,
         "command": given.command(run.world_size, env),
     }
-
-
-def _options(run: ResolvedConfig) -> dict[str, Any]:
-    """Return the engine's settings with role "option"."""
-    options = {name: value for name, value in run.flat().items() if name in names(SETTINGS, role="option")}
-    return {**options, **run.spec.recorded(options)}

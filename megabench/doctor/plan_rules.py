@@ -19,7 +19,7 @@ from megabench.parallel.placement import groups_on, place
 from megabench.planner.predict import job_of
 from megabench.record import Environment, PlacementUsed, RunRecord
 from megabench.study.compare_request import Request
-from megabench.study.study import Study, StudyFile, Trial, plan_study
+from megabench.study.study import StudyFile, Trial, plan_study
 
 
 def plan(
@@ -35,7 +35,10 @@ def plan(
         study = plan_study(StudyFile.read(source), source, num_processes or topology.world_size, "cuda")
     else:
         study, size = Request(source, Path()).plan_here(num_processes)
-        topology = _this_machine(study, size)
+        if any(trial.resolved.device == "cuda" for trial in study.trials):
+            topology = from_facts([read_facts(rank, uuid) for rank, (uuid, _) in enumerate(visible_gpus()[:size])])
+        else:
+            topology = on_cpu(size)
     trials = [_planned(trial, topology) for trial in study.trials]
     records = [
         planned.record.model_copy(update={"repeat": repeat})
@@ -120,13 +123,6 @@ def _first_ranks(topology: Topology, size: int) -> Topology:
         domain_of=topology.domain_of[:size],
         seat_of=topology.seat_of[:size],
     )
-
-
-def _this_machine(study: Study, size: int) -> Topology:
-    gpus = visible_gpus()
-    if any(trial.resolved.device == "cuda" for trial in study.trials):
-        return from_facts([read_facts(rank, uuid) for rank, (uuid, _) in enumerate(gpus[:size])])
-    return on_cpu(size)
 
 
 def on_cpu(size: int) -> Topology:

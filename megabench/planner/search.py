@@ -251,7 +251,13 @@ def candidates(job: Job, topology: Topology) -> Iterator[Candidate]:
     for engine in engines:
         if not engine.spec.is_data_parallel:
             yield from _parallel(engine, job, topology)
-    yield from _data_parallel([engine for engine in engines if engine.spec.is_data_parallel], job, topology)
+    layout = Layout(dp=topology.world_size)
+    inside = _ranks_inside(topology)
+    replicated = [engine for engine in engines if engine.spec.is_data_parallel]
+    variants = [(engine.spec.name, *pair) for engine in replicated for pair in _variants(engine, inside, layout)]
+    for micro_batch in _micro_batches(job, layout):
+        for name, recompute, variant in variants:
+            yield Candidate(name, layout, micro_batch, variant, recompute)
 
 
 def _parallel(engine: PlannedEngine, job: Job, topology: Topology) -> Iterator[Candidate]:
@@ -312,15 +318,6 @@ def _micro_batches(job: Job, layout: Layout) -> Iterator[int]:
         except LayoutError:
             continue
         yield micro_batch
-
-
-def _data_parallel(engines: list[PlannedEngine], job: Job, topology: Topology) -> Iterator[Candidate]:
-    layout = Layout(dp=topology.world_size)
-    inside = _ranks_inside(topology)
-    variants = [(engine.spec.name, *pair) for engine in engines for pair in _variants(engine, inside, layout)]
-    for micro_batch in _micro_batches(job, layout):
-        for name, recompute, variant in variants:
-            yield Candidate(name, layout, micro_batch, variant, recompute)
 
 
 def _ranks_inside(topology: Topology) -> int | None:

@@ -43,17 +43,11 @@ def show_studies(console: Console) -> None:
         table.add_column(heading, no_wrap=heading != "question")
     for name in shipped.names("studies"):
         file = StudyFile.read(shipped.find("studies", name))
-        table.add_row(name, _needs(file), file.question)
+        size = file.largest_world_size
+        gpus = f"{size} GPU{'s' * (size != 1)}" if size else "GPUs"
+        table.add_row(name, "CPU" if file.is_cpu_only else gpus, file.question)
     console.print(table)
     console.print("\nRun a study: megabench compare NAME. Show its commands: megabench compare NAME --dry-run.")
-
-
-def _needs(file: StudyFile) -> str:
-    """Return the number of GPUs or CPU processes that all trials need."""
-    if file.is_cpu_only:
-        return "CPU"
-    size = file.largest_world_size
-    return f"{size} GPU{'s' * (size != 1)}" if size else "GPUs"
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,10 @@ class TrialProcesses:
             try:
                 self._children[rank] = Child(self._command, self._environment(rank), log)
             except (OSError, ValueError) as error:
-                self._publish_unstarted(rank, f"cannot start the process: {error}")
+                order = self._notes.add("failed", 1)
+                problem = f"cannot start the process: {error}"
+                end = RankEnd(rank, host_name(), code=1, was_ended=False, order=order, last_line=problem)
+                self._note_end(end)
 
     def _environment(self, rank: int) -> dict[str, str]:
         task = self._task
@@ -171,16 +174,12 @@ class TrialProcesses:
             num_steps=progress.num_steps if progress else 0,
             failure=failure,
         )
-        self._notes.set(f"end/{rank}", end.to_json())
-        self._notes.add("ended", 1)
-        self._ended.add(rank)
+        self._note_end(end)
 
-    def _publish_unstarted(self, rank: int, problem: str) -> None:
-        order = self._notes.add("failed", 1)
-        end = RankEnd(rank, host_name(), code=1, was_ended=False, order=order, last_line=problem)
-        self._notes.set(f"end/{rank}", end.to_json())
+    def _note_end(self, end: RankEnd) -> None:
+        self._notes.set(f"end/{end.rank}", end.to_json())
         self._notes.add("ended", 1)
-        self._ended.add(rank)
+        self._ended.add(end.rank)
 
     def _count(self, counter: str) -> int:
         return int(self._notes.add(counter, 0))
