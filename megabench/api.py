@@ -22,9 +22,8 @@ from megabench.planner.make_plan import make_plan
 from megabench.planner.search import Plan
 from megabench.record import RunRecord
 from megabench.study.answers import Answer, answer
-from megabench.study.compare_request import Request
+from megabench.study.compare_request import Request, find_study
 from megabench.study.results_directory import StudyRecords, read_folder
-from megabench.study.shipped_studies import find_study
 from megabench.study.summary import Row, summarize
 from megabench.study.table import markdown
 

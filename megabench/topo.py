@@ -19,11 +19,10 @@ from megabench.cost.fabric import Bandwidth, Fabric
 from megabench.cost.fabric_report import SLOW_SHARE, describe_fabric, fabric_sentence, gb_per_s_text, slowest
 from megabench.cost.profile import profile_for
 from megabench.hardware.facts import read_facts, visible_gpus
-from megabench.hardware.topology import Host, Topology, TopologyError, discover, from_facts, split
+from megabench.hardware.topology import Topology, TopologyError, discover, from_facts, split
 from megabench.parallel.axes import FACTORS
-from megabench.parallel.groups import groups_on
 from megabench.parallel.layout import Layout
-from megabench.parallel.placement import LINK_NAMES, Placement, Policy, host_names, name_list, number_ranges
+from megabench.parallel.placement import LINK_NAMES, Placement, Policy, groups_on, host_names, name_list, number_ranges
 from megabench.record import Group as RankGroup
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")
@@ -178,12 +177,9 @@ def _host_panel(placement: Placement, layout: Layout, number: int) -> Renderable
             if len(members) > 1 or len(ranks) == 1:
                 parts.append(Text(_domain_title(topology, domain, members), style="dim"))
             parts.append(_cells(placement, layout, here))
-    return Panel(Group(*parts), title=Text(_host_title(host, len(ranks))), title_align="left", expand=False)
-
-
-def _host_title(host: Host, num_ranks: int) -> str:
     rate = f" {host.network_gbits:g} Gbit/s" if host.network_gbits else ""
-    return f"{host.name} · {num_ranks} × {host.device} · {LINK_NAMES[host.network]}{rate}"
+    title = f"{host.name} · {len(ranks)} × {host.device} · {LINK_NAMES[host.network]}{rate}"
+    return Panel(Group(*parts), title=Text(title), title_align="left", expand=False)
 
 
 def _domain_title(topology: Topology, domain: int, members: Sequence[int]) -> str:

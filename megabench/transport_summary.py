@@ -25,9 +25,8 @@ from megabench.hardware.topo_files import (
 )
 from megabench.hardware.topology import Topology
 from megabench.hardware.transport import CHECK_EFA, INFINIBAND_VARIABLES, NcclLog, in_order, read_line
-from megabench.parallel.groups import groups_on, neighbours
 from megabench.parallel.layout import Layout
-from megabench.parallel.placement import Placement, number_ranges, place
+from megabench.parallel.placement import Placement, groups_on, neighbours, number_ranges, place
 from megabench.record import Group
 
 _ACCEPTED = (

@@ -14,12 +14,12 @@ from megabench.autotune.probe import probe_config
 from megabench.autotune.tune import NothingFitsError, tune
 from megabench.config import RunConfig
 from megabench.config.auto import AutoSetting, apply_setting, resolve_first
-from megabench.config.identity import identity
+from megabench.config.record_fields import identity
 from megabench.errors import UserError
+from megabench.hardware.facts import gpu_names
 from megabench.record import Probe
 from megabench.runtime.device import DeviceKind
 from megabench.runtime.rendezvous import Rendezvous, restart_count
-from megabench.study.machine import gpu_names
 from megabench.study.study import Trial
 from megabench.supervisor.coordinator import Coordinator, StudyStopped, note_signals, signal_handlers_kept
 from megabench.supervisor.launch import launch_of
@@ -113,7 +113,10 @@ def _lead(queue: TrialQueue, trial: Trial, logs: Path) -> dict[str, Any]:
         identity=identity, micro_batch=setting.micro_batch, recompute=setting.recompute, probes=probes
     )
     if own:
-        _write(own / FOUND_NAME, found)
+        try:
+            write_atomically(own / FOUND_NAME, found.model_dump_json(indent=2) + "\n")
+        except OSError as error:
+            _say(f"{own / FOUND_NAME} could not be written ({error.strerror}): a resumed run will search again")
     return found.verdict
 
 
@@ -133,13 +136,6 @@ def _read(path: Path) -> FoundSettings | None:
         return FoundSettings.model_validate_json(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def _write(path: Path, found: FoundSettings) -> None:
-    try:
-        write_atomically(path, found.model_dump_json(indent=2) + "\n")
-    except OSError as error:
-        _say(f"{path} could not be written ({error.strerror}): a resumed run will search again")
 
 
 def _say(line: str) -> None:

@@ -34,7 +34,11 @@ def num_fp8_measurements(shape: ModelShape, device: str) -> int:
 def fp8_cost(bench: Bench, shape: ModelShape, tokens: int, profile: Profile, fp8_peak: float) -> Fp8Cost:
     """Measure and fit the cost of fp8 products. `fp8_peak` is the dense peak in FLOP/s."""
     tokens = max(1, tokens // FP8_MULTIPLE) * FP8_MULTIPLE
-    share = _cast_rate(bench, shape, tokens) / profile.memory_gb_per_s
+    # the bandwidth of finding the largest value of a tensor and casting it in both layouts, in GB/s
+    tensor = bench.random(tokens, shape.ffn_size)
+    num_bytes = compute.CAST * tensor.numel()
+    cast_rate = num_bytes / bench.seconds("fp8 cast", lambda: quantize(tensor), bytes=num_bytes) / 1e9
+    share = cast_rate / profile.memory_gb_per_s
     return fit_fp8_products(profile, fp8_peak, min(1.0, share), _fp8_products(bench, shape, tokens))
 
 
@@ -42,13 +46,6 @@ def _sizes(shape: ModelShape) -> list[tuple[int, int]]:
     """Return the output size and the inner size of each timed product, at the smallest and the largest tp for fp8."""
     tps = [tp for tp in tensor_parallel_sizes(shape) if not odd_size(shape, Layout(tp=tp), 1, FP8_MULTIPLE)]
     return [size for tp in sorted({*tps[:1], *tps[-1:]}) for size in layer_products(shape, tp)]
-
-
-def _cast_rate(bench: Bench, shape: ModelShape, tokens: int) -> float:
-    """Return the bandwidth of finding the largest value of a tensor and casting it in both layouts, in GB/s."""
-    tensor = bench.random(tokens, shape.ffn_size)
-    num_bytes = compute.CAST * tensor.numel()
-    return num_bytes / bench.seconds("fp8 cast", lambda: quantize(tensor), bytes=num_bytes) / 1e9
 
 
 def _fp8_products(bench: Bench, shape: ModelShape, tokens: int) -> Timed:

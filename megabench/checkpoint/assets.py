@@ -1,17 +1,20 @@
 """Model files that a checkpoint contains besides tensors: configuration, tokenizer, templates and documents."""
 
+import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from megabench.checkpoint import CheckpointError
-from megabench.checkpoint.catalog_config import catalog_config
 from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, FileEntry, Manifest, read_regular
 from megabench.config import ResolvedConfig
-from megabench.data.tokenizer import BYTES
+from megabench.data.checks import STDLIB, tokenizer_of
+from megabench.data.text import is_text_file
+from megabench.data.token_file import recorded_facts, token_file_prefix
+from megabench.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
 from megabench.models.assets import is_tokenizer, is_weights, read_assets
 from megabench.models.find import ASSETS, is_directory
-from megabench.models.hugging_face import CONFIG_NAME
+from megabench.models.hugging_face import CONFIG_NAME, config_text
 
 
 def assets_of_run(run: ResolvedConfig, note: Callable[[str], None]) -> dict[str, bytes]:
@@ -23,12 +26,38 @@ def assets_of_run(run: ResolvedConfig, note: Callable[[str], None]) -> dict[str,
     Raises:
         CheckpointError: The run's model is a checkpoint with damaged model files.
     """
-    assets = _assets_in(Path(run.model), note) if is_directory(run.model) else {CONFIG_NAME: catalog_config(run)}
+    assets = _assets_in(Path(run.model), note) if is_directory(run.model) else {CONFIG_NAME: _catalog_config(run)}
     if run.tokenizer and run.tokenizer != run.model:
         assets = {name: content for name, content in assets.items() if not is_tokenizer(name)}
         if run.tokenizer != BYTES:
             assets |= _assets_in(Path(run.tokenizer), note, is_tokenizer)
     return assets
+
+
+def _catalog_config(run: ResolvedConfig) -> bytes:
+    """Return the content of config.json for the model of a run, with the run's sequence length and special tokens.
+
+    Programs that serve the model accept no longer sequences than `max_position_embeddings`, and stop at
+    `eos_token_id`. Fields that the file omits have the defaults of the model's family. `bos_token_id` is null, because
+    no document of the training data begins with a special token.
+    """
+    content = json.loads(config_text(run.shape))
+    if (num_positions := content.get("max_position_embeddings")) and run.shape.rope_theta:
+        content["max_position_embeddings"] = max(num_positions, run.seq_length)
+    content |= {"bos_token_id": None, "eos_token_id": _end_of_document(run)}
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _end_of_document(run: ResolvedConfig) -> int | None:
+    """Return the token that ends a document in the training data, or None if the tokenizer of the data is unknown."""
+    path = Path(run.data)
+    if run.data == STDLIB or is_text_file(path):
+        return tokenizer_of(run).end_of_document
+    if run.tokenizer:
+        return open_tokenizer(run.tokenizer).end_of_document
+    facts = recorded_facts(prefix) if (prefix := token_file_prefix(path)) else None
+    has_bytes = facts and facts.tokenizer and facts.tokenizer.name == BYTES
+    return ByteTokenizer.end_of_document if has_bytes else None
 
 
 def _assets_in(

@@ -96,16 +96,14 @@ def _megabench(
     """Find the parallel layout that trains fastest."""
 
 
-def _study_names() -> list[str]:
-    return shipped.names("studies")
-
-
 @app.command()
 def compare(
     study: Annotated[
         Path | None,
         typer.Argument(
-            metavar="STUDY", help="A study file, or the name of a shipped study (--list).", autocompletion=_study_names
+            metavar="STUDY",
+            help="A study file, or the name of a shipped study (--list).",
+            autocompletion=lambda: shipped.names("studies"),
         ),
     ] = None,
     out: Annotated[
@@ -156,7 +154,7 @@ def compare(
     … -m megabench compare STUDY --out DIR. The exit status is 0 if every trial is ok, 1 if any trial is not ok, and 2
     if the study cannot be run.
     """
-    from megabench.study.shipped_studies import find_study, show_studies
+    from megabench.study.compare_request import find_study, show_studies
 
     if show_list:
         from megabench.terminal import standard_output
@@ -229,7 +227,7 @@ def doctor(
     is 0 with or without findings, and 2 if there are no records.
     """
     from megabench.doctor.write_findings import findings_at, write
-    from megabench.study.shipped_studies import find_study
+    from megabench.study.compare_request import find_study
     from megabench.terminal import standard_output
 
     source = path if path.is_dir() else find_study(path, "directory, study file")
@@ -268,9 +266,8 @@ def report(
     """
     from megabench.doctor import examine
     from megabench.report import write_report
-    from megabench.study.budget import Budget
     from megabench.study.results_directory import read_folder
-    from megabench.study.summary import write_csv
+    from megabench.study.summary import Budget, write_csv
     from megabench.study.table import show
     from megabench.terminal import standard_output
 

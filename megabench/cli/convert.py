@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from megabench.runtime.exit import exit_on_sigterm
 from megabench.runtime.launcher import launcher_rank
+from megabench.runtime.process import exit_on_sigterm
 
 if TYPE_CHECKING:
+    from megabench.checkpoint.weights_only import CheckpointWeights
     from megabench.convert.importing import Converted
     from megabench.convert.verifying import Comparison
     from megabench.models.weights import Weights
@@ -54,9 +56,8 @@ def import_command(
     """
     from megabench.convert import ConvertError
     from megabench.convert.importing import check_new, import_model, owned_blocks
-    from megabench.convert.memory_peak import PeakMemoryMeter, largest_of_all
-    from megabench.convert.samples import sample_tokens
-    from megabench.convert.verifying import comparison_run, num_parts
+    from megabench.convert.verifying import comparison_run, num_parts, sample_tokens
+    from megabench.hardware.host_memory import PeakMemoryMeter
     from megabench.models.model_directory import HuggingFaceWeights
     from megabench.runtime import ranks
 
@@ -74,7 +75,7 @@ def import_command(
         with _progress(num_steps) as advance:
             done = import_model(source, out, run, tokens, advance)
         _print_result(done)
-        peak = largest_of_all(memory.close())
+        peak = ranks.largest_of_all(memory.close())
         _print_first(f"peak memory of a process, without its imports: {peak / 2**30:.2f} GiB")
 
 
@@ -146,9 +147,44 @@ def verify_command(
 @app.command("inspect")
 def inspect_command(ckpt: Annotated[Path, typer.Argument(metavar="CKPT")]) -> None:
     """Show the content of a checkpoint, and check its files."""
-    from megabench.convert.inspecting import describe
+    from megabench.checkpoint.weights_only import open_weights
 
-    Console().print(describe(ckpt))
+    Console().print(_description(open_weights(ckpt)))
+
+
+def _description(weights: "CheckpointWeights") -> Table:
+    """Return a table with the model of a checkpoint, its sizes, and the run that wrote the checkpoint."""
+    from megabench.models.find import ASSETS
+
+    manifest = weights.manifest
+    table = Table(title=str(weights.folder), show_header=False, title_justify="left")
+    shape = manifest.model.shape
+    table.add_row("model", f"{manifest.model.name} ({shape['family']})")
+    table.add_row(
+        "layers, hidden, heads, KV heads", _words(shape, "num_layers", "hidden_size", "num_heads", "num_kv_heads")
+    )
+    table.add_row("FFN, vocabulary", _words(shape, "ffn_size", "vocab_size"))
+    table.add_row("tied embeddings", "yes" if shape["tied_embeddings"] else "no")
+    for kind, number in manifest.num_elements.items():
+        table.add_row(f"{kind}, elements", f"{number:,}")
+    table.add_row("dtypes of the weights", ", ".join(sorted({str(weights.dtype(name)) for name in weights.names})))
+    table.add_row("files", f"{len(manifest.files)}, {manifest.num_bytes / 1e9:.3f} GB, all checksums match")
+    prefix = f"{ASSETS}/"
+    beside = [file.name.removeprefix(prefix) for file in manifest.files if file.name.startswith(prefix)]
+    table.add_row("model files", ", ".join(beside) or "none")
+    if training := manifest.training:
+        sizes = " ".join(f"{axis}{size}" for axis, size in training.layout.items() if size)
+        table.add_row("written by", f"a run of the {training.engine} engine, {sizes}, {training.world_size} ranks")
+        table.add_row("step", f"{training.step} ({training.optimizer.name}, {training.optimizer.step} updates)")
+        table.add_row("data", f"{training.data.name}, {training.data.next_sequence:,} sequences read")
+    else:
+        table.add_row("written by", "an import (weights only)")
+    table.add_row("versions", ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())))
+    return table
+
+
+def _words(shape: dict[str, object], *fields: str) -> str:
+    return ", ".join(f"{shape[field]:,}" for field in fields)
 
 
 def _print_result(done: "Converted") -> None:

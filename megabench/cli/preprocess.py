@@ -29,7 +29,7 @@ from megabench.data.tokenizer import (
     tokenize,
 )
 from megabench.models.find import find_model
-from megabench.runtime.exit import exit_on_sigterm
+from megabench.runtime.process import exit_on_sigterm
 
 PIECES_PER_TASK = 16
 tokenizer_of = cache(open_tokenizer)  # each process opens the tokenizer once

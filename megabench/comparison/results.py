@@ -2,18 +2,21 @@
 
 import json
 import os
+import platform
 import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from megabench.config.auto import AutoSetting, apply_setting
-from megabench.config.requested_fields import auto_fields, requested_fields
+from megabench.config.record_fields import auto_fields, requested_fields
 from megabench.doctor import examine
+from megabench.hardware.facts import gpu_names
 from megabench.record import Probe, RecordError, RunRecord, read_records, write_records
 from megabench.report import write_report
+from megabench.runtime import environment
 from megabench.runtime.run_lock import RunLock, RunLockedError, check_free
-from megabench.study.machine import describe, gpu_names
 from megabench.study.parity import judge_parity
 from megabench.study.results_directory import StudyRecords
 from megabench.study.study import Attempt, Study, StudyError, Trial
@@ -141,7 +144,7 @@ class Results:
         self.out.mkdir(parents=True, exist_ok=True)
         self._claim = RunLock(self.out)
         # write this file first, because it marks the directory as the results of a study
-        self._environment.write_text(json.dumps(describe(), indent=2) + "\n")
+        self._environment.write_text(json.dumps(_describe_machine(), indent=2) + "\n")
         said = self._put_aside()
         if self.study.as_run is not None:
             self._copy.write_text(self.study.as_run, encoding="utf-8")
@@ -252,3 +255,12 @@ def failed_record(
         device=(gpus[0] if gpus else None) if trial.resolved.device == "cuda" else "cpu",
         ended_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _describe_machine() -> dict[str, Any]:
+    """Return the content of environment.json of a study."""
+    return environment.collect().model_dump() | {
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "gpus": gpu_names(),
+    }

@@ -3,15 +3,16 @@
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
+
+from rich.console import Console
 
 from megabench.autotune.tune import NothingFitsError, tune
-from megabench.comparison.display import RunDisplay
 from megabench.comparison.results import Results, failed_record
 from megabench.config.auto import apply_setting
 from megabench.doctor.write_findings import write_head
 from megabench.errors import UserError
-from megabench.record import RunFailure
+from megabench.record import RunFailure, RunRecord
 from megabench.runtime.run_lock import RunLockedError
 from megabench.study.compare_request import Request
 from megabench.study.planned_trials import regret_sentence
@@ -21,7 +22,7 @@ from megabench.supervisor.coordinator import Coordinator, StudyStopped, note_sig
 from megabench.supervisor.launch import join_launcher, open_here
 from megabench.supervisor.root_cause import Verdict
 from megabench.supervisor.trial_queue import TRAINER, TrialQueue, task_of
-from megabench.terminal import standard_output
+from megabench.terminal import ProgressLine, standard_output
 
 
 def run_here(request: Request, study: Study, num_processes: int, trainer: Sequence[str] = TRAINER) -> int:
@@ -122,6 +123,32 @@ def _lead(
         status = 2
     queue.end(status)
     return status
+
+
+class RunDisplay(ProgressLine):
+    """Shows the progress of one run. A file or pipe also receives a line at the start, and every output one at the end.
+
+    The number of the run and its name start each line.
+    """
+
+    def __init__(self, console: Console, number: int, num_runs: int, name: str) -> None:
+        super().__init__(console, f"[{number}/{num_runs}] {name}")
+
+    def __enter__(self) -> Self:
+        if not self._is_live:
+            self.say("…")
+        return super().__enter__()
+
+    def end(self, record: RunRecord) -> None:
+        """Print the status of a finished run."""
+        self.stop()
+        speed = record.tokens_per_second_per_device
+        if record.status == "ok" and speed is not None:
+            self.say(f"ok: {speed:,.0f} tokens/s per device ({self.elapsed})")
+        elif record.status == "diverged":
+            self.say(f"DIVERGED: {record.error} ({self.elapsed})")
+        else:
+            self.say(record.status + (f": {record.error}" if record.error else "") + f" ({self.elapsed})")
 
 
 def _run_all(queue: TrialQueue, request: Request, results: Results, attempts: Sequence[Attempt]) -> int:

@@ -51,14 +51,10 @@ def _settings(config: RunConfig, world_size: int) -> list[AutoSetting]:
     shape = config.shape
     if config.micro_batch == "auto":
         replicas = config.layout.with_world_size(world_size).data_parallel
-        named = _named(config).with_file()
+        without_auto = {name: value for name, value in config.given().items() if name not in config.auto_settings}
+        named = RunConfig.parse(without_auto).with_file()
         micro_batches = divisors(max(1, (named.global_batch or shape.global_batch) // replicas))
     else:
         micro_batches = [config.micro_batch or shape.micro_batch]
     levels = ["none", "selective", "full"] if config.recompute == "auto" else [config.recompute]
     return [AutoSetting(micro_batch, level) for level in levels for micro_batch in micro_batches]
-
-
-def _named(config: RunConfig) -> RunConfig:
-    """Return `config` without its "auto" settings."""
-    return RunConfig.parse({name: value for name, value in config.given().items() if name not in config.auto_settings})

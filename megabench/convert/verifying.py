@@ -4,7 +4,9 @@ The comparison reads one layer at a time, computes its output, and frees the lay
 The comparison therefore works for models that are too large to train on the machine.
 """
 
+import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabench.config import ResolvedConfig, RunConfig
-from megabench.convert.samples import SEQ_LENGTH
+from megabench.data import DataError
+from megabench.data.text import TextPiece
+from megabench.data.tokenizer import HuggingFaceTokenizer
+from megabench.models.assets import has_tokenizer
 from megabench.models.causal_lm import build_model
 from megabench.models.mapping import Piece
 from megabench.models.model_directory import HuggingFaceWeights
+from megabench.models.shape import ModelShape
 from megabench.models.weights import Weights
 from megabench.specs.megatron import chunk_layers
 
 # tolerance relative to the largest logit; rounding over 100 layers stays below it, and a different model exceeds it
 MAX_DIFFERENCE = 1e-4
 MAX_KL = 1e-5
+SEQ_LENGTH = 128  # number of tokens of each sequence to compare on
 _ROWS = 8192  # number of rows of the output layer to read at a time
 
 Advance = Callable[[str], None]
@@ -49,6 +56,24 @@ class Comparison:
     def is_equal(self) -> bool:
         """Whether the logits differ by no more than rounding. Non-finite differences count as unequal."""
         return self.max_difference <= MAX_DIFFERENCE * max(1.0, self.max_logit) and self.kl <= MAX_KL
+
+
+def sample_tokens(folder: Path, shape: ModelShape) -> Tensor:
+    """Return two sequences of tokens, int64 [2, S].
+
+    The first sequence is English text and code, tokenized with the tokenizer in `folder`, or as bytes if `folder` has
+    no tokenizer that transformers can load. The second sequence contains random tokens and the first and last token of
+    the vocabulary.
+    """
+    text = Path(textwrap.__file__).read_bytes()
+    ids = torch.tensor(list(text[:SEQ_LENGTH]))
+    if has_tokenizer(folder):
+        with suppress(DataError):  # some tokenizers need packages that megabench does not install
+            tokenized = HuggingFaceTokenizer(folder).encode(TextPiece(text, "textwrap.py", True, len(text)))
+            ids = torch.from_numpy(tokenized[:SEQ_LENGTH])
+    anywhere = torch.randint(shape.vocab_size, (SEQ_LENGTH,), generator=torch.Generator().manual_seed(0))
+    anywhere[0], anywhere[-1] = 0, shape.vocab_size - 1
+    return torch.stack([ids % shape.vocab_size, anywhere])
 
 
 def comparison_run(model: str, tp: int, pp: int) -> ResolvedConfig:

@@ -194,7 +194,10 @@ def tokenizer_sha256(name: str) -> str:
             files = _vocabularies(directory) or [directory / TOKENIZER_CONFIG_NAME]
             return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
         content = json.loads((directory / _TOKENIZER_JSON).read_bytes())
-        parts = {part: content.get(part) for part in _PARTS} | {"eos": _eos_token(directory)}
+        config = directory / TOKENIZER_CONFIG_NAME
+        eos = json.loads(config.read_bytes()).get("eos_token") if config.exists() else None  # a string or an object
+        parts = {part: content.get(part) for part in _PARTS}
+        parts |= {"eos": eos.get("content") if isinstance(eos, dict) else eos}
         # files of older and newer versions spell merges and unused options of the model differently
         model = {key: value for key, value in parts["model"].items() if value is not None and value is not False}
         if "merges" in model:
@@ -202,13 +205,6 @@ def tokenizer_sha256(name: str) -> str:
         return hashlib.sha256(json.dumps(parts | {"model": model}, sort_keys=True).encode()).hexdigest()
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DataError(f"tokenizer={name} cannot be read ({error}). Give a directory with a tokenizer.") from None
-
-
-def _eos_token(directory: Path) -> str | None:
-    """Return the token that separates documents, which tokenizer_config.json names as a string or as an object."""
-    path = directory / TOKENIZER_CONFIG_NAME
-    token = json.loads(path.read_bytes()).get("eos_token") if path.exists() else None
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _vocabularies(directory: Path) -> list[Path]:

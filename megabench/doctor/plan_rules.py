@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megabench.config.clusters import read_cluster
-from megabench.config.requested_fields import auto_fields, requested_fields
+from megabench.config.record_fields import auto_fields, requested_fields
 from megabench.cost.fabric import Fabric
 from megabench.cost.job import Job
 from megabench.doctor.fabric_rules import NetworkUser, rule_for
@@ -15,12 +15,11 @@ from megabench.errors import UserError
 from megabench.hardware.facts import read_facts, visible_gpus
 from megabench.hardware.gpus import find_instance
 from megabench.hardware.topology import Host, Topology, build, from_facts, split
-from megabench.parallel.groups import groups_on
-from megabench.parallel.placement import place
+from megabench.parallel.placement import groups_on, place
 from megabench.planner.predict import job_of
 from megabench.record import Environment, PlacementUsed, RunRecord
 from megabench.study.compare_request import Request
-from megabench.study.study import Study, StudyFile, Trial, plan_study
+from megabench.study.study import StudyFile, Trial, plan_study
 
 
 def plan(
@@ -36,7 +35,10 @@ def plan(
         study = plan_study(StudyFile.read(source), source, num_processes or topology.world_size, "cuda")
     else:
         study, size = Request(source, Path()).plan_here(num_processes)
-        topology = _this_machine(study, size)
+        if any(trial.resolved.device == "cuda" for trial in study.trials):
+            topology = from_facts([read_facts(rank, uuid) for rank, (uuid, _) in enumerate(visible_gpus()[:size])])
+        else:
+            topology = on_cpu(size)
     trials = [_planned(trial, topology) for trial in study.trials]
     records = [
         planned.record.model_copy(update={"repeat": repeat})
@@ -121,13 +123,6 @@ def _first_ranks(topology: Topology, size: int) -> Topology:
         domain_of=topology.domain_of[:size],
         seat_of=topology.seat_of[:size],
     )
-
-
-def _this_machine(study: Study, size: int) -> Topology:
-    gpus = visible_gpus()
-    if any(trial.resolved.device == "cuda" for trial in study.trials):
-        return from_facts([read_facts(rank, uuid) for rank, (uuid, _) in enumerate(gpus[:size])])
-    return on_cpu(size)
 
 
 def on_cpu(size: int) -> Topology:

@@ -53,16 +53,15 @@ def rules_for(trials: Sequence[PlannedTrial]) -> tuple[Rule, ...]:
 
     def needless_sharding(case: Case) -> Iterator[Finding]:
         """Report sharding if DDP is as fast and fits. A study that already trains unsharded replicas is silent."""
-        if replicated and all(_is_divided(record) for record in case.records):
+        if replicated and all(
+            # the ranks share the state or the layers of a replica
+            ENGINES[record.engine].stage_of(record.options) > 0 or record.layout.dp < record.world_size
+            for record in case.records
+        ):
             for adviser in advisers:
                 yield from adviser.needless_sharding(replicated)
 
     return faster_settings, needless_sharding
-
-
-def _is_divided(record: RunRecord) -> bool:
-    """Return whether the ranks share the state or the layers of a replica."""
-    return ENGINES[record.engine].stage_of(record.options) > 0 or record.layout.dp < record.world_size
 
 
 @cache

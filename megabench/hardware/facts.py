@@ -127,6 +127,11 @@ def visible_gpus() -> list[tuple[str, str]]:
     return gpus if visible is None else seen_by_cuda(gpus, visible)
 
 
+def gpu_names() -> list[str]:
+    """Return the names of the NVIDIA GPUs that a new process would see, or [] without a driver."""
+    return [name for _, name in visible_gpus()]
+
+
 def seen_by_cuda(gpus: Sequence[tuple[str, str]], visible: str) -> list[tuple[str, str]]:
     """Return the (UUID, name) pairs of `gpus` that CUDA_VISIBLE_DEVICES=`visible` selects, ordered as in `visible`."""
     words = [word.strip() for word in visible.split(",")]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megabench import shipped
 from megabench.errors import UserError
-from megabench.hardware.facts import GpuFacts, RankFacts
+from megabench.hardware.facts import RankFacts
 from megabench.hardware.gpus import (
     INSTANCE_NAMES,
     ULTRASERVER_NAMES,
@@ -158,12 +158,14 @@ def discover(store: "Store", facts: RankFacts, rank: int, world_size: int) -> To
 
 def from_facts(facts: Sequence[RankFacts]) -> Topology:
     """Return the topology that follows from the facts of all ranks. `facts` is indexed by rank."""
-    identities = [_host_identity(fact) for fact in facts]
+    # equal for ranks that NCCL counts as one node and connects inside that node
+    identities = [f"{fact.nccl_hostid or fact.hostname + fact.boot_id} {fact.shm_device}" for fact in facts]
     names = _host_names(facts, identities)
     order = sorted(set(identities), key=lambda identity: (_natural(names[identity]), identity))
     number_of = {identity: number for number, identity in enumerate(order)}
     host_of = tuple(number_of[identity] for identity in identities)
-    by_seat = sorted(range(len(facts)), key=lambda rank: (host_of[rank], _seat(facts[rank]), rank))
+    bus_ids = [fact.gpu.bus_id if fact.gpu else "" for fact in facts]
+    by_seat = sorted(range(len(facts)), key=lambda rank: (host_of[rank], bus_ids[rank], facts[rank].local_rank, rank))
     roots = _domains(facts, host_of)
     domain_of: dict[int, int] = {}
     for rank in by_seat:
@@ -342,11 +344,6 @@ def components(size: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, 
     return tuple(map(tuple, members.values()))
 
 
-def _host_identity(fact: RankFacts) -> str:
-    """Return a key that is equal for ranks that NCCL counts as one node and connects inside that node."""
-    return f"{fact.nccl_hostid or fact.hostname + fact.boot_id} {fact.shm_device}"
-
-
 def _host_names(facts: Sequence[RankFacts], identities: Sequence[str]) -> dict[str, str]:
     """Return a unique name per host: the hostname, with NCCL_HOSTID if set, and with a number if names are equal."""
     stems = {
@@ -365,13 +362,10 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _seat(fact: RankFacts) -> tuple[str, int]:
-    return fact.gpu.bus_id if fact.gpu else "", fact.local_rank
-
-
 def _host(name: str, facts: Sequence[RankFacts]) -> Host:
     gpus = [fact.gpu for fact in facts if fact.gpu]
-    reachable = all(set(_bus_ids(gpus)) - {gpu.bus_id} <= set(gpu.p2p_bus_ids) for gpu in gpus)
+    bus_ids = {gpu.bus_id for gpu in gpus}
+    reachable = all(bus_ids - {gpu.bus_id} <= set(gpu.p2p_bus_ids) for gpu in gpus)
     networks = {fact.network for fact in facts}
     instance = find_instance(facts[0].instance_type or "")
     return Host(
@@ -384,10 +378,6 @@ def _host(name: str, facts: Sequence[RankFacts]) -> Host:
         or (instance.nvlink_gb_per_s or None if gpus and instance else None),
         instance_type=instance.name if instance else None,
     )
-
-
-def _bus_ids(gpus: Iterable[GpuFacts]) -> list[str]:
-    return [gpu.bus_id for gpu in gpus]
 
 
 def _domains(facts: Sequence[RankFacts], host_of: Sequence[int]) -> list[int]:

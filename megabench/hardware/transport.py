@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 _LINE = re.compile(r"(?:^|[^\w.-])([\w.-]+):(\d{1,10}):\d+ \[-?\d+\] (?:\S+ )?NCCL (INFO|WARN) (.*)$")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
@@ -178,7 +178,8 @@ def _read_message(message: str, process: Process, is_warning: bool, line: str, l
         if match[6].startswith("P2P") and "/read" in match[6]:  # NCCL reads from the peer only over NVLink
             log.intra_host_paths.add("NVL")
     elif match := _COMMUNICATOR.match(message):
-        log.communicators.append(_communicator(match, process))
+        rank, num_ranks, num_nodes, local_ranks = map(int, match.groups()[1:])
+        log.communicators.append(Communicator(rank, num_ranks, num_nodes, local_ranks, process, match[1]))
     elif match := _INIT.match(message):
         _add_init(match, process, log)
     elif match := _NETWORK.match(message):
@@ -208,11 +209,6 @@ def _read_plugin(message: str, is_warning: bool, log: NcclLog) -> None:
         log.platform = match[1]
     elif (_NO_PLUGIN.match(message) or (is_warning and "NET/" in message)) and message not in log.complaints:
         log.complaints.append(message)
-
-
-def _communicator(match: re.Match[str], process: Process) -> Communicator:
-    rank, num_ranks, num_nodes, local_ranks = map(int, match.groups()[1:])
-    return Communicator(rank, num_ranks, num_nodes, local_ranks, process, match[1])
 
 
 def _add_init(match: re.Match[str], process: Process, log: NcclLog) -> None:
@@ -295,10 +291,7 @@ class LogTail:
         if self.path is None or not self.path.exists():
             return NcclLog()
         with self.path.open("rb") as file:
-            return read(self._rest(file).decode(errors="replace"))
-
-    def _rest(self, file: BinaryIO) -> bytes:
-        file.seek(self._offset)
-        content = file.read()
+            file.seek(self._offset)
+            content = file.read()
         self._offset += len(content)
-        return content
+        return read(content.decode(errors="replace"))

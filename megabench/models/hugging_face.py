@@ -23,7 +23,7 @@ from megabench.models.foreign import check_is_causal, foreign_shape
 from megabench.models.shape import ModelShape, RopeScaling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
@@ -121,22 +121,18 @@ def config_text(shape: ModelShape) -> bytes:
     The file describes the rotary embedding twice: in the fields of transformers 5 and in those of transformers 4, which
     otherwise computes with its default frequencies.
     """
+    import torch
+
     config = transformers_config(shape)
     config.use_cache = True
-    content = config.to_diff_dict() | {"architectures": [type(_on_meta(shape)).__name__]}
+    with torch.device("meta"):
+        model = build_model(transformers_config(shape.with_layers(1)))
+    content = config.to_diff_dict() | {"architectures": [type(model).__name__]}
     if rope := content.get("rope_parameters"):
         content["rope_theta"] = rope["rope_theta"]
         if rope["rope_type"] != "default":
             content["rope_scaling"] = {field: value for field, value in rope.items() if field != "rope_theta"}
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _on_meta(shape: ModelShape) -> "PreTrainedModel":
-    """Build a one-layer model on the meta device, without weights."""
-    import torch
-
-    with torch.device("meta"):
-        return build_model(transformers_config(shape.with_layers(1)))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -74,14 +74,6 @@ def _read_group(text: str) -> ParameterGroup:
     return ParameterGroup(pattern, values)
 
 
-def is_decayed(num_dims: int) -> bool:
-    """Return whether weight decay applies to a parameter by default.
-
-    It applies to matrices, but not to vectors (GPT-3, Llama, Megatron-LM).
-    """
-    return num_dims > 1
-
-
 def hyper_parameters(
     groups: Collection[ParameterGroup], name: str, num_dims: int, weight_decay: float, betas: tuple[float, float]
 ) -> HyperParameters:
@@ -89,7 +81,8 @@ def hyper_parameters(
 
     Of several groups that set the same value, the first one applies.
     """
-    values = {"weight_decay": weight_decay * is_decayed(num_dims), "beta1": betas[0], "beta2": betas[1]}
+    # By default, weight decay applies to matrices, but not to vectors (GPT-3, Llama, Megatron-LM).
+    values = {"weight_decay": weight_decay * (num_dims > 1), "beta1": betas[0], "beta2": betas[1]}
     for group in reversed(list(groups)):
         if group.contains(name):
             values |= group.values

@@ -1,11 +1,12 @@
-"""Layout: the tp, cp, pp, vp and dp sizes of a run, and their rules. Loads no torch."""
+"""Layout: the tp, cp, pp, vp and dp sizes of a run, their rules, and the groups of ranks. Loads no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import lcm, prod
 
 from megabench.errors import UserError
 from megabench.models.shape import ModelShape
-from megabench.parallel.axes import AXIS_BY_NAME, FACTORS, RANK_ORDERS
+from megabench.parallel.axes import AXES, AXIS_BY_NAME, FACTORS, RANK_ORDERS
 
 # the first chunk may hold only the embedding, and the last one only the output layer, as in megatron-core
 _CHUNKS_WITHOUT_LAYERS = 2
@@ -185,3 +186,22 @@ _SIZES = tuple(field.name for field in fields(Layout))
 assert {*_SIZES} == {*AXIS_BY_NAME, "vp"}, "every axis has a size in Layout"
 # the sizes that users give; dp follows from the world size
 GIVEN_SIZES = tuple(name for name in _SIZES if name != "dp")
+
+
+def rank_groups(layout: Layout) -> dict[str, list[list[int]]]:
+    """Return the groups of each axis, e.g. {"tp": [[0, 1], [2, 3]], …}.
+
+    The ranks of a group differ only in the coordinate of the axis, among the axes of its grid.
+    """
+    groups: dict[str, list[list[int]]] = {}
+    for axis in AXES:
+        stride, size = layout.stride(axis.name), layout.size(axis.name)
+        firsts = [rank for rank in range(layout.world_size) if rank // stride % size == 0]
+        groups[axis.name] = [list(range(first, first + size * stride, stride)) for first in firsts]
+    return groups
+
+
+def differing_axes(layout: Layout, ranks: Sequence[int]) -> str:
+    """The axes along which the ranks of a group differ: "tp", "cp·dp"; "none" for a single rank."""
+    places = [layout.coordinates(rank) for rank in ranks]
+    return "·".join(axis for axis in FACTORS if len({getattr(place, axis) for place in places}) > 1) or "none"

@@ -4,14 +4,15 @@ A layout's rank numbers increase fastest along tp, then cp, dp and pp. A placeme
 launcher's ranks: consecutive ranks first fill a tensor-parallel group.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 from typing import Literal
 
 from megabench.errors import UserError
 from megabench.hardware.topology import Topology
-from megabench.parallel.groups import rank_groups
-from megabench.parallel.layout import Layout, divisors
+from megabench.parallel.layout import Layout, divisors, rank_groups
+from megabench.record import Group
 
 Policy = Literal["topology", "launcher", "spread-tp"]
 
@@ -180,6 +181,24 @@ def _describe(topology: Topology, groups: Sequence[Sequence[int]], kind: str) ->
     where = f"spans hosts {name_list(hosts)}" if len(hosts) > 1 else f"lies in no one NVLink domain of {hosts[0]}"
     rides_on = LINK_NAMES[link or "socket"]
     return f"the {kind} group of ranks {number_ranges(ranks)}{and_more(groups)} {where} and will ride on {rides_on}"
+
+
+def groups_on(layout: Layout, topology: Topology) -> list[Group]:
+    """Return every group of more than one rank, with its slowest link.
+
+    `topology` is indexed by the ranks of the run.
+    """
+    return [
+        Group(kind=axis, ranks=ranks, link=topology.slowest_link(neighbours(axis, ranks)))
+        for axis, groups in rank_groups(layout).items()
+        for ranks in groups
+        if len(ranks) > 1
+    ]
+
+
+def neighbours(axis: str, ranks: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """Return the pairs of ranks that communicate: adjacent stages of a pipeline, all pairs of other groups."""
+    return pairwise(ranks) if axis == "pp" else combinations(ranks, 2)
 
 
 def host_names(topology: Topology, ranks: Sequence[int]) -> list[str]:

@@ -19,10 +19,9 @@ from megabench.cost.job import Candidate
 from megabench.hardware.gpus import find_instance
 from megabench.models.find import find_model
 from megabench.parallel.axes import AXES
-from megabench.planner.candidates import COMPLICATIONS, complexity, settings_of
 from megabench.planner.costs import Costs, Estimate
 from megabench.planner.engines.registry import unplanned_engines
-from megabench.planner.search import Plan, candidates
+from megabench.planner.search import COMPLICATIONS, Plan, candidates, complexity, settings_of
 from megabench.specs.fp8_check import FP8_SETTINGS
 from megabench.specs.registry import ENGINES
 
@@ -253,12 +252,9 @@ def _why(best: Estimate, other: Estimate) -> str:
     for part, word in ((max(loses, key=loses.__getitem__), "more"), (min(loses, key=loses.__getitem__), "less")):
         seconds = loses[part] if word == "more" else -loses[part]
         if seconds > _NOTEWORTHY * best.step_seconds:
-            found.append(f"{_seconds(seconds)} {word} of a step on {PART_WORDS[part]}")
+            duration = f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.0f} ms"
+            found.append(f"{duration} {word} of a step on {PART_WORDS[part]}")
     return f"it spends {' and '.join(found)}" if found else "it spends a little more on every part of a step"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.0f} ms"
 
 
 def _is_parallel(estimate: Estimate) -> bool:

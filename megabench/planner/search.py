@@ -5,15 +5,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
-from megabench.config import ConfigError
+from megabench.config import FIELDS, ConfigError
 from megabench.cost.fabric import Bandwidth, Fabric
 from megabench.cost.job import Candidate, Job, Recompute, Variant
 from megabench.cost.profile import Profile
 from megabench.hardware.topology import Topology
 from megabench.parallel.layout import Layout, LayoutError, divisors
 from megabench.parallel.placement import Policy
-from megabench.planner.candidates import RECOMPUTES, complexity
 from megabench.planner.costs import Costs, Estimate
 from megabench.planner.engines.planned_engine import PlannedEngine
 from megabench.planner.engines.registry import PLANNED_ENGINES
@@ -27,6 +27,15 @@ _MOST_UNEVEN = 0.1
 _SEQUENCE_MULTIPLES = [FP8_MULTIPLE * cp for cp in (1, 2, 4, 8, _MOST_CP)]  # every rank's part is a multiple of 16
 _MOST_SLOWER = 0.08  # A simpler layout is recommended if it is slower by at most this share of a step.
 _MOST_RISKY = 3  # number of faster layouts to name that may not fit
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+# what makes a layout less simple, most important first
+COMPLICATIONS = (
+    "host memory",
+    "recomputation",
+    "parallel axes",
+    "GPUs per replica",
+    "model chunks",
+)
 
 
 @dataclass(frozen=True)
@@ -242,7 +251,13 @@ def candidates(job: Job, topology: Topology) -> Iterator[Candidate]:
     for engine in engines:
         if not engine.spec.is_data_parallel:
             yield from _parallel(engine, job, topology)
-    yield from _data_parallel([engine for engine in engines if engine.spec.is_data_parallel], job, topology)
+    layout = Layout(dp=topology.world_size)
+    inside = _ranks_inside(topology)
+    replicated = [engine for engine in engines if engine.spec.is_data_parallel]
+    variants = [(engine.spec.name, *pair) for engine in replicated for pair in _variants(engine, inside, layout)]
+    for micro_batch in _micro_batches(job, layout):
+        for name, recompute, variant in variants:
+            yield Candidate(name, layout, micro_batch, variant, recompute)
 
 
 def _parallel(engine: PlannedEngine, job: Job, topology: Topology) -> Iterator[Candidate]:
@@ -305,15 +320,6 @@ def _micro_batches(job: Job, layout: Layout) -> Iterator[int]:
         yield micro_batch
 
 
-def _data_parallel(engines: list[PlannedEngine], job: Job, topology: Topology) -> Iterator[Candidate]:
-    layout = Layout(dp=topology.world_size)
-    inside = _ranks_inside(topology)
-    variants = [(engine.spec.name, *pair) for engine in engines for pair in _variants(engine, inside, layout)]
-    for micro_batch in _micro_batches(job, layout):
-        for name, recompute, variant in variants:
-            yield Candidate(name, layout, micro_batch, variant, recompute)
-
-
 def _ranks_inside(topology: Topology) -> int | None:
     """Return the ranks per host for sharding inside hosts, or None if that differs from no other sharding."""
     world, per_host = topology.world_size, max(Counter(topology.node_of).values())
@@ -322,7 +328,37 @@ def _ranks_inside(topology: Topology) -> int | None:
 
 def _variants(engine: PlannedEngine, inside: int | None, layout: Layout) -> Iterator[tuple[Recompute, Variant]]:
     """Yield all combinations of an engine's recomputation levels and variants."""
-    for recompute in RECOMPUTES:
+    for recompute in _RECOMPUTES:
         if recompute in engine.spec.recompute:
             for variant in engine.variants(inside, layout):
                 yield recompute, variant
+
+
+def complexity(candidate: Candidate, job: Job) -> tuple[int, ...]:
+    """Return how much of each of the COMPLICATIONS a candidate has. Simpler candidates have smaller tuples."""
+    layout, engine = candidate.layout, PLANNED_ENGINES[candidate.engine]
+    return (
+        int(engine.host_bytes(job, candidate, 1) > 0),
+        _RECOMPUTES.index(candidate.recompute),
+        sum(size > 1 for size in (layout.tp, layout.cp, layout.pp)),
+        layout.tp * layout.cp * layout.pp,
+        layout.vp,
+    )
+
+
+def settings_of(candidate: Candidate) -> dict[str, Any]:
+    """Return the non-default settings of a run that trains the candidate."""
+    layout = candidate.layout
+    fields: dict[str, Any] = {
+        "engine": candidate.engine,
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "pp": layout.pp,
+        "vp": layout.vp,
+        "micro_batch": candidate.micro_batch,
+        "recompute": candidate.recompute,
+        "placement": candidate.placement,
+    }
+    kept = ("engine", "micro_batch")
+    common = {name: value for name, value in fields.items() if name in kept or value != FIELDS[name].default}
+    return {**common, **PLANNED_ENGINES[candidate.engine].settings_of(candidate.variant)}

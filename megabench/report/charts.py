@@ -1,16 +1,19 @@
-"""Charts of a work class: speed, step time and memory. A chart is omitted if the records lack its measurements."""
+"""Charts of a work class: speed, step time, memory and predictions.
+
+A chart is omitted if the records lack its measurements.
+"""
 
 from collections.abc import Sequence
 
 from megabench.metrics import quantile
-from megabench.report import bar_charts
+from megabench.report import bar_charts, line_charts
 from megabench.report.bar_charts import Strip
-from megabench.report.chart import Chart, Figures, strip_class, strip_name
+from megabench.report.chart import Chart, Figures, letter_legend, strip_class, strip_name
 from megabench.report.parity_charts import difference_charts, losses_chart
-from megabench.report.predictions import predictions_chart
 from megabench.report.profile_chart import profiles_chart
 from megabench.report.scaling import scaling_charts
 from megabench.report.trials import Shown, StudyView, WorkClassOfTrials
+from megabench.study.planned_trials import regret_sentence
 
 
 def charts_of(group: WorkClassOfTrials, slug: str, device: str) -> list[Chart]:
@@ -21,7 +24,7 @@ def charts_of(group: WorkClassOfTrials, slug: str, device: str) -> list[Chart]:
         _steps(group, f"{slug}-steps"),
         _memory(group, f"{slug}-memory", device),
         profiles_chart(group, f"{slug}-profile"),
-        predictions_chart(group, f"{slug}-prediction"),
+        _predictions(group, f"{slug}-prediction"),
         *scaling_charts(group, f"{slug}-scaling", device),
     ]
     return [chart for chart in made if chart]
@@ -127,3 +130,35 @@ def _thinned(values: Sequence[float], most: int = 300) -> list[float]:
         return list(values)
     ordered = sorted(values)
     return [ordered[round(number * (len(ordered) - 1) / (most - 1))] for number in range(most)]
+
+
+def _predictions(group: WorkClassOfTrials, slug: str) -> Chart | None:
+    """Return the chart of predicted over measured step times, or None if no trial has a prediction."""
+    shown = [
+        (trial, trial.record.prediction, trial.row.step_seconds)
+        for trial in group.measured
+        if trial.record.prediction and trial.row.step_seconds
+    ]
+    if not shown:
+        return None
+    points = [(trial, measured, said.step_seconds) for trial, said, measured in shown if said and measured]
+    values = [value for _, measured, predicted in points for value in (measured, predicted)]
+    ends = (0.0, 1.08 * max(values))
+    dots = [line_charts.Line("", 0, [(end, end) for end in ends], "guide")]
+    dots += [line_charts.Line(trial.letter, trial.number, [(measured, said)]) for trial, measured, said in points]
+    rows = tuple(
+        (trial.name, f"{said:.4g}", f"{measured:.4g}", f"{100 * (said / measured - 1):+.1f}%")
+        for trial, measured, said in points
+    )
+    regret = regret_sentence([run for trial in group.trials for run in trial.runs])
+    heading = "Predicted against measured step time"
+    described = "; ".join(f"{name}: predicted {said} s, measured {measured} s" for name, said, measured, _ in rows)
+    return Chart(
+        heading,
+        "The vertical axis shows the seconds per step that megabench plan predicted, the horizontal axis the measured "
+        "seconds. On the dotted line, both times are equal. A trial above the dotted line was faster than predicted."
+        + (f" {regret}" if regret else ""),
+        line_charts.lines(slug, heading, described, dots, "measured seconds per step", ends, with_dots=True),
+        letter_legend([trial for trial, _, _ in points]),
+        Figures(("trial", "predicted s", "measured s", "off by"), rows),
+    )

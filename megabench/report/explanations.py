@@ -73,7 +73,7 @@ def why(best: RunRecord, other: RunRecord, device: str) -> list[str]:
         )
     if best.micro_batch > other.micro_batch:
         said.append(
-            f"The micro-batch of {best.trial} has {_sequences(best.micro_batch)} and that of {other.trial} has "
+            f"The micro-batch of {best.trial} has {best.micro_batch} sequences and that of {other.trial} has "
             f"{other.micro_batch}. A larger micro-batch keeps a {device} busier and uses more memory."
         )
     if best.peak_memory_gib and other.peak_memory_gib:
@@ -101,10 +101,6 @@ def waiting_share(record: RunRecord) -> float:
 
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def _sequences(count: int) -> str:
-    return f"{count} sequence{'s' * (count != 1)}"
 
 
 def train_command(record: RunRecord) -> str:

@@ -99,9 +99,11 @@ def _host(slug: str, host: HostRanks, record: RunRecord, layout: Layout) -> Mark
 
 
 def _cell(rank: int, layout: Layout, axes: Sequence[str], x: float, y: float, height: float) -> Markup:
-    shade = f"shade{_group_number(layout, rank) % _SHADES}"
+    at = layout.coordinates(rank)
+    # color by tensor-parallel group, or by pipeline stage if TP is 1
+    shade = f"shade{(_tp_group(layout, at) if layout.tp > 1 else at.pp) % _SHADES}"
     middle = x + _CELL / 2
-    words = [f"rank {rank}", *_words(layout.coordinates(rank), layout, axes)]
+    words = [f"rank {rank}", *_words(at, layout, axes)]
     return (
         tag("rect", x=x, y=y, width=_CELL, height=height, rx=4, class_=f"gpu {shade}")
         + tag("rect", x=x, y=y, width=_CELL, height=4, class_=f"lid {shade}")
@@ -119,9 +121,3 @@ def _words(at: Coordinates, layout: Layout, axes: Sequence[str]) -> list[str]:
 
 def _tp_group(layout: Layout, at: Coordinates) -> int:
     return (at.pp * layout.data_parallel + at.dp) * layout.cp + at.cp
-
-
-def _group_number(layout: Layout, rank: int) -> int:
-    """Return the color number of a rank: its tensor-parallel group, or its pipeline stage if TP is 1."""
-    at = layout.coordinates(rank)
-    return _tp_group(layout, at) if layout.tp > 1 else at.pp

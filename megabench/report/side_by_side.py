@@ -87,17 +87,14 @@ def _pair(name: str, first: Shown | None, second: Shown | None) -> Pair:
     if not first.row.is_ok or not second.row.is_ok:
         return Pair(name, first, second, None, "no valid result in at least one study")
     if first.row.work_class != second.row.work_class:
-        return Pair(name, first, second, None, f"different workload: {_differing(first.record, second.record)}")
+        works = (shown.record.work_class for shown in (first, second))
+        mine, its = (work.model_dump(exclude={"data"}) if work else {} for work in works)
+        fields = [field.replace("_", " ") for field in mine if field in its and mine[field] != its[field]]
+        return Pair(name, first, second, None, f"different workload: {', '.join(fields) or 'unknown'}")
     if "cpu" in (first.record.device, second.record.device) and first.record.device != second.record.device:
         return Pair(name, first, second, None, "CPU and GPU results are not comparable")
-    mine, its = first.row.tokens_per_second_per_device, second.row.tokens_per_second_per_device
-    if not mine or not its:
+    speed, other_speed = first.row.tokens_per_second_per_device, second.row.tokens_per_second_per_device
+    if not speed or not other_speed:
         return Pair(name, first, second, None, "no timed step in at least one study")
     is_equal = first.spread and second.spread and first.spread.overlaps(second.spread)
-    return Pair(name, first, second, its / mine, "equal within the spread" if is_equal else "")
-
-
-def _differing(first: RunRecord, second: RunRecord) -> str:
-    mine, its = (record.work_class.model_dump() if record.work_class else {} for record in (first, second))
-    fields = [field for field in mine if field in its and mine[field] != its[field] and field != "data"]
-    return ", ".join(field.replace("_", " ") for field in fields) or "unknown"
+    return Pair(name, first, second, other_speed / speed, "equal within the spread" if is_equal else "")

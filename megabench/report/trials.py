@@ -8,8 +8,7 @@ from itertools import groupby
 from megabench.record import RunRecord
 from megabench.study.columns import StudyTable, study_table
 from megabench.study.results_directory import StudyRecords
-from megabench.study.summary import Row, summarize
-from megabench.study.titles import class_titles, reference_name
+from megabench.study.summary import Row, class_titles, reference_name, summarize
 from megabench.study.verdict import Decision, Spread, decide, device_word, spreads_of
 
 

@@ -94,11 +94,7 @@ class Child:
         return next((line for line in reversed(lines) if not _LIBRARY_NOTE.match(line)), "")[:300]
 
 
-def _doze() -> None:
-    time.sleep(0.05)
-
-
-def end_all(children: Collection[Child], wait: Callable[[], None] = _doze) -> None:
+def end_all(children: Collection[Child], wait: Callable[[], None] = lambda: time.sleep(0.05)) -> None:
     """End the running children and their process groups, first with SIGTERM, then with SIGKILL.
 
     `wait` is called repeatedly until all processes have ended.

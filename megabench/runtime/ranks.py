@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megabench.errors import UserError
@@ -64,6 +65,13 @@ def joined(world_size: int, device: DeviceKind = "cpu") -> Iterator[int]:
             end_all(children)
             for name in _place(0, world_size, store.port):
                 os.environ.pop(name, None)
+
+
+def largest_of_all(value: int) -> int:
+    """Return the maximum of `value` over all ranks. All ranks must call the function."""
+    largest = torch.tensor(value)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def _start(rank: int, world_size: int, port: int, logs: Path) -> Child:

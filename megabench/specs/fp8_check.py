@@ -10,13 +10,19 @@ FP8_SETTINGS = ("fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_
 
 
 def check_fp8(run: ResolvedRun) -> None:
-    """Raise ConfigError if the run has fp8 settings without fp8 products, or if its model does not support them."""
+    """Raise ConfigError if the run has fp8 settings without fp8 products, or if the model does not support them.
+
+    All sizes of a rank's matrices must be multiples of 16.
+    """
     check_fp8_settings(run.shape, run.precision, *(getattr(run, name) for name in FP8_SETTINGS))
     if not run.policy.has_fp8_products:
         return
     if run.kernels == "reference":
         raise ConfigError(f"precision={run.precision} does not work with kernels=reference; use kernels=auto")
-    _check_sizes(run)
+    if said := odd_size(run.shape, run.layout, run.micro_batch, run.seq_length):
+        raise ConfigError(
+            f"precision={run.precision} needs multiples of {FP8_MULTIPLE}, but {said}; change it, or use precision=bf16"
+        )
 
 
 def check_fp8_settings(
@@ -66,11 +72,3 @@ def odd_size(shape: ModelShape, layout: Layout, micro_batch: int, seq_length: in
         f"micro_batch·seq_length={tokens} / cp={layout.cp}": tokens // layout.cp,
     }
     return next((f"{name} is {size}" for name, size in sizes.items() if size % FP8_MULTIPLE), None)
-
-
-def _check_sizes(run: ResolvedRun) -> None:
-    """Raise ConfigError unless all sizes of a rank's matrices are multiples of 16."""
-    if said := odd_size(run.shape, run.layout, run.micro_batch, run.seq_length):
-        raise ConfigError(
-            f"precision={run.precision} needs multiples of {FP8_MULTIPLE}, but {said}; change it, or use precision=bf16"
-        )

@@ -6,12 +6,10 @@ from itertools import groupby
 
 from megabench.optim.optimizers import title_of
 from megabench.record import RunRecord
-from megabench.study.budget import Budget
 from megabench.study.precision_verdict import precision_verdicts
-from megabench.study.question import Question
-from megabench.study.summary import Row, runs_by_trial, summarize
+from megabench.study.study import Question
+from megabench.study.summary import Budget, Row, class_titles, reference_name, runs_by_trial, summarize
 from megabench.study.sweep import is_sweep, setup_name, sweep_sentences, unless_repeated
-from megabench.study.titles import class_titles, reference_name
 from megabench.study.verdict import (
     Decision,
     by_place,

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from megabench.config import near_matches
 from megabench.errors import UserError
 from megabench.record import RunRecord
-from megabench.study.budget import Budget
-from megabench.study.question import Question
-from megabench.study.summary import Row, summarize
-from megabench.study.titles import class_titles, reference_name
+from megabench.study.study import Question
+from megabench.study.summary import Budget, Row, class_titles, reference_name, summarize
 from megabench.study.verdict import Spread, device_word, spreads_of
 
 _UNKNOWN = "–"

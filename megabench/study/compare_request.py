@@ -1,17 +1,53 @@
-"""The request of `megabench compare`, checked before torch is imported or any process starts."""
+"""The request of `megabench compare`: the file or the shipped study, and the checks before torch is imported.
+
+No process starts before these checks.
+"""
 
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from rich.console import Console
+from rich.table import Table
 
+from megabench import shipped
 from megabench.config import hint
+from megabench.hardware.facts import gpu_names
 from megabench.settings.reading import parse_yaml
 from megabench.study.expand import expand, list_fields
-from megabench.study.machine import gpu_names
 from megabench.study.planned_trials import Planning
 from megabench.study.study import TRIAL_SETTINGS, Study, StudyError, StudyFile, plan_study
+
+
+def find_study(given: Path, expected: str = "study file") -> Path:
+    """Return the path of a study file, or of the shipped study of this name.
+
+    Raises StudyError if `given` looks like a name and is none; the message says what was expected.
+    """
+    path = shipped.find("studies", given)
+    if not path.is_file() and path.suffix not in (".yaml", ".yml") and path.name == str(given):
+        close = " or ".join(get_close_matches(str(given), shipped.names("studies")))
+        raise StudyError(
+            f"{given} is no {expected} or shipped study; {f'did you mean {close}? ' if close else ''}"
+            f"megabench compare --list shows the shipped studies"
+        )
+    return path
+
+
+def show_studies(console: Console) -> None:
+    """Print the name, the hardware and the question of every shipped study."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("study", "needs", "question"):
+        table.add_column(heading, no_wrap=heading != "question")
+    for name in shipped.names("studies"):
+        file = StudyFile.read(shipped.find("studies", name))
+        size = file.largest_world_size
+        gpus = f"{size} GPU{'s' * (size != 1)}" if size else "GPUs"
+        table.add_row(name, "CPU" if file.is_cpu_only else gpus, file.question)
+    console.print(table)
+    console.print("\nRun a study: megabench compare NAME. Show its commands: megabench compare NAME --dry-run.")
 
 
 @dataclass(frozen=True)

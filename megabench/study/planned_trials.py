@@ -7,9 +7,9 @@ from typing import Any
 
 from megabench.config import FIELDS, RunConfig
 from megabench.parallel.layout import GIVEN_SIZES
-from megabench.planner.candidates import settings_of
 from megabench.planner.make_plan import make_plan
 from megabench.planner.predict import Predictor
+from megabench.planner.search import settings_of
 from megabench.record import RunRecord
 from megabench.settings.run_settings import RunSettings
 from megabench.study.expand import expand
@@ -88,7 +88,10 @@ def regret_sentence(records: list[RunRecord]) -> str | None:
     if not any(record.prediction and record.prediction.planned_rank for record in timed):
         return None
     predicted = {record.trial: record.prediction.step_seconds for record in timed if record.prediction}
-    measured = {trial: _step_seconds([record for record in timed if record.trial == trial]) for trial in predicted}
+    measured = {
+        trial: mean(run.step_seconds.median for run in timed if run.trial == trial and run.step_seconds)
+        for trial in predicted
+    }
     chosen, best = (min(seconds, key=seconds.__getitem__) for seconds in (predicted, measured))
     error = mean(abs(predicted[trial] / measured[trial] - 1) for trial in predicted)
     said = f"The plan would have chosen {chosen}"
@@ -97,8 +100,3 @@ def regret_sentence(records: list[RunRecord]) -> str | None:
     else:
         said += f", and the best that was measured is {best} (regret {measured[chosen] / measured[best]:.2f})"
     return f"{said}; predicted steps were off by {100 * error:.0f}% in the mean."
-
-
-def _step_seconds(runs: list[RunRecord]) -> float:
-    """Return the mean over a trial's runs of their median step times."""
-    return mean(run.step_seconds.median for run in runs if run.step_seconds)

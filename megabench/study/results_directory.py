@@ -5,10 +5,9 @@ from pathlib import Path
 
 from megabench.errors import UserError
 from megabench.record import RunRecord, read_records
-from megabench.study.budget import Budget
 from megabench.study.parity import default_reference, judge_parity
-from megabench.study.question import Question
-from megabench.study.study import StudyFile
+from megabench.study.study import Question, StudyFile
+from megabench.study.summary import Budget
 
 
 class FolderError(UserError):

@@ -22,7 +22,7 @@ from megabench.config import (
     read_yaml_mapping,
 )
 from megabench.config.auto import resolve_first
-from megabench.config.identity import identity
+from megabench.config.record_fields import identity
 from megabench.errors import UserError
 from megabench.planner.predict import Predictor
 from megabench.settings.bounds import NumRanks, NumRepeats, Seconds
@@ -37,7 +37,6 @@ from megabench.study.expand import (
     numbered,
     with_fields,
 )
-from megabench.study.question import Question
 
 # the study sets the output paths of its trials, and trials save no checkpoints
 _TRIAL_FIELDS = [name for name, about in SETTINGS.items() if about.role != "output"]
@@ -47,6 +46,9 @@ _MOST_TRIALS = 2000
 _EXTRAS = ["name", "env", "world_size", "timeout_seconds", "repeats"]
 TRIAL_SETTINGS = _TRIAL_FIELDS + _EXTRAS  # settings that a trial may have
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# the kinds of question that a study asks
+Question = Literal["fastest", "parity", "days", "scaling", "memory", "sweep"]
 
 
 class StudyError(UserError):

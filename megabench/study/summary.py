@@ -1,4 +1,7 @@
-"""Build the table of a study from its records, sorted by throughput within each work class."""
+"""Summary of a study: a row for each trial, titles of the work classes, and the length and price of a whole run.
+
+The rows are sorted by throughput within each work class.
+"""
 
 import csv
 import io
@@ -9,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megabench.atomic_write import write_atomically
+from megabench.metrics import DEFAULT_TOKENS, token_words
 from megabench.parallel.layout import Layout
-from megabench.record import RunRecord
+from megabench.record import RunRecord, WorkClass
 from megabench.specs.all_settings import labels
 from megabench.specs.registry import ENGINES
 from megabench.study.bf16_reference import compare_runs_with_bf16
@@ -87,6 +91,28 @@ class Row:
         return self.tokens_per_second_per_device
 
 
+@dataclass(frozen=True)
+class Budget:
+    """A number of training tokens, and the price of a GPU for an hour in any currency, if known."""
+
+    num_tokens: float = DEFAULT_TOKENS
+    price_per_gpu_hour: float | None = None
+
+    @property
+    def words(self) -> str:
+        """Return the number of tokens as text: "100 billion tokens"."""
+        return token_words(self.num_tokens)
+
+    def days(self, row: Row) -> float | None:
+        """Return the days of an uninterrupted run."""
+        return row.days_per_100b_tokens and row.days_per_100b_tokens * self.num_tokens / DEFAULT_TOKENS
+
+    def cost(self, row: Row) -> float | None:
+        """Return the price of the run on all GPUs of the trial."""
+        days = self.days(row)
+        return days * 24 * row.world_size * self.price_per_gpu_hour if days and self.price_per_gpu_hour else None
+
+
 def runs_by_trial(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Return the runs of each trial, in the order of the records."""
     by_trial: dict[str, list[RunRecord]] = {}
@@ -152,6 +178,45 @@ def engine_name(record: RunRecord) -> str:
     options, spec = record.options, ENGINES.get(record.engine)
     mode = spec.mode(options) if spec else None
     return ", ".join([f"{record.engine} {mode}" if mode else record.engine, *labels(options)])
+
+
+def reference_name(records: Sequence[RunRecord], reference: str) -> str:
+    """Return the name of the reference in the header of a table, which is "ZeRO-3" or the name of the trial."""
+    return "ZeRO-3" if any(record.trial == reference and is_zero3(record) for record in records) else reference
+
+
+def class_titles(records: Sequence[RunRecord]) -> dict[str | None, str]:
+    """Return a title for each work class: the work, and its difference from the other classes."""
+    classes = {record.work_class.id: record for record in records if record.work_class}
+    settings = {name: _distinct_settings(record.work_class) for name, record in classes.items() if record.work_class}
+    shared = set.intersection(*map(set, settings.values())) if settings else set()
+    titles: dict[str | None, str] = {}
+    for name, record in classes.items():
+        what = f"{record.model}, {record.precision}, {record.global_batch} × {record.seq_length} tokens a step"
+        mine = settings[name]
+        differing = [
+            f"{field}={value}"
+            for field, value in mine.items()
+            if field in shared and any(other[field] != value for other in settings.values()) and value is not None
+        ]
+        titles[name] = ", ".join([what, f"{record.world_size} × {record.device}", *differing])
+    return titles
+
+
+def _distinct_settings(work_class: WorkClass) -> dict[str, Any]:
+    """Return the properties of a work class that not every title contains, with the schedule's settings included."""
+    in_every_title = {"model", "precision", "global_batch", "seq_length"}
+    settings = work_class.model_dump(exclude={"schedule", "data", "fp8", *in_every_title})
+    fp8 = work_class.fp8
+    return (
+        settings
+        | {field: value if isinstance(value, str) else f"{value:g}" for field, value in work_class.rules.items()}
+        | {
+            "fp8_recipe": fp8.recipe if fp8 else None,
+            "num_layers_at_start_in_bf16": fp8.num_layers_at_start_in_bf16 if fp8 else 0,
+            "num_layers_at_end_in_bf16": fp8.num_layers_at_end_in_bf16 if fp8 else 0,
+        }
+    )
 
 
 def _references(records: Sequence[RunRecord], reference: str) -> dict[str | None, str]:

@@ -40,7 +40,10 @@ def sweep_sentences(good: Sequence[Row], records: Sequence[RunRecord], reference
     `good` has the trials with a result, fastest first. Speeds in different precisions are compared as throughput.
     """
     points = _points(good, records)
-    names = _setup_names(points, records)
+    by_trial = runs_by_trial(records)
+    # the name of an engine and layout is "ZeRO-2", or the name of a trial if several have that name
+    setups = {key: setup_name(by_trial[next(iter(rows.values())).trial][0]) for key, rows in points.items()}
+    names = unless_repeated(setups, lambda key: next(iter(points[key].values())).trial)
     mine = next(
         (key for key, rows in points.items() if any(row.trial == reference for row in rows.values())),
         next(iter(points)),
@@ -131,13 +134,6 @@ def _points(good: Sequence[Row], records: Sequence[RunRecord]) -> dict[_Setup, d
         key = (work, (row.engine, str(record.options), row.layout, row.num_hosts, row.is_emulated))
         found.setdefault(key, {}).setdefault(_Point(row.precision, row.micro_batch), row)
     return found
-
-
-def _setup_names(points: Mapping[_Setup, _Points], records: Sequence[RunRecord]) -> dict[_Setup, str]:
-    """Return the name of each engine and layout: "ZeRO-2", or the name of a trial if several have that name."""
-    by_trial = runs_by_trial(records)
-    names = {key: setup_name(by_trial[next(iter(rows.values())).trial][0]) for key, rows in points.items()}
-    return unless_repeated(names, lambda key: next(iter(points[key].values())).trial)
 
 
 def unless_repeated(names: Mapping[Key, str], distinct: Callable[[Key], str]) -> dict[Key, str]:

@@ -11,10 +11,9 @@ from rich.text import Text
 
 from megabench.record import RunRecord
 from megabench.study.answers import answer
-from megabench.study.budget import Budget
 from megabench.study.columns import Column, StudyTable, status_words, study_table
-from megabench.study.question import Question
-from megabench.study.summary import Row
+from megabench.study.study import Question
+from megabench.study.summary import Budget, Row
 
 _CPU_TIMINGS = "These are CPU timings: no evidence about GPUs."
 

@@ -102,9 +102,9 @@ def headline(decision: Decision, device: str, is_compared_with_bf16: bool = Fals
     others = [row for row in decision.good if row is not best]
     if decision.equals:
         tied = [best, *decision.equals]
-        names = listed([_name(row) for row in tied])
+        names, speeds = (listed([words(row) for row in tied]) for words in (_name, _speed))
         beside = _beside_the_reference(tied, decision)
-        return f"{names} are equal within their spread, at {_speeds(tied)} tokens/s per {device}{beside}."
+        return f"{names} are equal within their spread, at {speeds} tokens/s per {device}{beside}."
     if not others and is_compared_with_bf16:
         return f"{_name(best)} is the only trial of this workload with a result: {speed}."
     if not others:
@@ -216,10 +216,6 @@ def _name(row: Row) -> str:
 
 def _speed(row: Row) -> str:
     return f"{row.speed:,.0f}"
-
-
-def _speeds(rows: Sequence[Row]) -> str:
-    return listed([_speed(row) for row in rows])
 
 
 def _ratio(row: Row) -> str:

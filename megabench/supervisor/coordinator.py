@@ -75,7 +75,9 @@ class Coordinator:
         time.sleep(POLL_SECONDS)
         if self._signals:
             name = signal.Signals(self._signals[0]).name
-            self.stop_all(f"the supervisor of {self._me()} was ended by {name}", self.launch.supervisor)
+            ranks = self.launch.ranks
+            which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}–{ranks[-1]}"
+            self.stop_all(f"the supervisor of {which} on {host_name()} was ended by {name}", self.launch.supervisor)
             raise StudyStopped(f"stopped by {name}", self._signals[0])
         if time.monotonic() - self._beaten >= BEAT_SECONDS:
             self._beat()
@@ -161,11 +163,6 @@ class Coordinator:
     def stop_all(self, reason: str, rank: int) -> None:
         """Stop every supervisor for `reason`. `rank` is the supervisor at fault. The first reason counts."""
         self._store.compare_set("stopped", "", json.dumps({"reason": reason, "rank": rank}))
-
-    def _me(self) -> str:
-        ranks = self.launch.ranks
-        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}–{ranks[-1]}"
-        return f"{which} on {host_name()}"
 
     def _beat(self) -> None:
         self._num_beats += 1

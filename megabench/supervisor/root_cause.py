@@ -74,19 +74,18 @@ class Verdict:
 
 def classify_failure(ends: Sequence[RankEnd], is_timeout: bool, timeout_seconds: float) -> Verdict:
     """Classify how a trial ended, from how its ranks ended."""
-    if cause := _root_cause(ends):
+    suspects = [end for end in ends if end.failure or (end.code != 0 and not end.was_ended)]
+    if cause := min(suspects, key=_suspicion, default=None):
         failure = _failure(cause)
         sentence = _explain(cause, several_hosts=len({end.host for end in ends}) > 1)
         return Verdict("oom" if failure.kind == "oom" else "failed", sentence, failure)
     if is_timeout:
         sentence = f"no result after {timeout_seconds:g} s (timeout_seconds): {_places(ends)}"
-        return Verdict("timeout", sentence, RunFailure(kind="hang", rank=_behind(ends)))
+        # the culprit is the rank that has completed fewer steps than all other ranks, if there is one
+        fewest = min(end.step for end in ends)
+        behind = [end.rank for end in ends if end.step == fewest]
+        return Verdict("timeout", sentence, RunFailure(kind="hang", rank=behind[0] if len(behind) == 1 else None))
     return Verdict("ok")
-
-
-def _root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
-    suspects = [end for end in ends if end.failure or (end.code != 0 and not end.was_ended)]
-    return min(suspects, key=_suspicion, default=None)
 
 
 def _suspicion(end: RankEnd) -> tuple[int, bool, int]:
@@ -96,21 +95,17 @@ def _suspicion(end: RankEnd) -> tuple[int, bool, int]:
 
     A lost peer makes the other ranks fail within a second, and their reports may arrive first.
     """
+    is_hang = end.failure is not None and end.failure.kind == "hang"
+    has_lost_peer = not is_hang and _LOST_CONNECTION.search(end.last_words) is not None
     if end.killed_by not in (0, signal.SIGABRT) and not end.failure:
         likelihood = 0
     elif end.failure and end.failure.kind == "oom":
         likelihood = 1
-    elif not _has_lost_peer(end) and (end.failure or end.killed_by != signal.SIGABRT):
+    elif not has_lost_peer and (end.failure or end.killed_by != signal.SIGABRT):
         likelihood = 2
     else:
         likelihood = 3
     return likelihood, end.failure is None, (end.failure.order if end.failure else end.order) or 0
-
-
-def _has_lost_peer(end: RankEnd) -> bool:
-    if end.failure and end.failure.kind == "hang":
-        return False
-    return _LOST_CONNECTION.search(end.last_words) is not None
 
 
 def _failure(end: RankEnd) -> RunFailure:
@@ -128,13 +123,6 @@ def _failure(end: RankEnd) -> RunFailure:
     return RunFailure(kind=kind, rank=end.rank)
 
 
-def _behind(ends: Sequence[RankEnd]) -> int | None:
-    """Return the rank that has completed fewer steps than all other ranks, or None if there is no such rank."""
-    fewest = min(end.step for end in ends)
-    behind = [end.rank for end in ends if end.step == fewest]
-    return behind[0] if len(behind) == 1 else None
-
-
 def _explain(end: RankEnd, several_hosts: bool) -> str:
     who = f"rank {end.rank}" + (f" on {end.host}" if several_hosts else "")
     when = f" after step {end.step} of {end.num_steps}" if end.num_steps else ""
@@ -143,16 +131,12 @@ def _explain(end: RankEnd, several_hosts: bool) -> str:
             return f"{who} ran out of memory{when}: {end.failure.error}"
         return f"{who} failed{when}: {end.failure.error}"
     if end.code < 0:
-        name = _signal_name(-end.code)
+        name = signal.Signals(-end.code).name if -end.code in set(signal.Signals) else "a real-time signal"
         hint = "; on Linux that is often the out-of-memory killer" if name == "SIGKILL" else ""
         words = f": {end.last_line}" if name == "SIGABRT" and end.last_line else ""
         return f"{who} was killed by signal {-end.code} ({name}){when}{words}{hint}"
     said = f"; its last words: {end.last_line}" if end.last_line else " and printed nothing"
     return f"{who} ended with exit status {end.code}{when}{said}"
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else "a real-time signal"
 
 
 def _places(ends: Sequence[RankEnd]) -> str:

@@ -3,10 +3,12 @@ others. The lead supervisor decides when a trial is over. Over the store, each
 supervisor tells the others which of its ranks have exited, and with which status."""
 
 import os
+import re
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 from torch.distributed import PrefixStore
@@ -18,10 +20,14 @@ from megabench.runtime.rendezvous import PREFIX_VARIABLE
 from megabench.runtime.signed_store import SECRET_VARIABLE, SignedStore, with_prefix
 from megabench.supervisor.coordinator import ANSWER_SECONDS, Coordinator
 from megabench.supervisor.root_cause import RankEnd
-from megabench.supervisor.stacks import ask_where
 
 # After the first failure, wait for the reports of other ranks, to separate the cause from its consequences.
 SETTLE_SECONDS = 2.5
+_STACK_SIGNAL = signal.SIGUSR2
+_DUMP_SECONDS = 1.0
+
+_THREAD = re.compile(r"^(?:Current thread 0x|Thread 0x|Stack ).*most recent call first", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)$', re.MULTILINE)
 
 Stop = Literal["ended", "failed", "timeout"]
 
@@ -86,7 +92,10 @@ class TrialProcesses:
             try:
                 self._children[rank] = Child(self._command, self._environment(rank), log)
             except (OSError, ValueError) as error:
-                self._publish_unstarted(rank, f"cannot start the process: {error}")
+                order = self._notes.add("failed", 1)
+                problem = f"cannot start the process: {error}"
+                end = RankEnd(rank, host_name(), code=1, was_ended=False, order=order, last_line=problem)
+                self._note_end(end)
 
     def _environment(self, rank: int) -> dict[str, str]:
         task = self._task
@@ -132,7 +141,7 @@ class TrialProcesses:
     def _finish(self, stop: Stop) -> None:
         self._publish_ends()
         running = {rank: child for rank, child in self._children.items() if rank not in self._ended}
-        places = ask_where(running) if stop == "timeout" else {}
+        places = _ask_where(running) if stop == "timeout" else {}
         failures = {rank: read_failure(self._messages, rank) for rank in running}
         # Supervisors end processes only after every supervisor has read the failures, because peers of an ended process
         # report a lost connection.
@@ -165,16 +174,12 @@ class TrialProcesses:
             num_steps=progress.num_steps if progress else 0,
             failure=failure,
         )
-        self._notes.set(f"end/{rank}", end.to_json())
-        self._notes.add("ended", 1)
-        self._ended.add(rank)
+        self._note_end(end)
 
-    def _publish_unstarted(self, rank: int, problem: str) -> None:
-        order = self._notes.add("failed", 1)
-        end = RankEnd(rank, host_name(), code=1, was_ended=False, order=order, last_line=problem)
-        self._notes.set(f"end/{rank}", end.to_json())
+    def _note_end(self, end: RankEnd) -> None:
+        self._notes.set(f"end/{end.rank}", end.to_json())
         self._notes.add("ended", 1)
-        self._ended.add(rank)
+        self._ended.add(end.rank)
 
     def _count(self, counter: str) -> int:
         return int(self._notes.add(counter, 0))
@@ -195,3 +200,40 @@ class TrialProcesses:
 
 def _silence() -> str:
     return f"not all supervisors have answered within {ANSWER_SECONDS:.0f} s at the end of a trial"
+
+
+def _ask_where(children: Mapping[int, Child]) -> dict[int, str]:
+    """Make each child print its stack, and return its current function by rank. Ranks without output are omitted.
+
+    Children print the stacks of their threads into their logs with faulthandler on SIGUSR2.
+    """
+    sizes = {rank: child.log.stat().st_size for rank, child in children.items()}
+    for child in children.values():
+        child.send(_STACK_SIGNAL)
+    time.sleep(_DUMP_SECONDS)
+    stands = {}
+    for rank, child in children.items():
+        with child.log.open("rb") as log:
+            log.seek(sizes[rank])
+            if place := where_it_stands(log.read().decode(errors="replace")):
+                stands[rank] = place
+    return stands
+
+
+def where_it_stands(dump: str) -> str | None:
+    """Return the innermost function of the main thread, and the innermost function of megabench; None without a stack.
+
+    "all_reduce (distributed_c10d.py:2830) in train_step (engine.py:61)"
+    """
+    if not (threads := list(_THREAD.finditer(dump))):
+        return None
+    # faulthandler prints the newest thread first, so the main thread comes last
+    frames = list(_FRAME.finditer(dump, threads[-1].end()))
+    if not frames:
+        return None
+    ours = next((frame for frame in frames if "/megabench/" in frame["file"]), frames[0])
+    return _call(frames[0]) if ours is frames[0] else f"{_call(frames[0])} in {_call(ours)}"
+
+
+def _call(frame: re.Match[str]) -> str:
+    return f"{frame['function']} ({PurePath(frame['file']).name}:{frame['line']})"

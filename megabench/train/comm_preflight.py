@@ -23,9 +23,8 @@ from torch.distributed import ProcessGroup, Store
 from megabench.hardware import transport
 from megabench.hardware.topology import Topology
 from megabench.parallel.axes import AXIS_BY_NAME
-from megabench.parallel.groups import groups_on
 from megabench.parallel.layout import Layout
-from megabench.parallel.placement import and_more, number_ranges
+from megabench.parallel.placement import and_more, groups_on, number_ranges
 from megabench.record import Group, LinkBandwidth
 from megabench.runtime.device import synchronize
 from megabench.runtime.messages import publish

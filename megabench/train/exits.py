@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from megabench.runtime.exit import exit_process
+from megabench.runtime.process import exit_process
 
 if TYPE_CHECKING:
     from megabench.runtime.rendezvous import Rendezvous

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megabench.config import ResolvedConfig
-from megabench.config.requested_fields import auto_fields, requested_fields
+from megabench.config.record_fields import auto_fields, requested_fields
 from megabench.data.source import TokenSource
 from megabench.metrics import BUILT_IN_METRICS, quantile, throughput
 from megabench.optim.optimizers import OPTIMIZERS

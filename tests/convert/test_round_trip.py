@@ -16,8 +16,7 @@ from megabench.convert import UnequalError
 from megabench.convert.exporting import SHARD_BYTES, export_dtype, export_model
 from megabench.convert.importing import import_model
 from megabench.convert.proof import proof_of
-from megabench.convert.samples import sample_tokens
-from megabench.convert.verifying import Comparison, compare, comparison_run
+from megabench.convert.verifying import Comparison, compare, comparison_run, sample_tokens
 from megabench.models.find import find_model
 from megabench.models.hugging_face import config_text
 from megabench.models.mapping import Piece

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
-from megabench.config.identity import identity
+from megabench.config.record_fields import identity
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
 from megabench.specs.deepspeed import DeepSpeedSettings

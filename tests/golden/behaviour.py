@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megabench.config.requested_fields import requested_fields
+from megabench.config.record_fields import requested_fields
 from megabench.doctor import examine
 from megabench.doctor.write_findings import write as write_findings
 from megabench.study.results_directory import read_folder

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from megabench.config import SETTINGS
-from megabench.parallel import axes, groups, layout
+from megabench.parallel import axes, layout
 from megabench.parallel.axes import AXES, FACTORS, Axis
-from megabench.parallel.groups import rank_groups
-from megabench.parallel.layout import GIVEN_SIZES, Coordinates, Layout
+from megabench.parallel.layout import GIVEN_SIZES, Coordinates, Layout, rank_groups
 from megabench.record import LayoutSizes
 from megabench.specs.registry import ENGINES
 
@@ -41,7 +40,7 @@ def test_every_rank_is_once_in_a_group_of_each_axis(tp: int, cp: int, pp: int, d
 def test_experts_have_a_grid_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same ranks of a stage form tp × dp for dense layers and etp × ep × edp for experts."""
     experts = {name: Axis(name, name, name, name, grid="experts") for name in ("etp", "ep", "edp")}
-    monkeypatch.setattr(groups, "AXES", (*axes.AXES, *experts.values()))
+    monkeypatch.setattr(layout, "AXES", (*axes.AXES, *experts.values()))
     monkeypatch.setattr(layout, "AXIS_BY_NAME", axes.AXIS_BY_NAME | experts)
     for name, size in {"etp": 1, "ep": 4, "edp": 2}.items():
         monkeypatch.setattr(Layout, name, size, raising=False)
@@ -69,8 +68,8 @@ RECIPE = (
 )
 TRY = """
 from megabench.config import ConfigError, RunConfig
-from megabench.config.requested_fields import requested_fields
-from megabench.parallel.groups import rank_groups
+from megabench.config.record_fields import requested_fields
+from megabench.parallel.layout import rank_groups
 from megabench.parallel.layout import Layout
 from megabench.specs.registry import ENGINES
 from megabench.study.expand import expand

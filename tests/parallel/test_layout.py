@@ -8,8 +8,7 @@ import pytest
 
 from megabench.config import RunConfig
 from megabench.models.catalog import get_model
-from megabench.parallel.groups import rank_groups
-from megabench.parallel.layout import Layout, LayoutError
+from megabench.parallel.layout import Layout, LayoutError, rank_groups
 from megabench.specs.megatron import chunk_layers
 
 TINY = get_model("llama-tiny")

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabench.hardware.topology import Host, Topology, build, from_cluster, split
-from megabench.parallel.groups import groups_on, rank_groups
-from megabench.parallel.layout import Layout, divisors
-from megabench.parallel.placement import PlacementError, number_ranges, place
+from megabench.parallel.layout import Layout, divisors, rank_groups
+from megabench.parallel.placement import PlacementError, groups_on, number_ranges, place
 
 
 def cluster(*hosts: tuple[int, int]) -> Topology:

@@ -6,10 +6,10 @@ import pytest
 
 from megabench.cost.job import Candidate, Recompute
 from megabench.parallel.layout import Layout
-from megabench.planner.candidates import settings_of
 from megabench.planner.costs import Costs
 from megabench.planner.engines.data_parallel_cost import DataParallel
 from megabench.planner.engines.sharding import Offload, Sharding
+from megabench.planner.search import settings_of
 from tests.planner.jobs import costs, hosts, job, megatron, zero
 
 FOUR = hosts(1, 4)

@@ -20,9 +20,8 @@ from megabench.cost.memory import LIKELY, fit_chance, likely_bytes
 from megabench.cost.profile import profile_for, shipped_profiles
 from megabench.hardware.topology import from_cluster
 from megabench.models.find import find_model
-from megabench.planner.candidates import complexity, settings_of
 from megabench.planner.plan_table import certainty, chosen, find_trial, sweet_spot, write
-from megabench.planner.search import candidates, plan
+from megabench.planner.search import candidates, complexity, plan, settings_of
 from megabench.train.flags import parse_flags
 from tests.comparison.compare_process import REPOSITORY
 from tests.planner.jobs import cluster, costs, hosts, job, megatron

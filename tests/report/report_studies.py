@@ -4,8 +4,7 @@ import math
 from typing import Any
 
 from megabench.doctor import Finding
-from megabench.parallel.groups import rank_groups
-from megabench.parallel.layout import Layout
+from megabench.parallel.layout import Layout, rank_groups
 from megabench.record import (
     Communication,
     Environment,

@@ -6,10 +6,9 @@ import pytest
 
 from megabench.errors import UserError
 from megabench.study.answers import answer, question_of
-from megabench.study.budget import Budget
 from megabench.study.columns import study_table
 from megabench.study.parity import judge_parity
-from megabench.study.summary import summarize
+from megabench.study.summary import Budget, summarize
 from tests.study.records import make_record, work_class
 
 GPU = {"device": "NVIDIA H200"}

@@ -10,9 +10,8 @@ from rich.console import Console
 from megabench.record import Fp8Work, LayoutSizes, RunRecord
 from megabench.study.bf16_reference import bf16_reference, classes_compared_with_bf16, compare_with_bf16
 from megabench.study.parity import judge_parity
-from megabench.study.summary import write_csv
+from megabench.study.summary import class_titles, write_csv
 from megabench.study.table import show
-from megabench.study.titles import class_titles
 from tests.study.records import make_record, work_class
 
 NUM_STEPS = 200

@@ -10,7 +10,7 @@ import pytest
 from megabench.record import RunFailure
 from megabench.runtime.messages import Failure
 from megabench.supervisor.root_cause import RankEnd, Verdict, classify_failure
-from megabench.supervisor.stacks import where_it_stands
+from megabench.supervisor.trial_process import where_it_stands
 
 LOST = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:32400"
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megabench.parallel.groups import differing_axes
-from megabench.parallel.layout import Layout
+from megabench.parallel.layout import Layout, differing_axes
 from megabench.train.callbacks.callback import Callback
 
 # For each collective: the position of an argument, and the bytes that each of n ranks sends with a ring algorithm as a

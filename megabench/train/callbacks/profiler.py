@@ -16,8 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megabench.data.batch import Batch
 from megabench.engines.base import Engine
-from megabench.parallel.groups import differing_axes
-from megabench.parallel.layout import Layout
+from megabench.parallel.layout import Layout, differing_axes
 from megabench.record import Communication, StepProfile
 from megabench.runtime.device import synchronize
 from megabench.train.callbacks.callback import Callback, TrainerState

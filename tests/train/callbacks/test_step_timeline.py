@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from megabench.parallel.groups import differing_axes
-from megabench.parallel.layout import Layout
+from megabench.parallel.layout import Layout, differing_axes
 from megabench.record import RunRecord
 from megabench.train.callbacks.step_timeline import STEP, UPDATE, split
 from tests.comparison.compare_process import finish, start, torchrun
