@@ -65,8 +65,11 @@ def read_files(paths: Sequence[Path]) -> Inputs:
                 continue
             log, matrix = NcclLog(), []
             for raw in file:
-                line = ANSI.sub("", raw.decode(errors="replace")).rstrip("\r\n")
-                if "NCCL" in line:
+                line = raw.decode(errors="replace").rstrip("\r\n")
+                is_nccl = "NCCL" in line
+                if not is_nccl or "\x1b" in line:
+                    line = ANSI.sub("", line)
+                if is_nccl:
                     read_line(line, log)
                 elif is_matrix_line(line):
                     matrix.append(line)
@@ -152,11 +155,11 @@ def _drawing(
 
 def _with_transport(group: Group, job: NcclJob, topology: Topology) -> Group:
     """Add the transports that NCCL used between the ranks of a group, or between other ranks at equal places."""
-    measured, found = job.communicators[0].transports, set()
+    measured, found = job.communicators[0].transports, set[str]()
     for a, b in neighbours(group.kind, group.ranks):
         where: Where = "inside" if topology.host_of[a] == topology.host_of[b] else "between"
         direct = measured.get((a, b), set()) | measured.get((b, a), set())
-        found |= direct or set(job.transports(where))
+        found.update(direct or job.transports(where))
     return group.model_copy(update={"transport": " + ".join(in_order(found)) or None})
 
 
@@ -174,7 +177,9 @@ def _job_lead(job: NcclJob, inputs: Inputs) -> Iterator[str]:
     inside = job.transports("inside")
     on_network = [name for name in inside if name.startswith("NET")]
     link = _intra_host_link(job, inputs)
-    if not inside:
+    if not job.communicators:
+        yield "Inside hosts: the logs contain no communicator, so the number of GPUs per host is unknown."
+    elif not inside:
         several = any(made.local_ranks != 1 for made in job.communicators)
         yield "Inside hosts: " + ("the logs contain no connections." if several else "one GPU per host.")
     elif on_network:
@@ -246,8 +251,22 @@ def _why_sockets(job: NcclJob) -> str:
 
 def _warnings(job: NcclJob, inputs: Inputs) -> Iterator[str]:
     if unknown := [line for log in job.logs for line in log.unknown]:
-        yield f"{len(unknown)} channel lines of the logs have an unknown format, e.g. {unknown[0][:200]!r}"
-    if not any(made.transports for made in job.communicators):
+        yield (
+            "lines about channels or communicators that are left out because their format is unknown: "
+            f"{len(unknown):,}, for example {unknown[0][:200]!r}"
+        )
+    if job.strays:
+        stray = ", ".join(in_order(connection.transport for connection in job.strays))
+        yield (
+            f"{len(job.strays):,} connections ({stray}) are left out, because the logs do not contain the creation of "
+            "their communicators. Give complete logs, with NCCL_DEBUG_SUBSYS unset."
+        )
+    if job.num_ambiguous:
+        yield (
+            f"{job.num_ambiguous:,} times, the logs do not tell communicators of one size apart. The table counts each "
+            "of their processes as a communicator."
+        )
+    if not job.strays and not any(made.transports for made in job.communicators):
         yield (
             "the logs contain no channel lines, so the transports are unknown. Run at least one collective with "
             "NCCL_DEBUG=INFO, with NCCL_DEBUG_SUBSYS unset."
