@@ -39,6 +39,13 @@ class JobCommunicator:
     places: dict[int, tuple[Process, str]] = field(default_factory=dict)
     transports: dict[tuple[int, int], set[str]] = field(default_factory=dict)
 
+    @property
+    def gpus_per_host(self) -> int | None:
+        """The largest number of ranks on a host, or None if the logs do not tell."""
+        if self.local_ranks or len(self.hosts) < self.num_ranks:
+            return self.local_ranks
+        return max(Counter(self.hosts.values()).values())
+
     def where(self, pair: tuple[int, int]) -> Where:
         """Return whether a pair of ranks is inside one host or between two hosts.
 

@@ -239,7 +239,7 @@ def _transport(via: str) -> tuple[str, bool] | None:
 
 
 def _read_init(match: re.Match[str], process: Process, log: NcclLog) -> bool:
-    words = dict(_PAIR.findall(match[2]))
+    words: dict[str, str] = dict(_PAIR.findall(match[2]))
     if not all(_NUMBER.fullmatch(words.get(name, "")) for name in ("rank", "nranks", "cudaDev")):
         return False
     parent, color = words.get("parent"), words.get("color", "")
@@ -254,7 +254,7 @@ def _read_init(match: re.Match[str], process: Process, log: NcclLog) -> bool:
     if is_start:
         handles.add(match[1])
     log._connected[process] = set()
-    bus_id = words.get("busId", "")
+    cuda, bus_id = words["cudaDev"], words.get("busId", "")
     log.events.append(
         CommInit(
             process=process,
@@ -262,7 +262,7 @@ def _read_init(match: re.Match[str], process: Process, log: NcclLog) -> bool:
             rank=int(words["rank"]),
             num_ranks=int(words["nranks"]),
             bus_id=bus_id,
-            devices=frozenset({words["cudaDev"], words.get("nvmlDev", words["cudaDev"]), bus_id}),
+            devices=frozenset({cuda, words.get("nvmlDev", cuda), bus_id}),
             comm_id=words.get("commId"),
             split=(parent, int(count) if count else None, int(color)) if parent else None,
             is_start=is_start,
