@@ -257,7 +257,8 @@ def _why_shared_memory(job: NcclJob) -> str:
 def _between_lead(job: NcclJob) -> str:
     names = job.transports("between")
     on_network = [name for name in names if name.startswith("NET")]
-    several = any((made.num_nodes or 1) > 1 for made in job.communicators) or len(job.hosts) > 1
+    is_known = job.communicators and all(made.gpus_per_host for made in job.communicators)
+    several = any((made.num_nodes or 1) > 1 for made in job.communicators) or len(job.hosts) > 1 or not is_known
     selected = job.first("network")
     if not names:
         chosen = f" NCCL selected the network {selected}." if selected and several else ""
@@ -303,6 +304,15 @@ def _warnings(job: NcclJob, inputs: Inputs) -> Iterator[str]:
             "lines about channels or communicators that are left out because their format is unknown: "
             f"{len(unknown):,}, for example {unknown[0][:200]!r}"
         )
+    if num_repeated := sum(log.num_repeated for log in job.logs):
+        yield f"Ray left {num_repeated:,} similar lines out of the logs. Set RAY_DEDUP_LOGS=0 for a complete report."
+    for made in job.communicators[:1]:
+        host_names = {host.partition("#")[0] for host in made.hosts.values()}
+        if made.num_nodes and len(made.hosts) == made.num_ranks and made.num_nodes > len(host_names):
+            yield (
+                f"NCCL counts {made.num_nodes} hosts, but the logs name {len(host_names)}. NCCL connects processes of "
+                "one host only if they share boot id, NCCL_HOSTID and /dev/shm. A GPU without NVLink may also be apart."
+            )
     if job.strays:
         stray = ", ".join(in_order(connection.transport for connection in job.strays))
         yield (
@@ -401,9 +411,10 @@ def _host_lead(host: HostFile) -> Iterator[str]:
         yield f"{host.name}: every GPU has a NIC on its PCIe switch, as GPUDirect RDMA needs."
     else:
         far = [number for number, gpu in enumerate(host.gpus) if gpu.distance != "switch"]
+        has = "have" if len(far) > 1 else "has"
         yield (
-            f"{host.name}: {_gpu_names(far)} {'have' if len(far) > 1 else 'has'} no NIC on the same PCIe switch. NCCL may not use GPUDirect RDMA there; "
-            "NCCL_NET_GDR_LEVEL=SYS allows it."
+            f"{host.name}: {_gpu_names(far)} {has} no NIC on the same PCIe switch. NCCL may not use GPUDirect RDMA "
+            "there; NCCL_NET_GDR_LEVEL=SYS allows it."
         )
 
 
@@ -413,9 +424,13 @@ def _nvlinks_lead(host: HostFile, count: str) -> Iterator[str]:
     for number, gpu in enumerate(host.gpus):
         alike.setdefault(gpu.active or 0, []).append(number)
     shown = ", ".join(f"{active} on {_gpu_names(numbers)}" for active, numbers in alike.items())
-    numbers = f"{next(iter(alike))} active NVLinks each" if len(alike) == 1 else f"active NVLinks: {shown}"
+    links = (
+        f"{next(iter(alike))} active NVLinks{' each' * (len(host.gpus) > 1)}"
+        if len(alike) == 1
+        else f"active NVLinks: {shown}"
+    )
     yield (
-        f"{host.name}: {count}, {numbers}. The file does not tell which GPUs they connect. Add the output of "
+        f"{host.name}: {count}, {links}. The file does not tell which GPUs they connect. Add the output of "
         "nvidia-smi topo -m."
     )
     idle = [number for number, gpu in enumerate(host.gpus) if gpu.inactive or not gpu.active]

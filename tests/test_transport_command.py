@@ -188,6 +188,29 @@ def test_pods_with_one_gpu_may_be_of_one_server(transport):
     assert "one GPU per host.\n" in transport(*logs)[1]  # equal bus ids: the GPUs are in different servers
 
 
+def test_a_process_that_nccl_counts_as_another_host(transport):
+    logs = [job_log(host, inside="P2P/CUMEM") for host in (0, 1)]
+    apart = [log.replace("nNodes 2 localRanks 4", "nNodes 3 localRanks 3") for log in logs]
+    assert "WARNING: NCCL counts 3 hosts, but the logs name 2." in transport(*apart)[1]
+    assert "NCCL counts" not in transport(*logs)[1]
+
+
+def test_lines_that_ray_left_out(transport):
+    lines = job_log(0, num_hosts=1, num_gpus=2).splitlines()
+    text = "".join(
+        f"\x1b[36m(Worker pid=1)\x1b[0m {line}\x1b[32m [repeated 3x across cluster]\x1b[0m\n" for line in lines
+    )
+    _, out, _ = transport(text)
+    assert "Inside hosts: NVLink (P2P/CUMEM/read)." in out and "unknown" not in out
+    assert f"Ray left {3 * (len(lines) - 1)} similar lines out of the logs. Set RAY_DEDUP_LOGS=0" in out
+
+
+def test_the_log_of_one_rank_tells_no_number_of_hosts(transport):
+    start = "a:1:1 [3] NCCL INFO "
+    for text in (f"{start}Channel 01/0 : 3[af000] -> 0[18000] via P2P/IPC\n", f"{start}Using network Socket\n"):
+        assert transport(text)[1].startswith("Between hosts: the logs contain no connections.")
+
+
 def test_the_variable_that_disables_p2p_is_named(transport):
     log = job_log(0, num_hosts=1, inside="SHM/direct/direct", start=("NCCL_P2P_LEVEL set by environment to LOC",))
     assert "so TP will be slow. NCCL_P2P_LEVEL=LOC is set. Unset it." in transport(log)[1]

@@ -13,7 +13,10 @@ from typing import BinaryIO, NamedTuple
 
 _LEVEL = re.compile(r"NCCL (?:INFO|WARN) ")
 # A warning also names the place in the source: "[0] net.cc:12 NCCL WARN", "[0] net.cc:12 (function) NCCL WARN".
-_HEAD = re.compile(r"(?:^|[^\w.-])([\w.-]+):(\d{1,10}):\d+ \[-?\d+\] (?:\S+ ){0,2}$")
+_HEAD = re.compile(r"(?:^|[^\w.-])([\w.-]+|\[[\w.-]+\]|<[\w.-]+>):(\d{1,10}):\d+ \[-?\d+\] (?:\S+ ){0,2}$")
+_FRAME = " \t\r│"  # k9s draws a frame around a log
+# Ray prints one of several similar lines, and their number: RAY_DEDUP_LOGS=0 prints all.
+_REPEATED = re.compile(r"\s*\[repeated (\d{1,9})x across cluster\].*")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
 
 # The words of the line and their number depend on the version: parent, splitCount or childCount, color, commId, …
@@ -124,7 +127,7 @@ class NcclLog:
     the instance type that aws-ofi-nccl detected. `complaints` are messages about network plugins that were not loaded,
     and warnings about the network. `environment` contains the NCCL variables that NCCL reports. `intra_host_paths`
     contains path types between the GPUs of a host: NVL, PIX, PXB, PHB, SYS. `offloads` contains the transports of
-    reductions in switches: NVLS and COLLNET.
+    reductions in switches: NVLS and COLLNET. `num_repeated` is the number of lines that Ray left out.
     """
 
     version: str | None = None
@@ -140,6 +143,7 @@ class NcclLog:
     events: list[Event] = field(default_factory=list)
     offloads: set[str] = field(default_factory=set)
     unknown: list[str] = field(default_factory=list)
+    num_repeated: int = 0
     # The handles of the communicators that a process created, and its connections since the last creation.
     _handles: dict[Process, set[str]] = field(default_factory=dict, repr=False)
     _connected: dict[Process, set[str]] = field(default_factory=dict, repr=False)
@@ -181,11 +185,14 @@ def read_line(line: str, log: NcclLog) -> None:
     if process is None:
         if match := _VERSION.search(line):
             log.version = match[1]
-        elif level and _rule_of(message.rstrip()):
+        elif level and _rule_of(message.rstrip(_FRAME)):
             log.unknown.append(line)
         return
     log.hosts[process.host] = None
-    message = message.rstrip()
+    message = message.rstrip(_FRAME)
+    if "[repeated " in message and (repeated := _REPEATED.search(message)):
+        log.num_repeated += int(repeated[1])
+        message = message[: repeated.start()]
     rule = _rule_of(message)
     if "NCCL INFO " in message or "NCCL WARN " in message:
         if rule:
@@ -294,7 +301,8 @@ class _Rule(NamedTuple):
 
 
 _RULES = (
-    _Rule(re.compile(r"Channel\b.*->|(?:Channel|Ring)\b.*\bvia\b"), _CHANNEL, _read_connection),
+    # Channel 00/02 : 0 1 2 3 lists ranks.
+    _Rule(re.compile(r"Channel\b(?! \d+(?:/\d+)? :[ \d]*(?: comm .*)?$)|Ring\b.*\bvia\b"), _CHANNEL, _read_connection),
     _Rule(re.compile(r"Coll(?:Net)? .*\bvia\b"), _COLLNET, _read_collnet),
     _Rule(re.compile(r".*- Init (?:START|COMPLETE)"), _INIT, _read_init),
     _Rule(re.compile(r"comm .* nNodes "), re.compile(_COMMUNICATOR.pattern + ".*"), _read_communicator),

@@ -173,6 +173,8 @@ def test_what_is_not_known_is_kept():
         "comm 0x1 rank x nranks 8 cudaDev 0 busId 1b000 commId 0x9 - Init START",
         "ncclCommSplit comm 0x1 rank 0 nranks 8 cudaDev 0 busId 1b000 parent 0x2 color red key 0 - Init START",
         "CollNet 00/0 : 0 [send] via WORMHOLE/0",
+        "Channel",
+        "Channel 00/0 : 6[",
     ],
 )
 def test_lines_in_an_unknown_format_are_counted(line):
@@ -183,6 +185,21 @@ def test_lines_in_an_unknown_format_are_counted(line):
 def test_reductions_in_switches():
     log = read(PREFIX + "CollNet 00/0 : 0 [send] via COLLNET/SHARP/0/GDRDMA(PCI)\n" + PREFIX + "Connected NVLS tree\n")
     assert log.transports == ["COLLNET/SHARP/GDRDMA", "NVLS"] and not log.unknown
+
+
+@pytest.mark.parametrize(
+    ("line", "host"),
+    [
+        ("│ {} │", "pod-1"),  # k9s
+        ("{}", "[pod-1]"),  # a name that was replaced before publication
+        ("{}", "<pod-1>"),
+        ("{} [repeated 7x across cluster] (Ray deduplicates logs by default. See …)", "pod-1"),
+    ],
+)
+def test_lines_with_other_text_around(line, host):
+    log = read(line.format(f"{host}:72:91 [0] NCCL INFO Channel 00 : 0[0] -> 1[1] via P2P/IPC") + "\n")
+    assert [connection.transport for connection in log.connections] == ["P2P/IPC"] and list(log.hosts) == [host]
+    assert log.num_repeated == 7 * ("repeated" in line) and not log.unknown
 
 
 def test_a_warning_with_the_name_of_a_function():
