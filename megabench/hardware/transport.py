@@ -193,19 +193,28 @@ def read_line(line: str, log: NcclLog) -> None:
     if "[repeated " in message and (repeated := _REPEATED.search(message)):
         log.num_repeated += int(repeated[1])
         message = message[: repeated.start()]
+    if message.partition(" : ")[2] in log._connected.get(process, ()):
+        return  # another channel between two ranks
     rule = _rule_of(message)
     if "NCCL INFO " in message or "NCCL WARN " in message:
         if rule:
             log.unknown.append(line)
         for found in _LEVEL.finditer(line):
             if (mixed := _process(line[: found.start()])) and "- Init " in line:
-                log.events.append(UnknownInit(mixed))
+                _add_unknown_init(mixed, line, log)
     elif rule is None:
         _read_fact(message, is_warning, log)
     elif not ((match := rule.form.fullmatch(message)) and rule.read(match, process, log)):
         log.unknown.append(line)
-        if rule.form is _INIT and (message.endswith("START") or process not in log._handles):
-            log.events.append(UnknownInit(process))
+        if rule.form is _INIT:
+            _add_unknown_init(process, line, log)
+
+
+def _add_unknown_init(process: Process, line: str, log: NcclLog) -> None:
+    """Note that `process` may have created a communicator. NCCL may also have logged the start of the creation."""
+    if "- Init START" in line or process not in log._handles:
+        log.events.append(UnknownInit(process))
+        log._connected.pop(process, None)
 
 
 @lru_cache(maxsize=65536)
@@ -216,16 +225,12 @@ def _process(head: str) -> Process | None:
 
 
 def _read_connection(match: re.Match[str], process: Process, log: NcclLog) -> bool:
-    connected = log._connected.setdefault(process, set())
-    text = match.string.partition(" : ")[2]  # equal for all channels between two ranks
-    if text in connected:
-        return True
     sender, sender_device, receiver, receiver_device, direction, via, handle = match.groups()
     transport = _transport(via.strip())
     if transport is None:
         return False
     name, pxn = transport
-    connected.add(text)
+    log._connected.setdefault(process, set()).add(match.string.partition(" : ")[2])
     devices = sender_device or "", receiver_device or ""
     is_received = direction == "receive"
     log.events.append(Connection(int(sender), int(receiver), name, pxn, process, is_received, devices, handle))
