@@ -31,9 +31,9 @@ _CHANNEL = re.compile(
 _COLLNET = re.compile(r"Coll(?:Net)? \d+(?:/\d+)? : \d+ \[(?:send|receive)\] via (COLLNET/[\w .-]+)/\d+(\S*)")
 _NUMBER = re.compile(r"[0-9]{1,6}")
 
-_P2P = re.compile(r"(P2P/(?:CUMEM|IPC|direct pointer|MNNVL|indirect)(?:/read)?)(?:/[\w.\[\]]+)*")
-_SHM = re.compile(r"SHM(?:/\w+)*|direct shared memory")
-_NET = re.compile(r"(NET|COLLNET)/([A-Za-z][\w .-]*)/\d+(\(\d+\))?((?:/\w+(?:\(\w+\))?)*)")
+_P2P = re.compile(r"(P2P/(?:CUMEM|IPC|direct pointer|MNNVL)(?:/read)?)(?:/CE)?|(P2P/indirect)/\d+\[\w+\]")
+_SHM = re.compile(r"SHM(?:/(?:direct|CE)){0,2}|direct shared memory")
+_NET = re.compile(r"(NET|COLLNET)/([A-Za-z][\w .-]*)/\d+(\(\d+\))?(/GDRDMA(?:\(PCI\))?)?(?:/Shared)?")
 
 CHECK_EFA = (
     "Check that the aws-ofi-nccl plugin is installed and, under Kubernetes, that the pod requests "
@@ -242,11 +242,11 @@ def _read_connection(match: re.Match[str], process: Process, log: NcclLog) -> bo
 def _transport(via: str) -> tuple[str, bool] | None:
     """Return the name of a transport, and whether it uses PXN. Return None if the transport is unknown."""
     if found := _P2P.fullmatch(via):
-        return found[1], False
+        return found[1] or found[2], False
     if _SHM.fullmatch(via):
         return "SHM", False
     if found := _NET.fullmatch(via):
-        return f"{found[1]}/{found[2]}" + "/GDRDMA" * ("/GDRDMA" in found[4]), found[3] is not None
+        return f"{found[1]}/{found[2]}" + "/GDRDMA" * bool(found[4]), found[3] is not None
     return None
 
 
