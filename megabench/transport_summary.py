@@ -18,9 +18,12 @@ from megabench.hardware.topo_files import (
     ANSI,
     LARGEST_XML,
     HostFile,
+    foreign_source,
     is_matrix_line,
+    is_nvlink_line,
     read_matrices,
     read_nccl_topology,
+    read_nvlinks,
     topology_of_hosts,
 )
 from megabench.hardware.topology import Topology
@@ -30,8 +33,8 @@ from megabench.parallel.placement import Placement, groups_on, neighbours, numbe
 from megabench.record import Group
 
 _ACCEPTED = (
-    "an NCCL log (NCCL_DEBUG=INFO), the output of nvidia-smi topo -m, or an NCCL topology XML file "
-    "(NCCL_TOPO_DUMP_FILE)"
+    "an NCCL log (NCCL_DEBUG=INFO), the output of nvidia-smi topo -m or nvidia-smi nvlink -s, or an NCCL topology XML "
+    "file (NCCL_TOPO_DUMP_FILE)"
 )
 _MOST_PAIRS = 6  # largest number of pairs of ranks in a table row
 _MOST_HOSTS = 8  # largest number of hosts in the summary
@@ -46,10 +49,11 @@ _DISTANCE_NAMES = {
 
 @dataclass
 class Inputs:
-    """The contents of all files."""
+    """The contents of all files. `left_out` maps a file to the programs that wrote the parts that are not read."""
 
     logs: list[NcclLog] = field(default_factory=list)
     hosts: list[HostFile] = field(default_factory=list)
+    left_out: dict[Path, list[str]] = field(default_factory=dict)
 
 
 def read_files(paths: Sequence[Path]) -> Inputs:
@@ -62,14 +66,25 @@ def read_files(paths: Sequence[Path]) -> Inputs:
             if start.startswith(b"<"):
                 inputs.hosts.append(read_nccl_topology(_xml_text(file.read(LARGEST_XML + 1), path), path.stem))
                 continue
-            log, matrix = NcclLog(), []
+            log, matrix, nvlinks, foreign = NcclLog(), [], [], dict[str, None]()
             for raw in file:
-                line = ANSI.sub("", raw.decode(errors="replace")).rstrip("\r\n")
-                if "NCCL" in line:
+                line = raw.decode(errors="replace").rstrip("\r\n")
+                is_nccl = "NCCL" in line
+                if not is_nccl or "\x1b" in line:
+                    line = ANSI.sub("", line)
+                if is_nccl:
                     read_line(line, log)
-                elif is_matrix_line(line):
+                    continue
+                if source := foreign_source(line):
+                    foreign[source] = None
+                if is_matrix_line(line):
                     matrix.append(line)
-        hosts = read_matrices(matrix, path.stem)
+                elif is_nvlink_line(line):
+                    nvlinks.append(line)
+        hosts = read_matrices(matrix, path.stem, foreign)
+        if links := read_nvlinks(nvlinks, path.stem):
+            hosts.append(links)
+            foreign.pop("nvidia-smi -L", None)  # its lines are also those of nvidia-smi nvlink -s
         if log.hosts:
             inputs.logs.append(log)
         elif log.unknown or log.version:
@@ -78,7 +93,11 @@ def read_files(paths: Sequence[Path]) -> Inputs:
                 "Use the unedited log of a run with NCCL_DEBUG=INFO."
             )
         elif not hosts:
-            raise UserError(f"{path}: unknown content. Use {_ACCEPTED}.")
+            content = f"the output of {' and '.join(foreign)}, which is not read" if foreign else "unknown content"
+            content = "a JSON file, which is not read" if start.startswith((b"{", b"[{")) else content
+            raise UserError(f"{path}: {content}. Use {_ACCEPTED}.")
+        elif foreign:
+            inputs.left_out[path] = list(foreign)
         inputs.hosts += hosts
     return inputs
 
@@ -102,7 +121,11 @@ def write(console: Console, paths: Sequence[Path], layout: Layout, default_tp: b
     job = merge(inputs.logs) if inputs.logs else None
     drawing, reason = _drawing(inputs, job, layout, default_tp)
     lead = [*(_job_lead(job, inputs) if job else ()), *(line for host in inputs.hosts for line in _host_lead(host))]
-    warnings = [*(_warnings(job, inputs) if job else ()), *([reason] if reason else ())]
+    warnings = [
+        *(f"{path}: the output of {' and '.join(names)} is left out" for path, names in inputs.left_out.items()),
+        *(_warnings(job, inputs) if job else ()),
+        *([reason] if reason else ()),
+    ]
     if as_json:
         print(json.dumps(_as_json(job, inputs.hosts, lead, warnings, drawing), indent=2))
         return
@@ -111,7 +134,8 @@ def write(console: Console, paths: Sequence[Path], layout: Layout, default_tp: b
     if job and (table := _connections_table(job)).row_count:
         console.print(table)
     for host in inputs.hosts:
-        console.print(_nics_table(host))
+        if host.kind != "nvidia-smi nvlink -s":
+            console.print(_nics_table(host))
     for warning in warnings:
         console.print(Text(f"WARNING: {warning}", style="bold red"), soft_wrap=True)
     if drawing:
@@ -131,6 +155,8 @@ def _drawing(
                 "no diagram: the logs do not tell the host of every rank. Also give the logs of the other hosts, with "
                 "NCCL_DEBUG_SUBSYS unset."
             )
+    elif sum(len(host.gpus) for host in inputs.hosts) == 1:
+        return None, None
     elif all(host.domains is not None for host in inputs.hosts):
         topology = topology_of_hosts(inputs.hosts)
     else:
@@ -151,17 +177,17 @@ def _drawing(
 
 def _with_transport(group: Group, job: NcclJob, topology: Topology) -> Group:
     """Add the transports that NCCL used between the ranks of a group, or between other ranks at equal places."""
-    measured, found = job.communicators[0].transports, set()
+    measured, found = job.communicators[0].transports, set[str]()
     for a, b in neighbours(group.kind, group.ranks):
         where: Where = "inside" if topology.host_of[a] == topology.host_of[b] else "between"
         direct = measured.get((a, b), set()) | measured.get((b, a), set())
-        found |= direct or set(job.transports(where))
+        found.update(direct or job.transports(where))
     return group.model_copy(update={"transport": " + ".join(in_order(found)) or None})
 
 
 def _intra_host_link(job: NcclJob, inputs: Inputs) -> str | None:
     """Return the link of P2P transports: from the topology files if they tell, else from the logs."""
-    domains = [host.domains for host in inputs.hosts if host.domains is not None]
+    domains = [host.domains for host in inputs.hosts if host.domains is not None and max(host.sizes) > 1]
     if domains:
         return "nvlink" if any(len(domain) > 1 for host in domains for domain in host) else "pcie"
     return job.intra_host_link
@@ -173,9 +199,13 @@ def _job_lead(job: NcclJob, inputs: Inputs) -> Iterator[str]:
     inside = job.transports("inside")
     on_network = [name for name in inside if name.startswith("NET")]
     link = _intra_host_link(job, inputs)
-    if not inside:
-        several = any(made.local_ranks != 1 for made in job.communicators)
-        yield "Inside hosts: " + ("the logs contain no connections." if several else "one GPU per host.")
+    if not job.communicators:
+        yield "Inside hosts: the logs contain no communicator, so the number of GPUs per host is unknown."
+    elif not inside:
+        several = any(made.gpus_per_host != 1 for made in job.communicators)
+        yield "Inside hosts: " + (
+            "the logs contain no connections." if several else f"one GPU per host.{_one_pod(job)}"
+        )
     elif on_network:
         yield (
             f"Inside hosts: the network ({', '.join(on_network)}) instead of P2P. TP will be slow: give each host's "
@@ -185,7 +215,7 @@ def _job_lead(job: NcclJob, inputs: Inputs) -> Iterator[str]:
         others = ", ".join(name for name in inside if name != "SHM")
         yield (
             f"Inside hosts: shared memory (SHM){f' and {others}' if others else ''}. Data passes through host memory, "
-            "so TP will be slow. Check NCCL_P2P_DISABLE and nvidia-smi topo -m."
+            f"so TP will be slow. {_why_shared_memory(job)}"
         )
     else:
         names = {"nvlink": "NVLink", "pcie": "PCIe", None: "NVLink or PCIe, which the log does not tell"}
@@ -200,10 +230,34 @@ def _job_lead(job: NcclJob, inputs: Inputs) -> Iterator[str]:
     yield " · ".join(filter(None, facts))
 
 
+def _one_pod(job: NcclJob) -> str:
+    """Return the advice to use one pod if hosts with one GPU each may be pods of one server."""
+    places = job.communicators[0].places
+    num_different = len({bus_id for _, bus_id in places.values()})
+    if num_different < 2 or any(name.startswith("P2P") for name in job.transports("between")):
+        return ""
+    link = "NVLink" if job.intra_host_link == "nvlink" else "NVLink or PCIe"
+    return (
+        f" The {len(places)} GPUs have {num_different} different bus ids, so these hosts may be pods of one server. "
+        f"If so, start one pod with all its GPUs: GPUs of one pod communicate over {link}, and GPUs of different pods "
+        "over the network."
+    )
+
+
+def _why_shared_memory(job: NcclJob) -> str:
+    """Say why NCCL uses shared memory, as far as the log tells, and what to do."""
+    for name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"):
+        for log in job.logs:
+            if log.environment.get(name, "0") != "0":
+                return f"{name}={log.environment[name]} is set. Unset it."
+    return "Check NCCL_P2P_DISABLE and nvidia-smi topo -m."
+
+
 def _between_lead(job: NcclJob) -> str:
     names = job.transports("between")
     on_network = [name for name in names if name.startswith("NET")]
-    several = any((made.num_nodes or 1) > 1 for made in job.communicators) or len(job.hosts) > 1
+    is_known = job.communicators and all(made.gpus_per_host for made in job.communicators)
+    several = any((made.num_nodes or 1) > 1 for made in job.communicators) or len(job.hosts) > 1 or not is_known
     selected = job.first("network")
     if not names:
         chosen = f" NCCL selected the network {selected}." if selected and several else ""
@@ -245,8 +299,31 @@ def _why_sockets(job: NcclJob) -> str:
 
 def _warnings(job: NcclJob, inputs: Inputs) -> Iterator[str]:
     if unknown := [line for log in job.logs for line in log.unknown]:
-        yield f"{len(unknown)} channel lines of the logs have an unknown format, e.g. {unknown[0][:200]!r}"
-    if not any(made.transports for made in job.communicators):
+        yield (
+            "lines about channels or communicators that are left out because their format is unknown: "
+            f"{len(unknown):,}, for example {unknown[0][:200]!r}"
+        )
+    if num_repeated := sum(log.num_repeated for log in job.logs):
+        yield f"Ray left {num_repeated:,} similar lines out of the logs. Set RAY_DEDUP_LOGS=0 for a complete report."
+    for made in job.communicators[:1]:
+        host_names = {host.partition("#")[0] for host in made.hosts.values()}
+        if made.num_nodes and len(made.hosts) == made.num_ranks and made.num_nodes > len(host_names):
+            yield (
+                f"NCCL counts {made.num_nodes} hosts, but the logs name {len(host_names)}. NCCL connects processes of "
+                "one host only if they share boot id, NCCL_HOSTID and /dev/shm. A GPU without NVLink may also be apart."
+            )
+    if job.strays:
+        stray = ", ".join(in_order(connection.transport for connection in job.strays))
+        yield (
+            f"{len(job.strays):,} connections ({stray}) are left out, because the logs do not contain the creation of "
+            "their communicators. Give complete logs, with NCCL_DEBUG_SUBSYS unset."
+        )
+    if job.num_ambiguous:
+        yield (
+            f"{job.num_ambiguous:,} times, the logs do not tell communicators of one size apart. The table counts each "
+            "of their processes as a communicator."
+        )
+    if not job.strays and not any(made.transports for made in job.communicators):
         yield (
             "the logs contain no channel lines, so the transports are unknown. Run at least one collective with "
             "NCCL_DEBUG=INFO, with NCCL_DEBUG_SUBSYS unset."
@@ -298,30 +375,73 @@ def _connections_table(job: NcclJob) -> Table:
 
 def _host_lead(host: HostFile) -> Iterator[str]:
     """Yield the answer for a host: its NVLink domains, and the NICs near its GPUs."""
-    num_gpus = len(host.gpus)
+    num_gpus, num_hosts = len(host.gpus), len(host.sizes)
+    count = f"{num_gpus} GPU{'s' * (num_gpus != 1)}"
     links = f" ({', '.join(host.links)})" if host.links else ""
-    if host.domains is None:
-        yield f"{host.name}: {num_gpus} GPUs. The file lists no NVLinks."
+    if host.kind == "RCCL topology file":
+        yield f"{host.name}: {count} of AMD. The links between them (XGMI) are not read."
+    elif host.kind == "nvidia-smi nvlink -s" and host.domains is None:
+        yield from _nvlinks_lead(host, count)
+    elif num_gpus == 1:
+        yield f"{host.name}: {count}{links}. The file lists no other GPU, so it tells nothing about links between GPUs."
+    elif host.domains is None:
+        yield f"{host.name}: {count}. The file lists no NVLinks."
     elif max(map(len, host.domains)) == 1:
         over = "PCIe" if host.inside == "pcie" else "host memory, because NCCL uses no P2P between CPU sockets"
-        yield f"{host.name}: {num_gpus} GPUs without NVLink. TP communicates over {over}."
+        yield f"{host.name}: {count} without NVLink. TP communicates over {over}."
+    elif len(host.domains) == 1 and num_hosts > 1:
+        sizes = " and ".join(map(str, sorted(set(host.sizes))))
+        yield (
+            f"{host.name}: {num_hosts} hosts of {sizes} GPUs in one NVLink domain of {count}{links}. "
+            f"TP up to {num_gpus} stays on NVLink."
+        )
     elif len(host.domains) == 1:
-        yield f"{host.name}: one NVLink domain of {num_gpus} GPUs{links}. TP up to {num_gpus} inside the host is fine."
+        yield f"{host.name}: one NVLink domain of {count}{links}. TP up to {num_gpus} inside the host is fine."
     else:
         sizes = " and ".join(number_ranges(domain) for domain in host.domains)
         largest = min(len(domain) for domain in host.domains)
         yield f"{host.name}: NVLink domains of GPUs {sizes}{links}. TP up to {largest} stays on NVLink."
     distances = {gpu.distance for gpu in host.gpus}
+    if host.kind == "nvidia-smi nvlink -s":
+        return
     if distances == {None}:
         yield f"{host.name}: the file lists no NIC."
     elif distances == {"switch"}:
         yield f"{host.name}: every GPU has a NIC on its PCIe switch, as GPUDirect RDMA needs."
     else:
         far = [number for number, gpu in enumerate(host.gpus) if gpu.distance != "switch"]
+        has = "have" if len(far) > 1 else "has"
         yield (
-            f"{host.name}: GPUs {number_ranges(far)} have no NIC on their PCIe switch. NCCL may not use GPUDirect RDMA "
-            "for them; NCCL_NET_GDR_LEVEL=SYS allows it."
+            f"{host.name}: {_gpu_names(far)} {has} no NIC on the same PCIe switch. NCCL may not use GPUDirect RDMA "
+            "there; NCCL_NET_GDR_LEVEL=SYS allows it."
         )
+
+
+def _nvlinks_lead(host: HostFile, count: str) -> Iterator[str]:
+    """Yield the answer for the output of nvidia-smi nvlink -s, which does not name the ends of the links."""
+    alike: dict[int, list[int]] = {}
+    for number, gpu in enumerate(host.gpus):
+        alike.setdefault(gpu.active or 0, []).append(number)
+    shown = ", ".join(f"{active} on {_gpu_names(numbers)}" for active, numbers in alike.items())
+    links = (
+        f"{next(iter(alike))} active NVLinks{' each' * (len(host.gpus) > 1)}"
+        if len(alike) == 1
+        else f"active NVLinks: {shown}"
+    )
+    yield (
+        f"{host.name}: {count}, {links}. The file does not tell which GPUs they connect. Add the output of "
+        "nvidia-smi topo -m."
+    )
+    idle = [number for number, gpu in enumerate(host.gpus) if gpu.inactive or not gpu.active]
+    if idle:
+        yield (
+            f"{host.name}: NVLinks of {_gpu_names(idle)} are inactive. Check nvidia-smi nvlink -e, the NVLink "
+            "bridges, and nvidia-fabricmanager on servers with NVSwitches."
+        )
+
+
+def _gpu_names(numbers: Sequence[int]) -> str:
+    return f"GPU{'s' * (len(numbers) > 1)} {number_ranges(numbers)}"
 
 
 def _nics_table(host: HostFile) -> Table:
@@ -346,7 +466,14 @@ def _as_json(
                 "nics": host.nics,
                 "nvlink_domains": host.domains,
                 "gpus": [
-                    {"name": gpu.name, "nearest_nics": gpu.nics, "nic_distance": gpu.distance, "numa_node": gpu.numa}
+                    {
+                        "name": gpu.name,
+                        "host": gpu.host,
+                        "active_nvlinks": gpu.active,
+                        "nearest_nics": gpu.nics,
+                        "nic_distance": gpu.distance,
+                        "numa_node": gpu.numa,
+                    }
                     for gpu in host.gpus
                 ],
             }

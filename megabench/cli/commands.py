@@ -351,7 +351,7 @@ def transport(
         list[Path],
         typer.Argument(
             metavar="FILE",
-            help="NCCL logs (NCCL_DEBUG=INFO), outputs of nvidia-smi topo -m, or NCCL topology XML files.",
+            help="NCCL logs (NCCL_DEBUG=INFO), outputs of nvidia-smi topo -m or nvlink -s, or NCCL topology XML files.",
         ),
     ],
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel size [default: the GPUs of a host].")] = None,

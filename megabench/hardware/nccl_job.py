@@ -1,13 +1,24 @@
 """The communicators of a job, merged from the NCCL logs of its processes. Loads no torch."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from megabench.hardware.gpus import Network, find_instance
 from megabench.hardware.topology import Host, Topology, components
-from megabench.hardware.transport import CommInit, Communicator, Connection, NcclLog, Process, in_order
+from megabench.hardware.transport import (
+    CommInit,
+    Communicator,
+    Connection,
+    Event,
+    NcclLog,
+    Process,
+    UnknownInit,
+    in_order,
+)
 
 Where = Literal["inside", "between"]
 _Key = tuple[object, ...]
@@ -27,6 +38,13 @@ class JobCommunicator:
     hosts: dict[int, str] = field(default_factory=dict)
     places: dict[int, tuple[Process, str]] = field(default_factory=dict)
     transports: dict[tuple[int, int], set[str]] = field(default_factory=dict)
+
+    @property
+    def gpus_per_host(self) -> int | None:
+        """The largest number of ranks on a host, or None if the logs do not tell."""
+        if self.local_ranks or len(self.hosts) < self.num_ranks:
+            return self.local_ranks
+        return max(Counter(self.hosts.values()).values())
 
     def where(self, pair: tuple[int, int]) -> Where:
         """Return whether a pair of ranks is inside one host or between two hosts.
@@ -51,21 +69,36 @@ class JobCommunicator:
 
 @dataclass
 class NcclJob:
-    """The merged logs of a job. `logs` has one entry per file. The largest communicator is the first."""
+    """The merged logs of a job. `logs` has one entry per file. The largest communicator is the first.
+
+    `strays` are connections of communicators whose creation the logs do not contain. `num_ambiguous` is the number of
+    created communicators that the logs do not tell apart; each of their processes has its own entry in `communicators`.
+    """
 
     logs: list[NcclLog]
     communicators: list[JobCommunicator]
+    strays: list[Connection] = field(default_factory=list)
+    num_ambiguous: int = 0
 
     @property
     def hosts(self) -> list[str]:
         """The names of the hosts, in the order of the ranks of the largest communicator, then of the logs."""
         largest = self.communicators[0].hosts if self.communicators else {}
-        names = [largest[rank] for rank in sorted(largest)] or [host for log in self.logs for host in log.hosts]
-        return list(dict.fromkeys(names))
+        names = dict.fromkeys(largest[rank] for rank in sorted(largest))
+        named = {name.partition("#")[0] for name in names}  # hosts with equal names are host#0 and host#1
+        return [*names, *dict.fromkeys(host for log in self.logs for host in log.hosts if host not in named)]
 
     def transports(self, where: Where) -> list[str]:
         """The distinct transports of all communicators inside hosts or between hosts, slowest first."""
-        return in_order(name for made in self.communicators for name in made.pairs_by_transport(where))
+        return self._transports[where]
+
+    @cached_property
+    def _transports(self) -> dict[Where, list[str]]:
+        found: dict[Where, set[str]] = {"inside": set(), "between": set()}
+        for made in self.communicators:
+            for pair, names in made.transports.items():
+                found[made.where(pair)] |= names
+        return {where: in_order(names) for where, names in found.items()}
 
     def first(self, name: Literal["version", "network", "provider", "plugin", "platform"]) -> str | None:
         """Return a field of the first log that contains it."""
@@ -89,8 +122,11 @@ class NcclJob:
 
 def merge(logs: Sequence[NcclLog]) -> NcclJob:
     """Assign the connections of all logs to communicators, and the ranks of each communicator to hosts."""
-    events = [event for log in logs for event in log.events]
-    keys = _keys([event for event in events if isinstance(event, CommInit)])
+    by_process: dict[Process | None, list[Event]] = {}
+    for log in logs:
+        for event in log.events:
+            by_process.setdefault(event.process, []).append(event)
+    keys, num_ambiguous = _keys(by_process.values())
     members: dict[_Key, dict[int, CommInit]] = {}
     for init, key in keys.items():
         members.setdefault(key, {})[init.rank] = init
@@ -107,89 +143,125 @@ def merge(logs: Sequence[NcclLog]) -> NcclJob:
         if (init.process, init.handle) in told:
             described = told[init.process, init.handle]
             made[key].num_nodes, made[key].local_ranks = described.num_nodes, described.local_ranks
-    for connection, creation in _assign(events, keys, members, told):
-        key = keys[creation] if creation else ("no communicator",)
-        _add(made.setdefault(key, JobCommunicator(0)), connection)
+    strays = []
+    for connection, creation in _assign(by_process.values(), keys, members, told):
+        if creation:
+            _add(made[keys[creation]], connection)
+        elif made:
+            strays.append(connection)
+    if not made and (lone := [event for log in logs for event in log.connections]):
+        # The logs contain no communicator at all, for example under NCCL_DEBUG_SUBSYS=NET. Most jobs have one.
+        made["no communicator",] = JobCommunicator(0)
+        for connection in lone:
+            _add(made["no communicator",], connection)
     for communicator in made.values():
         _complete_hosts(communicator)
     order = sorted(made.values(), key=lambda one: (-one.num_ranks, -len(one.transports)))
-    return NcclJob(list(logs), order)
+    return NcclJob(list(logs), order, strays, num_ambiguous)
 
 
-def _keys(inits: Iterable[CommInit]) -> dict[CommInit, _Key]:
-    """Return a key for each created communicator, equal for all of its ranks."""
+def _keys(processes: Iterable[Sequence[Event]]) -> tuple[dict[CommInit, _Key], int]:
+    """Return a key for each created communicator, equal for all of its ranks, and the number of ambiguous ones.
+
+    NCCL's ids are not unique: until 2.23, the splits of a communicator with equal colors have equal ids, and 2.16 and
+    older versions log no id. If a rank occurs twice, the order of the creations in each process tells them apart.
+    """
+    parents: dict[CommInit, CommInit | None] = {}
+    order: dict[CommInit, int] = {}  # number of the creation in its process, or among the splits of its parent
+    for events in processes:
+        current: dict[str, CommInit] = {}
+        counts: Counter[CommInit | None] = Counter()
+        for init in events:
+            if isinstance(init, CommInit):
+                parent = current.get(init.split[0]) if init.split else None
+                parents[init] = parent
+                order[init] = counts[parent]
+                counts[parent] += 1
+                current[init.handle] = init
     keys: dict[CommInit, _Key] = {}
-    current: dict[tuple[Process, str], _Key] = {}
+    num_ambiguous = 0
+    waiting = list(parents)
+    while waiting:
+        ready = [init for init in waiting if (parent := parents[init]) is None or parent in keys]
+        alike: dict[_Key, list[CommInit]] = {}
+        for init in ready:
+            parent = parents[init]
+            _, number, color = init.split or (None, None, None)
+            same = ("split", parent and keys[parent], number, color) if init.split else ("id", init.comm_id)
+            alike.setdefault((*same, init.num_ranks), []).append(init)
+        for key, inits in alike.items():
+            divided, is_ambiguous = _divide(key, inits, order)
+            keys |= divided
+            num_ambiguous += is_ambiguous
+        waiting = [init for init in waiting if init not in keys]
+    return keys, num_ambiguous
+
+
+def _divide(key: _Key, inits: Sequence[CommInit], order: Mapping[CommInit, int]) -> tuple[dict[CommInit, _Key], bool]:
+    """Divide creations with equal ids into communicators, in which each rank occurs once."""
+    nth: dict[CommInit, int] = {}  # number of the creation among those with this id in its process
     counts: Counter[tuple[Process, int]] = Counter()
-    taken: dict[_Key, set[int]] = {}
     for init in inits:
-        if init.comm_id:
-            key: _Key = ("id", init.comm_id)
-        elif init.split:
-            parent, number, color = init.split
-            key = ("split", current.get((init.process, parent)), number, color)
-        else:  # older versions log no id: the n-th communicator of this size in each process
-            key = ("size", init.num_ranks, counts[init.process, init.num_ranks])
-            counts[init.process, init.num_ranks] += 1
-        keys[init] = current[init.process, init.handle] = key
-    for init, key in keys.items():
-        taken.setdefault(key, set()).add(init.rank)
-    sizes = Counter(keys.values())
-    # Without an id, several communicators of one size cannot be told apart by their ranks alone.
-    return {
-        init: (*key, init.process) if key[0] == "size" and sizes[key] > len(taken[key]) else key
-        for init, key in keys.items()
-    }
+        nth[init] = counts[init.process, init.rank]
+        counts[init.process, init.rank] += 1
+    for numbers in (dict.fromkeys(inits, 0), order, nth):
+        if len({(numbers[init], init.rank) for init in inits}) == len(inits):
+            return {init: (*key, numbers[init]) for init in inits}, False
+    return {init: (*key, init.process, nth[init]) for init in inits}, True
 
 
 def _assign(
-    events: Iterable[CommInit | Connection],
+    processes: Iterable[Sequence[Event]],
     keys: Mapping[CommInit, _Key],
     members: Mapping[_Key, Mapping[int, CommInit]],
     told: Mapping[tuple[Process | None, str | None], Communicator],
-) -> list[tuple[Connection, CommInit | None]]:
-    """Return the communicator of each connection. A line of NCCL's log does not name it.
+) -> Iterator[tuple[Connection, CommInit | None]]:
+    """Yield each connection and its communicator, or None if it is unknown. A line of NCCL's log does not name it.
 
     It is the last communicator that the process created, in which the process has the rank of the line, and in which
     the peer has the GPU of the line. Communicators in which the two ranks are probably on one host for P2P and SHM, and
-    on two hosts for the network, take precedence.
+    on two hosts for the network, take precedence. A communicator whose creation has an unknown format may be any.
     """
-    by_process: dict[Process | None, list[CommInit | Connection]] = {}
-    for event in events:
-        by_process.setdefault(event.process, []).append(event)
-    assigned = []
-    for mine in by_process.values():
-        inits = [event for event in mine if isinstance(event, CommInit)]
-        num_created = 0
-        for event in mine:
-            if isinstance(event, CommInit):
-                num_created += 1
+    for events in processes:
+        # Versions that log no start of the creation log the communicator after its connections.
+        next_end: dict[int, CommInit] = {}
+        later: list[CommInit | None] = []
+        for event in reversed(events):
+            if isinstance(event, CommInit) and not event.is_start:
+                next_end[event.rank] = event
+            later.append(next_end.get(event.own_rank) if isinstance(event, Connection) else None)
+        created: list[CommInit | UnknownInit] = []
+        for event, end in zip(events, reversed(later), strict=True):
+            if not isinstance(event, Connection):
+                created.append(event)
                 continue
-            # Versions that log no start of the creation log the communicator after its connections.
-            later = [init for init in inits[num_created:] if not init.is_start]
-            candidates = [
-                init for init in later[:1] + inits[:num_created][::-1] if _fits(event, init, members[keys[init]])
-            ]
-            candidates.sort(key=lambda init: not _is_likely(event, told.get((init.process, init.handle))))
-            assigned.append((event, candidates[0] if candidates else None))
-    return assigned
+            fitting = None
+            for init in chain([end], reversed(created)):
+                if isinstance(init, UnknownInit):
+                    fitting = None
+                    break
+                if init and _fits(event, init, members[keys[init]]):
+                    fitting = fitting or init
+                    if _is_likely(event, told.get((init.process, init.handle))):
+                        fitting = init
+                        break
+            yield event, fitting
 
 
 def _fits(connection: Connection, init: CommInit, ranks: Mapping[int, CommInit]) -> bool:
-    own, peer = connection.sender, connection.receiver
-    devices = connection.devices
-    if connection.is_received:
-        own, peer, devices = peer, own, devices[::-1]
     if connection.handle:
         return connection.handle == init.handle
-    if init.rank != own or peer >= init.num_ranks or devices[0] not in init.devices:
+    peer, devices = connection.receiver, connection.devices
+    if connection.is_received:
+        peer, devices = connection.sender, devices[::-1]
+    if init.rank != connection.own_rank or peer >= init.num_ranks or devices[0] not in ("", *init.devices):
         return False
-    return peer not in ranks or devices[1] in ranks[peer].devices
+    return peer not in ranks or devices[1] in ("", *ranks[peer].devices)
 
 
 def _is_likely(connection: Connection, communicator: Communicator | None) -> bool:
     """Return whether a transport fits the places of its ranks if the ranks are numbered host by host."""
-    if communicator is None:
+    if communicator is None or connection.transport.startswith("P2P/MNNVL"):
         return True
     hosts = {rank // communicator.local_ranks for rank in (connection.sender, connection.receiver)}
     return (len(hosts) == 1) == _is_inside(connection.transport)
@@ -199,9 +271,8 @@ def _add(communicator: JobCommunicator, connection: Connection) -> None:
     pair = connection.sender, connection.receiver
     communicator.num_ranks = max(communicator.num_ranks, *(rank + 1 for rank in pair))
     communicator.transports.setdefault(pair, set()).add(connection.transport)
-    own = connection.receiver if connection.is_received else connection.sender
     if connection.process:
-        communicator.hosts.setdefault(own, connection.process.host)
+        communicator.hosts.setdefault(connection.own_rank, connection.process.host)
 
 
 def _complete_hosts(communicator: JobCommunicator) -> None:
@@ -228,7 +299,7 @@ def _complete_hosts(communicator: JobCommunicator) -> None:
 
 
 def _is_inside(transport: str) -> bool:
-    return transport == "SHM" or (transport.startswith("P2P") and transport != "P2P/MNNVL")
+    return transport == "SHM" or (transport.startswith("P2P") and not transport.startswith("P2P/MNNVL"))
 
 
 def network_of(transports: Sequence[str], provider: str | None) -> Network:
@@ -252,7 +323,8 @@ def topology_of(job: NcclJob, p2p_is_nvlink: bool) -> Topology | None:
         return None
     largest = job.communicators[0]
     names = list(dict.fromkeys(largest.hosts[rank] for rank in range(largest.num_ranks)))
-    host_of = tuple(names.index(largest.hosts[rank]) for rank in range(largest.num_ranks))
+    number_of = {name: number for number, name in enumerate(names)}
+    host_of = tuple(number_of[largest.hosts[rank]] for rank in range(largest.num_ranks))
     domains = components(largest.num_ranks, _nvlinks(job, host_of, p2p_is_nvlink))
     instance = find_instance(job.first("platform") or "")
     host = Host(
@@ -293,7 +365,7 @@ def _nvlinks(job: NcclJob, host_of: Sequence[int], p2p_is_nvlink: bool) -> list[
             a, b = (rank_of[rank] for rank in pair)
             if made.where(pair) == "inside":
                 connected.add(host_of[a])
-            if "P2P/MNNVL" in names or (p2p_is_nvlink and any(name.startswith("P2P") for name in names)):
+            if any(name.startswith("P2P" if p2p_is_nvlink else "P2P/MNNVL") for name in names):
                 linked.append((a, b))
     if p2p_is_nvlink and all(name.startswith("P2P") for name in job.transports("inside")):
         first_rank: dict[int, int] = {}

@@ -5,11 +5,12 @@ src/graph/xml.cc of NCCL 2.28.
 """
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Literal
 
 from megabench import shipped
@@ -75,7 +76,7 @@ class Topology:
     def world_size(self) -> int:
         return len(self.host_of)
 
-    @property
+    @cached_property
     def ranks_by_host(self) -> list[list[int]]:
         """The ranks of each host, sorted by seat."""
         members: list[list[int]] = [[] for _ in self.hosts]
@@ -83,7 +84,7 @@ class Topology:
             members[self.host_of[rank]].append(rank)
         return members
 
-    @property
+    @cached_property
     def ranks_by_domain(self) -> list[list[int]]:
         """The ranks of each NVLink domain, in ascending order."""
         members: dict[int, list[int]] = {}
@@ -122,10 +123,15 @@ class Topology:
 
     def count_links(self) -> dict[Link, int]:
         """Return the number of pairs of ranks for each kind of link."""
-        counts: dict[Link, int] = {}
-        for a, b in combinations(range(self.world_size), 2):
-            kind = self.link(a, b)
-            counts[kind] = counts.get(kind, 0) + 1
+        counts: Counter[Link] = Counter()
+        alike: dict[tuple[int, int], list[int]] = {}  # ranks of one host and one domain have equal links
+        for rank, place in enumerate(zip(self.host_of, self.domain_of, strict=True)):
+            alike.setdefault(place, []).append(rank)
+        for ranks in alike.values():
+            if len(ranks) > 1:
+                counts[self.link(*ranks[:2])] += len(ranks) * (len(ranks) - 1) // 2
+        for some, others in combinations(alike.values(), 2):
+            counts[self.link(some[0], others[0])] += len(some) * len(others)
         return {kind: counts[kind] for kind in LINKS if kind in counts}
 
     def renumbered(self, ranks: Sequence[int]) -> "Topology":
@@ -333,15 +339,21 @@ def emulated_host(rank: int, world_size: int, num_hosts: int) -> int:
 
 def components(size: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
     """Return the connected components of the graph with the nodes 0 to size - 1, each in ascending order."""
-    label = list(range(size))
+    parent = list(range(size))
     for a, b in pairs:
-        old, new = max(label[a], label[b]), min(label[a], label[b])
-        if old != new:
-            label = [new if number == old else number for number in label]
+        old, new = sorted((_root(parent, a), _root(parent, b)), reverse=True)
+        parent[old] = new
     members: dict[int, list[int]] = {}
-    for node, number in enumerate(label):
-        members.setdefault(number, []).append(node)
+    for node in range(size):
+        members.setdefault(_root(parent, node), []).append(node)
     return tuple(map(tuple, members.values()))
+
+
+def _root(parent: list[int], node: int) -> int:
+    """Return the root of a node of a forest, and shorten the path to it."""
+    while parent[node] != node:
+        parent[node] = node = parent[parent[node]]
+    return node
 
 
 def _host_names(facts: Sequence[RankFacts], identities: Sequence[str]) -> dict[str, str]:
@@ -382,17 +394,6 @@ def _host(name: str, facts: Sequence[RankFacts]) -> Host:
 
 def _domains(facts: Sequence[RankFacts], host_of: Sequence[int]) -> list[int]:
     """Return one number per rank. Ranks have equal numbers if they are in one NVLink domain."""
-    parent = list(range(len(facts)))
-
-    def root(rank: int) -> int:
-        while parent[rank] != rank:
-            rank = parent[rank]
-        return rank
-
-    def join(ranks: Sequence[int]) -> None:
-        for rank in ranks[1:]:
-            parent[root(rank)] = root(ranks[0])
-
     # Maps (boot id of a server, bus id of a GPU) to the hosts whose ranks use the GPU.
     hosts_with: dict[tuple[str, str], set[int]] = {}
     for fact, host in zip(facts, host_of, strict=True):
@@ -404,9 +405,9 @@ def _domains(facts: Sequence[RankFacts], host_of: Sequence[int]) -> list[int]:
             together.setdefault((host_of[rank], hub), []).append(rank)
         if fact.gpu and fact.gpu.fabric:
             together.setdefault(fact.gpu.fabric, []).append(rank)
-    for ranks in together.values():
-        join(ranks)
-    return [root(rank) for rank in range(len(facts))]
+    domains = components(len(facts), (pair for ranks in together.values() for pair in pairwise(ranks)))
+    domain_of = {rank: number for number, domain in enumerate(domains) for rank in domain}
+    return [domain_of[rank] for rank in range(len(facts))]
 
 
 def _hubs(fact: RankFacts, host: int, hosts_with: Mapping[tuple[str, str], set[int]]) -> set[str]:

@@ -117,7 +117,7 @@ def try_out(
         warnings.append(f"NCCL detects {num_nodes} hosts, but the topology has {expected}")
     lines = [line for found in everyone for line in found["unknown"]]
     if lines:
-        warnings.append(f"{len(lines)} channel lines of NCCL's log have an unknown format, e.g. {lines[0]!r}")
+        warnings.append(f"{len(lines)} lines of NCCL's log have an unknown format, e.g. {lines[0]!r}")
     return Network(groups, num_nodes, bandwidth, warnings)
 
 

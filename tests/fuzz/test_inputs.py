@@ -18,11 +18,14 @@ from hypothesis import strategies as st
 from megabench.checkpoint.manifest import DamagedError, Manifest
 from megabench.config import FIELDS, RunConfig, choices_of
 from megabench.errors import UserError
+from megabench.hardware.nccl_job import merge, topology_of
+from megabench.hardware.transport import read
 from megabench.record import read_records
 from megabench.specs.registry import ENGINES
 from megabench.study.study import StudyFile, plan_study
 from megabench.train.flags import parse_flags
 from tests.checkpoint.test_damage import forge, write
+from tests.hardware.log_lines import INITS, split_job_log
 from tests.study.records import make_record
 
 fuzz = settings(
@@ -175,3 +178,31 @@ def test_manifests(data: st.DataObject) -> None:
 def test_the_drawn_settings_are_often_right(engine: str) -> None:
     """Otherwise only the first check would ever be reached."""
     assert RunConfig.parse({"engine": engine, "model": "llama-tiny"}).resolve(2, "cpu").engine == engine
+
+
+def said_of(text: str) -> set[tuple[int, tuple[int, int], str, str]]:
+    """What the log says of the communicators. A cut line may miss the suffix /GDRDMA or /read."""
+    job = merge([read(text)])
+    topology_of(job, p2p_is_nvlink=True)
+    return {
+        (made.num_ranks, pair, made.where(pair), name.removesuffix("/GDRDMA"))
+        for made in job.communicators
+        for pair, names in made.transports.items()
+        for name in names
+    }
+
+
+@fuzz
+@given(
+    version=st.sampled_from(sorted(INITS)),
+    damages=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 250), st.booleans()), min_size=1, max_size=4),
+)
+def test_damaged_lines_of_a_log_change_nothing_that_is_said_of_others(
+    version: str, damages: list[tuple[int, int, bool]]
+) -> None:
+    lines = split_job_log(version).splitlines()
+    before = said_of("\n".join(lines) + "\n")
+    for number, position, is_mixed in damages:
+        number %= len(lines)
+        lines[number] = lines[number][:position] + (lines[(number + 7) % len(lines)] if is_mixed else "")
+    assert said_of("\n".join(lines) + "\n") <= before

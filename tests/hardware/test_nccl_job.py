@@ -1,12 +1,13 @@
 """Jobs from NCCL logs: which hosts, which communicators, and which transports between their ranks."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from megabench.hardware.nccl_job import merge, network_of, topology_of
 from megabench.hardware.transport import read
-from tests.hardware.log_lines import NO_PLUGIN, job_log
+from tests.hardware.log_lines import INITS, NO_PLUGIN, big_job_log, job_log, split_job_log
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -16,7 +17,7 @@ def test_two_pods_are_one_job():
     (world,) = job.communicators
     assert job.hosts == ["train-node-0-0", "train-node-0-1"] and (world.num_ranks, world.num_nodes) == (8, 2)
     assert world.pairs_by_transport("between") == {"NET/Libfabric/GDRDMA": [(3, 4), (7, 0)]}
-    assert world.pairs_by_transport("inside") == {"P2P/CUMEM": [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7)]}
+    assert world.pairs_by_transport("inside") == {"P2P/CUMEM/read": [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7)]}
     assert (job.intra_host_link, job.first("provider"), job.missing_ranks) == ("nvlink", "efa", [])
     topology = topology_of(job, p2p_is_nvlink=True)
     assert topology and topology.ranks_by_domain == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -113,6 +114,77 @@ def test_connections_of_split_communicators():
     assert [made.transports for made in across] == [{(0, 1): {"NET/IB/GDRDMA"}, (1, 0): {"NET/IB/GDRDMA"}}] * 2
     topology = topology_of(job, p2p_is_nvlink=True)
     assert topology and topology.ranks_by_domain == [[0, 1], [2, 3]] and topology.link(0, 2) == "infiniband"
+
+
+@pytest.mark.parametrize("version", INITS)
+@pytest.mark.parametrize("num_gpus", [4, 2])  # with two GPUs, TP and DP groups have equal sizes
+def test_split_communicators_in_every_version(version, num_gpus):
+    job = merge([read(split_job_log(version, num_gpus))])
+    assert not job.strays and not job.num_ambiguous and not job.logs[0].unknown
+    world, *others = job.communicators
+    assert world.num_ranks == 2 * num_gpus
+    assert len(world.pairs_by_transport("inside")["P2P/CUMEM"]) == 2 * num_gpus - 2
+    assert len(world.pairs_by_transport("between")["NET/IB/GDRDMA"]) == 2
+    inside = [made for made in others if not made.pairs_by_transport("between")]
+    across = [made for made in others if not made.pairs_by_transport("inside")]
+    assert [len(made.pairs_by_transport("inside")["P2P/CUMEM"]) for made in inside] == [num_gpus] * 2
+    assert [len(made.pairs_by_transport("between")["NET/IB/GDRDMA"]) for made in across] == [2] * num_gpus
+    assert len(others) == 2 + num_gpus
+
+
+def test_communicators_of_some_ranks_have_equal_colors_in_torch():
+    """In torch, a color names the set of ranks, and ranks outside the set take part without a line in the log."""
+    device = "cudaDev 0 nvmlDev 0 busId 60"
+    text = ""
+    for rank, splits in enumerate([[5, 7, 5], [5, 7, 5], [6, 5, 6], [6, 5, 6]]):
+        start = f"node-{rank}:1:1 [0] NCCL INFO "
+        text += f"{start}ncclCommInitRank comm 0xa rank {rank} nranks 4 {device} commId 0x1 - Init START\n"
+        for number, color in enumerate(splits):
+            own = f"comm 0xb{number} rank {rank % 2} nranks 2 {device}"
+            text += f"{start}ncclCommSplit {own} parent 0xa color {color} key 0 - Init START\n"
+    job = merge([read(text)])
+    assert job.num_ambiguous == 0 and len(job.communicators) == 7
+
+
+def test_communicators_that_the_log_does_not_tell_apart():
+    init = "comm 0xa rank 0 nranks 2 cudaDev 0 busId 60 - Init COMPLETE"
+    job = merge([read("".join(f"node-{host}:1:1 [0] NCCL INFO {init}\n" for host in range(3)))])
+    assert job.num_ambiguous == 1 and [made.hosts for made in job.communicators] == [{0: f"node-{n}"} for n in range(3)]
+
+
+def test_a_creation_in_an_unknown_format_changes_no_other_communicator():
+    whole = split_job_log("2.28")
+    lines = [line for line in whole.splitlines() if "COMPLETE" not in line]
+    strange = [line.replace("rank", "who") if "splitCount 1" in line else line for line in lines]
+    expected = merge([read(whole)]).communicators
+    job = merge([read("\n".join(strange) + "\n")])
+    assert len(job.logs[0].unknown) == 8 and {connection.transport for connection in job.strays} == {"P2P/CUMEM"}
+    assert job.communicators == [made for made in expected if made.num_ranks != 4]
+
+
+def test_connections_before_any_creation_are_left_out():
+    text = split_job_log("2.28")
+    tail = [line for line in text.splitlines() if "node-0:1000" not in line or "Channel" in line]
+    job = merge([read("\n".join(tail) + "\n")])
+    assert len(job.strays) == 2 and job.hosts == ["node-0", "node-1"]
+
+
+def test_merging_takes_a_time_linear_in_the_number_of_ranks():
+    def calls(num_ranks: int) -> int:
+        log, count = read("".join(big_job_log(num_ranks, num_channels=1))), 0
+
+        def count_call(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        sys.setprofile(count_call)
+        try:
+            topology_of(merge([log]), p2p_is_nvlink=True)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(512) < 2.2 * calls(256)
 
 
 def test_lines_without_a_communicator():

@@ -5,10 +5,12 @@ import pytest
 from megabench.hardware import checkup
 from megabench.hardware.topo_files import (
     ANSI,
+    MOST_DEVICES,
     distance_in_nccl_topology,
     is_matrix_line,
     read_matrices,
     read_nccl_topology,
+    read_nvlinks,
     topology_of_hosts,
 )
 from megabench.hardware.topology import TopologyError
@@ -182,9 +184,91 @@ def test_nvlinks_between_two_gpus():
     assert host.domains == ((0, 1),) and host.links == ("NV12",)
 
 
+# NCCL merges the files of all hosts of a multi-node NVLink domain. The bus ids of the hosts are equal.
+GB200 = "".join(
+    f"""\
+  <cpu host_hash="{host}" numaid="{socket}" arch="arm64">
+    <pci busid="00{socket}8:01:00.0" class="0x030200"><gpu dev="{socket}" sm="100" rank="{rank}" gdr="1">
+      <nvlink target="fffffff:ffff:ff" count="18" tclass="0x068000"/></gpu></pci>
+    <pci busid="00{socket}a:03:00.0" class="0x020700"><nic><net name="mlx5_{socket}" speed="400000"/></nic></pci>
+  </cpu>
+"""
+    for rank, (host, socket) in enumerate([("0xa", 0), ("0xb", 0), ("0xa", 1), ("0xb", 1)])
+)
+GB200 = f'<system version="1">\n{GB200}</system>\n'
+
+
+def test_the_hosts_of_a_multi_node_nvlink_domain():
+    host = read_nccl_topology(GB200, "rack")
+    assert host.sizes == [2, 2] and host.domains == ((0, 1, 2, 3),) and host.links == ("NV18",)
+    assert [(gpu.nics, gpu.distance) for gpu in host.gpus] == [
+        (("mlx5_0",), "host bridge"),
+        (("mlx5_1",), "host bridge"),
+    ] * 2
+    topology = topology_of_hosts([host])
+    assert topology.ranks_by_host == [[0, 1], [2, 3]] and topology.link(0, 2) == "nvlink"
+    assert [host.name for host in topology.hosts] == ["rack#0", "rack#1"]
+
+
+def test_direct_nvlinks_stay_in_their_host():
+    links = [f'<nvlink target="00{socket}8:01:00.0" count="4" tclass="0x030200"/>' for socket in (1, 0, 1, 0)]
+    parts = GB200.split('<nvlink target="fffffff:ffff:ff" count="18" tclass="0x068000"/>')
+    by_rank = [links[0], links[0], links[1], links[1]]
+    text = parts[0] + "".join(link + part for link, part in zip(by_rank, parts[1:], strict=True))
+    assert read_nccl_topology(text, "two").domains == ((0, 1), (2, 3))
+
+
+def test_a_file_with_too_many_devices():
+    gpus = '<pci class="0x030200"/>' * (MOST_DEVICES + 1)
+    with pytest.raises(TopologyError, match="more than 1024 GPUs"):
+        read_nccl_topology(f"<system>{gpus}</system>", "big")
+
+
+@pytest.mark.parametrize(
+    ("text", "states", "domains"),
+    [
+        (
+            "GPU 0: NVIDIA X (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+            "GPU 1: NVIDIA X (UUID: GPU-2)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\n",
+            [(2, 0), (1, 1)],
+            None,
+        ),
+        (
+            "pod-0: GPU 0: X (UUID: GPU-1)\npod-0: \t Link 0: 25 GB/s\n"
+            "pod-0: GPU 1: X (UUID: GPU-2)\npod-0: Device does not have or support Nvlink\n",
+            [(1, 0), (0, 0)],
+            None,
+        ),
+        (
+            "GPU 0: X (UUID: GPU-1)\nNVML: Unable to retrieve NVLink information as all links are inActive\n"
+            "GPU 1: X (UUID: GPU-2)\nNVML: Unable to retrieve Nvlink information as all links are inActive\n",
+            [(0, 0), (0, 0)],
+            ((0,), (1,)),
+        ),
+    ],
+)
+def test_the_states_of_nvlinks(text, states, domains):
+    host = read_nvlinks(text.splitlines(), "node")
+    assert host and [(gpu.active, gpu.inactive) for gpu in host.gpus] == states and host.domains == domains
+
+
+def test_a_list_of_gpus_tells_no_states():
+    assert read_nvlinks(["GPU 0: NVIDIA X (UUID: GPU-1)"], "node") is None
+
+
+def test_a_matrix_of_pcie_paths_alone_tells_nothing_about_nvlinks():
+    matrix = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tPHB\t0-7\nGPU1\tPHB\t X \t0-7\n"
+    legend = "Legend:\n\n  X    = Self\n  PHB  = Connection traversing PCIe\n"
+    (host,) = matrices(matrix + legend)
+    assert host.domains is None
+    (host,) = matrices(matrix + legend + "  NV#  = Connection traversing a bonded set of # NVLinks\n")
+    assert host.domains == ((0,), (1,))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("<topology version='2.0'/>", r"<topology>, as lstopo \(hwloc\) writes it"),
         ("<system><cpu></system>", "the XML is malformed"),
         (DUMP[:300], "the XML is malformed"),
         ('<!DOCTYPE x [<!ENTITY a "aaaa">]><system>&a;</system>', "DOCTYPE"),

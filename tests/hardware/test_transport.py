@@ -32,9 +32,9 @@ def test_four_emulated_hosts_of_one():
     ("line", "expected", "pxn"),
     [
         ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "P2P/CUMEM", False),
-        ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read", "P2P/CUMEM", False),
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read", "P2P/CUMEM/read", False),
         ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/CE", "P2P/CUMEM", False),
-        ("Channel 03/0 : 0[1a000] -> 1[1b000] via P2P/IPC/read", "P2P/IPC", False),
+        ("Channel 03/0 : 0[1a000] -> 1[1b000] via P2P/IPC/read", "P2P/IPC/read", False),
         ("Channel 00 : 0[101c0] -> 1[101d0] via P2P/IPC", "P2P/IPC", False),
         ("Channel 00/0 : 0[0] -> 1[1] via P2P/direct pointer", "P2P/direct pointer", False),
         ("Channel 00/0 : 0[0] -> 1[1] via P2P/MNNVL", "P2P/MNNVL", False),
@@ -52,6 +52,12 @@ def test_four_emulated_hosts_of_one():
         ("Channel 00/0 : 7[7] -> 8[0] [send] via NET/AWS Libfabric/0", "NET/AWS Libfabric", False),
         ("Channel 04/0 : 1[1] -> 9[1] [send] via NET/IB/2(3)/GDRDMA", "NET/IB/GDRDMA", True),
         ("Channel 00 : 0[1b000] -> 1[1c000] via direct shared memory", "SHM", False),
+        ("Channel 00/0 : 3[1] -> 0[0] [receive] via NET/IB/0/GDRDMA(PCI)", "NET/IB/GDRDMA", False),
+        ("Channel 00/0 : 3[1] -> 0[0] [send] via NET/IB/0(2)/GDRDMA(PCI)/Shared", "NET/IB/GDRDMA", True),
+        ("Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IBext_v8/0/GDRDMA", "NET/IBext_v8/GDRDMA", False),
+        ("Channel 00/0 : 0[0] -> 4[0] via P2P/MNNVL/read/CE", "P2P/MNNVL/read", False),
+        ("Ring 00 : 15[41000] -> 0[1b000] [receive] via NET/IB/0", "NET/IB", False),
+        ("Ring 00 : 1 -> 2 [send] via NET/AWS Libfabric/0", "NET/AWS Libfabric", False),
         (
             "Channel 00/0 : 4[d6000] -> 0[d6000] [receive] via NET/AWS Libfabric/2/GDRDMA comm 0x9bbf3b0 nRanks 8",
             "NET/AWS Libfabric/GDRDMA",
@@ -80,8 +86,8 @@ def test_lines_of_many_versions(line, expected, pxn):
 def test_lines_with_the_prefix_of_a_launcher(prefix):
     log = read(f"{prefix}gpu-node.example-1:21:26 [0] NCCL INFO Channel 00/0 : 0[35000] -> 1[f5000] via P2P/IPC/read\n")
     (connection,) = log.connections
-    assert connection.process == ("gpu-node.example-1", 21) and connection.transport == "P2P/IPC"
-    assert log.hosts == ["gpu-node.example-1"] and log.intra_host_paths == {"NVL"} and not log.unknown
+    assert connection.process == ("gpu-node.example-1", 21) and connection.transport == "P2P/IPC/read"
+    assert list(log.hosts) == ["gpu-node.example-1"] and log.intra_host_paths == {"NVL"} and not log.unknown
 
 
 @pytest.mark.parametrize(
@@ -94,6 +100,21 @@ def test_lines_with_the_prefix_of_a_launcher(prefix):
             "color -7 key 0- Init START",
             None,
             ("0xa", 4, -7),
+        ),
+        (
+            "[Rank 1] ncclCommGrow comm 0x7f5e rank 1 nranks 2 cudaDev 1 nvmlDev 3 busId 1b000 commId 0x9 - Init START",
+            "0x9",
+            None,
+        ),
+        (
+            "ncclCommSplit comm 0x7f5e rank 1 nranks 2 cudaDev 1 busId 1b000 parent 0xa color -7 key 0- Init START",
+            None,
+            ("0xa", None, -7),
+        ),
+        (
+            "comm 0x7f5e rank 1 nranks 2 cudaDev 1 busId 1b000 used 67129296 bytes - Init COMPLETE",  # RCCL
+            None,
+            None,
         ),
     ],
 )
@@ -142,6 +163,48 @@ def test_what_is_not_known_is_kept():
     line = PREFIX + "Channel 00/0 : 0[0] -> 1[1] via WORMHOLE/9"
     log = read(f"{line}\n{PREFIX}Channel 00/0 between 0 -> 1 by some new form via NET/IB/0\n")
     assert not log.connections and log.unknown[0] == line and len(log.unknown) == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEMnode-1:5:6 [0] NCCL INFO Channel 00/0 : 1[1] -> 2[2] via P2P/CUMEM",
+        "comm 0x1 rank 0 nRanks 8 nNodes 2 localRanks many",
+        "comm 0x1 rank x nranks 8 cudaDev 0 busId 1b000 commId 0x9 - Init START",
+        "ncclCommSplit comm 0x1 rank 0 nranks 8 cudaDev 0 busId 1b000 parent 0x2 color red key 0 - Init START",
+        "CollNet 00/0 : 0 [send] via WORMHOLE/0",
+        "Channel",
+        "Channel 00/0 : 6[",
+    ],
+)
+def test_lines_in_an_unknown_format_are_counted(line):
+    log = read(PREFIX + line + "\n")
+    assert log.unknown == [PREFIX + line] and not log.connections and not log.communicators
+
+
+def test_reductions_in_switches():
+    log = read(PREFIX + "CollNet 00/0 : 0 [send] via COLLNET/SHARP/0/GDRDMA(PCI)\n" + PREFIX + "Connected NVLS tree\n")
+    assert log.transports == ["COLLNET/SHARP/GDRDMA", "NVLS"] and not log.unknown
+
+
+@pytest.mark.parametrize(
+    ("line", "host"),
+    [
+        ("│ {} │", "pod-1"),  # k9s
+        ("{}", "[pod-1]"),  # a name that was replaced before publication
+        ("{}", "<pod-1>"),
+        ("{} [repeated 7x across cluster] (Ray deduplicates logs by default. See …)", "pod-1"),
+    ],
+)
+def test_lines_with_other_text_around(line, host):
+    log = read(line.format(f"{host}:72:91 [0] NCCL INFO Channel 00 : 0[0] -> 1[1] via P2P/IPC") + "\n")
+    assert [connection.transport for connection in log.connections] == ["P2P/IPC"] and list(log.hosts) == [host]
+    assert log.num_repeated == 7 * ("repeated" in line) and not log.unknown
+
+
+def test_a_warning_with_the_name_of_a_function():
+    line = "host:101:202 [0] transport/net_ib.cc:12 (ncclIbInit) NCCL WARN NET/IB : no device\n"
+    assert list(read(line).complaints) == ["NET/IB : no device"]
 
 
 def test_an_empty_log_and_one_that_is_not_there(tmp_path):
