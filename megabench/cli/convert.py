@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megabench.cli.suggestions import SuggestingGroup
 from megabench.runtime.exit import exit_on_sigterm
 from megabench.runtime.launcher import launcher_rank
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from megabench.convert.verifying import Comparison
     from megabench.models.weights import Weights
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(cls=SuggestingGroup, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
 Hf = Annotated[Path, typer.Option(metavar="DIR", help="Directory of a Hugging Face model.")]
 Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the layout to verify.")]

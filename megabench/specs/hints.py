@@ -64,8 +64,33 @@ def hint(
             return render(answer, spell, given)
     meant = meant_by(last, SETTINGS) or (last if "." in plain else None)
     if meant in names and meant in SETTINGS:
-        return _of_synonym(meant, given, spell)
-    return _near(plain, names, spell) or otherwise or f"known: {', '.join(map(spell, names))}"
+        return describe(meant, value, spell)
+    if near := _near(plain, names, spell):
+        return near
+    return f"known: {', '.join(map(spell, names))}" if otherwise is None else otherwise
+
+
+def is_known(word: str) -> bool:
+    """Return whether `word` is a setting, or an option of another program that has an answer or is a synonym."""
+    plain = plain_name(word)
+    return any(
+        name in SETTINGS or name in ANSWERS or meant_by(name, SETTINGS) is not None
+        for name in (plain, plain.rpartition(".")[2])
+    )
+
+
+def describe(name: str, value: object, spell: Spelling) -> str:
+    """Return the setting `name`, with the value that the user gave it, and its description.
+
+    The answer for a value of another program replaces both, as for engine=zero3.
+    """
+    description, given = FIELDS[name].description, _scalar(value)
+    if answer := ANSWERS.get(f"{name}={_first_word(given)}"):
+        return render(answer, spell, given)
+    if valid := valid_value(name, given):
+        return f"here it is {spell(name, valid)}: {description}"
+    choices = f" ({', '.join(map(str, choices_of(name)))})" if choices_of(name) else ""
+    return f"here it is {spell(name)}{choices}: {description}"
 
 
 def better_value(name: str, value: object) -> str | None:
@@ -120,17 +145,6 @@ def _group(settings: list[SettingNamed], spell: Spelling, given: str | None) -> 
         value = valid_value(one.name, given) if one.is_given else None
         spelled.append(spell(one.name, value or one.value))
     return (" " if spell is not as_field else " and ").join(spelled)
-
-
-def _of_synonym(name: str, given: str | None, spell: Spelling) -> str:
-    """Return the suggestion for a name whose meaning is that of the setting `name`."""
-    description = FIELDS[name].description
-    if answer := ANSWERS.get(f"{name}={_first_word(given)}"):
-        return render(answer, spell, given)
-    if value := valid_value(name, given):
-        return f"here it is {spell(name, value)}: {description}"
-    choices = f" ({', '.join(map(str, choices_of(name)))})" if choices_of(name) else ""
-    return f"here it is {spell(name)}{choices}: {description}"
 
 
 def _near(plain: str, names: list[str], spell: Spelling) -> str | None:

@@ -82,16 +82,22 @@ def _with_all_options(also: Mapping[str, str]) -> Any:
     return train
 
 
-def _unknown_option(option: str, words: Sequence[str], also: Mapping[str, str]) -> str:
-    """Return the error message for an unknown option in the command line `words`."""
-    word, value = option, None
+def option_and_value(option: str, words: Sequence[str]) -> tuple[str, str | None]:
+    """Return how the user wrote an option in the command line `words`, and its value.
+
+    Of "-tp 2", the parser reports the option "-t".
+    """
     for place, given in enumerate(words):
-        name, separator, rest = given.partition("=")
-        # of "-tp 2", the parser reports the option -t
+        name, separator, value = given.partition("=")
         if name == option or (not option.startswith("--") and name.startswith(option)):
             following = words[place + 1] if place + 1 < len(words) else "-"
-            word, value = name, rest if separator else None if following.startswith("-") else following
-            break
+            return name, value if separator else None if following.startswith("-") else following
+    return option, None
+
+
+def _unknown_option(option: str, words: Sequence[str], also: Mapping[str, str]) -> str:
+    """Return the error message for an unknown option in the command line `words`."""
+    word, value = option_and_value(option, words)
     return f"unknown option {word}; {hint(word, [*SETTINGS, *also], as_flag, 'see --help', value)}"
 
 
