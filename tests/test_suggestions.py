@@ -19,6 +19,7 @@ HUB = "is not in the catalogue, and megabench downloads no models. Use hf downlo
     [
         ("tarin --model llama-tiny", "megabench has no command 'tarin'; did you mean train?"),
         ("pretrain", "megabench has no command 'pretrain'; did you mean megabench train?"),
+        ("finetun", "megabench has no command 'finetun'; did you mean train?"),
         ("quickstart", "megabench has no command 'quickstart'; did you mean megabench compare quickstart?"),
         (
             "qqqq",

@@ -68,12 +68,13 @@ def _one_sentence(context: Any) -> Iterator[None]:
 
 
 def _unknown_command(word: str, program: str, commands: list[str]) -> str:
-    others = {other: command for command, words in _COMMANDS.items() for other in words.split()}
-    if program == "megabench" and word in shipped.names("studies"):
+    is_top = program == "megabench"
+    others = {other: command for command, words in _COMMANDS.items() for other in words.split() if is_top}
+    if is_top and word in shipped.names("studies"):
         remedy = f"did you mean megabench compare {word}?"
-    elif program == "megabench" and (command := others.get(word.lower())):
+    elif command := others.get(word.lower()):
         remedy = f"did you mean megabench {command}?"
-    elif near := near_names(word, commands):
+    elif near := near_names(word, commands) or [others[near] for near in near_names(word, others, most=1)]:
         remedy = f"did you mean {' or '.join(near)}?"
     else:
         remedy = f"use one of {', '.join(commands)}"
