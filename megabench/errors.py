@@ -1,5 +1,8 @@
 """The base class of errors that a user can correct, and their messages."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class UserError(ValueError):
     """Raised for invalid input from the user. The message says what is wrong, where, and what to do.
@@ -11,6 +14,12 @@ class UserError(ValueError):
 
     def __str__(self) -> str:
         return " ".join(super().__str__().splitlines())  # names that are read from files may contain line breaks
+
+
+def near_names(word: str, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Return the names that are similar to `word`, the most similar first. Upper and lower case are equal."""
+    by_lower_case = {name.lower(): name for name in known}
+    return [by_lower_case[near] for near in get_close_matches(word.lower(), by_lower_case, n=most, cutoff=cutoff)]
 
 
 def printable(text: str) -> str:

@@ -115,7 +115,7 @@ def test_every_cluster_file_is_a_cluster(monkeypatch, capsys, path):
     [
         ("hosts: []", "hosts=[] is not valid: list should have at least 1 item"),
         ("hosts: [{gpus: 8}]", "hosts[0]: unknown setting 'gpus'; did you mean gpu or num_gpus?"),
-        ("hosts: [{instance: p4}]", "instance type 'p4' is not known; use one of p3dn.24xlarge"),
+        ("hosts: [{instance: p4}]", "instance type 'p4' is not known; did you mean p4d.24xlarge or p4de.24xlarge?"),
         ("- 8", "must contain a mapping of settings"),
     ],
 )

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 from typer.main import get_command
 
 from megabench import __version__, shipped
+from megabench.cli.suggestions import SuggestingGroup
 from megabench.errors import UserError, error_message
 from megabench.runtime.launcher import launcher_rank, refuse_num_processes
 from megabench.runtime.process import set_up_process
@@ -55,7 +56,7 @@ _MODULES = {
 }
 
 
-class _Commands(TyperGroup):
+class _Commands(SuggestingGroup):
     """The commands of this module and of the modules in `_MODULES`, which are imported when they run."""
 
     def list_commands(self, ctx: Any) -> list[str]:

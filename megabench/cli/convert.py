@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megabench.cli.suggestions import SuggestingGroup
 from megabench.runtime.launcher import launcher_rank
 from megabench.runtime.process import exit_on_sigterm
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from megabench.convert.verifying import Comparison
     from megabench.models.weights import Weights
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(cls=SuggestingGroup, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
 Hf = Annotated[Path, typer.Option(metavar="DIR", help="Directory of a Hugging Face model.")]
 Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the layout to verify.")]

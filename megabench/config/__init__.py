@@ -1,8 +1,9 @@
 """The configuration of a run. Loads no torch."""
 
-from megabench.config.run_config import ResolvedConfig, RunConfig, choices_of
+from megabench.config.run_config import ResolvedConfig, RunConfig
 from megabench.settings.reading import ConfigError, explain, literal_values, near_matches, read_yaml_mapping
-from megabench.specs.all_settings import FIELDS, SETTINGS, hint
+from megabench.specs.all_settings import FIELDS, SETTINGS
+from megabench.specs.hints import as_flag, choices_of, hint
 
 __all__ = [
     "FIELDS",
@@ -10,6 +11,7 @@ __all__ = [
     "ConfigError",
     "ResolvedConfig",
     "RunConfig",
+    "as_flag",
     "choices_of",
     "explain",
     "hint",

@@ -25,22 +25,16 @@ from megabench.optim.schedules import SCHEDULES
 from megabench.parallel.layout import GIVEN_SIZES, Layout, divisors
 from megabench.precision import POLICIES, PrecisionPolicy
 from megabench.runtime.environment import is_secret
-from megabench.settings.reading import ConfigError, explain, literal_values
+from megabench.settings.reading import ConfigError, explain
 from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import EngineSettings, names
-from megabench.specs.all_settings import FIELDS, SETTINGS, engines_with, hint, is_default
+from megabench.specs.all_settings import FIELDS, SETTINGS, engines_with, is_default
 from megabench.specs.engine_spec import EngineSpec
 from megabench.specs.fp8_check import check_fp8
+from megabench.specs.hints import TABLES, better_value, hint
 from megabench.specs.registry import ENGINES
 
 assert {*names(SETTINGS, role="size")} == {*GIVEN_SIZES}, "every size of a layout has a setting"
-# for settings whose values are the names in a table: this table
-_TABLES: dict[str, Mapping[str, object]] = {
-    "engine": ENGINES,
-    "precision": POLICIES,
-    "schedule": SCHEDULES,
-    "optimizer": OPTIMIZERS,
-}
 
 
 class RunConfig(RunSettings):
@@ -58,7 +52,7 @@ class RunConfig(RunSettings):
         try:
             return cls.model_validate(dict(fields))
         except ValidationError as error:
-            raise ConfigError(where + explain(error, FIELDS, hint)) from None
+            raise ConfigError(where + explain(error, FIELDS, _hint, better_value)) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -94,10 +88,10 @@ class RunConfig(RunSettings):
     def shape(self) -> ModelShape:
         return find_model(self.model, self.num_layers)
 
-    @field_validator(*_TABLES)
+    @field_validator(*TABLES)
     @classmethod
     def _is_in_its_table(cls, value: str | None, info: ValidationInfo) -> str | None:
-        table = _TABLES[info.field_name or ""]
+        table = TABLES[info.field_name or ""]
         if value is not None and value not in table:
             raise PydanticCustomError("choice", "is not known; use one of {names}", {"names": ", ".join(table)})
         return value
@@ -373,9 +367,9 @@ class ResolvedConfig(RunConfig):
         return self.global_batch // (self.micro_batch * self.layout.data_parallel)
 
 
-def choices_of(name: str) -> tuple[Any, ...]:
-    """Return the allowed values of a setting, or () if they cannot be listed."""
-    return tuple(_TABLES.get(name, ())) or literal_values(FIELDS[name].annotation)
+def _hint(word: str, known: list[str], value: object) -> str:
+    """Return what to use instead of an unknown setting."""
+    return hint(word, known, otherwise="megabench train --help lists all settings", value=value)
 
 
 def _not_its_setting(name: str, engine: str, fields: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megabench.cost.job import Product
-from megabench.hardware.gpus import GPU_NAMES, find_gpu, gpu_memory_mib
+from megabench.hardware.gpus import find_gpu, gpu_memory_mib, near_gpus
 from megabench.hardware.topology import Link
 from megabench.precision import POLICIES
 from megabench.settings.reading import ConfigError, explain, read_text
@@ -156,7 +156,7 @@ class Profile(_Part):
                 )
         tflops = (gpu.peak_tflops(precision) if gpu else None) or self.peak_tflops.get(precision)
         if tflops is None:
-            near = [name for name in GPU_NAMES if device.lower() in name.lower()]
+            near = near_gpus(device)
             call = f"name the GPU {' or '.join(near[:4])}, or " if near else ""
             raise ConfigError(
                 f"the peak of {device!r} in {precision} is unknown; {call}use a --profile FILE that sets peak_tflops"

@@ -68,7 +68,7 @@ class HuggingFaceTokenizer:
         if not directory.is_dir():
             raise DataError(
                 f"tokenizer={directory} is not a directory. Use tokenizer=bytes, or the directory of a Hugging Face "
-                f"tokenizer."
+                f"tokenizer (hf download NAME --local-dir DIR)."
             )
         # imported here, because importing transformers takes seconds and tokenizer=bytes does not need transformers
         from tokenizers import Tokenizer as JsonTokenizer

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megabench.errors import near_names
 from megabench.precision import POLICIES
 
 # "infiniband" also means RDMA over Ethernet (RoCE), which NCCL uses through the same transport (NET/IB).
@@ -72,6 +73,16 @@ GPU_NAMES = tuple(_GPUS)
 def find_gpu(device_name: str) -> Gpu | None:
     """Return the GPU with the CUDA device name `device_name`, or None. The name must match exactly: "NVIDIA H200"."""
     return _GPUS.get(device_name)
+
+
+def near_gpus(device_name: str) -> list[str]:
+    """Return the CUDA device names that a GPU name such as "H100" or "a100 80gb" may mean."""
+    words = device_name.lower().replace("-", " ").split()
+    return (
+        [name for name in _GPUS if words and all(word in name.lower() for word in words)]
+        or [name for name, gpu in _GPUS.items() if gpu.name.split()[0].lower() in words]
+        or near_names(device_name, _GPUS)
+    )
 
 
 def gpu_memory_mib(device_name: str) -> int | None:
@@ -207,3 +218,18 @@ def find_ultraserver(name: str) -> tuple[Instance, int] | None:
     instance_type, count = found
     instance = _INSTANCES[instance_type]
     return replace(instance, nvlink_domain=count * instance.num_gpus), count
+
+
+def near_instances(name: str) -> list[str]:
+    """Return the instance types that a name such as "p5", "p5.48xlage" or "8xH100" may mean, UltraServers included."""
+    word, names = name.lower(), (*INSTANCE_NAMES, *ULTRASERVER_NAMES)
+    on_gpu = {instance.name: gpu.name.lower() for instance in _INSTANCES.values() if (gpu := find_gpu(instance.gpu))}
+    gpus = [gpu for gpu in on_gpu.values() if gpu in word]
+    longest = max(gpus, key=len, default=None)  # "gb200" also contains "b200"
+    return (
+        [one for one in names if one.lower().partition(".")[0] == word]
+        or [one for one in names if len(word) > 1 and one.lower().removeprefix("standard_").startswith(word)]
+        or near_names(name, names, most=1, cutoff=0.85)
+        or [one for one in INSTANCE_NAMES if on_gpu.get(one) == longest]
+        or near_names(name, names)
+    )

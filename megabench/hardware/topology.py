@@ -14,7 +14,7 @@ from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Literal
 
 from megabench import shipped
-from megabench.errors import UserError
+from megabench.errors import UserError, near_names
 from megabench.hardware.facts import RankFacts
 from megabench.hardware.gpus import (
     INSTANCE_NAMES,
@@ -23,6 +23,7 @@ from megabench.hardware.gpus import (
     Network,
     find_instance,
     find_ultraserver,
+    near_instances,
 )
 
 if TYPE_CHECKING:
@@ -250,6 +251,9 @@ def instance_host(instance_type: str) -> tuple[Host, int, int]:
 def _instance(instance_type: str) -> Instance:
     instance = find_instance(instance_type)
     if instance is None:
+        clusters = near_names(instance_type, shipped.names("clusters"), most=1, cutoff=0.75)
+        if near := clusters or near_instances(instance_type):
+            raise TopologyError(f"instance type {instance_type!r} is not known; did you mean {' or '.join(near)}?")
         raise TopologyError(
             f"instance type {instance_type!r} is not known; use one of "
             f"{', '.join((*INSTANCE_NAMES, *ULTRASERVER_NAMES))}, a cluster file, or one of the shipped clusters "

@@ -1,8 +1,9 @@
 """Catalogue of named model shapes with their default training settings. Loads no torch."""
 
-from difflib import get_close_matches
+import os
+import re
 
-from megabench.errors import UserError
+from megabench.errors import UserError, near_names
 from megabench.models.shape import ModelShape, RopeScaling
 
 
@@ -134,10 +135,62 @@ _SHAPES = (
 CATALOG = {shape.name: shape for shape in _SHAPES}
 
 
+# Models of the Hugging Face Hub with exactly the shape of a model of the catalogue, in lower case.
+HUB_NAMES = {
+    "meta-llama/meta-llama-3-8b": "llama3-8b",
+    "meta-llama/meta-llama-3-8b-instruct": "llama3-8b",
+    "meta-llama/meta-llama-3-70b": "llama3-70b",
+    "meta-llama/meta-llama-3-70b-instruct": "llama3-70b",
+    "meta-llama/llama-3.1-405b": "llama3-405b",
+    "meta-llama/llama-3.1-405b-instruct": "llama3-405b",
+    "meta-llama/meta-llama-3.1-405b": "llama3-405b",
+    "mistralai/mistral-7b-v0.3": "mistral-7b",
+    "mistralai/mistral-7b-instruct-v0.3": "mistral-7b",
+    "qwen/qwen3-0.6b": "qwen3-0.6b",
+    "qwen/qwen3-0.6b-base": "qwen3-0.6b",
+    "qwen/qwen3-8b": "qwen3-8b",
+    "qwen/qwen3-8b-base": "qwen3-8b",
+    "openai-community/gpt2": "gpt2",
+    "openai-community/gpt2-xl": "gpt2-xl",
+    "bigscience/bloom-560m": "bloom-560m",
+    "bigscience/bloom-7b1": "bloom-7b1",
+}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
 def get_model(name: str) -> ModelShape:
     """Return the shape of the catalogue model `name`. For other names, raise UnknownModelError with similar names."""
     if name in CATALOG:
         return CATALOG[name]
-    near = get_close_matches(name, CATALOG, n=3, cutoff=0.4)
+    raise unknown_model(name)
+
+
+def unknown_model(name: str) -> UnknownModelError:
+    """Return the error for a `name` that is neither a directory nor in the catalogue, with the nearest model."""
+    same = HUB_NAMES.get(name.lower())
+    if _HUB_NAME.fullmatch(name) and not os.path.exists(os.path.dirname(name)):
+        folder = name.partition("/")[2]
+        near = [same] if same else near_names(folder, CATALOG, most=1)
+        random = (
+            f" For {'the same' if same else 'a similar'} shape with random weights, use --model {near[0]}."
+            if near
+            else ""
+        )
+        return UnknownModelError(
+            f"model={name} is not in the catalogue, and megabench downloads no models. Use hf download {name} "
+            f"--local-dir {folder}, and --model {folder}.{random}"
+        )
+    if "/" in name:
+        return UnknownModelError(
+            f"model={name} is neither a directory nor a name of the catalogue. Known names: {', '.join(CATALOG)}."
+        )
+    on_hub = [model for hub, model in HUB_NAMES.items() if hub.partition("/")[2] == name.lower()]
+    equal = [model for model in CATALOG if _letters(model) == _letters(name)]
+    near = on_hub or equal or near_names(name, CATALOG, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known models: {', '.join(CATALOG)}"
-    raise UnknownModelError(f"unknown model {name!r}; {hint}")
+    return UnknownModelError(f"unknown model {name!r}; {hint}")
+
+
+def _letters(name: str) -> str:
+    """Return the letters and digits of a name, so that "LLaMA-3-8B" and "llama3-8b" are equal."""
+    return re.sub("[^a-z0-9]", "", name.lower())

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from megabench.errors import UserError
-from megabench.models.catalog import CATALOG, UnknownModelError, get_model
+from megabench.models.catalog import CATALOG, UnknownModelError, get_model, unknown_model
 from megabench.models.shape import ModelShape
 
 # the folder inside a checkpoint that contains the model's configuration and tokenizer
@@ -50,9 +50,7 @@ def _read(name: str) -> ModelShape:
 
     folder = Path(name)
     if not folder.is_dir():
-        raise UnknownModelError(
-            f"model={name} is neither a directory nor a name of the catalogue. Known names: {', '.join(CATALOG)}."
-        )
+        raise unknown_model(name)
     for candidate in (folder, folder / ASSETS):
         if (candidate / CONFIG_NAME).exists():
             return replace(read_shape(candidate), name=name)

@@ -3,7 +3,6 @@
 import json
 import stat
 from collections.abc import Callable, Hashable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -12,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megabench.errors import UserError
+from megabench.errors import UserError, near_names
 
 
 class ConfigError(UserError):
@@ -135,13 +134,22 @@ def near_matches(word: str, known: list[str], otherwise: str | None = None) -> s
 
     If none is similar, return `otherwise`, or a list of all known names.
     """
-    near = get_close_matches(word, known, n=3, cutoff=0.6)
-    if near:
+    if near := near_names(word, known):
         return f"did you mean {' or '.join(near)}?"
-    return otherwise or f"known: {', '.join(known)}"
+    return f"known: {', '.join(known)}" if otherwise is None else otherwise
 
 
-Hint = Callable[[str, list[str]], str]
+def _near_names_only(word: str, known: list[str], value: object) -> str:
+    return near_matches(word, known)
+
+
+def _no_better_value(name: str, value: object) -> None:
+    return None
+
+
+_CHOICE_PROBLEMS = ("literal_error", "choice", "boolean", "string_type")
+Hint = Callable[[str, list[str], object], str]
+BetterValue = Callable[[str, object], str | None]
 
 
 def literal_values(annotation: Any) -> tuple[Any, ...]:
@@ -152,18 +160,26 @@ def literal_values(annotation: Any) -> tuple[Any, ...]:
     return get_args(arms[0]) if len(arms) == 1 and get_origin(arms[0]) is Literal else ()
 
 
-def explain(error: ValidationError, fields: Mapping[str, FieldInfo], hint: Hint = near_matches) -> str:
+def explain(
+    error: ValidationError,
+    fields: Mapping[str, FieldInfo],
+    hint: Hint = _near_names_only,
+    better_value: BetterValue = _no_better_value,
+) -> str:
     """Return the first problem of a ValidationError as one error message with a remedy.
 
-    `fields` are the fields of the model; `hint` returns a suggestion for an unknown name.
+    `fields` are the fields of the model. `hint` returns a suggestion for an unknown name with its value, and
+    `better_value` one for a value that is none of the choices of a setting, or None.
     """
     problem = error.errors()[0]
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
     if problem["type"] == "extra_forbidden":
-        return f"unknown setting {name!r}; {hint(name, list(fields))}"
+        return f"unknown setting {name!r}; {hint(name, list(fields), problem['input'])}"
     if problem["type"] == "sentence":
         return problem["msg"]
     field = fields.get(name)
+    if problem["type"] in _CHOICE_PROBLEMS and (better := better_value(name, problem["input"])):
+        return f"{name}={problem['input']!r} is not known; {better}"
     if problem["type"] == "literal_error" and field:
         choices = ", ".join(map(str, literal_values(field.annotation)))
         return f"{name}={problem['input']!r} is not known; use one of {choices}"

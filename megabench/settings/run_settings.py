@@ -47,7 +47,7 @@ class RunSettings(Settings):
     """Model: a name of the catalogue, or a Hugging Face or checkpoint directory."""
 
     num_layers: NumLayers | None = setting(
-        None, "Model and data", "work", "content", synonyms="num_hidden_layers n_layers"
+        None, "Model and data", "work", "content", synonyms="num_hidden_layers n_layers n_layer"
     )
     """Number of layers; overrides the model's."""
 
@@ -97,7 +97,11 @@ class RunSettings(Settings):
     """Divide the ranks of one machine into this many emulated hosts that communicate over sockets."""
 
     seq_length: NumTokens | None = setting(
-        None, "Batch", "work", "same", synonyms="seq_len sequence_length max_seq_len context_length max_length"
+        None,
+        "Batch",
+        "work",
+        "same",
+        synonyms="seq_len sequence_length max_seq_len max_seq_length context_length max_length block_size",
     )
     """Tokens per sequence [default: the model's]."""
 
@@ -116,15 +120,17 @@ class RunSettings(Settings):
         "Batch",
         "work",
         "same",
-        synonyms="batch_size global_batch_size train_batch_size gradient_accumulation_steps",
+        synonyms="global_batch_size train_batch_size",
     )
     """Sequences per optimizer step [default: the model's]."""
 
-    steps: NumSteps = setting(100, "Run", "work", "mention", synonyms="train_iters max_steps num_steps training_steps")
+    steps: NumSteps = setting(
+        100, "Run", "work", "mention", synonyms="train_iters max_steps max_iters num_steps training_steps"
+    )
     """Number of optimizer steps, warm-up steps included."""
 
     warmup_steps: NumStepsOrZero = setting(5, "Run", "machine", "free")
-    """Steps before timing starts; reported figures exclude them."""
+    """Steps before timing starts; reported figures exclude them. The warm-up of the learning rate is lr_warmup."""
 
     optimizer: str = setting("adamw", "Optimizer", "work", "same", synonyms="optim")
     """Optimizer; sgd has no momentum, and adafactor and muon need ddp or ZeRO-0, whose ranks hold whole matrices."""
@@ -133,7 +139,7 @@ class RunSettings(Settings):
     """Peak learning rate [default: the model's]."""
 
     lr_warmup: NumStepsOrZero | None = setting(
-        None, "Optimizer", "work", "mention", synonyms="lr_warmup_steps lr_warmup_iters num_warmup_steps"
+        None, "Optimizer", "work", "mention", synonyms="lr_warmup_steps lr_warmup_iters num_warmup_steps warmup_iters"
     )
     """Number of linear warm-up steps of the learning rate [default: the model's]."""
 
@@ -152,9 +158,7 @@ class RunSettings(Settings):
     )
     """Learning rate of the last step [default: a tenth of lr]."""
 
-    betas: tuple[Beta, Beta] = setting(
-        (0.9, 0.95), "Optimizer", "work", "mention", synonyms="adam_betas adam_beta1 adam_beta2"
-    )
+    betas: tuple[Beta, Beta] = setting((0.9, 0.95), "Optimizer", "work", "mention", synonyms="adam_betas")
     """AdamW's betas."""
 
     eps: Epsilon = setting(1e-8, "Optimizer", "work", "mention", synonyms="adam_eps adam_epsilon")
@@ -167,12 +171,16 @@ class RunSettings(Settings):
     """Other values for parameters by name: "embed|norm: lr_scale=0.1 weight_decay=0 beta1=0.9 beta2=0.99; …"."""
 
     clip_grad: GradientNorm = setting(
-        1.0, "Optimizer", "work", "mention", synonyms="gradient_clipping max_grad_norm grad_clip max_norm"
+        1.0,
+        "Optimizer",
+        "work",
+        "mention",
+        synonyms="gradient_clipping max_grad_norm grad_clip gradient_clip_val max_norm",
     )
     """Maximum global gradient norm; 0 disables clipping."""
 
     precision: str | None = setting(
-        None, "Precision and kernels", "work", "mention", synonyms="dtype torch_dtype mixed_precision bf16 fp16 fp8"
+        None, "Precision and kernels", "work", "mention", synonyms="dtype torch_dtype mixed_precision"
     )
     """Training dtype; fp8 is bf16 with fp8 products inside blocks [default: bf16 on GPU, fp32 on CPU]."""
 
@@ -198,7 +206,7 @@ class RunSettings(Settings):
         "Precision and kernels",
         "option",
         "free",
-        synonyms="activation_checkpointing gradient_checkpointing recompute_granularity activation_checkpoint",
+        synonyms="recompute_granularity",
         searchable=True,
     )
     """Activation recomputation: none, selective (attention), full (whole layers); auto finds the fastest that fits."""
@@ -230,7 +238,7 @@ class RunSettings(Settings):
     skip_memory_check: bool = setting(False, "Run", "watch", "free")
     """Build the model even if its weights, gradients and optimizer state do not seem to fit into memory."""
 
-    save: Path | None = setting(None, "Checkpoints", "output", "free", synonyms="output_dir checkpoint_dir save_dir")
+    save: Path | None = setting(None, "Checkpoints", "output", "free", synonyms="checkpoint_dir save_dir")
     """Directory for checkpoints, shared by all hosts; the last step is always saved."""
 
     save_every: NumSteps | None = setting(
@@ -242,7 +250,7 @@ class RunSettings(Settings):
     """Number of this run's newest checkpoints to keep; the newest healthy one is never deleted [default: all]."""
 
     save_mode: Literal["auto", "sync", "async"] = setting(
-        "auto", "Checkpoints", "output", "free", synonyms="async_save async_mode"
+        "auto", "Checkpoints", "output", "free", synonyms="async_mode"
     )
     """sync: wait until a checkpoint is written; async: until it is in host memory; auto: async on GPUs if it fits."""
 

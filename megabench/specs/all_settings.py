@@ -1,14 +1,13 @@
 """All settings by name: those that all engines share, and those of single engines. Loads no torch."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from megabench.settings.reading import near_matches
 from megabench.settings.run_settings import RunSettings
-from megabench.settings.setting import Setting, fields_of, meant_by, metadata
+from megabench.settings.setting import Setting, fields_of, metadata
 from megabench.specs.registry import ENGINES
 
 
@@ -49,18 +48,6 @@ def engines_with(name: str) -> tuple[str, ...]:
 
 def is_default(name: str, value: object) -> bool:
     return bool(value == FIELDS[name].default)
-
-
-def hint(word: str, known: Iterable[str], spell: Callable[[str], str] = str, otherwise: str | None = None) -> str:
-    """Suggest settings for an unknown name: the setting that other programs call by that name, or similar names.
-
-    `spell` formats a name as the user writes it. `otherwise` is the hint if no name is similar, by default all of
-    `known`.
-    """
-    names = list(known)
-    if (meant := meant_by(word, SETTINGS)) in names:
-        return f"here it is {spell(meant)}: {FIELDS[meant].description}"
-    return near_matches(word, [spell(name) for name in names], otherwise)
 
 
 def labels(options: Mapping[str, Any]) -> list[str]:

@@ -23,9 +23,7 @@ _OF_STAGE_3 = ("hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layer
 
 
 class DeepSpeedSettings(EngineSettings):
-    zero_stage: Literal[0, 1, 2, 3] | None = setting(
-        None, "Engine and layout", "option", "free", synonyms="stage zero zero_optimization_stage"
-    )
+    zero_stage: Literal[0, 1, 2, 3] | None = setting(None, "Engine and layout", "option", "free")
     """ZeRO stage of the deepspeed engine [default: 3]."""
 
     offload: Literal["none", "optimizer", "all"] = OFFLOAD
@@ -49,9 +47,7 @@ class DeepSpeedSettings(EngineSettings):
 
     reshard_after_forward: bool = RESHARD_AFTER_FORWARD
     keep_transposed: bool = KEEP_TRANSPOSED
-    deepspeed_config: Path | None = setting(
-        None, "Engine and layout", "option", "free", synonyms="deepspeed ds_config", label="own JSON"
-    )
+    deepspeed_config: Path | None = setting(None, "Engine and layout", "option", "free", label="own JSON")
     """A DeepSpeed JSON file, or the name of a shipped one (reduce-to-owner); its settings override megabench's."""
 
     @property

@@ -19,7 +19,7 @@ SHARD_SIZE: Any = setting(
     "free",
     description="Number of neighbouring ranks that share one copy of the weights (fsdp, megatron_fsdp) or of the "
     "optimizer state (megatron) [default: all ranks].",
-    synonyms="data_parallel_shard_degree hsdp_shard_size num_distributed_optimizer_instances",
+    synonyms="data_parallel_shard_degree hsdp_shard_size",
     label="shards of {}",
 )
 OFFLOAD: Any = setting(
@@ -28,7 +28,6 @@ OFFLOAD: Any = setting(
     "option",
     "free",
     description="State kept in host memory: the optimizer's (deepspeed), or all state (ZeRO-3 and fsdp).",
-    synonyms="cpu_offload offload_optimizer",
     label="offload {}",
 )
 KEEP_TRANSPOSED: Any = setting(
@@ -46,6 +45,5 @@ COMPILE: Any = setting(
     "option",
     "free",
     description="Compile the blocks of fsdp and ddp with torch.compile.",
-    synonyms="torch_compile",
     label="compiled",
 )

@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megabench import shipped
-from megabench.config import hint
 from megabench.hardware.facts import gpu_names
 from megabench.settings.reading import parse_yaml
 from megabench.study.expand import expand, list_fields
 from megabench.study.planned_trials import Planning
-from megabench.study.study import TRIAL_SETTINGS, Study, StudyError, StudyFile, plan_study
+from megabench.study.study import TRIAL_SETTINGS, Study, StudyError, StudyFile, hint_in_trial, plan_study
 
 
 def find_study(given: Path, expected: str = "study file") -> Path:
@@ -155,7 +154,7 @@ def _setting(text: str) -> tuple[str, str, Any]:
     if field in ("name", "env"):
         raise StudyError(f"--set {text}: {field} is not a setting of a run; set it in the study file")
     if field not in TRIAL_SETTINGS:
-        raise StudyError(f"--set {text}: unknown setting {field!r}; {hint(field, TRIAL_SETTINGS)}")
+        raise StudyError(f"--set {text}: unknown setting {field!r}; {hint_in_trial(field, value)}")
     try:
         parsed = parse_yaml(value)
         # YAML reads text with a colon as a mapping, but no setting has a mapping as its value

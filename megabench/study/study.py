@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,9 +23,10 @@ from megabench.config import (
 )
 from megabench.config.auto import resolve_first
 from megabench.config.record_fields import identity
-from megabench.errors import UserError
+from megabench.errors import UserError, near_names
 from megabench.planner.predict import Predictor
 from megabench.settings.bounds import NumRanks, NumRepeats, Seconds
+from megabench.specs.hints import is_known
 from megabench.specs.registry import is_zero3
 from megabench.study.expand import (
     SAFE_NAME,
@@ -89,7 +90,7 @@ class StudyFile(BaseModel):
             raise StudyError(str(error)) from None
         for name in content:
             if name not in cls.model_fields:
-                raise StudyError(f"{path}: unknown setting {name!r}; {near_matches(str(name), [*cls.model_fields])}")
+                raise StudyError(f"{path}: unknown setting {name!r}; {_hint_at_top_level(str(name), content)}")
         if not content.get("trials"):
             raise StudyError(f"{path} has no trials; give a list of them, e.g. 'trials: [{{tp: 2}}, {{tp: 4}}]'")
         try:
@@ -118,6 +119,29 @@ class StudyFile(BaseModel):
         """The settings of all trials that do not override them."""
         hosts = {"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}
         return {"timeout_seconds": self.timeout_seconds, "repeats": self.repeats} | hosts | self.base
+
+
+def hint_in_trial(name: str, value: object) -> str:
+    """Return what to use instead of a setting that trials do not have."""
+    if name in SETTINGS:
+        return "trials write no checkpoints, and megabench compare --out DIR sets the directory of their results"
+    return hint(name, TRIAL_SETTINGS, otherwise="megabench train --help lists the settings", value=value)
+
+
+def _hint_at_top_level(name: str, content: Mapping[str, Any]) -> str:
+    """Return what to use instead of a field `name` that study files do not have."""
+    fields = [*StudyFile.model_fields]
+    if name in TRIAL_SETTINGS:
+        misplaced = {
+            field: value if isinstance(value, str | int | float) else "…"
+            for field, value in content.items()
+            if field in TRIAL_SETTINGS and field not in fields
+        }
+        moved = ", ".join(f"{field}: {value}" for field, value in misplaced.items())
+        return f"move settings of all trials into base: 'base: {{{moved}}}'"
+    if near_names(name, fields) or not is_known(name):
+        return near_matches(name, fields)
+    return f"in base, which has the settings of all trials, {hint_in_trial(name, content[name])}"
 
 
 @dataclass(frozen=True)
@@ -294,7 +318,7 @@ def _draft(
     both = {**base, **values}
     for field in both:
         if field not in TRIAL_SETTINGS:
-            raise StudyError(f"{where}: unknown setting {field!r}; {hint(field, TRIAL_SETTINGS)}")
+            raise StudyError(f"{where}: unknown setting {field!r}; {hint_in_trial(field, both[field])}")
     world_size = both.get("world_size", num_processes)
     if not _is(NumRanks, world_size):
         raise StudyError(f"{where}: world_size={world_size!r} must be a whole number of processes, e.g. 8")

@@ -4,6 +4,8 @@ Loads no torch.
 """
 
 import inspect
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -11,7 +13,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from megabench.config import FIELDS, SETTINGS, ConfigError, RunConfig, choices_of, hint, read_yaml_mapping
+from megabench import shipped
+from megabench.config import FIELDS, SETTINGS, ConfigError, RunConfig, as_flag, choices_of, hint, read_yaml_mapping
+from megabench.models.catalog import CATALOG
 
 # options of `megabench train` that are no settings of a run
 LAUNCH_OPTIONS = {"nproc": "Number of processes [default: one per GPU; without GPUs, tp·cp·pp]."}
@@ -30,10 +34,11 @@ def parse_flags(arguments: Sequence[str] | None = None, program: str | None = No
         # an error of click, or of the copy of click inside newer versions of typer
         if (message := getattr(error, "format_message", None)) is None:
             raise
-        if option := getattr(error, "option_name", None):
-            known = hint(option, [*SETTINGS, *also], _flag, "see --help")
-            raise ConfigError(f"unknown option {option}; {known}") from None
-        raise ConfigError(message()) from None
+        words = sys.argv[1:] if arguments is None else arguments
+        if hasattr(error, "possibilities"):  # an unknown option
+            option = str(getattr(error, "option_name", ""))
+            raise ConfigError(_unknown_option(option, words, also)) from None
+        raise ConfigError(f"{message().rstrip('.')}; see --help") from None
     return result if isinstance(result, RunConfig) else None
 
 
@@ -43,39 +48,77 @@ def training_command(also: Mapping[str, str]) -> typer.Typer:
     `also` maps the names of other options for numbers, whose values it ignores, to their help.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command()(_with_all_options(also))
+    app.command(context_settings={"allow_extra_args": True})(_with_all_options(also))
     return app
 
 
 def _with_all_options(also: Mapping[str, str]) -> Any:
-    def train(config_file: Path | None, **flags: Any) -> RunConfig:
+    def train(context: typer.Context, config_file: Path | None, **flags: Any) -> RunConfig:
         """Train one model under one layout on all processes of the launcher.
 
         megabench train starts its processes on this machine. On several hosts, start torchrun … -m megabench.train on
         each host. The data-parallel size follows from the number of processes.
         """
+        if context.args:
+            raise ConfigError(_not_an_option(context.args[0]))
         from_file = read_yaml_mapping(config_file) if config_file else {}
         given = {name: value for name, value in flags.items() if value is not None and name not in also}
         return RunConfig.parse(from_file | given, where=f"{config_file}: " if config_file and not given else "")
 
     config_option = typer.Option("--config", metavar="FILE", help="YAML file with settings. Flags override the file.")
-    parameters = [_parameter("config_file", Path, config_option)]
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [context, _parameter("config_file", Path, config_option)]
     for name, field in FIELDS.items():
-        flag = _flag(name)
+        flag = as_flag(name)
         option = typer.Option(
-            f"{flag}/--no-{flag[2:]}" if field.default is True else flag,
+            f"{flag}/{as_flag(name, 'false')}" if field.default is True else flag,
             help=f"{field.description}{_shown(field.default)}",
             metavar="|".join(map(str, choices_of(name))) or None,
         )
         parameters.append(_parameter(name, _plain_type(field.annotation), option))
-    parameters += [_parameter(name, int, typer.Option(_flag(name), help=text)) for name, text in also.items()]
+    parameters += [_parameter(name, int, typer.Option(as_flag(name), help=text)) for name, text in also.items()]
     train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     train.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return train
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def option_and_value(option: str, words: Sequence[str]) -> tuple[str, str | None]:
+    """Return how the user wrote an option in the command line `words`, and its value.
+
+    Of "-tp 2", the parser reports the option "-t".
+    """
+    for place, given in enumerate(words):
+        name, separator, value = given.partition("=")
+        if name == option or (not option.startswith("--") and name.startswith(option)):
+            following = words[place + 1] if place + 1 < len(words) else "-"
+            return name, value if separator else None if following.startswith("-") else following
+    return option, None
+
+
+def _unknown_option(option: str, words: Sequence[str], also: Mapping[str, str]) -> str:
+    """Return the error message for an unknown option in the command line `words`."""
+    word, value = option_and_value(option, words)
+    return f"unknown option {word}; {hint(word, [*SETTINGS, *also], as_flag, 'see --help', value)}"
+
+
+def _not_an_option(word: str) -> str:
+    """Return the error message for a word of the command line that belongs to no option."""
+    name, separator, value = word.partition("=")
+    if separator and name in SETTINGS:  # as Hydra spells options
+        remedy = f"did you mean {as_flag(name, None if FIELDS[name].annotation is bool else value)}?"
+    elif separator:
+        remedy = hint(name, SETTINGS, as_flag, "see --help", value)
+    elif word.lower() in ("true", "false"):
+        remedy = "options such as --compile have no value"
+    elif word in shipped.names("studies"):
+        remedy = f"to run the study of this name, use megabench compare {word}"
+    elif word in CATALOG or os.path.isdir(word):
+        remedy = f"did you mean --model {word}?"
+    elif Path(word).suffix in (".yaml", ".yml"):
+        remedy = f"did you mean --config {word}, or megabench compare {word} for a study?"
+    else:
+        remedy = "use options, such as --model llama3-8b"
+    return f"{word[:200]!r} is not an option; {remedy}"
 
 
 def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:

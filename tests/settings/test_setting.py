@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from megabench.config import FIELDS, SETTINGS, ConfigError, RunConfig, hint
+from megabench.config import FIELDS, SETTINGS, ConfigError, RunConfig, as_flag, hint
 from megabench.settings.setting import Settings, fields_of, meant_by, metadata, names, setting
 from megabench.specs.all_settings import engines_with
 from megabench.specs.registry import ENGINES
@@ -68,10 +68,9 @@ def test_synonyms_mean_one_setting_each() -> None:
     ("word", "meant"),
     [
         ("--tensor-parallel-size", "tp"),
-        ("batch_size", "global_batch"),
+        ("train_batch_size", "global_batch"),
         ("--learning-rate", "lr"),
-        ("gradient_accumulation_steps", "global_batch"),
-        ("Gradient-Checkpointing", "recompute"),
+        ("Num-Hidden-Layers", "num_layers"),
     ],
 )
 def test_names_of_other_programs(word: str, meant: str) -> None:
@@ -81,6 +80,6 @@ def test_names_of_other_programs(word: str, meant: str) -> None:
 
 def test_names_that_are_nearly_right() -> None:
     assert hint("zero_stag", SETTINGS) == "did you mean zero_stage?"
-    assert hint("--stepz", SETTINGS, lambda name: f"--{name}", "see --help").startswith("did you mean --steps")
+    assert hint("--stepz", SETTINGS, as_flag, "see --help").startswith("did you mean --steps")
     assert hint("qqqq", SETTINGS, otherwise="see --help") == "see --help"
     assert hint("output_dir", ["steps"], otherwise="no") == "no", "a trial cannot say where it saves"
