@@ -85,7 +85,7 @@ def _lead_launched(coordinator: Coordinator, request: Request, study: Study | No
         results = Results.open(request.out, study)
         attempts = results.choose(request.resume, request.only)
     except UserError as error:
-        # Print the error before other supervisors exit, because torchrun ends all processes when the first one exits.
+        # Print the error before any supervisor exits, because torchrun then ends all other supervisors.
         print(f"Error: {error}", file=sys.stderr, flush=True)
         coordinator.announce("plan", {"problem": str(error)})
         return 2

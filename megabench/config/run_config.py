@@ -108,7 +108,7 @@ class RunConfig(RunSettings):
 
     @property
     def layout(self) -> Layout:
-        """The layout without dp, because `resolve` computes dp and checks the sizes."""
+        """Return the layout with dp unset. `resolve` computes dp and checks all sizes."""
         return Layout(**{name: getattr(self, name) for name in GIVEN_SIZES})
 
     @property

@@ -124,7 +124,7 @@ class _Adviser:
                 if estimate and estimate.fits:
                     found[other, size] = estimate
         limit = _EQUAL * min(estimate.step_seconds for estimate in found.values())
-        # Of equally fast settings, the first one differs least from the trial's and uses the least memory.
+        # Equally fast settings are ordered by their difference from the trial's settings, and then by their memory.
         best = next(key for key, estimate in found.items() if estimate.step_seconds <= limit)
         changes: dict[str, Any] = {"precision": best[0]} if best[0] != precision else {}
         changes |= {"micro_batch": best[1]} if best[1] != micro_batch else {}

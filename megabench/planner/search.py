@@ -55,8 +55,9 @@ class MeasuredNetwork:
 class Plan:
     """The result of the search: the best candidates, the best of each other engine, and candidates that do not fit.
 
-    `fastest` is the fastest candidate that is likely to fit. `ranked` starts with the recommended candidate, the
-    simplest of those about as fast as `fastest`. The others follow from fast to slow, one of each family. `merged` maps
+    `fastest` is the fastest candidate that is likely to fit. The first item of
+    `ranked` is the recommended candidate: the simplest candidate among those that are about as fast as `fastest`. The
+    other candidates follow from fast to slow, one of each family. `merged` maps
     the name of a ranked candidate to the names of equally fast variants with another cp. `equals` is the number of
     first candidates whose predictions differ from the fastest by less than the model's error.
 
@@ -268,7 +269,7 @@ def _parallel(engine: PlannedEngine, job: Job, topology: Topology) -> Iterator[C
 
     world, shape = topology.world_size, job.shape
     policies: tuple[Policy, ...] = ("topology", "spread-tp")
-    # with one domain, or one GPU per domain, spread-tp places the ranks as topology does
+    # with one NVLink domain, or one GPU per domain, the policies "spread-tp" and "topology" place ranks equally
     can_spread = 1 < len(set(topology.domain_of)) < world
     inside = _ranks_inside(topology)
     for tp in sizes("tp", world):

@@ -1,4 +1,4 @@
-"""All settings by name: those that all engines share, and those of single engines. Loads no torch."""
+"""All settings by name: the settings of all engines, and the settings that only some engines have. Loads no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

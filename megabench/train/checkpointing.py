@@ -103,7 +103,7 @@ class Checkpoints:
         is_after_rollback = self.rollbacks and self.rollbacks[-1].restored_step == resume.num_done
         self._restored = resume.num_done if is_after_rollback else -1  # this step's checkpoint has proved healthy
         self._lock = lock
-        self._good_step = resume.num_done  # the newest step after which the state may be saved
+        self._good_step = resume.num_done  # the newest step with a finite state; later states are not saved yet
         self._is_postponed = False
         self._end: str | None = None  # the reason why no later save can succeed
         self.times: list[SaveTimes] = []

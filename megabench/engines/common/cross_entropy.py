@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megabench.engines.common.kernels import accumulate, fused
 
 _CHUNK_LOGITS = 2**28  # elements of one chunk of logits at most: 0.5 GiB in bf16
-_CHUNK_MULTIPLE = 256  # tokens; a multiple of the tiles of matrix products
+_CHUNK_MULTIPLE = 256  # tokens; a multiple of the tile size of matrix products
 
 
 def linear_cross_entropy(

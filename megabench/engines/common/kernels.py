@@ -227,7 +227,7 @@ def has_fp8_gradients(run: ResolvedConfig) -> bool:
 def fuses_blocks(run: ResolvedConfig) -> bool:
     """Return whether the tensor-parallel blocks use megabench's layers, linear layers, attention, norms and SwiGLU.
 
-    Otherwise, they use those of megatron-core.
+    Without fused kernels, the blocks use megatron-core's own operations.
     """
     return run.kernels == "auto"
 

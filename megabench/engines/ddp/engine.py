@@ -34,7 +34,7 @@ class DdpEngine(TransformersEngine):
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self.model = self._build_model()
-        # PowerSGD's hooks block gloo's two threads, so a second bucket would cause a deadlock
+        # The PowerSGD hook of one bucket blocks both threads of gloo, so a second bucket would cause a deadlock.
         own = DdpSettings.of(config)
         one_bucket = 10**6 if own.powersgd_rank and device.type == "cpu" else None
         self.wrapped = DistributedDataParallel(

@@ -106,7 +106,7 @@ class FsdpEngine(TransformersEngine):
 
     def _start_accumulation(self, num_micro_batches: int) -> None:
         self.model.zero_grad()
-        self.optimizer.zero_grad()  # gradients of the shards are parts of the full gradients
+        self.optimizer.zero_grad()  # the gradient of a shard is a slice of the whole gradient
         if self.fp8_shards:
             self.fp8_shards.update_scales()
 
