@@ -6,7 +6,6 @@ Unknown values are None.
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +15,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 
 from megabench.atomic_write import write_atomically
 from megabench.errors import UserError, printable
+from megabench.inputs import parse_json, read_text
 
 SCHEMA_VERSION = 2  # of records; CONTRIBUTING.md says when it changes
+_LARGEST = 2**30  # bytes of a results.jsonl
 
 Status = Literal["ok", "oom", "failed", "timeout", "diverged"]
 FailureKind = Literal["hang", "oom", "shared-memory", "killed", "error"]
@@ -491,10 +492,7 @@ class RunRecord(_Part):
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
         """Read a record. Raises RecordError if the file is not a record, or has another schema version."""
-        try:
-            return _parse(path.read_text(encoding="utf-8"), str(path))
-        except UnicodeDecodeError:
-            raise RecordError(f"{path} is not a text file with a record") from None
+        return _parse(_read(path), str(path))
 
 
 class RecordError(UserError):
@@ -508,20 +506,24 @@ def read_records(path: Path) -> list[RunRecord]:
     """
     if not path.exists():
         return []
-    try:
-        # splitlines() would also split at U+2028, which JSON strings may contain
-        lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
-    except UnicodeDecodeError:
-        raise RecordError(f"{path} is not a text file with records") from None
-    except OSError as error:
-        raise RecordError(f"cannot read {path}: {error.strerror}") from None
+    # splitlines() would also split at U+2028, which JSON strings may contain
+    lines = enumerate(_read(path).split("\n"), 1)
     return [_parse(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_text(path, _LARGEST)
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror}; use the path of a readable file") from None
+    except ValueError as error:
+        raise RecordError(f"{path} is {error}; give the file that megabench has written") from None
 
 
 def _parse(line: str, where: str) -> RunRecord:
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(line)
+    except ValueError as error:
         raise RecordError(f"{where} is not JSON ({error}); its end may be missing") from None
     version = content.get("schema_version") if isinstance(content, dict) else None
     if not isinstance(version, int):

@@ -17,6 +17,7 @@ from megabench.config.auto import AutoSetting, apply_setting, resolve_first
 from megabench.config.record_fields import identity
 from megabench.errors import UserError
 from megabench.hardware.facts import gpu_names
+from megabench.inputs import read_text
 from megabench.record import Probe
 from megabench.runtime.device import DeviceKind
 from megabench.runtime.rendezvous import Rendezvous, restart_count
@@ -133,7 +134,7 @@ def _identity(trial: Trial) -> str:
 def _read(path: Path) -> FoundSettings | None:
     """Return the settings stored in `path`, or None if they cannot be used."""
     try:
-        return FoundSettings.model_validate_json(path.read_text())
+        return FoundSettings.model_validate_json(read_text(path))
     except (OSError, ValueError):
         return None
 

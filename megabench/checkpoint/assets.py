@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megabench.checkpoint import CheckpointError
-from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, FileEntry, Manifest, read_regular
+from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, FileEntry, Manifest
 from megabench.config import ResolvedConfig
 from megabench.data.checks import STDLIB, tokenizer_of
 from megabench.data.text import is_text_file
 from megabench.data.token_file import recorded_facts, token_file_prefix
 from megabench.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
+from megabench.inputs import read_bytes
 from megabench.models.assets import is_tokenizer, is_weights, read_assets
 from megabench.models.find import ASSETS, is_directory
 from megabench.models.hugging_face import CONFIG_NAME, config_text
@@ -91,7 +92,7 @@ def _read_listed(root: Path, entry: FileEntry) -> bytes:
     if not path.resolve().is_relative_to(root):
         raise DamagedError(f"{entry.name} is a link to a file outside the checkpoint")
     try:
-        content = read_regular(path, entry.num_bytes)
+        content = read_bytes(path, entry.num_bytes)
     except OSError as error:
         raise DamagedError(f"{entry.name} cannot be read: {error.strerror}") from None
     if zlib.crc32(content) != entry.crc32:

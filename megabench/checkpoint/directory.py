@@ -24,6 +24,7 @@ from typing import Literal
 from megabench.atomic_write import write_atomically
 from megabench.checkpoint import CheckpointError
 from megabench.checkpoint.manifest import MANIFEST_NAME, DamagedError, Manifest, sync_folder
+from megabench.inputs import read_text
 
 RUN_ID_NAME = ".run-id"
 _COMPLETE = re.compile(r"step-(\d{8,})")
@@ -57,7 +58,7 @@ def is_launched_by(directory: Path, launch_id: str) -> bool:
 def _owner(directory: Path) -> tuple[str, str] | None:
     """Return the run id and the launch id that `directory` records, or None if its .run-id file cannot be read."""
     try:
-        run_id, launch_id = (directory / RUN_ID_NAME).read_text(encoding="utf-8").splitlines()
+        run_id, launch_id = read_text(directory / RUN_ID_NAME).splitlines()
     except (OSError, ValueError):
         return None
     return (run_id, launch_id) if re.fullmatch("[0-9a-f]{12}", run_id) else None

@@ -22,6 +22,7 @@ from torch import Tensor
 from megabench.checkpoint.health import describe_non_finite, is_finite, num_non_finite
 from megabench.checkpoint.manifest import DamagedError, FileEntry
 from megabench.checkpoint.shards import key, overlap, parse_key, size, within
+from megabench.inputs import open_regular
 from megabench.models.find import ASSETS
 from megabench.models.mapping import Piece
 from megabench.runtime.rendezvous import share_of_cores
@@ -138,7 +139,7 @@ def _check_file(folder: Path, entry: FileEntry, on_part: Callable[[], object]) -
     checksum = 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     try:
-        with (folder / entry.name).open("rb", buffering=0) as file:
+        with open_regular(folder / entry.name) as file:
             while length := file.readinto(buffer):
                 checksum = zlib.crc32(buffer[:length], checksum)
                 on_part()

@@ -4,10 +4,8 @@ This module does not import torch. The manifest is written atomically, after all
 valid only if its files match its manifest.
 """
 
-import errno
 import json
 import os
-import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megabench.checkpoint import CheckpointError
+from megabench.inputs import read_json
 from megabench.models.assets import ASSET_NAME
 from megabench.models.find import ASSETS
 from megabench.models.shape import ModelShape
@@ -147,13 +146,13 @@ class Manifest(_Part):
             CheckpointError: The manifest has another schema version.
         """
         try:
-            content = json.loads(read_regular(folder / MANIFEST_NAME, _LARGEST_MANIFEST))
+            content = read_json(folder / MANIFEST_NAME, _LARGEST_MANIFEST)
             body = content["manifest"]
             if content["crc32"] != _checksum(body):
                 raise DamagedError(f"{MANIFEST_NAME} does not match its own checksum")
         except OSError as error:
             raise DamagedError(f"{MANIFEST_NAME} cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             raise DamagedError(f"{MANIFEST_NAME} is not a complete JSON manifest") from None
         if not isinstance(body, dict):
             raise DamagedError(f"{MANIFEST_NAME} is not a complete JSON manifest")
@@ -170,16 +169,6 @@ class Manifest(_Part):
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
-
-
-def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a regular file. Raises OSError for anything else, e.g. a named pipe, and larger files."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "not a regular file")
-    if status.st_size > most_bytes:
-        raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes")
-    return path.read_bytes()
 
 
 def _checksum(body: Mapping[str, Any]) -> int:

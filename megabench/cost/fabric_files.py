@@ -8,6 +8,7 @@ from pathlib import Path
 from megabench.cost.fabric import KINDS, Collective, Fabric, kind_name
 from megabench.cost.nccl_tests import read_nccl_tests
 from megabench.cost.profile import Measurement, read_profile
+from megabench.inputs import LARGE, read_bytes
 from megabench.settings.reading import ConfigError
 
 _KINDS = {kind_name(kind): kind for kind in KINDS}
@@ -21,7 +22,7 @@ def read_fabric(path: Path) -> Fabric:
     Raises ConfigError if the file contains no collective between hosts.
     """
     try:
-        text = path.read_text(errors="replace")
+        text = read_bytes(path, LARGE).decode(errors="replace")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; use the path of a readable file") from None
     if not text.lstrip().startswith("{"):

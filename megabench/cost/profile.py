@@ -3,7 +3,6 @@
 Profiles are shipped with the package or written by `calibrate`.
 """
 
-import json
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +14,7 @@ from megabench.cost.job import Product
 from megabench.hardware.gpus import find_gpu, gpu_memory_mib, near_gpus
 from megabench.hardware.topology import Link
 from megabench.precision import POLICIES
-from megabench.settings.reading import ConfigError, explain, read_text
+from megabench.settings.reading import ConfigError, explain, read_json
 
 GENERIC = "generic"
 SCHEMA_VERSION = 1  # of profiles; CONTRIBUTING.md says when it changes
@@ -174,10 +173,7 @@ class Profile(_Part):
 
 def read_profile(path: Path) -> Profile:
     """Read a profile file. Raises ConfigError if the file is not a profile, or has another schema version."""
-    try:
-        content = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}; create a profile with megabench calibrate") from None
+    content = read_json(path)
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:
         raise ConfigError(

@@ -1,6 +1,5 @@
 """Readers for .txt, .jsonl and .parquet files and for the source files of the Python standard library."""
 
-import json
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megabench.data import DataError
+from megabench.inputs import parse_json
 
 PIECE_BYTES = 1 << 20  # approximate size of the pieces in which a .txt file is read, to limit memory use
 # directories to skip: test directories, which some Python distributions omit, and directories of other packages
@@ -46,6 +46,8 @@ def check_text_file(path: Path) -> None:
         raise DataError(f"{path} does not exist. Give a .txt, .jsonl or .parquet file.")
     if path.suffix not in _READERS:
         raise DataError(f"{path} has an unsupported file type. Give a .txt, .jsonl or .parquet file.")
+    if not (path.is_file() or (path.is_fifo() and str(path).startswith("/dev/"))):
+        raise DataError(f"{path} is not a regular file. Give a .txt, .jsonl or .parquet file.")
     if not os.access(path, os.R_OK):
         raise DataError(f"{path} cannot be read: permission denied. Make the file readable.")
     if path.stat().st_size == 0:
@@ -85,7 +87,7 @@ def _read_jsonl(path: Path) -> Iterator[TextPiece]:
                 continue
             where = f"{path} line {number}"
             try:
-                fields = json.loads(line)
+                fields = parse_json(line)
             except ValueError as error:
                 raise DataError(f"{where} is not valid JSON: {error}. Write one JSON object per line.") from None
             text = fields.get("text") if isinstance(fields, dict) else None

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megabench.data import DataError
+from megabench.inputs import read_bytes
 from megabench.record import TokenizerUsed
 
 # The format of the .idx file is defined by _IndexWriter in megatron/core/datasets/indexed_dataset.py. The header has a
@@ -121,7 +122,7 @@ def recorded_facts(prefix: Path) -> TokenFacts | None:
     """Return the TokenFacts from the .json file of a token file, or None if the .bin file is newer."""
     path = beside(prefix, ".json")
     try:
-        facts = TokenFacts.model_validate_json(path.read_bytes())
+        facts = TokenFacts.model_validate_json(read_bytes(path))
         return facts if path.stat().st_mtime >= beside(prefix, ".bin").stat().st_mtime else None
     except (OSError, ValidationError):
         return None

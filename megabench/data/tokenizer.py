@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from megabench.data import DataError
 from megabench.data.text import TextPiece
 from megabench.data.tokenizer_probe import PROBE
+from megabench.inputs import LARGE, read_bytes, read_json
 from megabench.models.find import ASSETS, is_directory
 from megabench.models.hugging_face import TOKENIZER_CONFIG_NAME, own_code
 from megabench.record import TokenizerUsed
@@ -70,6 +71,9 @@ class HuggingFaceTokenizer:
                 f"tokenizer={directory} is not a directory. Use tokenizer=bytes, or the directory of a Hugging Face "
                 f"tokenizer (hf download NAME --local-dir DIR)."
             )
+        special = (path for path in directory.iterdir() if path.exists() and not path.is_file() and not path.is_dir())
+        if pipe := next(special, None):  # transformers would wait for a named pipe
+            raise DataError(f"tokenizer={directory} contains {pipe.name}, which is not a regular file. Remove it.")
         # imported here, because importing transformers takes seconds and tokenizer=bytes does not need transformers
         from tokenizers import Tokenizer as JsonTokenizer
         from transformers import AutoTokenizer
@@ -192,10 +196,10 @@ def tokenizer_sha256(name: str) -> str:
     try:
         if not (directory / _TOKENIZER_JSON).exists():
             files = _vocabularies(directory) or [directory / TOKENIZER_CONFIG_NAME]
-            return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
-        content = json.loads((directory / _TOKENIZER_JSON).read_bytes())
+            return hashlib.sha256(b"".join(file.name.encode() + read_bytes(file, LARGE) for file in files)).hexdigest()
+        content = read_json(directory / _TOKENIZER_JSON, LARGE)
         config = directory / TOKENIZER_CONFIG_NAME
-        eos = json.loads(config.read_bytes()).get("eos_token") if config.exists() else None  # a string or an object
+        eos = read_json(config, LARGE).get("eos_token") if config.exists() else None  # a string or an object
         parts = {part: content.get(part) for part in _PARTS}
         parts |= {"eos": eos.get("content") if isinstance(eos, dict) else eos}
         # files of older and newer versions spell merges and unused options of the model differently

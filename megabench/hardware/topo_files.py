@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from megabench.hardware.topology import Host, Topology, TopologyError, build, components
+from megabench.inputs import LARGE, read_bytes
 from megabench.record import NicDistance
 
 NIC_DISTANCES: tuple[NicDistance, ...] = ("switch", "host bridge", "other bridge")  # nearest first
@@ -377,7 +378,7 @@ def read_nccl_topology(text: str, name: str) -> HostFile:
 def distance_in_nccl_topology(file: Path, address: str) -> NicDistance | None:
     """Return the PCIe distance from the GPU to the nearest NIC, computed from a topology file of NCCL."""
     try:
-        tree = NcclTopology(parse_nccl_topology(file.read_text(errors="replace"), str(file)))
+        tree = NcclTopology(parse_nccl_topology(read_bytes(file, LARGE).decode(errors="replace"), str(file)))
     except (OSError, TopologyError):
         return None
     gpus = [gpu for gpu in tree.gpus if short_bus_id(gpu.get("busid")) == short_bus_id(address)]

@@ -389,7 +389,7 @@ class LogTail:
 
     def read_on(self) -> NcclLog:
         """Parse and return the part of the log that NCCL has written since the last call."""
-        if self.path is None or not self.path.exists():
+        if self.path is None or not self.path.is_file():
             return NcclLog()
         with self.path.open("rb") as file:
             return read(self._rest(file).decode(errors="replace"))

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megabench.inputs import read_bytes
 from megabench.models.hugging_face import CONFIG_NAME
 
 _PART = r"\w[\w .,+=@&()'~#%!\[\]-]*"
@@ -68,7 +69,7 @@ def read_assets(
         try:
             reason = _reason_against(root, path, LARGEST_TOTAL - total)
             if not reason:
-                content[name] = path.read_bytes()
+                content[name] = read_bytes(path, LARGEST_FILE)
                 total += len(content[name])
         except OSError as error:
             reason = str(error.strerror)

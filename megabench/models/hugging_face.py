@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megabench.errors import UserError
+from megabench.inputs import LARGE, read_json
 from megabench.models.causal_lm import (
     CONFIG_NAME,
     UnsupportedModelError,
@@ -139,7 +140,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of the config.json in `folder`. Raise UnsupportedModelError if the file cannot be read."""
     path = folder / CONFIG_NAME
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if not isinstance(content, dict):
             raise ValueError("the file must contain a JSON object")
     except OSError as error:
@@ -155,7 +156,7 @@ def own_code(folder: Path) -> str | None:
     """Return where a directory refers to its own Python code, such as "auto_map in config.json", or None."""
     for name in (TOKENIZER_CONFIG_NAME, CONFIG_NAME):
         try:
-            content = json.loads((folder / name).read_text(encoding="utf-8"))
+            content = read_json(folder / name, LARGE)
         except (OSError, ValueError):
             continue
         if isinstance(content, dict) and content.get("auto_map"):

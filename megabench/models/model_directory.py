@@ -1,6 +1,5 @@
 """The weights of a Hugging Face model directory."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megabench.errors import UserError
+from megabench.inputs import LARGE, check_regular, read_json
 from megabench.models.causal_lm import (
     CONFIG_NAME,
     UnsupportedModelError,
@@ -98,7 +98,7 @@ class HuggingFaceWeights:
     def _index(self) -> dict[str, str]:
         path = self.folder / INDEX
         try:
-            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = read_json(path, LARGE)["weight_map"]
             index = {str(tensor): str(file) for tensor, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ModelFilesError(f"{path} has no readable weight_map. Download {path} again.") from None
@@ -111,6 +111,7 @@ class HuggingFaceWeights:
     def _open(self, name: str) -> Any:
         path = self.folder / name
         try:
+            check_regular(path)
             return safe_open(str(path), framework="pt", device="cpu")
         except FileNotFoundError:
             raise ModelFilesError(f"{path} is missing, but {INDEX} lists {name}. Download {name} again.") from None

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from megabench.errors import UserError
+from megabench.inputs import read_json
 from megabench.runtime.process import host_name
 
 _NAME = ".claim.json"
@@ -49,11 +50,14 @@ class _Owner:
         FileNotFoundError without an owner.
         """
         try:
-            return cls(**json.loads((folder / _NAME).read_text(encoding="utf-8")))
+            owner = cls(**read_json(folder / _NAME))
+            is_number = isinstance(owner.pid, int) and isinstance(owner.began, int | float)
+            is_valid = is_number and isinstance(owner.host, str) and 0 < owner.pid < 2**31
         except FileNotFoundError:
             raise
         except (OSError, ValueError, TypeError):
             return None
+        return owner if is_valid else None
 
     @property
     def is_alive_here(self) -> bool:

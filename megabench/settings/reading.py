@@ -1,8 +1,7 @@
 """Read settings from files, and turn invalid settings into one error message."""
 
-import json
-import stat
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -11,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from megabench import inputs
 from megabench.errors import UserError, near_names
 
 
@@ -18,25 +18,17 @@ class ConfigError(UserError):
     """Raised for a setting that is invalid or contradicts another setting."""
 
 
-_LARGEST_FILE = 2**20  # bytes
 _MOST_VALUES = 100_000  # maximum number of values in a YAML file after its aliases are expanded
 
 
 def read_text(path: Path) -> str:
     """Return the text of a settings file. Raises ConfigError if the file cannot be read or exceeds 1 MiB."""
     try:
-        if stat.S_ISFIFO(path.stat().st_mode) and not str(path).startswith("/dev/"):
-            raise ConfigError(f"{path} is a named pipe; use a regular file")  # reading a named pipe may block forever
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
+        return inputs.read_text(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; use the path of a readable file") from None
-    if len(content) > _LARGEST_FILE:
-        raise ConfigError(f"{path} is larger than 1 MiB; use a settings file of at most 1 MiB")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text; use a YAML or JSON text file") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is {error}; use a YAML or JSON text file") from None
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -90,9 +82,11 @@ def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
 def parse_yaml(text: str) -> Any:
     """Return the value of YAML text. Raises ValueError or yaml.YAMLError if the text is not valid."""
     try:
-        return _StrictLoader(text).load()
+        content = _StrictLoader(text).load()
     except RecursionError:
         raise ValueError("the file is nested too deeply") from None
+    inputs.check_depth(content)
+    return content
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
@@ -110,15 +104,21 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises ConfigError if the file is unreadable or contains no object."""
-    try:
-        content = json.loads(read_text(path), object_pairs_hook=lambda pairs: _each_once(pairs, path))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply; use a flat JSON object") from None
+    content = read_json(path, partial(_each_once, path=path))
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must contain a JSON object, not {type(content).__name__}")
     return content
+
+
+def read_json(path: Path, of_pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return the value of a JSON file, whose objects `of_pairs` makes. Raises ConfigError if it is unreadable."""
+    text = read_text(path)
+    try:
+        return inputs.parse_json(text, of_pairs)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}; correct the file") from None
 
 
 def _each_once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:

@@ -147,6 +147,6 @@ def _close(callbacks: "Sequence[Callback]", reason: str | None) -> None:
 def _call(callback: "Callback", hook: Callable[[], None]) -> None:
     try:
         hook()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         print(f"WARNING: callback {type(callback).__name__} failed when the run ended: {reason}", file=sys.stderr)

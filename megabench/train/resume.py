@@ -18,6 +18,7 @@ from megabench.checkpoint.loading import FoundCheckpoint, find_newest_good
 from megabench.checkpoint.manifest import Manifest, ModelEntry, TrainingEntry
 from megabench.config import FIELDS, SETTINGS, ResolvedConfig
 from megabench.data.source import TokenSource
+from megabench.inputs import read_json
 from megabench.models.find import find_model
 from megabench.models.hugging_face import CONFIG_NAME, config_difference
 from megabench.record import Rollback
@@ -185,7 +186,7 @@ def read_rollbacks(directory: Path, training: TrainingEntry) -> tuple[Rollback, 
     An unreadable file, or the file of another run, is ignored.
     """
     try:
-        content = json.loads((directory / ROLLBACKS_NAME).read_text(encoding="utf-8"))
+        content = read_json(directory / ROLLBACKS_NAME)
         rollbacks = tuple(Rollback.model_validate(entry) for entry in content["rollbacks"])
         is_own = content["run_id"] == training.run_id
     except (OSError, ValueError, KeyError, TypeError):

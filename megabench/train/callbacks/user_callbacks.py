@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from megabench.config import ConfigError
+from megabench.settings.reading import parse_yaml
 from megabench.train.callbacks.callback import Callback
 
 # one of several callbacks separated by commas: module:Class, or module:Class(name=value, name=value)
@@ -48,7 +49,11 @@ def _parse(arguments: str, name: str) -> dict[str, Any]:
     if not arguments.strip():
         return {}
     problem = f"callbacks={name}({arguments}): use arguments as name=value"
-    return {matched["name"]: yaml.safe_load(matched["value"]) for matched in _split(_ARGUMENT, arguments, problem)}
+    matches = _split(_ARGUMENT, arguments, problem)
+    try:
+        return {matched["name"]: parse_yaml(matched["value"]) for matched in matches}
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{problem}: {' '.join(str(error).split())}") from None
 
 
 def _import(module: str, kind: str, name: str) -> type[Callback]:
@@ -58,7 +63,7 @@ def _import(module: str, kind: str, name: str) -> type[Callback]:
         raise ConfigError(
             f"callbacks={name}: {error}; use a class from a module in the working directory or on PYTHONPATH"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit(0) would end the run with status 0
         raise ConfigError(f"callbacks={name} cannot be imported: {_reason(error)}; correct the module") from None
     if not (isinstance(found, type) and issubclass(found, Callback)):
         raise ConfigError(
@@ -70,9 +75,9 @@ def _import(module: str, kind: str, name: str) -> type[Callback]:
 def _create(kind: type[Callback], arguments: dict[str, Any], name: str) -> Callback:
     try:
         return kind(**arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"callbacks={name} cannot be created: {_reason(error)}; correct its arguments") from None
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -84,11 +84,14 @@ def test_a_name_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
         ("own_callbacks:LossSpikes(factor)", "use arguments as name=value"),
         ("own_callbacks:LossSpikes(factor=1", "use module:Class or module:Class(name=value)"),
         ("own_callbacks:LossSpikes(limit=1)", "unexpected keyword argument 'limit'; correct its arguments"),
+        ("own_callbacks:LossSpikes(factor=[)", "use arguments as name=value: while parsing"),
+        ("leaving_callbacks:LossSpikes", "cannot be imported: SystemExit: 0; correct the module"),
         ("broken_callbacks:LossSpikes", "cannot be imported: ZeroDivisionError: division by zero"),
     ],
 )
 def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, sentence: str) -> None:
     (tmp_path / "own_callbacks.py").write_text(CODE)
+    (tmp_path / "leaving_callbacks.py").write_text("import sys\n\nsys.exit(0)\n")
     (tmp_path / "broken_callbacks.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=re.escape(sentence)):
