@@ -28,6 +28,7 @@ from megabench.hardware.topo_files import (
 )
 from megabench.hardware.topology import Topology
 from megabench.hardware.transport import CHECK_EFA, INFINIBAND_VARIABLES, NcclLog, in_order, read_line
+from megabench.inputs import open_regular
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Placement, groups_on, neighbours, number_ranges, place
 from megabench.record import Group
@@ -60,9 +61,8 @@ def read_files(paths: Sequence[Path]) -> Inputs:
     """Read the files, and detect the kind of each file from its content. Raise UserError for any other content."""
     inputs = Inputs()
     for path in paths:
-        with path.open("rb") as file:
-            start = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
-            file.seek(0)
+        with open_regular(path) as file:
+            start = file.peek(4096).lstrip(b"\xef\xbb\xbf \t\r\n")  # a pipe of the shell cannot seek
             if start.startswith(b"<"):
                 inputs.hosts.append(read_nccl_topology(_xml_text(file.read(LARGEST_XML + 1), path), path.stem))
                 continue

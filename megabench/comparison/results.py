@@ -13,10 +13,12 @@ from megabench.config.auto import AutoSetting, apply_setting
 from megabench.config.record_fields import auto_fields, requested_fields
 from megabench.doctor import examine
 from megabench.hardware.facts import gpu_names
+from megabench.inputs import read_text
 from megabench.record import Probe, RecordError, RunRecord, read_records, write_records
 from megabench.report import write_report
 from megabench.runtime import environment
 from megabench.runtime.run_lock import RunLock, RunLockedError, check_free
+from megabench.study.masking import without_secrets
 from megabench.study.parity import judge_parity
 from megabench.study.results_directory import StudyRecords
 from megabench.study.study import Attempt, Study, StudyError, Trial
@@ -64,7 +66,7 @@ class Results:
 
     def _check_own(self) -> None:
         """Raise StudyError if the study would overwrite files that no study has written."""
-        if self._is_source and self.study.as_run not in (None, self._copy.read_text()):
+        if self._is_source and self.study.as_run not in (None, read_text(self._copy)):
             raise StudyError(
                 f"{self.study.source} would be overwritten by the study with --set, --plan or --emulate-hosts applied; "
                 f"use another --out"
@@ -146,10 +148,9 @@ class Results:
         # write this file first, because it marks the directory as the results of a study
         self._environment.write_text(json.dumps(_describe_machine(), indent=2) + "\n")
         said = self._put_aside()
-        if self.study.as_run is not None:
-            self._copy.write_text(self.study.as_run, encoding="utf-8")
-        elif not self._is_source:
-            self._copy.write_bytes(self.study.source.read_bytes())
+        if not self._is_source:
+            text = self.study.as_run or read_text(self.study.source)
+            self._copy.write_text(without_secrets(text), encoding="utf-8")
         return said
 
     def _put_aside(self) -> str | None:

@@ -306,7 +306,7 @@ class RunConfig(RunSettings):
         The command refers to secrets instead of containing them, as in API_KEY="$API_KEY".
         """
         variables = [
-            f'{name}="${name}"' if is_secret(name) else f"{name}={shlex.quote(value)}"
+            f'{name}="${name}"' if is_secret(name, value) else f"{name}={shlex.quote(value)}"
             for name, value in (env or {}).items()
         ]
         words = ["torchrun", "--nproc-per-node", str(world_size), "-m", "megabench.train", *self.flags()]

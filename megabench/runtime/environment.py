@@ -29,12 +29,18 @@ _PACKAGES = (
 )
 _VARIABLES = ("NCCL_", "FI_", "CUDA_", "TORCH_", "OMP_", "NVSHMEM_", "PYTORCH_")
 _LOG_FILES = ("NCCL_DEBUG_FILE",)  # the output path does not affect the run
-_SECRET = re.compile(r"SECRET|TOKEN|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET = re.compile(
+    r"SECRET|TOKEN|PASSW|PASSPHRASE|CREDENTIAL|AUTH|COOKIE|BEARER|WEBHOOK|CONN(ECTION)?_?STR"
+    r"|(API|ACCESS|PRIVATE|SIGNING|ENCRYPTION|SSH)_?KEY|(^|_)(KEY|PASS|PAT|DSN)(_|$)|_PWD$"
+    r"|(DATABASE|DB|REDIS|MONGO\w*|POSTGRES\w*|PG|MYSQL|AMQP|BROKER)_?UR[IL]",
+    re.IGNORECASE,
+)
+_PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
-def is_secret(name: str) -> bool:
-    """Return whether the name of an environment variable suggests a secret, which records must not contain."""
-    return bool(_SECRET.search(name))
+def is_secret(name: str, value: str) -> bool:
+    """Return whether an environment variable seems to be a secret, which records and result files must not contain."""
+    return bool(_SECRET.search(name) or _PASSWORD_IN_URL.search(value))
 
 
 def versions() -> dict[str, str]:
@@ -53,7 +59,7 @@ def collect() -> Environment:
     variables = {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(_VARIABLES) and name not in _LOG_FILES and not is_secret(name)
+        if name.startswith(_VARIABLES) and name not in _LOG_FILES and not is_secret(name, value)
     }
     return Environment(versions=versions(), variables=variables, host=host_name(), commit=commit())
 

@@ -38,6 +38,7 @@ from megabench.study.expand import (
     numbered,
     with_fields,
 )
+from megabench.study.masking import MASKED
 
 # the study sets the output paths of its trials, and trials save no checkpoints
 _TRIAL_FIELDS = [name for name, about in SETTINGS.items() if about.role != "output"]
@@ -393,6 +394,11 @@ def _variables(value: Any, where: str) -> dict[str, str]:
             )
     variables = {str(variable): str(setting) for variable, setting in value.items()}
     for variable, setting in variables.items():
+        if setting == MASKED:
+            raise StudyError(
+                f"{where}: env {variable} was removed from this copy of a study, because it seems to be a secret; use "
+                f"the original study file, or write the value into this file"
+            )
         if "\0" in setting or len(f"{variable}={setting}".encode()) > _LONGEST_VARIABLE:
             raise StudyError(
                 f"{where}: env {variable} contains a NUL byte or exceeds {_LONGEST_VARIABLE} bytes, which no process "

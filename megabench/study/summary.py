@@ -152,15 +152,20 @@ def write_csv(path: Path, records: Sequence[RunRecord], reference: str) -> None:
     table = io.StringIO(newline="")
     by_trial = runs_by_trial(records)
     lines = [
-        {field.name: getattr(row, field.name) for field in fields(Row)}
+        {field.name: _cell(getattr(row, field.name)) for field in fields(Row)}
         | by_trial[row.trial][0].layout.model_dump()
-        | {"warnings": "; ".join(row.warnings)}
+        | {"warnings": _cell("; ".join(row.warnings))}
         for row in summarize(records, reference)
     ]
     writer = csv.DictWriter(table, lines[0] if lines else ())
     writer.writeheader()
     writer.writerows(lines)
     write_atomically(path, table.getvalue())
+
+
+def _cell(value: Any) -> Any:
+    """Return a value, or text that no spreadsheet evaluates as a formula: a record may come from somebody else."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else value
 
 
 def _joules_per_token(run: RunRecord) -> float | None:
