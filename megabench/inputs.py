@@ -19,7 +19,7 @@ SMALL = 2**20  # bytes of a file that a person writes, or that describes a run
 LARGE = 2**28  # bytes of a file that a program writes
 _DEEPEST = 100  # levels
 _TOO_DEEP = f"nested more than {_DEEPEST} levels deep"
-_MOST_DIGITS = 30  # the float nearest to such an integer exists
+_MOST_DIGITS = 300  # a float can represent such an integer; transformers writes 31 digits for "no limit"
 
 
 def check_regular(path: Path) -> int:
@@ -81,7 +81,7 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 def parse_json(text: str | bytes, of_pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the value of JSON text of at most 100 levels, with integers of at most 30 digits.
+    """Return the value of JSON text of at most 100 levels, with integers of at most 300 digits.
 
     `of_pairs` makes an object from its keys and values.
     """

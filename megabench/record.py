@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from megabench.atomic_write import write_atomically
 from megabench.errors import UserError, printable
@@ -266,10 +266,16 @@ class Rollback(_Part):
     from the restored step to the problem are skipped.
     """
 
-    step: int
-    restored_step: int
-    next_batch: int
+    step: int = Field(ge=0, le=10**9)
+    restored_step: int = Field(ge=0, le=10**9)
+    next_batch: int = Field(ge=0, le=10**12)
     problem: str
+
+    @model_validator(mode="after")
+    def _returns(self) -> Self:
+        if self.restored_step > min(self.step, self.next_batch):
+            raise ValueError("a rollback returns to an earlier step and to a later batch")
+        return self
 
     @property
     def sentence(self) -> str:

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from megabench.checkpoint.health import describe_non_finite, is_finite, num_non_finite
 from megabench.checkpoint.manifest import DamagedError, FileEntry
-from megabench.checkpoint.shards import key, overlap, parse_key, size, within
+from megabench.checkpoint.shards import first_overlap, key, overlap, parse_key, size, within
 from megabench.inputs import open_regular
 from megabench.models.find import ASSETS
 from megabench.models.mapping import Piece
+from megabench.optim.optimizers import NON_NEGATIVE
 from megabench.runtime.rendezvous import share_of_cores
 
 PART_BYTES = 2 << 30  # approximate size of a file, small enough to write and check several files in parallel
@@ -170,6 +171,8 @@ def _check_tensors(folder: Path, entry: FileEntry, dtypes: Sequence[str]) -> Non
         if tuple(found.get_shape()) != tuple(size(piece)):
             raise DamagedError(f"{entry.name}: {text} has shape {found.get_shape()}; expected {[*size(piece)]}")
         values = file.get_tensor(text)
+        if kind in NON_NEGATIVE and values.numel() and values.min() < 0:
+            raise DamagedError(f"{entry.name}: {text} has negative values, but {kind} is a mean of squares")
         if not all(is_finite([values])):
             counts[f"{kind} {piece.name}"] += num_non_finite(values)
     if counts:
@@ -191,12 +194,16 @@ class TensorFiles:
     """Tensor blocks in the files of a checkpoint, indexed by kind and tensor name. `read` reads the data from disk."""
 
     def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
+        """Open the files. Raises DamagedError if two of them contain the same elements of a tensor."""
         self._parts: dict[tuple[str, str], list[tuple[Piece, Any, str]]] = {}
         for entry in _tensor_files(files):
             file = _open(folder, entry)
             for text in file.keys():  # noqa: SIM118  (safe_open is not a dict)
                 kind, piece = parse_key(text)
                 self._parts.setdefault((kind, piece.name), []).append((piece, file, text))
+        for (kind, _), parts in self._parts.items():
+            if twice := first_overlap(piece for piece, _, _ in parts):
+                raise DamagedError(f"the files contain {key(kind, twice)} twice")
 
     @property
     def names(self) -> set[tuple[str, str]]:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import Store
@@ -97,14 +98,13 @@ def read_shards(folder: Path, manifest: Manifest, shards: Iterable[StateShard]) 
     Raises:
         CheckpointError: The checkpoint does not contain all values of the shards.
     """
-    files = TensorFiles(folder, manifest.files)
 
-    def fill(shard: StateShard) -> None:
+    def fill(files: TensorFiles, shard: StateShard) -> None:
         for block in shard.blocks:
             files.read(shard.kind, block.piece, into=view(shard.values, block))
 
     try:
         with ThreadPoolExecutor(num_threads()) as pool:
-            list(pool.map(fill, shards))
+            list(pool.map(partial(fill, TensorFiles(folder, manifest.files)), shards))
     except DamagedError as error:
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from None

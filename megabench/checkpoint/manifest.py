@@ -82,7 +82,7 @@ class OptimizerEntry(_Part):
     """The optimizer state besides tensors. `step` is the number of updates, and `loss_scale` is used with fp16 only."""
 
     name: str
-    step: int
+    step: int = Field(ge=0, le=10**9)
     loss_scale: dict[str, float] | None = None
 
 
@@ -91,7 +91,7 @@ class DataEntry(_Part):
 
     name: str
     sha256: str
-    next_sequence: int
+    next_sequence: int = Field(ge=0, lt=2**63)
     tokenizer: TokenizerUsed | None = None
 
 

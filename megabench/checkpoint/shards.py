@@ -6,7 +6,7 @@ Face tensors. The blocks do not depend on the layout of the run that loads the c
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -134,6 +134,17 @@ def overlap(one: Piece, other: Piece) -> Piece | None:
         return Piece(one.name, rows)
     columns = max(one.columns[0], other.columns[0]), min(one.columns[1], other.columns[1])
     return Piece(one.name, rows, columns) if columns[0] < columns[1] else None
+
+
+def first_overlap(pieces: Iterable[Piece]) -> Piece | None:
+    """Return the intersection of two of the blocks of one tensor, or None if all blocks are disjoint."""
+    active: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: piece.rows):
+        active = [other for other in active if other.rows[1] > piece.rows[0]]
+        if twice := next(filter(None, (overlap(piece, other) for other in active)), None):
+            return twice
+        active.append(piece)
+    return None
 
 
 def within(inner: Piece, outer: Piece) -> tuple[slice, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq", "row_var", "col_var", "variance", "momentum_buffer"]
+NON_NEGATIVE: tuple[StateKind, ...] = ("exp_avg_sq", "row_var", "col_var", "variance")  # means of squares
 Shape = tuple[int, ...]
 NEWTON_SCHULZ_STEPS = 5  # torch's default
 

@@ -41,7 +41,9 @@ from megabench.checkpoint.manifest import (
 )
 from megabench.checkpoint.save import tensors_of
 from megabench.checkpoint.shards import StateShard, blocks_of, whole
+from megabench.checkpoint.weights_only import open_weights
 from megabench.models.catalog import get_model
+from megabench.optim.optimizers import StateKind
 
 CUT = whole("lm_head.weight", (8, 4))
 RUN_ID = "0123456789ab"
@@ -120,15 +122,21 @@ def replace_by(make: Callable[[Path], object], name: str) -> Callable[[Path], No
     return replace
 
 
-def store_as(dtype: torch.dtype) -> Callable[[Path], None]:
-    """The same tensors in another dtype, with sizes and checksums that are right."""
+def store_as(
+    dtype: torch.dtype, kind: StateKind = "weight", value: float = 1.0, start: int = 0
+) -> Callable[[Path], None]:
+    """Other tensors in the first file, with sizes and checksums that are right."""
 
     def convert(folder: Path) -> None:
-        shard = StateShard("weight", blocks_of(CUT, 0, 16), torch.full((16,), 1.0, dtype=dtype))
+        shard = StateShard(kind, blocks_of(CUT, start, start + 16), torch.full((16,), value, dtype=dtype))
         (entry,) = write_files(folder, "rank-0", tensors_of([shard]))
         forge(lambda body: body["files"].__setitem__(0, entry.model_dump()))(folder)
 
     return convert
+
+
+def rollback_to(restored_step: int) -> dict[str, Any]:
+    return {"step": 5, "restored_step": restored_step, "next_batch": 9, "problem": "a test"}
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -172,6 +180,26 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "the step is absurd": (
         forge(lambda body: body["training"].update(step=10**12)),
         "manifest.json has a missing or invalid field",
+    ),
+    "the optimizer has made a negative number of steps": (
+        forge(lambda body: body["training"]["optimizer"].update(step=-1)),
+        "manifest.json has a missing or invalid field: ('training', 'optimizer', 'step')",
+    ),
+    "the next sequence is absurd": (
+        forge(lambda body: body["training"]["data"].update(next_sequence=2**63)),
+        "manifest.json has a missing or invalid field",
+    ),
+    "a rollback goes forward": (
+        forge(lambda body: body["training"].update(rollbacks=[rollback_to(7)])),
+        "manifest.json has a missing or invalid field: ('training', 'rollbacks', 0)",
+    ),
+    "a rollback returns to before the first step": (
+        forge(lambda body: body["training"].update(rollbacks=[rollback_to(-1)])),
+        "manifest.json has a missing or invalid field",
+    ),
+    "a second moment is negative": (
+        store_as(torch.float32, "exp_avg_sq", -1e-9),
+        "exp_avg_sq:lm_head.weight[0:4,0:4] has negative values, but exp_avg_sq is a mean of squares",
     ),
     "the dtype is another": (store_as(torch.bfloat16), "has dtype BF16; expected F32"),
 }
@@ -242,6 +270,19 @@ def test_missing_elements_are_no_zeros(tmp_path: Path) -> None:
     shards = [StateShard("exp_avg", blocks_of(CUT, 0, 4), torch.zeros(4))]
     with pytest.raises(CheckpointError, match=r"0 of the 4 elements of exp_avg:lm_head.weight\[0:1,0:4\]"):
         read_shards(folder, found.manifest, shards)
+
+
+def test_overlapping_blocks_do_not_hide_missing_ones(tmp_path: Path) -> None:
+    """Rows 2 to 6 and 4 to 8: as many elements as the tensor has rows 2 to 8 and two that nobody wrote."""
+    folder = write(tmp_path, 6)
+    store_as(torch.float32, start=8)(folder)
+    found = find(tmp_path)
+    assert found is not None
+    shards = [StateShard("weight", blocks_of(CUT, 0, 32), torch.zeros(32))]
+    with pytest.raises(CheckpointError, match=r"the files contain weight:lm_head.weight\[4:6,0:4\] twice"):
+        read_shards(folder, found.manifest, shards)
+    with pytest.raises(CheckpointError, match="twice"):
+        open_weights(folder)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
