@@ -93,7 +93,6 @@ def sentence_of(reader: str, path: Path) -> str | None:
     else:
         return None
     assert text and "\n" not in text and "Traceback" not in text
-    assert len(text) < 1000
     return text
 
 

@@ -5,6 +5,7 @@ The environment variable MEGABENCH_FUZZ multiplies the number of examples.
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +18,23 @@ from hypothesis import strategies as st
 
 from megabench.checkpoint.manifest import DamagedError, Manifest
 from megabench.config import FIELDS, RunConfig, choices_of
+from megabench.cost.profile import profile_for
 from megabench.errors import UserError
 from megabench.hardware.nccl_job import merge, topology_of
 from megabench.hardware.transport import read
+from megabench.models.catalog import get_model
+from megabench.models.hugging_face import config_text
 from megabench.record import read_records
+from megabench.runtime.process import host_name
 from megabench.specs.registry import ENGINES
 from megabench.study.study import StudyFile, plan_study
+from megabench.train.callbacks.callback import Callback
+from megabench.train.callbacks.user_callbacks import load_callbacks
 from megabench.train.flags import parse_flags
-from tests.checkpoint.test_damage import forge, write
+from tests.checkpoint.test_damage import RUN_ID, forge, write
 from tests.hardware.log_lines import INITS, split_job_log
 from tests.study.records import make_record
+from tests.test_inputs import READERS, SPECIAL, sentence_of
 
 fuzz = settings(
     max_examples=200 * int(os.environ.get("MEGABENCH_FUZZ", "1")),
@@ -172,6 +180,81 @@ def test_manifests(data: st.DataObject) -> None:
 
         forge(change)(folder)
         refused_in_one_sentence(lambda: Manifest.read(folder))
+
+
+def nested(levels: int) -> Any:
+    content: Any = {}
+    for level in range(levels):
+        content = [content] if level % 2 else {"a": content}
+    return content
+
+
+HOSTILE = st.one_of(VALUES, st.sampled_from([99, 101, 400]).map(nested), st.sampled_from([10**299, 10**301, -(10**20)]))
+
+
+def with_hostile_value(content: Any, data: st.DataObject) -> Any:
+    """The same JSON with one value replaced, or with a field that does not belong there."""
+    if isinstance(content, dict) and content and (choice := data.draw(st.integers(0, 9))):
+        key = data.draw(st.sampled_from(sorted(content)) if choice < 9 else TEXTS)
+        return content | {key: with_hostile_value(content.get(key), data)}
+    if isinstance(content, list) and content and data.draw(st.integers(0, 9)):
+        place = data.draw(st.integers(0, len(content) - 1))
+        return [*content[:place], with_hostile_value(content[place], data), *content[place + 1 :]]
+    return data.draw(HOSTILE)
+
+
+SEEDS: dict[str, Any] = {
+    "profile": json.loads(profile_for("NVIDIA H100 80GB HBM3").model_dump_json()),
+    "model": json.loads(config_text(get_model("llama-tiny"))),
+    "code of a model": {"auto_map": {"AutoTokenizer": "code.py"}, "eos_token": {"content": "</s>"}},
+    "index of weights": {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}},
+    "tokenizer": {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []},
+    "jsonl": {"text": "a"},
+    "token facts": {"num_tokens": 4, "max_token": 3, "sha256": "", "sample_sha256": "", "tokenizer": None},
+    "record": json.loads(make_record([3.0, 2.0]).model_dump_json()),
+    "lock": {"token": "a", "host": host_name(), "pid": os.getpid(), "began": 1.5, "since": "now"},
+    "rollbacks": {
+        "run_id": RUN_ID,
+        "rollbacks": [{"step": 9, "restored_step": 6, "next_batch": 9, "problem": "a"}],
+    },
+    "manifest": {"crc32": 0, "manifest": {"schema_version": 2, "files": []}},
+    "study": {"base": {"model": "llama-tiny"}, "trials": [{"engine": "ddp"}]},
+}
+SEEDS |= {
+    "fabric": SEEDS["profile"],
+    "results": SEEDS["record"],
+    "hash of a tokenizer": SEEDS["tokenizer"],
+    "settings": SEEDS["study"]["base"],
+}
+
+
+@fuzz
+@given(reader=st.sampled_from(sorted(READERS)), data=st.data())
+def test_files_of_every_kind(reader: str, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, READERS[reader][0])
+        if special := data.draw(st.sampled_from([*SPECIAL, *[None] * 30])):
+            SPECIAL[special](path)
+        else:
+            text = json.dumps(with_hostile_value(SEEDS.get(reader), data)).encode(errors="replace")
+            start, length = data.draw(st.tuples(st.integers(0, len(text)), st.sampled_from([0, 0, 0, 1, 9])))
+            path.write_bytes(text[:start] + data.draw(st.binary(max_size=length)) + text[start:])
+        sentence_of(reader, path)
+
+
+ARGUMENTS = st.one_of(TEXTS, st.lists(st.tuples(TEXTS, VALUES.map(json.dumps))).map(str), st.text("(),=:'\"[]{}&*ab 1"))
+
+
+@fuzz
+@given(arguments=ARGUMENTS, body=st.sampled_from(["1 / 0", "exit(0)", "assert False", "class A: pass", "("]))
+def test_callbacks(arguments: str, body: str) -> None:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        Path(directory, "drawn_callbacks.py").write_text(body)
+        patch.syspath_prepend(directory)
+        patch.delitem(sys.modules, "drawn_callbacks", raising=False)
+        refused_in_one_sentence(lambda: load_callbacks(f"drawn_callbacks:A({arguments})"))
+        refused_in_one_sentence(lambda: load_callbacks(f"{Callback.__module__}:Callback({arguments})"))
+        sys.modules.pop("drawn_callbacks", None)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
