@@ -32,7 +32,7 @@ def test_other_names(name: str) -> None:
 
 def test_a_password_in_a_url() -> None:
     assert is_secret("HTTPS_PROXY", "http://me:word@proxy:80")
-    command = RunConfig(model="llama-tiny").command(1, {"HTTPS_PROXY": "http://me:word@proxy:80"})
+    command = RunConfig.parse({"model": "llama-tiny"}).command(1, {"HTTPS_PROXY": "http://me:word@proxy:80"})
     assert command.startswith('HTTPS_PROXY="$HTTPS_PROXY" ')
 
 
