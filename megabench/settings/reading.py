@@ -1,5 +1,6 @@
 """Read settings from files, and turn invalid settings into one error message."""
 
+import errno
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ def read_text(path: Path) -> str:
     try:
         return inputs.read_text(path)
     except OSError as error:
+        if error.errno in (errno.EFBIG, errno.EINVAL):
+            raise ConfigError(f"{path} is {error.strerror}; use a regular file of at most 1 MiB") from None
         raise ConfigError(f"cannot read {path}: {error.strerror}; use the path of a readable file") from None
     except ValueError as error:
         raise ConfigError(f"{path} is {error}; use a YAML or JSON text file") from None

@@ -192,7 +192,7 @@ def test_a_trial_may_be_repeated_by_itself(plan):
             "more than 100,000 values",
         ),
         ("a: &a [*a]", "nested too deeply"),
-        ("name: " + "x" * 2**21, ": larger than 1 MiB"),
+        ("name: " + "x" * 2**21, "is larger than 1 MiB"),
         ("trials: [{env: {A: true}}]", "env={'A': True} must map variables to text or numbers"),
         ("trials: [{env: NCCL_DEBUG}]", "env='NCCL_DEBUG' must map"),
         ("trials: [{device: cuda}]", "no NVIDIA GPU was found"),
