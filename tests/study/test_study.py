@@ -271,9 +271,7 @@ def test_a_study_for_gpus_is_refused_without_gpus(tmp_path, monkeypatch):
     source = Path(__file__).parents[2] / "configs/studies/gpt2-zero.yaml"
     request = Request(source, tmp_path)
     for plan in (lambda: request.plan_here(None), lambda: request.plan_launched(1)):
-        with pytest.raises(
-            StudyError, match=r"needs GPUs, and no NVIDIA .*; megabench compare gpt2-zero-small runs"
-        ):
+        with pytest.raises(StudyError, match=r"needs GPUs, and no NVIDIA .*; megabench compare gpt2-zero-small runs"):
             plan()
     study, _ = request.plan_here(None, starts=False)
     assert {trial.resolved.device for trial in study.trials} == {"cuda"}

@@ -63,7 +63,7 @@ class DeepSpeedEngine(TransformersEngine):
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         with redirect_stdout(io.StringIO()):  # suppress a dozen lines of memory reports per rank
             self.engine, *_ = deepspeed.initialize(
-                model=self.model, optimizer=_build_optimizer(config, self.model), config=self.settings
+                model=self.model, optimizer=_optimizer_of(config, self.model), config=self.settings
             )
         self.wrapped = self.engine
         if self.zero_stage == 3:
@@ -244,7 +244,7 @@ def _zero_settings(run: ResolvedConfig) -> dict[str, Any]:
     return zero | {key: value for key, value in given.items() if value is not None}
 
 
-def _build_optimizer(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+def _optimizer_of(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     # under ZeRO-3, the parameter is empty, and ds_shape has its shape
     params = [(name, p, len(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()]
     return _cpu_adam(run, params) if _uses_cpu_adam(run) else shared.build_optimizer(run, params)
