@@ -17,6 +17,7 @@ from megabench.specs.engine_spec import ResolvedRun
 
 _OF_STAGE_3 = {"zero_prefetch": "stage3_prefetch_bucket_size", "zero_persistence": "stage3_param_persistence_threshold"}
 _KEPT_WEIGHTS = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
+_PRESCALING = {"prescale_gradients": False, "gradient_predivide_factor": 1}
 _LOSS_SCALE = {
     "loss_scale": 0,
     "initial_scale_power": int(math.log2(INITIAL_LOSS_SCALE)),
@@ -160,6 +161,12 @@ def check_deepspeed_json(
         if key in zero:
             raise ConfigError(
                 f"{path} sets zero_optimization.{key}, but so does reshard_after_forward=false; remove one of them"
+            )
+    for key, default in _PRESCALING.items():
+        if zero_stage >= 2 and content.get(key, default) != default:
+            raise ConfigError(
+                f"{path} sets {key}={content[key]}, which DeepSpeed supports only with zero_stage 0 and 1, not "
+                f"{zero_stage}; remove it"
             )
     bucket = zero.get("reduce_bucket_size")
     if zero_stage in (1, 2) and bucket is not None and bucket < (largest := largest_parameter(run.shape)):

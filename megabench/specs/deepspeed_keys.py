@@ -169,7 +169,7 @@ _ZERO: Section = {
     "zero_quantized_nontrainable_weights": Refused("it changes the trained weights"),
     "zero_quantized_gradients": Refused("it changes the gradients"),
     "ignore_unused_parameters": _FLAG,
-    "round_robin_gradients": _FLAG,
+    "round_robin_gradients": Refused("DeepSpeed 0.19.8 cannot return the gradients of single parameters with it"),
     "parameter_alignment": _FLAG,
     "memory_efficient_linear": _FLAG,
     "override_module_apply": _FLAG,
