@@ -23,9 +23,6 @@ from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8 import forget_casts
 from megabench.engines.common.optim import (
-    INITIAL_LOSS_SCALE,
-    LOSS_SCALE_HYSTERESIS,
-    LOSS_SCALE_WINDOW,
     NamedParameter,
     parameter_groups,
     set_learning_rate,
@@ -33,6 +30,7 @@ from megabench.engines.common.optim import (
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.deepspeed.state import ZeroState
 from megabench.models.causal_lm import build_model
+from megabench.precision import INITIAL_LOSS_SCALE, LOSS_SCALE_HYSTERESIS, LOSS_SCALE_WINDOW
 from megabench.specs.deepspeed import DeepSpeedSettings, reduce_bucket
 from megabench.specs.deepspeed_json import merge, read_deepspeed_json
 
