@@ -7,6 +7,12 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 Fp8Recipe = Literal["tensorwise", "bf16-gradients"]
 FP8_MULTIPLE = 16  # the sizes of fp8 matrices must be multiples of 16 (cuBLAS documentation, cublasLtMatmul)
 
+# DeepSpeed begins at 2^16. With DeepSpeed's larger initial scale, engines with fp16 gradients skip two of GPT-2's first
+# steps, and engines with fp32 gradients skip none. Their work would then differ.
+INITIAL_LOSS_SCALE = 2.0**13
+LOSS_SCALE_WINDOW = 1000  # LOSS_SCALE_WINDOW and LOSS_SCALE_HYSTERESIS are DeepSpeed's defaults
+LOSS_SCALE_HYSTERESIS = 2
+
 _BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 

@@ -93,6 +93,41 @@ def test_a_token_file_that_changes_during_training_ends_the_run(tmp_path: Path, 
     assert "step 1/2" in result.stdout and "step 2/2" not in result.stdout
 
 
+FAILING = """
+import os, signal
+from megabench.train.callbacks import Callback
+
+class Failing(Callback):
+    def __init__(self, kills):
+        self.kills = kills
+
+    def on_start(self, trainer):
+        self.rank = trainer.rank
+
+    def on_step_end(self, step):
+        if self.rank == 1 and step.number == 3:
+            if self.kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("the third step is one too many")
+"""
+KILLED = "Error: rank 1 was killed by signal 9 (SIGKILL); on Linux that is often the out-of-memory killer"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("kills", "cause"), [(True, KILLED), (False, "Error: rank 1 failed: RuntimeError: the third step is one too many")]
+)
+def test_a_failed_rank_is_one_sentence_with_the_command_that_resumes(tmp_path: Path, kills: bool, cause: str) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    flags = ["--steps", "6", "--save", "s", "--save-every", "1", "--engine", "ddp"]
+    result = train(tmp_path, *TINY[:-2], *flags, "--nproc", "2", "--callbacks", f"failing:Failing(kills={kills})")
+    assert result.returncode == 1
+    *_, sentence, resume, command = result.stderr.splitlines()
+    assert sentence == cause and resume == "To resume from the newest checkpoint:"
+    assert command.startswith("  megabench train --nproc 2 --model llama-tiny ") and command.endswith(" --load s")
+    assert "ChildFailedError" not in result.stderr and "torch.distributed.elastic" not in result.stderr
+
+
 @pytest.mark.e2e
 def test_a_refusal_by_the_ranks_has_the_same_status_and_no_traceback(tmp_path: Path, tokenizer_dir: Path) -> None:
     """Only the ranks tokenize text, so that they find tokens outside the vocabulary."""

@@ -196,7 +196,7 @@ def compare(
         from megabench.comparison.runner import run_launched
 
         sys.exit(run_launched(request))
-    planned, num_processes = request.plan_here(nproc)
+    planned, num_processes = request.plan_here(nproc, starts=not dry_run)
     if dry_run:
         from megabench.terminal import standard_output
 

@@ -76,7 +76,8 @@ class Engine(ABC):
 
         Each data-parallel rank passes its own micro-batches, all ranks the same number, with the shape of those in
         training. The forward passes use the current weights, without dropout. The next training step is the same, to
-        the last bit, as without the call. Do not call `evaluate` between `accumulate` and `update`.
+        the last bit, as without the call. Do not call `evaluate` between `accumulate` and `update`, and do not use the
+        engine after an error of `evaluate`.
 
         Raises:
             ValueError: The pipeline schedule does not support this number of micro-batches.

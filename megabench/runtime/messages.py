@@ -78,13 +78,16 @@ def report_failure(store: Store, rank: int, kind: FailureKind, error: str, waite
     return failure
 
 
-def tell_launcher(error: str) -> None:
+def tell_launcher(error: str, is_printed: bool = False) -> None:
     """Make torchrun's failure report show `error`. Other launchers ignore it.
+
+    `is_printed` says that the user has read the message, so that `megabench train` does not print it again.
 
     Source of the format: torch.distributed.elastic.multiprocessing.errors.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        told = {"message": {"message": error, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        extra = {"timestamp": str(int(time.time())), "is_printed": is_printed}
+        told = {"message": {"message": error, "extraInfo": extra}}
         with contextlib.suppress(OSError):  # the printed message already contains the note
             Path(path).write_text(json.dumps(told))
 
@@ -188,7 +191,7 @@ def explain(store: Store | None, rank: int, kind: FailureKind, error: str, waite
 
     Every rank prints the reason if the rendezvous store cannot be reached, so that the reason is never lost.
     """
-    tell_launcher(error)
+    tell_launcher(error, is_printed=True)
     text = f"Error: {error}"
     if store is not None:
         with contextlib.suppress(Exception):

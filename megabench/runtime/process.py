@@ -44,6 +44,17 @@ def set_up_process(arguments: Sequence[str]) -> None:
             )
 
 
+def signal_title(number: int) -> str:
+    """Return a signal as text: "signal 9 (SIGKILL)"."""
+    name = signal.Signals(number).name if number in set(signal.Signals) else "a real-time signal"
+    return f"signal {number} ({name})"
+
+
+def killer_hint(number: int) -> str:
+    """Return what usually sends a signal, as the end of a sentence, or "" if that is not known."""
+    return "; on Linux that is often the out-of-memory killer" if number == signal.SIGKILL else ""
+
+
 def exit_on_sigterm() -> None:
     """Exit normally after SIGTERM, so that temporary files are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -113,6 +113,7 @@ _ANSWERS = {
         "omit it: {engine=fsdp} shards every layer, and needs no wrapping policy"
     ),
     "fsdp_offload_params enable_cpu_offload": "use {engine=fsdp offload=all}",
+    "fsdp_reshard_after_forward=false": "use {engine=fsdp reshard_after_forward=false}",
     "fsdp_reshard_after_forward": (
         "use {engine=fsdp reshard_after_forward=true}, the default, or {engine=fsdp reshard_after_forward=false} to "
         "keep the gathered weights for the backward pass"

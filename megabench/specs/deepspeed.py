@@ -91,7 +91,8 @@ class DeepSpeed(EngineSpec):
             )
         check_keep_transposed(run, own.keep_transposed, keeps_casts=stage < 3)
         if own.deepspeed_config:
-            check_deepspeed_json(read_deepspeed_json(own.deepspeed_config), run, stage, own.deepspeed_config)
+            content = read_deepspeed_json(own.deepspeed_config)
+            check_deepspeed_json(content, run, stage, not own.reshard_after_forward, own.deepspeed_config)
 
     def why_not_saved(self, run: ResolvedRun) -> str | None:
         if DeepSpeedSettings.of(run).stage != 0:

@@ -3,114 +3,75 @@
 Settings of the JSON file apply if the run does not set them, and must not contradict the run.
 """
 
+import math
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from megabench import shipped
 from megabench.models.mapping import largest_parameter
-from megabench.precision import POLICIES
+from megabench.precision import INITIAL_LOSS_SCALE, LOSS_SCALE_HYSTERESIS, LOSS_SCALE_WINDOW, POLICIES
 from megabench.settings.reading import ConfigError, near_matches, read_json_object
+from megabench.specs.deepspeed_keys import KEYS, Refused, Renamed, Section, Value
 from megabench.specs.engine_spec import ResolvedRun
 
-_RUN_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "communication_data_type",
-)
-_SECTIONS = (
-    "zero_optimization",
-    "bf16",
-    "fp16",
-    "data_types",
-    "activation_checkpointing",
-    "aio",
-    "comms_logger",
-    "flops_profiler",
-)
-_HARMLESS = (
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "zero_allow_untested_optimizer",
-)
-# Sections of the JSON file that would make the run differ from other trials, with the megabench settings to use
-# instead.
-_ELSEWHERE = {
-    "optimizer": "--optimizer, --lr, --betas, --eps and --weight-decay",
-    "scheduler": "--lr, --lr-warmup and --min-lr",
-}
-_NUMBERS = (
-    "stage",
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "zero_hpz_partition_size",
-)
-_LARGEST_NUMBER = 10**15
-_NO_MASTERS = "all engines train with masters and moments in fp32"
-_REFUSED = {
-    "zero_optimization": {
-        "zero_quantized_weights": "it changes the trained weights",
-        "zero_quantized_gradients": "it changes the gradients",
-        "zero_quantized_nontrainable_weights": "it changes the trained weights",
-        "stage3_module_granularity_threshold": "DeepSpeed 0.19.8 computes wrong gradients (use zero_leaf_layers)",
-        "zenflow": "it updates weights with stale gradients",
-    },
-    "bf16": {"bf16_master_weights_and_grads": _NO_MASTERS, "bf16_optimizer_states": _NO_MASTERS},
-    "fp16": {"fp16_master_weights_and_grads": _NO_MASTERS},
+_OF_STAGE_3 = {"zero_prefetch": "stage3_prefetch_bucket_size", "zero_persistence": "stage3_param_persistence_threshold"}
+_KEPT_WEIGHTS = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
+_PRESCALING = {"prescale_gradients": False, "gradient_predivide_factor": 1}
+_LOSS_SCALE = {
+    "loss_scale": 0,
+    "initial_scale_power": int(math.log2(INITIAL_LOSS_SCALE)),
+    "loss_scale_window": LOSS_SCALE_WINDOW,
+    "hysteresis": LOSS_SCALE_HYSTERESIS,
+    "consecutive_hysteresis": False,
+    "min_loss_scale": 1,
 }
 
 
 def read_deepspeed_json(path: Path) -> dict[str, Any]:
     """Read a DeepSpeed configuration, which is a file or the name of a shipped file, without its "auto" entries.
 
-    Raise ConfigError if the file is not a DeepSpeed configuration, or has settings that would change the compared work.
+    Deprecated keys and other names of a key are replaced by the key itself. Raise ConfigError if the file is not a
+    DeepSpeed configuration, or has a key that `deepspeed_keys` refuses or does not contain.
     """
     path = shipped.find("deepspeed", path)
-    content = read_json_object(path)
-    for section in _SECTIONS:
-        _check_section(section, content.get(section, {}), path)
-    for key in content:
-        if key in _ELSEWHERE:
-            raise ConfigError(
-                f"{path} sets {key!r}, which megabench sets for every engine; remove it and use {_ELSEWHERE[key]}"
-            )
-        if key not in _RUN_KEYS + _SECTIONS + _HARMLESS:
-            raise ConfigError(
-                f"{path} sets {key!r}, which megabench does not pass to DeepSpeed; remove it "
-                f"({near_matches(key, [*_RUN_KEYS, *_SECTIONS, *_HARMLESS])})"
-            )
-    for section, refused in _REFUSED.items():
-        for key, why in refused.items():
-            if content.get(section, {}).get(key):
-                raise ConfigError(f"{path} sets {section}.{key}, but {why}; remove it")
-    if content.get("zero_optimization", {}).get("compute_grad_norm") is False:
-        raise ConfigError(
-            f"{path} sets zero_optimization.compute_grad_norm to false, but records need the norm; remove it"
-        )
-    return _without_auto(content)
+    return _read_section(read_json_object(path), KEYS, path, "")
 
 
-def _check_section(name: str, section: Any, path: Path) -> None:
-    """Raise ConfigError unless the values of a section have types that this package and DeepSpeed can read."""
-    if not isinstance(section, dict):
-        raise ConfigError(f"{path}: {name} must be an object, e.g. {{}}, not {section!r}")
-    for key, value in section.items():
-        if key == "enabled" and not isinstance(value, bool) and value != "auto":
-            raise ConfigError(f"{path}: {name}.enabled must be true or false, not {value!r}")
-        if key in _NUMBERS and value != "auto" and not (type(value) in (int, float) and 0 <= value <= _LARGEST_NUMBER):
-            raise ConfigError(f"{path}: {name}.{key} must be a number from 0 to {_LARGEST_NUMBER:.0e}, not {value!r}")
-        if key.startswith("offload_") and not isinstance(value, dict | NoneType):
-            raise ConfigError(f"{path}: {name}.{key} must be an object, e.g. {{}}, not {value!r}")
+def _read_section(content: dict[str, Any], rules: Section, path: Path, prefix: str) -> dict[str, Any]:
+    read: dict[str, Any] = {}
+    for key, value in content.items():
+        name, rule = key, rules.get(key)
+        if rule is None:
+            raise ConfigError(
+                f"{path} sets {prefix}{key}, which is no key of DeepSpeed; "
+                f"{near_matches(key, list(rules), 'remove it, or correct its name')}"
+            )
+        if value == "auto":
+            continue
+        if isinstance(rule, Renamed):
+            if rule.to in content:
+                raise ConfigError(f"{path} sets {prefix}{key} and {prefix}{rule.to}, which are the same; remove {key}")
+            if rule.kind:
+                _check_value(value, rule.kind, path, prefix + key)
+            name, value, rule = rule.to, rule.convert(value), rules[rule.to]
+            assert not isinstance(rule, Renamed)
+        if isinstance(rule, Refused):
+            if not rule.accepts(value):
+                raise ConfigError(f"{path} sets {prefix}{key}, but {rule.why}; {rule.instead}")
+        elif isinstance(rule, Value):
+            _check_value(value, rule, path, prefix + key)
+            read[name] = rule.convert(value)
+        elif isinstance(value, dict | NoneType):
+            read[name] = _read_section(value or {}, rule, path, f"{prefix}{key}.")
+        else:
+            raise ConfigError(f"{path}: {prefix}{key} must be an object, e.g. {{}}, not {value!r}")
+    return read
+
+
+def _check_value(value: Any, rule: Value, path: Path, where: str) -> None:
+    if not rule.is_valid(value):
+        raise ConfigError(f"{path}: {where} must be {rule.expected}, not {value!r}")
 
 
 def names_batch(content: dict[str, Any]) -> bool:
@@ -131,7 +92,11 @@ def settings_of_run(content: dict[str, Any], given: dict[str, Any], path: Path) 
         "grad_dtype": content.get("data_types", {}).get("grad_accum_dtype"),
         "precision": enabled[0] if enabled else None,
     }
-    said |= _zero_settings(content.get("zero_optimization", {}), path)
+    if said["grad_dtype"] == "fp16":
+        raise ConfigError(
+            f"{path} sets data_types.grad_accum_dtype=fp16, but no engine accumulates in fp16; use fp32 or bf16"
+        )
+    said |= _zero_settings(content.get("zero_optimization", {}), given, path)
     said = {name: value for name, value in said.items() if value is not None}
     if (policy := POLICIES.get(given.get("precision", ""))) and policy.compute == said.get("precision"):
         del said["precision"]  # for DeepSpeed, a run with fp8 products is a bf16 run
@@ -143,42 +108,67 @@ def settings_of_run(content: dict[str, Any], given: dict[str, Any], path: Path) 
     return said
 
 
-def _zero_settings(zero: dict[str, Any], path: Path) -> dict[str, Any]:
+def _zero_settings(zero: dict[str, Any], given: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the run settings that correspond to the section zero_optimization."""
-    offloaded = []
-    for key in ("offload_optimizer", "offload_param"):
-        device = (zero.get(key) or {}).get("device", "none")
-        if device not in ("none", "cpu"):
-            raise ConfigError(
-                f"{path} sets zero_optimization.{key}.device={device!r}, but only cpu is supported; use cpu"
-            )
-        offloaded.append(device == "cpu")
-    optimizer, parameters = offloaded
-    if parameters and not optimizer:
+    optimizer, parameters = (
+        zero[key].get("device", "none") == "cpu" if key in zero else None
+        for key in ("offload_optimizer", "offload_param")
+    )
+    if parameters and not (optimizer or (optimizer is None and given.get("offload") == "all")):
         raise ConfigError(
             f"{path} offloads parameters without their optimizer; add zero_optimization.offload_optimizer"
         )
+    offload = None
+    if parameters:
+        offload = "all"
+    elif optimizer or (parameters is False and given.get("offload") == "all"):
+        offload = "optimizer"
+    elif optimizer is False:
+        offload = "none"
+    is_stage_3 = zero.get("stage", given.get("zero_stage")) in (None, 3)  # other stages ignore the keys of stage 3
     return {
-        "offload": "all" if parameters else "optimizer" if optimizer else None,
+        "offload": offload,
         "hpz_size": zero.get("zero_hpz_partition_size"),
-        "zero_prefetch": zero.get("stage3_prefetch_bucket_size"),
-        "zero_persistence": zero.get("stage3_param_persistence_threshold"),
+        **{name: zero.get(key) if is_stage_3 else None for name, key in _OF_STAGE_3.items()},
     }
 
 
-def check_deepspeed_json(content: dict[str, Any], run: ResolvedRun, zero_stage: int, path: Path) -> None:
+def check_deepspeed_json(
+    content: dict[str, Any], run: ResolvedRun, zero_stage: int, keeps_weights: bool, path: Path
+) -> None:
     """Raise ConfigError if the JSON file contradicts the resolved run."""
     for precision in ("bf16", "fp16"):
         enabled = content.get(precision, {}).get("enabled")
         if enabled is not None and bool(enabled) != (run.policy.compute == precision):
             raise ConfigError(f"{path} sets {precision}.enabled={enabled}, but the run's precision is {run.precision}")
+    dtypes = content.get("data_types", {})
+    if dtypes.get("param_dtype", run.policy.compute) != run.policy.compute:
+        raise ConfigError(
+            f"{path} sets data_types.param_dtype={dtypes['param_dtype']}, but the run's precision is {run.precision}; "
+            f"remove it, or change precision"
+        )
+    for key, value in _LOSS_SCALE.items():
+        if run.policy.scales_loss and (set_to := content.get("fp16", {}).get(key, value)) != value:
+            raise ConfigError(
+                f"{path} sets fp16.{key}={set_to}, but it is {value} under every engine; use {value}, or remove it"
+            )
     wire = content.get("communication_data_type")
     if wire is not None and wire != run.grad_dtype:
-        raise ConfigError(
-            f"{path} sets communication_data_type={wire}, but gradients are {run.grad_dtype}; "
-            f"use grad_dtype={wire} for both, or remove it"
-        )
-    bucket = content.get("zero_optimization", {}).get("reduce_bucket_size")
+        both = f"use grad_dtype={wire} for both, or remove it" if wire in run.policy.grad_dtypes else "remove it"
+        raise ConfigError(f"{path} sets communication_data_type={wire}, but gradients are {run.grad_dtype}; {both}")
+    zero = content.get("zero_optimization", {})
+    for key in _KEPT_WEIGHTS if keeps_weights else ():
+        if key in zero:
+            raise ConfigError(
+                f"{path} sets zero_optimization.{key}, but so does reshard_after_forward=false; remove one of them"
+            )
+    for key, default in _PRESCALING.items():
+        if zero_stage >= 2 and content.get(key, default) != default:
+            raise ConfigError(
+                f"{path} sets {key}={content[key]}, which DeepSpeed supports only with zero_stage 0 and 1, not "
+                f"{zero_stage}; remove it"
+            )
+    bucket = zero.get("reduce_bucket_size")
     if zero_stage in (1, 2) and bucket is not None and bucket < (largest := largest_parameter(run.shape)):
         raise ConfigError(
             f"{path} sets reduce_bucket_size={bucket}, but the largest gradient of {run.model} has {largest} elements, "
@@ -200,11 +190,3 @@ def merge(base: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
         merged[key] = merge(base[key], value) if both else value
     return merged
-
-
-def _without_auto(content: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_auto(value) if isinstance(value, dict) else value
-        for key, value in content.items()
-        if value != "auto"
-    }

@@ -60,7 +60,8 @@ def hint(
     for name in dict.fromkeys((plain, last)):
         answer = ANSWERS.get(f"{name}={_first_word(given)}") or _unless_off(ANSWERS.get(name), given)
         answer = answer or _unless_off(ANSWERS.get(name.removeprefix("no_")), "false")
-        if answer and _settings_of(answer) <= {*names}:
+        # an answer without settings is about runs, so it is given only where a run is described
+        if answer and (_settings_of(answer) or {"steps"}) <= {*names}:
             return render(answer, spell, given)
     meant = meant_by(last, SETTINGS) or (last if "." in plain else None)
     if meant in names and meant in SETTINGS:
@@ -161,7 +162,8 @@ def _settings_of(answer: str) -> set[str]:
 
 def _unless_off(answer: str | None, given: str | None) -> str | None:
     """Return the answer for an option that the user switches off, as in `--bf16 False`, or else `answer` itself."""
-    if answer and answer.startswith("use ") and "?" not in answer and (given or "").lower() in _NO:
+    off = _NO[:-1] if answer and "?" in answer else _NO  # 0 may be the value of an answer
+    if answer and answer.startswith("use ") and (given or "").lower() in off:
         return f"omit it; to enable it, {answer}"
     return answer
 

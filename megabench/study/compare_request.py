@@ -70,18 +70,22 @@ class Request:
 
     def plan_launched(self, num_processes: int) -> Study:
         """Validate the study and return it for a launch of `num_processes`. Raises StudyError."""
-        return self._planned(self.read_study(), num_processes)
+        file = self.read_study()
+        self._check_gpus(file)
+        return self._planned(file, num_processes)
 
-    def plan_here(self, num_processes: int | None) -> tuple[Study, int]:
+    def plan_here(self, num_processes: int | None, starts: bool = True) -> tuple[Study, int]:
         """Validate the study, and return it with the number of processes to start on this machine.
 
         If `num_processes` is None, one process is started per GPU. Without GPUs, and for a CPU study, the number is the
-        largest world size in the study.
+        largest world size in the study. If no process `starts`, a GPU study needs no GPU.
         """
         if num_processes is not None and num_processes < 1:
             raise StudyError(f"{num_processes} processes cannot run a study; use 1 or more")
         file = self.read_study()
         num_gpus = len(gpu_names())
+        if starts:
+            self._check_gpus(file)
         default = file.largest_world_size if file.is_cpu_only or not num_gpus else num_gpus
         if not (size := num_processes or default):
             missing = "no NVIDIA GPU was found" if not num_gpus else "it runs on CPU alone"
@@ -89,16 +93,27 @@ class Request:
         study = self._planned(file, size)
         for trial in study.select(self.only):
             check_data(f"{self.source}: trial {trial.name}", trial.resolved.data)
-            if trial.resolved.device == "cuda" and trial.world_size > num_gpus:
+            if starts and trial.resolved.device == "cuda" and trial.world_size > num_gpus:
                 raise StudyError(
                     f"{self.source}: trial {trial.name} needs {trial.world_size} GPUs and this machine has {num_gpus}; "
                     f"use --nproc {num_gpus}, or device: cpu to try it without GPUs"
                 )
         return study, size
 
+    def _check_gpus(self, file: StudyFile) -> None:
+        """Raise StudyError if a study for GPUs would start on a machine without GPUs."""
+        if not file.needs_gpus or gpu_names():
+            return
+        small = f"{self.source.stem}-small"
+        twin = f"; megabench compare {small} runs its small version on CPUs" * (small in shipped.names("studies"))
+        raise StudyError(
+            f"{self.source} needs GPUs, and no NVIDIA GPU was found here. compare --dry-run prints its commands, and "
+            f"doctor --cluster examines it for another machine{twin}."
+        )
+
     def _planned(self, file: StudyFile, num_processes: int) -> Study:
         """Validate the study and return it, with the best predicted layouts if --plan is given."""
-        device: Literal["cpu", "cuda"] = "cuda" if gpu_names() else "cpu"
+        device: Literal["cpu", "cuda"] = "cuda" if gpu_names() or file.needs_gpus else "cpu"
         predictor = None
         file = self._with_trial_settings(file, num_processes, device)
         if self.planning:

@@ -112,8 +112,17 @@ class StudyFile(BaseModel):
     @property
     def is_cpu_only(self) -> bool:
         """Whether every trial uses the CPU."""
+        return self._devices == {"cpu"}
+
+    @property
+    def _devices(self) -> set[Any]:
         default = self.base.get("device")
-        return all(trial.get("device", default) == "cpu" for entry in self.trials for trial in expand(entry))
+        return {trial.get("device", default) for entry in self.trials for trial in expand(entry)}
+
+    @property
+    def needs_gpus(self) -> bool:
+        """Whether every trial needs GPUs."""
+        return self._devices == {"cuda"}
 
     @property
     def defaults(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megabench.record import FailureKind, RunFailure, Status
 from megabench.runtime.messages import Failure
+from megabench.runtime.process import killer_hint, signal_title
 
 # messages of torch, gloo, NCCL and the store on a rank that lost a failed peer
 _LOST_CONNECTION = re.compile(
@@ -131,10 +132,8 @@ def _explain(end: RankEnd, several_hosts: bool) -> str:
             return f"{who} ran out of memory{when}: {end.failure.error}"
         return f"{who} failed{when}: {end.failure.error}"
     if end.code < 0:
-        name = signal.Signals(-end.code).name if -end.code in set(signal.Signals) else "a real-time signal"
-        hint = "; on Linux that is often the out-of-memory killer" if name == "SIGKILL" else ""
-        words = f": {end.last_line}" if name == "SIGABRT" and end.last_line else ""
-        return f"{who} was killed by signal {-end.code} ({name}){when}{words}{hint}"
+        words = f": {end.last_line}" if -end.code == signal.SIGABRT and end.last_line else ""
+        return f"{who} was killed by {signal_title(-end.code)}{when}{words}{killer_hint(-end.code)}"
     said = f"; its last words: {end.last_line}" if end.last_line else " and printed nothing"
     return f"{who} ended with exit status {end.code}{when}{said}"
 

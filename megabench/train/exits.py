@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,24 +26,27 @@ _CLOSE_SECONDS = 10.0  # of all callbacks together
 class Exits:
     """Ends this process: with status 0 after success, 2 for invalid input, and 1, 130 or a signal after other failures.
 
-    `callbacks` and `rendezvous` are set as soon as they exist. Any thread may call the methods.
+    `callbacks` are those that the Trainer calls. They are empty as soon as the process begins to end, so that no hook
+    is called after `close`. `callbacks` and `rendezvous` are set as soon as they exist.
+
+    Any thread may call the methods. The first one ends the process; other threads wait for that.
     """
 
     def __init__(self) -> None:
         self.callbacks: Sequence[Callback] = ()
         self.rendezvous: Rendezvous | None = None
-        self._closing = threading.Lock()
+        self._is_ending = threading.Lock()
 
     def finish(self) -> NoReturn:
         """Exit with status 0."""
-        self.close_callbacks(None)
-        exit_process(0)
+        self._end(None, partial(exit_process, 0), late=partial(os._exit, 0))
 
     def refuse(self, sentence: str, kind: Literal["invalid", "oom"] = "invalid", has_store: bool = True) -> NoReturn:
         """Exit with status 2. If all ranks of a launch refuse to start, only one of them prints the error message.
 
         Without a store, every rank prints the message.
         """
+        self._wait_for_the_end_of_another_thread()
         from megabench.runtime import messages
         from megabench.runtime import rendezvous as rendezvous_module
 
@@ -55,11 +59,11 @@ class Exits:
                 rendezvous = rendezvous_module.join(timedelta(seconds=20))
         store, rank = (rendezvous.store, rendezvous.rank) if rendezvous else (None, 0)
         messages.explain(store, rank, kind, sentence)
-        self.close_callbacks(sentence)
-        exit_process(2)
+        self._end(sentence, partial(exit_process, 2), late=partial(os._exit, 2))
 
     def stop(self, sentence: str) -> NoReturn:
         """Exit with status 1 after a failure that all ranks know. Only one of them prints the error message."""
+        self._wait_for_the_end_of_another_thread()
         from megabench.runtime.messages import explain
 
         assert self.rendezvous is not None
@@ -71,6 +75,7 @@ class Exits:
 
         An orderly exit would wait for ranks that may never answer.
         """
+        self._wait_for_the_end_of_another_thread()
         import torch
 
         from megabench.runtime import messages
@@ -97,12 +102,13 @@ class Exits:
 
     def signalled(self, number: int) -> NoReturn:
         """End the process by signal `number`, without a save, so that launchers see the signal."""
-        self.close_callbacks(f"ended by {signal.Signals(number).name}")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        _libc.signal(number, None)  # SIG_DFL; signal.signal works in the main thread only, which may hang
-        os.kill(os.getpid(), number)
-        os._exit(128 + number)
+
+        def die() -> None:
+            _libc.signal(number, None)  # SIG_DFL; signal.signal works in the main thread only, which may hang
+            os.kill(os.getpid(), number)
+            os._exit(128 + number)
+
+        self._end(f"ended by {signal.Signals(number).name}", die, late=die)
 
     def hang(self, explain: Callable[[], None], reason: str) -> NoReturn:
         """Call `explain` and exit with status 1. The main thread may never return."""
@@ -112,36 +118,46 @@ class Exits:
             self._leave(1, reason)
 
     def _leave(self, status: int, reason: str) -> NoReturn:
-        try:
-            self.close_callbacks(reason)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+        """Exit at once after the callbacks are closed, without functions that are registered with atexit."""
+        self._end(reason, partial(os._exit, status), late=partial(os._exit, status), flushes=True)
 
-    def close_callbacks(self, reason: str | None) -> None:
-        """Call `on_error`, if there is a `reason`, and `close` of all callbacks. Only the first call has an effect.
+    def _wait_for_the_end_of_another_thread(self) -> None:
+        """Return if no thread ends the process yet. The errors of a run that ends already are not reported."""
+        while self._is_ending.locked():
+            time.sleep(1)
 
-        Returns after at most 10 seconds, because a callback may wait for a server that does not answer.
+    def _end(
+        self, reason: str | None, end: Callable[[], None], late: Callable[[], None], flushes: bool = False
+    ) -> NoReturn:
+        """Close the callbacks in this thread, and end the process by calling `end`.
+
+        A callback may wait for a server that does not answer, and standard output for its reader. So a second thread
+        calls `late` after 10 seconds.
         """
-        if not self._closing.acquire(timeout=_CLOSE_SECONDS):
-            return
+        if not self._is_ending.acquire(blocking=False):
+            self._wait_for_the_end_of_another_thread()
         try:
+            timer = threading.Timer(_CLOSE_SECONDS, _end_late, [late])
+            timer.daemon = True
+            timer.start()
             callbacks, self.callbacks = self.callbacks, ()
-            closing = threading.Thread(target=_close, args=(callbacks, reason), name="close-callbacks", daemon=True)
-            closing.start()
-            closing.join(_CLOSE_SECONDS)
-            if closing.is_alive():
-                print(f"WARNING: the callbacks did not close within {_CLOSE_SECONDS:g} s", file=sys.stderr)
+            for callback in callbacks:
+                if reason is not None:
+                    _call(callback, partial(callback.on_error, reason))
+                _call(callback, callback.close)
+            if flushes:
+                sys.stdout.flush()
+                sys.stderr.flush()
         finally:
-            self._closing.release()
+            end()
+        raise AssertionError("the process has ended")
 
 
-def _close(callbacks: "Sequence[Callback]", reason: str | None) -> None:
-    for callback in callbacks:
-        if reason is not None:
-            _call(callback, partial(callback.on_error, reason))
-        _call(callback, callback.close)
+def _end_late(end: Callable[[], None]) -> None:
+    try:
+        os.write(2, f"WARNING: the callbacks did not close within {_CLOSE_SECONDS:g} s\n".encode())
+    finally:
+        end()
 
 
 def _call(callback: "Callback", hook: Callable[[], None]) -> None:
@@ -149,4 +165,5 @@ def _call(callback: "Callback", hook: Callable[[], None]) -> None:
         hook()
     except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"WARNING: callback {type(callback).__name__} failed when the run ended: {reason}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"WARNING: callback {type(callback).__name__} failed when the run ended: {reason}", file=sys.stderr)

@@ -105,7 +105,8 @@ def _not_an_option(word: str) -> str:
     """Return the error message for a word of the command line that belongs to no option."""
     name, separator, value = word.partition("=")
     if separator and name in SETTINGS:  # as Hydra spells options
-        remedy = f"did you mean {as_flag(name, None if FIELDS[name].annotation is bool else value)}?"
+        is_default = value.lower() == str(FIELDS[name].default).lower()
+        remedy = f"omit it: {value} is the default" if is_default else f"did you mean {as_flag(name, value)}?"
     elif separator:
         remedy = hint(name, SETTINGS, as_flag, "see --help", value)
     elif word.lower() in ("true", "false"):

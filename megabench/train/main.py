@@ -44,6 +44,10 @@ def main(find: "Find | None" = None, arguments: Sequence[str] | None = None) -> 
         exits.finish()
     if given.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hide the GPUs, because libraries would use them
-    from megabench.train.trainer import Trainer  # loads torch, so only after the flags are read
-
+    try:
+        from megabench.train.trainer import Trainer  # loads torch, so only after the flags are read
+    except KeyboardInterrupt:
+        exits.interrupt()
+    except Exception as error:
+        exits.fail(error)
     Trainer(given, exits, find, arguments).train()

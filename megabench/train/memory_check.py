@@ -62,7 +62,8 @@ def check_memory(run: ResolvedConfig, given: RunConfig, local_rank: int, local_w
 
     ways = _ways_out(run, given, fits)
     last = "or --skip-memory-check" if ways else "--skip-memory-check"
-    raise MemoryCheckError(f"{run.model} needs about {found}; use {', '.join([*ways, last])}")
+    no_gpu = "no NVIDIA GPU was found here. On the CPU, " if run.device == "cpu" and given.device == "auto" else ""
+    raise MemoryCheckError(f"{no_gpu}{run.model} needs about {found}; use {', '.join([*ways, last])}")
 
 
 # whether the run fits with other settings and, if given, another number of ranks

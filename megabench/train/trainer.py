@@ -146,8 +146,8 @@ class Trainer:
     def _check(self) -> None:
         """Check the run before any process group exists. Raises UserError."""
         given = self.given
-        if given.callbacks:
-            self._exits.callbacks = self._users = load_callbacks(given.callbacks)
+        self._exits.callbacks = self._users
+        load_callbacks(given.callbacks or "", self._users)
         try:
             self.rendezvous = self._exits.rendezvous = join()
         except Exception as error:
@@ -217,7 +217,7 @@ class Trainer:
         self.hosts = self.placement.hosts_of_ranks
         self._nan_guard = NanGuard(run, self.resume.training.recent_losses if self.resume.training else ())
         self._built_in = self._built_in_callbacks()
-        self._exits.callbacks = self.callbacks
+        self._exits.callbacks = [*self._built_in, *self._users]
 
     def _built_in_callbacks(self) -> list[Callback]:
         run = self.run
@@ -235,9 +235,9 @@ class Trainer:
         return callbacks
 
     @property
-    def callbacks(self) -> list[Callback]:
-        """Create the built-in callbacks of this rank, followed by the user's callbacks."""
-        return [*self._built_in, *self._users]
+    def callbacks(self) -> Sequence[Callback]:
+        """The built-in callbacks of this rank, followed by the user's. None is left when the process ends."""
+        return self._exits.callbacks
 
     @property
     def saves(self) -> list[SaveTimes]:
@@ -336,7 +336,8 @@ class Trainer:
             with clock.paused():
                 for callback in self.callbacks:
                     callback.between_steps(step)
-            step.metrics.update({tag: float(value) for tag, value in step.metrics.items()})  # callbacks add tensors
+            self.watchdog.touch()
+            _convert_metrics(step)
             for callback in self.callbacks:
                 callback.on_metrics(step)
             if problem := self._problem_of(step):
@@ -507,3 +508,14 @@ class Trainer:
             name, reason = type(callback).__name__, " ".join(f"{type(error).__name__}: {error}".split())
             self._failed_hooks.append(f"callback {name} failed at the end of the run: {reason}")
             return None
+
+
+def _convert_metrics(step: Step) -> None:
+    """Convert the metrics that callbacks added, which may be tensors, to numbers."""
+    for tag, value in step.metrics.items():
+        try:
+            step.metrics[tag] = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"the metric {tag} of step {step.number} is {value!r}; callbacks must add numbers"
+            ) from None

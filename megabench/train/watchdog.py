@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, NoReturn
@@ -246,5 +245,9 @@ class Watchdog:
         self, kind: FailureKind, reason: str, waited_for: int | None = None, *, has_store: bool = True
     ) -> NoReturn:
         """End this process at once, because its main thread may never return."""
-        store = self._store if has_store else None
-        self._exit(partial(explain, store, self._rank, kind, reason, waited_for), reason)
+
+        def explain_once() -> None:
+            explain(self._store if has_store else None, self._rank, kind, reason, waited_for)
+            self._closed.set()  # while the callbacks are closed, the other thread must not report a hang of the store
+
+        self._exit(explain_once, reason)

@@ -14,8 +14,9 @@ from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch, micro_batches
 from megabench.data.source import open_source
 from megabench.engines.build import build_engine
-from megabench.engines.common.optim import INITIAL_LOSS_SCALE, LOSS_SCALE_HYSTERESIS, LOSS_SCALE_WINDOW, LossScale
+from megabench.engines.common.optim import LossScale
 from megabench.optim.optimizers import OPTIMIZERS as TABLE
+from megabench.precision import INITIAL_LOSS_SCALE, LOSS_SCALE_HYSTERESIS, LOSS_SCALE_WINDOW
 from tests import distributed
 from tests.engines.cases import cases
 from tests.engines.equivalence import (

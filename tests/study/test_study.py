@@ -266,6 +266,18 @@ def test_trials_that_are_left_out_may_need_a_larger_machine(tmp_path, monkeypatc
             request.plan_here(None)
 
 
+def test_a_study_for_gpus_is_refused_without_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr("megabench.study.compare_request.gpu_names", lambda: [])
+    source = Path(__file__).parents[2] / "configs/studies/gpt2-zero.yaml"
+    request = Request(source, tmp_path)
+    for plan in (lambda: request.plan_here(None), lambda: request.plan_launched(1)):
+        with pytest.raises(StudyError, match=r"needs GPUs, and no NVIDIA .*; megabench compare gpt2-zero-small runs"):
+            plan()
+    study, _ = request.plan_here(None, starts=False)
+    assert {trial.resolved.device for trial in study.trials} == {"cuda"}
+    assert not Request(source, tmp_path, settings=("device=cpu",)).read_study().needs_gpus
+
+
 def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("megabench.study.compare_request.gpu_names", lambda: ["NVIDIA H200"] * 2)
     path = tmp_path / "study.yaml"

@@ -6,13 +6,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megabench.train import exits
 from megabench.train.callbacks import Callback
 from megabench.train.exits import Exits
 from tests.train.resilience import REPOSITORY, TINY
@@ -77,31 +77,44 @@ class Slow(Callback):
         self.released.wait(60)
 
 
-def test_a_callback_that_does_not_close_does_not_keep_the_process(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(exits, "_CLOSE_SECONDS", 0.1)
-    ways, slow = Exits(), Slow()
-    ways.callbacks = [slow]
-    began = time.monotonic()
-    ways.close_callbacks("the first reason")
-    ways.close_callbacks("the second reason")
-    assert time.monotonic() - began < 5
-    assert slow.reasons == ["the first reason"] and "did not close within 0.1 s" in capsys.readouterr().err
+def begin_to_end(exits: Exits, reason: str, end: Callable[[], None], late: Callable[[], None]) -> None:
+    """End "the process" in a thread, as the watchdog does."""
+
+    def run() -> None:
+        with suppress(AssertionError):  # the process has not ended
+            exits._end(reason, end, late)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def test_a_callback_that_does_not_close_does_not_keep_the_process(monkeypatch, capfd) -> None:
+    monkeypatch.setattr("megabench.train.exits._CLOSE_SECONDS", 0.1)
+    exits, slow, ended, late = Exits(), Slow(), threading.Event(), threading.Event()
+    exits.callbacks = [slow]
+    begin_to_end(exits, "the first reason", ended.set, late.set)
+    while not slow.reasons:
+        time.sleep(0.01)
+    begin_to_end(exits, "the second reason", ended.set, late.set)
+    assert late.wait(30) and not ended.is_set()
+    assert slow.reasons == ["the first reason"] and "did not close within 0.1 s" in capfd.readouterr().err
+    assert not exits.callbacks, "no hook is called after close"
     slow.released.set()
 
 
-def test_a_callback_that_fails_does_not_keep_others_from_closing(capsys) -> None:
+def test_a_callback_that_fails_does_not_keep_others_from_closing(capfd) -> None:
     class Failing(Callback):
         def close(self) -> None:
             raise ValueError("no server")
 
     class Last(Callback):
-        is_closed = False
+        closed_by = 0
 
         def close(self) -> None:
-            self.is_closed = True
+            self.closed_by = threading.get_ident()
 
-    ways, last = Exits(), Last()
-    ways.callbacks = [Failing(), last]
-    ways.close_callbacks(None)
-    assert last.is_closed
-    assert "callback Failing failed when the run ended: ValueError: no server" in capsys.readouterr().err
+    exits, last, ended = Exits(), Last(), list[bool]()
+    exits.callbacks = [Failing(), last]
+    with pytest.raises(AssertionError, match="the process has ended"):
+        exits._end(None, lambda: ended.append(True), lambda: None)
+    assert ended and last.closed_by == threading.get_ident(), "hooks are called by the thread that ends the process"
+    assert "callback Failing failed when the run ended: ValueError: no server" in capfd.readouterr().err

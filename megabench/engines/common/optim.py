@@ -11,15 +11,10 @@ from torch.optim._functional import adamw, sgd
 from megabench.config import ResolvedConfig
 from megabench.optim.optimizers import OPTIMIZERS
 from megabench.optim.parameter_groups import HyperParameters
+from megabench.precision import INITIAL_LOSS_SCALE, LOSS_SCALE_HYSTERESIS, LOSS_SCALE_WINDOW
 
 # a parameter's Hugging Face name, this rank's part of it, and the number of dimensions of the whole parameter
 NamedParameter = tuple[str, nn.Parameter, int]
-
-# DeepSpeed begins at 2^16. With DeepSpeed's larger initial scale, engines with fp16 gradients skip two of GPT-2's first
-# steps, and engines with fp32 gradients skip none. Their work would then differ.
-INITIAL_LOSS_SCALE = 2.0**13
-LOSS_SCALE_WINDOW = 1000  # LOSS_SCALE_WINDOW and LOSS_SCALE_HYSTERESIS are DeepSpeed's defaults
-LOSS_SCALE_HYSTERESIS = 2
 
 
 def parameter_groups(run: ResolvedConfig, params: Iterable[NamedParameter]) -> list[dict[str, Any]]:

@@ -103,7 +103,7 @@ class TransformersEngine(Engine):
     """Training and evaluation of a transformers model by data-parallel ranks; see `megabench.engines.base.Engine`.
 
     A subclass builds the model in `__init__`, sets the attributes below, and calls `_build_optimizer`. It overrides the
-    methods in which its library differs.
+    methods in which its library differs. DeepSpeed has its own optimizer step, and needs no `optimizer`.
 
     `model` is the transformers model, `wrapped` the library's wrapper of the model, and `num_copies` the number of
     ranks that have each element of the gradients. `loss` is the sum of this rank's losses over the micro-batches of the

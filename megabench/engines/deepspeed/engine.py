@@ -23,9 +23,6 @@ from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8 import forget_casts
 from megabench.engines.common.optim import (
-    INITIAL_LOSS_SCALE,
-    LOSS_SCALE_HYSTERESIS,
-    LOSS_SCALE_WINDOW,
     NamedParameter,
     parameter_groups,
     set_learning_rate,
@@ -33,6 +30,7 @@ from megabench.engines.common.optim import (
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.deepspeed.state import ZeroState
 from megabench.models.causal_lm import build_model
+from megabench.precision import INITIAL_LOSS_SCALE, LOSS_SCALE_HYSTERESIS, LOSS_SCALE_WINDOW
 from megabench.specs.deepspeed import DeepSpeedSettings, reduce_bucket
 from megabench.specs.deepspeed_json import merge, read_deepspeed_json
 
@@ -63,7 +61,7 @@ class DeepSpeedEngine(TransformersEngine):
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         with redirect_stdout(io.StringIO()):  # suppress a dozen lines of memory reports per rank
             self.engine, *_ = deepspeed.initialize(
-                model=self.model, optimizer=_build_optimizer(config, self.model), config=self.settings
+                model=self.model, optimizer=_optimizer_of(config, self.model), config=self.settings
             )
         self.wrapped = self.engine
         if self.zero_stage == 3:
@@ -244,7 +242,7 @@ def _zero_settings(run: ResolvedConfig) -> dict[str, Any]:
     return zero | {key: value for key, value in given.items() if value is not None}
 
 
-def _build_optimizer(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+def _optimizer_of(run: ResolvedConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     # under ZeRO-3, the parameter is empty, and ds_shape has its shape
     params = [(name, p, len(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()]
     return _cpu_adam(run, params) if _uses_cpu_adam(run) else shared.build_optimizer(run, params)

@@ -12,9 +12,6 @@ from torch import nn
 
 from megabench.config import ResolvedConfig
 from megabench.engines.common.optim import (
-    INITIAL_LOSS_SCALE,
-    LOSS_SCALE_HYSTERESIS,
-    LOSS_SCALE_WINDOW,
     GroupStepAdamW,
     GroupStepOptimizer,
     GroupStepSGD,
@@ -22,6 +19,7 @@ from megabench.engines.common.optim import (
     parameter_groups,
 )
 from megabench.models.mapping import shard
+from megabench.precision import INITIAL_LOSS_SCALE, LOSS_SCALE_HYSTERESIS, LOSS_SCALE_WINDOW
 
 
 def build_optimizer(

@@ -1,4 +1,4 @@
-"""Callbacks observe a run: console, TensorBoard, hardware monitor, communication volume, profiler, and users' own."""
+"""Callbacks observe a run: hardware monitor, communication volume, profiler, and users' own."""
 
 from megabench.train.callbacks.callback import Callback, Step, TrainerState
 

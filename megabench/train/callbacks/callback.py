@@ -175,7 +175,7 @@ class Callback:
         """Called with the reason when the run fails or is interrupted, on every rank that can still call it.
 
         `on_error` and `close` are called before every exit that the process makes itself, also before `on_start`, and
-        from another thread if the main thread hangs. All callbacks together have 10 seconds.
+        in another thread if a signal arrives or the main thread hangs. All callbacks together have 10 seconds.
         """
 
     def close(self) -> None:

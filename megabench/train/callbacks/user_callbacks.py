@@ -16,21 +16,25 @@ _CALLBACK = re.compile(r"\s*(?P<module>[\w.]+):(?P<kind>\w+)(\((?P<arguments>[^(
 _ARGUMENT = re.compile(r"""\s*(?P<name>\w+)\s*=\s*(?P<value>"[^"]*"|'[^']*'|[^,"']+)\s*(,|$)""")
 
 
-def load_callbacks(names: str) -> list[Callback]:
-    """Create an instance of each class in `names` ("module:Class,module:Class(every=10)").
+def load_callbacks(names: str, found: list[Callback]) -> None:
+    """Create an instance of each class in `names` ("module:Class,module:Class(every=10)"), and append it to `found`.
 
-    Arguments are YAML scalars. Raises ConfigError if a class cannot be imported or created.
+    Arguments are YAML scalars. Raises ConfigError if a class cannot be imported or created. No instance is created
+    before all classes are imported.
     """
+    if not names:
+        return
     if "" not in sys.path:
         sys.path.append("")  # search the working directory last, because a file in it may have the name of a library
-    found: dict[str, Callback] = {}
+    kinds: dict[str, tuple[type[Callback], dict[str, Any], str]] = {}
     for matched in _split(_CALLBACK, names, f"callbacks={names!r}: use module:Class or module:Class(name=value)"):
         module, kind, arguments = matched["module"], matched["kind"], matched["arguments"] or ""
         name = f"{module}:{kind}"
-        if kind in found:
+        if kind in kinds:
             raise ConfigError(f"callbacks={names} contains two classes named {kind}; rename one of them")
-        found[kind] = _create(_import(module, kind, name), _parse(arguments, name), name)
-    return [*found.values()]
+        kinds[kind] = _import(module, kind, name), _parse(arguments, name), name
+    for created in kinds.values():
+        found.append(_create(*created))
 
 
 def _split(pattern: re.Pattern[str], text: str, problem: str) -> list[re.Match[str]]:
@@ -49,11 +53,18 @@ def _parse(arguments: str, name: str) -> dict[str, Any]:
     if not arguments.strip():
         return {}
     problem = f"callbacks={name}({arguments}): use arguments as name=value"
-    matches = _split(_ARGUMENT, arguments, problem)
+    return {matched["name"]: _scalar(matched["value"], problem) for matched in _split(_ARGUMENT, arguments, problem)}
+
+
+def _scalar(text: str, problem: str) -> Any:
+    """Return the value of a YAML scalar."""
     try:
-        return {matched["name"]: parse_yaml(matched["value"]) for matched in matches}
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{problem}: {' '.join(str(error).split())}") from None
+        value = parse_yaml(text)
+    except (yaml.YAMLError, ValueError):
+        value = {}
+    if isinstance(value, dict | list):
+        raise ConfigError(f"{problem}, and put {text.strip()} in quotes")
+    return value
 
 
 def _import(module: str, kind: str, name: str) -> type[Callback]:

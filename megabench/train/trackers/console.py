@@ -1,4 +1,4 @@
-"""Print a run's log: a header, one line per step, and a summary."""
+"""Print a run's log: a header, lines for steps, and a summary."""
 
 import sys
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megabench.config import ResolvedConfig
 from megabench.data.checks import SYNTHETIC
+from megabench.metrics import BUILT_IN_METRICS
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import number_ranges
 from megabench.record import RunRecord, SaveTimes
@@ -38,6 +39,8 @@ class Console(Callback):
     def on_start(self, trainer: TrainerState) -> None:
         run = self._run = trainer.run
         self._seconds_so_far, self._num_steps_so_far, self._last_line = 0.0, 0, 0.0
+        self._unprinted: Step | None = None
+        self._of_callbacks: dict[str, float] = {}  # since the last line
         what = f"{run.model}, {run.shape.num_layers} layers, {run.shape.num_parameters / 1e6:,.1f} M parameters"
         print(f"{what} · {_engine(run)} · {run.layout} on {run.world_size} × {trainer.device_name}")
         source = trainer.source
@@ -97,9 +100,19 @@ class Console(Callback):
     def on_metrics(self, step: Step) -> None:
         self._seconds_so_far += step.seconds
         self._num_steps_so_far += 1
+        self._of_callbacks |= {tag: value for tag, value in step.metrics.items() if tag not in BUILT_IN_METRICS}
+        self._unprinted = step
         if self._is_due(step):
-            self._last_line = time.monotonic()
-            print("  ".join(self._parts(step)), flush=True)
+            self._print(step)
+
+    def on_training_end(self) -> None:
+        if self._unprinted:
+            self._print(self._unprinted)
+
+    def _print(self, step: Step) -> None:
+        self._last_line = time.monotonic()
+        print("  ".join(self._parts(step)), flush=True)
+        self._unprinted, self._of_callbacks = None, {}
 
     def _is_due(self, step: Step) -> bool:
         """Return whether to print the step. The first, the last and skipped steps are always printed."""
@@ -115,9 +128,9 @@ class Console(Callback):
             metrics.pop("throughput/tflops_per_device", None)  # says little without the peak of the device
         yield f"step {number:{len(str(steps))}}/{steps} {number / steps:4.0%}"
         for tag, text in _COLUMNS.items():
-            if (value := metrics.pop(tag, None)) is not None and text:
+            if (value := metrics.get(tag)) is not None and text:
                 yield text.format(value)
-        for tag, value in metrics.items():  # those of callbacks
+        for tag, value in self._of_callbacks.items():
             yield f"{tag} {value:.4g}"
         yield f"{step.peak_memory_gib:.2f} GiB"
         yield f"ETA {timedelta(seconds=round(self._seconds_so_far / self._num_steps_so_far * (steps - number)))}"

@@ -1,7 +1,7 @@
 """Write the metrics of each step as TensorBoard scalars.
 
 TensorBoard sorts the groups of tags by name, and opens the first two. So the groups are `throughput`, `train`, `trial`
-(the results of a study, written by compare/hparams.py) and `usage`.
+(the results of a study, written by comparison/hparams.py) and `usage`.
 """
 
 from collections.abc import Iterator

@@ -84,8 +84,9 @@ def test_a_name_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
         ("own_callbacks:LossSpikes(factor)", "use arguments as name=value"),
         ("own_callbacks:LossSpikes(factor=1", "use module:Class or module:Class(name=value)"),
         ("own_callbacks:LossSpikes(limit=1)", "unexpected keyword argument 'limit'; correct its arguments"),
-        ("own_callbacks:LossSpikes(factor=[)", "use arguments as name=value: while parsing"),
         ("leaving_callbacks:LossSpikes", "cannot be imported: SystemExit: 0; correct the module"),
+        ("own_callbacks:LossSpikes(factor=@file)", "put @file in quotes"),
+        ("own_callbacks:LossSpikes(factor=[1])", "put [1] in quotes"),
         ("broken_callbacks:LossSpikes", "cannot be imported: ZeroDivisionError: division by zero"),
     ],
 )
@@ -95,13 +96,14 @@ def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "broken_callbacks.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        load_callbacks(names)
+        load_callbacks(names, [])
 
 
 def test_several_callbacks_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "two_callbacks.py").write_text(f"{CODE}\n\nclass Second(LossSpikes):\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    callbacks = load_callbacks("two_callbacks:LossSpikes(factor=1.5), two_callbacks:Second( factor = 'a, b' )")
+    callbacks: list[Callback] = []
+    load_callbacks("two_callbacks:LossSpikes(factor=1.5), two_callbacks:Second( factor = 'a, b' )", callbacks)
     assert [type(callback).__name__ for callback in callbacks] == ["LossSpikes", "Second"]
     assert all(isinstance(callback, Callback) for callback in callbacks)
     assert [vars(callback)["factor"] for callback in callbacks] == [1.5, "a, b"]
