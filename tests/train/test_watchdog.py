@@ -158,6 +158,7 @@ def test_a_store_that_freezes_at_the_end_of_the_run_ends_the_process(
 
     monkeypatch.setattr(watchdog, "_publish", publish)
     frozen.wait()
-    watchdog.close()
+    with pytest.raises(AssertionError, match="the process has ended"):
+        watchdog.close()
     assert ended == [1] and "the rendezvous store has not answered for" in capsys.readouterr().err
     thaw.set()
