@@ -136,9 +136,9 @@ class Exits:
         """
         if not self._is_ending.acquire(blocking=False):
             self._wait_for_the_end_of_another_thread()
+        timer = threading.Timer(_CLOSE_SECONDS, _end_late, [late])
+        timer.daemon = True
         try:
-            timer = threading.Timer(_CLOSE_SECONDS, _end_late, [late])
-            timer.daemon = True
             timer.start()
             callbacks, self.callbacks = self.callbacks, ()
             for callback in callbacks:
@@ -149,6 +149,7 @@ class Exits:
                 sys.stdout.flush()
                 sys.stderr.flush()
         finally:
+            timer.cancel()
             end()
         raise AssertionError("the process has ended")
 
