@@ -241,9 +241,7 @@ class Watchdog:
             rank: Heartbeat.from_json(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
         }
 
-    def _end(
-        self, kind: FailureKind, reason: str, waited_for: int | None = None, *, has_store: bool = True
-    ) -> None:
+    def _end(self, kind: FailureKind, reason: str, waited_for: int | None = None, *, has_store: bool = True) -> None:
         """End this process at once, because its main thread may never return."""
 
         def explain_once() -> None:
