@@ -1,6 +1,7 @@
 """torchrun, for `megabench train`: one sentence if ranks fail, instead of torchrun's report and traceback."""
 
 import logging
+import re
 import shlex
 import signal
 import sys
@@ -13,6 +14,8 @@ from torch.distributed.run import main as run_torchrun
 from megabench.checkpoint.directory import steps_in
 from megabench.runtime.process import killer_hint, signal_title
 from megabench.train.flags import parse_flags
+
+_LOST_PEER = re.compile("Connection (closed|reset) by peer")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,9 +40,14 @@ def main(arguments: Sequence[str]) -> int:
 def describe(failures: Mapping[int, ProcessFailure]) -> str | None:
     """Return which rank failed and why, or None if a rank has already printed that.
 
-    A rank that was killed is the cause of failures of other ranks, even if they were noticed first.
+    A rank that was killed is the cause of failures of other ranks, even if they were noticed first. A rank that lost
+    its connection to another rank is not the cause.
     """
-    in_order = sorted(failures.items(), key=lambda item: item[1].timestamp)
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, int]:
+        return bool(_LOST_PEER.search(str(item[1].message))), item[1].timestamp
+
+    in_order = sorted(failures.items(), key=order)
     for rank, failure in in_order:
         if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torchrun ends the other ranks with SIGTERM
             return f"rank {rank} was killed by {signal_title(-failure.exitcode)}{killer_hint(-failure.exitcode)}"
