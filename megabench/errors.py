@@ -22,6 +22,11 @@ def near_names(word: str, known: Iterable[str], most: int = 3, cutoff: float = 0
     return [by_lower_case[near] for near in get_close_matches(word.lower(), by_lower_case, n=most, cutoff=cutoff)]
 
 
+def one_line(error: BaseException) -> str:
+    """Return the type and the message of an error as one line: "RuntimeError: no such layer"."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def printable(text: str) -> str:
     """Return `text` with its lone surrogates escaped, e.g. "a\\udcff".
 

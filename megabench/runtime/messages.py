@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -17,6 +18,14 @@ from torch.distributed import DistError, Store
 POLL_SECONDS = 0.05
 
 FailureKind = Literal["invalid", "oom", "hang", "failed"]
+
+# messages of torch, gloo, NCCL and the store on a rank that lost a failed peer
+LOST_CONNECTION = re.compile(
+    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|ncclRemoteError|remote process exited|"
+    r"socket (timeout|closed)|pair closure|DistNetworkError|failed to recv|recvValue failed|sendBytes failed|"
+    r"watchdog|no error info|unhandled system error",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)

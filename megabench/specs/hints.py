@@ -7,11 +7,12 @@ from typing import Annotated, Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
+from megabench.errors import near_names
 from megabench.optim.optimizers import OPTIMIZERS
 from megabench.optim.schedules import SCHEDULES
 from megabench.precision import POLICIES
 from megabench.settings.other_programs import ANSWERS, SettingNamed, parts, plain_name
-from megabench.settings.reading import literal_values, near_matches
+from megabench.settings.reading import literal_values
 from megabench.settings.setting import meant_by
 from megabench.specs.all_settings import FIELDS, SETTINGS
 from megabench.specs.registry import ENGINES
@@ -151,9 +152,8 @@ def _group(settings: list[SettingNamed], spell: Spelling, given: str | None) -> 
 def _near(plain: str, names: list[str], spell: Spelling) -> str | None:
     if plain in names:  # spelled with underscores, as in --seq_length
         return f"did you mean {spell(plain)}?"
-    near = near_matches(plain, names, otherwise="")
-    found = near.removeprefix("did you mean ").removesuffix("?")
-    return f"did you mean {' or '.join(map(spell, found.split(' or ')))}?" if found else None
+    near = near_names(plain, names)
+    return f"did you mean {' or '.join(map(spell, near))}?" if near else None
 
 
 def _settings_of(answer: str) -> set[str]:

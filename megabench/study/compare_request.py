@@ -4,7 +4,6 @@ No process starts before these checks.
 """
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megabench import shipped
+from megabench.errors import near_names
 from megabench.hardware.facts import gpu_names
 from megabench.settings.reading import parse_yaml
 from megabench.study.expand import expand, list_fields
@@ -27,7 +27,7 @@ def find_study(given: Path, expected: str = "study file") -> Path:
     """
     path = shipped.find("studies", given)
     if not path.is_file() and path.suffix not in (".yaml", ".yml") and path.name == str(given):
-        close = " or ".join(get_close_matches(str(given), shipped.names("studies")))
+        close = " or ".join(near_names(str(given), shipped.names("studies")))
         raise StudyError(
             f"{given} is no {expected} or shipped study; {f'did you mean {close}? ' if close else ''}"
             f"megabench compare --list shows the shipped studies"

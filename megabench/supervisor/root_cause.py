@@ -8,16 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megabench.record import FailureKind, RunFailure, Status
-from megabench.runtime.messages import Failure
+from megabench.runtime.messages import LOST_CONNECTION, Failure
 from megabench.runtime.process import killer_hint, signal_title
 
-# messages of torch, gloo, NCCL and the store on a rank that lost a failed peer
-_LOST_CONNECTION = re.compile(
-    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|ncclRemoteError|remote process exited|"
-    r"socket (timeout|closed)|pair closure|DistNetworkError|failed to recv|recvValue failed|sendBytes failed|"
-    r"watchdog|no error info|unhandled system error",
-    re.IGNORECASE,
-)
 # messages of NCCL and the operating system if shared memory is full
 _NO_SHARED_MEMORY = re.compile(r"/dev/shm|shared memory segment")
 
@@ -97,7 +90,7 @@ def _suspicion(end: RankEnd) -> tuple[int, bool, int]:
     A lost peer makes the other ranks fail within a second, and their reports may arrive first.
     """
     is_hang = end.failure is not None and end.failure.kind == "hang"
-    has_lost_peer = not is_hang and _LOST_CONNECTION.search(end.last_words) is not None
+    has_lost_peer = not is_hang and LOST_CONNECTION.search(end.last_words) is not None
     if end.killed_by not in (0, signal.SIGABRT) and not end.failure:
         likelihood = 0
     elif end.failure and end.failure.kind == "oom":

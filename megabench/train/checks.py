@@ -16,7 +16,7 @@ from megabench.runtime.run_lock import check_free
 from megabench.train.resume import Resume
 
 
-def choose_device(given: RunConfig, local_world_size: int) -> DeviceKind:
+def device_of(given: RunConfig, local_world_size: int) -> DeviceKind:
     """Return the kind of device of the run. Raises DeviceError or ConfigError if it cannot be used."""
     kind = device.choose_device(given.device, local_world_size)
     if kind == "cpu" and given.device == "auto" and (gpus := visible_gpus()):

@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NoReturn
 
+from megabench.errors import one_line
 from megabench.runtime.process import exit_process
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Exits:
 
         is_oom = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
         kind: messages.FailureKind = "oom" if is_oom else "failed"
-        summary = " ".join(f"{type(error).__name__}: {error}".split())
+        summary = one_line(error)
         messages.tell_launcher(summary)
         try:
             if self.rendezvous:
@@ -108,7 +109,7 @@ class Exits:
             os.kill(os.getpid(), number)
             os._exit(128 + number)
 
-        self._end(f"ended by {signal.Signals(number).name}", die, late=die)
+        self._end(f"ended by {signal.Signals(number).name}", die)
 
     def hang(self, explain: Callable[[], None], reason: str) -> NoReturn:
         """Call `explain` and exit with status 1. The main thread may never return."""
@@ -119,7 +120,7 @@ class Exits:
 
     def _leave(self, status: int, reason: str) -> NoReturn:
         """Exit at once after the callbacks are closed, without functions that are registered with atexit."""
-        self._end(reason, partial(os._exit, status), late=partial(os._exit, status), flushes=True)
+        self._end(reason, partial(os._exit, status), flushes=True)
 
     def _wait_for_the_end_of_another_thread(self) -> None:
         """Return if no thread ends the process yet. The errors of a run that ends already are not reported."""
@@ -127,18 +128,18 @@ class Exits:
             time.sleep(1)
 
     def _end(
-        self, reason: str | None, end: Callable[[], None], late: Callable[[], None], flushes: bool = False
+        self, reason: str | None, end: Callable[[], None], late: Callable[[], None] | None = None, flushes: bool = False
     ) -> NoReturn:
         """Close the callbacks in this thread, and end the process by calling `end`.
 
         A callback may wait for a server that does not answer, and standard output for its reader. So a second thread
-        calls `late` after 10 seconds.
+        calls `late`, by default `end`, after 10 seconds.
         """
         if not self._is_ending.acquire(blocking=False):
             self._wait_for_the_end_of_another_thread()
+        timer = threading.Timer(_CLOSE_SECONDS, _end_late, [late or end])
+        timer.daemon = True
         try:
-            timer = threading.Timer(_CLOSE_SECONDS, _end_late, [late])
-            timer.daemon = True
             timer.start()
             callbacks, self.callbacks = self.callbacks, ()
             for callback in callbacks:
@@ -149,6 +150,7 @@ class Exits:
                 sys.stdout.flush()
                 sys.stderr.flush()
         finally:
+            timer.cancel()
             end()
         raise AssertionError("the process has ended")
 
@@ -164,6 +166,6 @@ def _call(callback: "Callback", hook: Callable[[], None]) -> None:
     try:
         hook()
     except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        text = f"WARNING: callback {type(callback).__name__} failed when the run ended: {one_line(error)}"
         with contextlib.suppress(OSError):
-            print(f"WARNING: callback {type(callback).__name__} failed when the run ended: {reason}", file=sys.stderr)
+            print(text, file=sys.stderr)

@@ -10,9 +10,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main as run_torchrun
 
-from megabench.checkpoint.directory import steps_in
+from megabench.runtime.messages import LOST_CONNECTION
 from megabench.runtime.process import killer_hint, signal_title
-from megabench.train.flags import parse_flags
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
         _, first = error.get_first_failure()
         if first.exitcode == 2:
             return 2  # a rank has printed the reason
-        if cause := describe(error.failures):
+        if cause := root_cause(error.failures):
             print(f"Error: {cause}", file=sys.stderr)
         if command := resume_command(arguments):
             print(f"To resume from the newest checkpoint:\n  {command}", file=sys.stderr)
@@ -34,12 +33,17 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def describe(failures: Mapping[int, ProcessFailure]) -> str | None:
+def root_cause(failures: Mapping[int, ProcessFailure]) -> str | None:
     """Return which rank failed and why, or None if a rank has already printed that.
 
-    A rank that was killed is the cause of failures of other ranks, even if they were noticed first.
+    A rank that was killed is the cause of failures of other ranks, even if they were noticed first. A rank that lost
+    its connection to another rank is not the cause.
     """
-    in_order = sorted(failures.items(), key=lambda item: item[1].timestamp)
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, int]:
+        return bool(LOST_CONNECTION.search(str(item[1].message))), item[1].timestamp
+
+    in_order = sorted(failures.items(), key=order)
     for rank, failure in in_order:
         if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torchrun ends the other ranks with SIGTERM
             return f"rank {rank} was killed by {signal_title(-failure.exitcode)}{killer_hint(-failure.exitcode)}"
@@ -52,6 +56,10 @@ def describe(failures: Mapping[int, ProcessFailure]) -> str | None:
 
 def resume_command(arguments: Sequence[str]) -> str | None:
     """Return the command that resumes the run, or None if the run has saved no checkpoint."""
+    # imported only after a failure, so that torchrun starts without them
+    from megabench.checkpoint.directory import steps_in
+    from megabench.train.flags import parse_flags
+
     own = list(arguments[arguments.index("megabench.train") + 1 :])
     run = parse_flags(own)
     if run is None or run.save is None or not steps_in(run.save):

@@ -17,7 +17,7 @@ from megabench.data.batch import Batch, micro_batches
 from megabench.data.source import TokenSource, open_source
 from megabench.engines.base import Engine, StepResult
 from megabench.engines.build import build_engine, process_groups
-from megabench.errors import UserError, error_message
+from megabench.errors import UserError, error_message, one_line
 from megabench.hardware.gpus import find_gpu
 from megabench.metrics import speed_metrics, step_metrics, throughput
 from megabench.optim.schedules import learning_rate
@@ -164,7 +164,7 @@ class Trainer:
 
     def _check_settings(self) -> None:
         given, rendezvous = self.given, self.rendezvous
-        device = checks.choose_device(given, rendezvous.local_world_size)
+        device = checks.device_of(given, rendezvous.local_world_size)
         # these checks do not depend on "auto" settings
         run = (resolve_first if self._find else RunConfig.resolve)(given, rendezvous.world_size, device)
         devices.check_precision(run.policy, device)
@@ -505,8 +505,8 @@ class Trainer:
         except Exception as error:
             if callback in self._built_in:
                 raise
-            name, reason = type(callback).__name__, " ".join(f"{type(error).__name__}: {error}".split())
-            self._failed_hooks.append(f"callback {name} failed at the end of the run: {reason}")
+            name = type(callback).__name__
+            self._failed_hooks.append(f"callback {name} failed at the end of the run: {one_line(error)}")
             return None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from megabench.runtime.messages import FailureKind, explain
 from megabench.runtime.process import host_name
@@ -131,7 +131,7 @@ class Watchdog:
         rendezvous: Rendezvous,
         stall_seconds: float,
         num_steps: int,
-        exit: Callable[[Callable[[], None], str], NoReturn],
+        exit: Callable[[Callable[[], None], str], object],
     ) -> None:
         self._rank, self._world_size = rendezvous.rank, rendezvous.world_size
         self._host = host_name()
@@ -241,9 +241,7 @@ class Watchdog:
             rank: Heartbeat.from_json(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
         }
 
-    def _end(
-        self, kind: FailureKind, reason: str, waited_for: int | None = None, *, has_store: bool = True
-    ) -> NoReturn:
+    def _end(self, kind: FailureKind, reason: str, waited_for: int | None = None, *, has_store: bool = True) -> None:
         """End this process at once, because its main thread may never return."""
 
         def explain_once() -> None:

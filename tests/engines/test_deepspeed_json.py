@@ -206,6 +206,11 @@ def test_auto_leaves_the_value_to_megabench(path: str, tmp_path: Path) -> None:
     )
 
 
+USERS_PRECISION: dict[str, Any] = {"fp16": {"enabled": False}, "bf16": {"enabled": True}}
+USERS_OFFLOAD: dict[str, Any] = {
+    "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    "offload_param": {"device": "cpu", "pin_memory": True},
+}
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cpu_offload": (
         {"zero_optimization": {"stage": 2, "cpu_offload": True}},
@@ -242,12 +247,10 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # two files with which users train Llama-3-8B
     "users_a": (
         {
-            "fp16": {"enabled": False},
-            "bf16": {"enabled": True},
+            **USERS_PRECISION,
             "zero_optimization": {
                 "stage": 3,
-                "offload_optimizer": {"device": "cpu", "pin_memory": True},
-                "offload_param": {"device": "cpu", "pin_memory": True},
+                **USERS_OFFLOAD,
                 "overlap_comm": True,
                 "contiguous_gradients": True,
                 "sub_group_size": 1e9,
@@ -269,12 +272,10 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "users_b": (
         {
-            "fp16": {"enabled": False},
-            "bf16": {"enabled": True},
+            **USERS_PRECISION,
             "zero_optimization": {
                 "stage": 3,
-                "offload_optimizer": {"device": "cpu", "pin_memory": True},
-                "offload_param": {"device": "cpu", "pin_memory": True},
+                **USERS_OFFLOAD,
                 "sub_group_size": 1e8,
                 "reduce_bucket_size": 5e7,
                 "stage3_prefetch_bucket_size": 5e7,

@@ -252,8 +252,8 @@ def test_callbacks(arguments: str, body: str) -> None:
         Path(directory, "drawn_callbacks.py").write_text(body)
         patch.syspath_prepend(directory)
         patch.delitem(sys.modules, "drawn_callbacks", raising=False)
-        refused_in_one_sentence(lambda: load_callbacks(f"drawn_callbacks:A({arguments})"))
-        refused_in_one_sentence(lambda: load_callbacks(f"{Callback.__module__}:Callback({arguments})"))
+        refused_in_one_sentence(lambda: load_callbacks(f"drawn_callbacks:A({arguments})", []))
+        refused_in_one_sentence(lambda: load_callbacks(f"{Callback.__module__}:Callback({arguments})", []))
         sys.modules.pop("drawn_callbacks", None)
 
 

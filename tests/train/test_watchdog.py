@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -114,12 +115,15 @@ def test_frames_of_a_rank_with_progress_are_not_read(monkeypatch: pytest.MonkeyP
         watchdog.close()
 
 
+def explain_only(explain: Callable[[], None], reason: str) -> None:
+    """Stands in for the end of the process."""
+    explain()
+
+
 def failure_of(steps: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Failure:
     """What is reported of a run whose two ranks stand still, with so many steps done."""
-    monkeypatch.setattr("megabench.train.exits.os._exit", lambda status: None)
     store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
-    exit = Exits().hang
-    watchdogs = [Watchdog(Rendezvous(store, rank, 2, rank, 2), 3.0, num_steps=9, exit=exit) for rank in (0, 1)]
+    watchdogs = [Watchdog(Rendezvous(store, rank, 2, rank, 2), 3.0, num_steps=9, exit=explain_only) for rank in (0, 1)]
     for watchdog, step in zip(watchdogs, steps, strict=True):
         watchdog.at("training", step)
     deadline = time.monotonic() + 240
@@ -147,9 +151,13 @@ def test_a_store_that_freezes_at_the_end_of_the_run_ends_the_process(
 ) -> None:
     """`close` waits for the watchdog's thread, which waits for the store, whose process may be frozen."""
     ended, thaw = list[int](), threading.Event()
-    monkeypatch.setattr("megabench.train.exits.os._exit", ended.append)
+
+    def exit(explain: Callable[[], None], reason: str) -> None:
+        explain()
+        ended.append(1)
+
     store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
-    watchdog = Watchdog(Rendezvous(store, 0, 1, 0, 1), stall_seconds=0.2, num_steps=9, exit=Exits().hang)
+    watchdog = Watchdog(Rendezvous(store, 0, 1, 0, 1), stall_seconds=0.2, num_steps=9, exit=exit)
     frozen = threading.Event()
 
     def publish() -> None:

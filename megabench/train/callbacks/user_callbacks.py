@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from megabench.config import ConfigError
+from megabench.errors import one_line
 from megabench.settings.reading import parse_yaml
 from megabench.train.callbacks.callback import Callback
 
@@ -75,7 +76,7 @@ def _import(module: str, kind: str, name: str) -> type[Callback]:
             f"callbacks={name}: {error}; use a class from a module in the working directory or on PYTHONPATH"
         ) from None
     except (Exception, SystemExit) as error:  # sys.exit(0) would end the run with status 0
-        raise ConfigError(f"callbacks={name} cannot be imported: {_reason(error)}; correct the module") from None
+        raise ConfigError(f"callbacks={name} cannot be imported: {one_line(error)}; correct the module") from None
     if not (isinstance(found, type) and issubclass(found, Callback)):
         raise ConfigError(
             f"callbacks={name} is not a subclass of megabench.train.callbacks.Callback; derive it from Callback"
@@ -87,8 +88,4 @@ def _create(kind: type[Callback], arguments: dict[str, Any], name: str) -> Callb
     try:
         return kind(**arguments)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"callbacks={name} cannot be created: {_reason(error)}; correct its arguments") from None
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"callbacks={name} cannot be created: {one_line(error)}; correct its arguments") from None
