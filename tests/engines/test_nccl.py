@@ -1,5 +1,6 @@
 """At the width of Llama-3-8B, on GPUs and over NCCL, every layout and engine does what one GPU does, in fp32."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -80,28 +81,31 @@ def test_as_one_gpu(name: str, reference: Callable[[str], Path]) -> None:
     assert difference < TOLERANCE, f"{what} differs by {difference:.1e}"
 
 
-def compare_evaluated(run: ResolvedConfig, path: Path) -> tuple[dict[str, float], list[float], list[float]]:
-    """The same with an evaluation of each step's batches before the step; with the losses of both."""
-    trace = train(run, NUM_STEPS, evaluates=True)
+def changed_by_evaluations(run: ResolvedConfig) -> tuple[list[str], list[float], list[float]]:
+    """What evaluations between the steps change, to the last bit; the evaluated losses, and those of the steps."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # which cuBLAS reads when it starts
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    without = train(run, NUM_STEPS)
     torch.cuda.empty_cache()
-    found = differences(trace, Trace(**torch.load(path, mmap=True))) if dist.get_rank() == 0 else {}
-    return found, trace.evaluated, trace.losses
+    trace = train(run, NUM_STEPS, evaluates=True)
+    changed = [name for name in ("losses", "grad_norms") if getattr(without, name) != getattr(trace, name)]
+    changed += [name for name, weight in without.weights.items() if not torch.equal(weight, trace.weights[name])]
+    return changed, trace.evaluated, trace.losses
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero3", "fsdp", "megatron-fsdp", "tp2"])
-def test_evaluations_change_no_step(name: str, reference: Callable[[str], Path]) -> None:
+def test_evaluations_change_no_bit(name: str) -> None:
+    """With sequences of one block of the attention kernels, which add the gradients of several blocks in any order."""
     world_size, fields = RUNS[name]
-    fields = BASE | fields
     if world_size > NUM_GPUS:
         pytest.skip(f"needs {world_size} GPUs, and there are {NUM_GPUS}")
-    ranks = distributed.run(
-        compare_evaluated, world_size, resolve(world_size, **fields), reference(fields["model"]), backend="nccl"
-    )
-    what, difference = worst(ranks[0][0])
-    assert difference < TOLERANCE, f"{what} differs by {difference:.1e}"
-    for _, evaluated, losses in ranks:
+    run = resolve(world_size, **BASE | {"precision": "bf16", "seq_length": 128} | fields)
+    ranks = distributed.run(changed_by_evaluations, world_size, run, backend="nccl")
+    for changed, evaluated, losses in ranks:
+        assert changed == []
         assert evaluated == ranks[0][1], "ranks evaluate different losses"
-        assert evaluated == pytest.approx(losses, rel=1e-5)
+        assert evaluated == pytest.approx(losses, rel=1e-4)
 
 
 def test_another_update_shows(reference: Callable[[str], Path]) -> None:
