@@ -5,6 +5,7 @@ transformers.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,7 +181,7 @@ def read_shape(folder: Path) -> ModelShape:
     from transformers import CONFIG_MAPPING
 
     family = content.get("model_type")
-    if not family:
+    if not family or not isinstance(family, str):
         raise UnsupportedModelError(f"{path} has no model_type. Use the {CONFIG_NAME} that belongs to the model.")
     if family not in CONFIG_MAPPING:
         if code := own_code(folder):
@@ -235,23 +236,29 @@ def read_shape(folder: Path) -> ModelShape:
     rope = config.rope_parameters
     scaling = None
     if rope["rope_type"] == "llama3":
-        scaling = RopeScaling(**{field.name: rope[field.name] for field in fields(RopeScaling)})
+        scaling = RopeScaling(**{field.name: _number(rope, field.name, path) for field in fields(RopeScaling)})
     return ModelShape(
         **common,
-        norm_eps=config.rms_norm_eps,
-        rope_theta=float(rope["rope_theta"]),
+        norm_eps=_number(vars(config), "rms_norm_eps", path),
+        rope_theta=float(_number(rope, "rope_theta", path)),
         rope_scaling=scaling,
         pad_token_id=_padding_token(config, path),
     )
 
 
+def _number(values: Mapping[str, Any], field: str, path: Path) -> Any:
+    if isinstance(value := values.get(field), bool) or not isinstance(value, int | float):
+        raise UnsupportedModelError(f"{path}: {field}={value!r} is not a number. Correct {path}.")
+    return value
+
+
 def _padding_token(config: "PreTrainedConfig", path: Path) -> int | None:
     """Return the token whose embedding torch.nn.Embedding does not train. A negative id counts from the end."""
     token, size = config.pad_token_id, config.vocab_size
-    if token is None or 0 <= token < size:
-        return token
-    if -size <= token < 0:
-        return token + size
+    if token is None:
+        return None
+    if isinstance(token, int) and -size <= token < size:
+        return token % size
     raise UnsupportedModelError(
         f"{path}: pad_token_id={token} is outside the vocabulary of {size} tokens. Correct pad_token_id."
     )

@@ -85,7 +85,6 @@ def changed_by_evaluations(run: ResolvedConfig) -> tuple[list[str], list[float],
     """What evaluations between the steps change, to the last bit; the evaluated losses, and those of the steps."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # which cuBLAS reads when it starts
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
     without = train(run, NUM_STEPS)
     torch.cuda.empty_cache()
     trace = train(run, NUM_STEPS, evaluates=True)
