@@ -98,7 +98,7 @@ def _of_launch() -> Topology:
     from megabench.runtime.rendezvous import join
 
     here, gpus = join(), visible_gpus()
-    uuid = gpus[here.local_rank][0] if here.local_rank < len(gpus) else None
+    uuid = gpus[here.gpu][0] if here.gpu < len(gpus) else None
     topology = discover(here.store, read_facts(here.local_rank, uuid), here.rank, here.world_size)
     outlast(here.store, here.rank, here.world_size, "topology")
     return topology

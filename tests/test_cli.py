@@ -85,7 +85,7 @@ def test_wrong_usage_is_2(tmp_path):
 
 
 def test_nproc_is_not_for_launchers():
-    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
     status, _, stderr = compare("s.yaml", "--out", "o", "--nproc", 2, command=REAL, **launcher)
     assert status == 2 and "--nproc-per-node" in stderr
     status, _, stderr = compare("s.yaml", "--out", "o", "--nproc", 2, command=REAL, **launcher | {"RANK": "1"})

@@ -16,7 +16,7 @@ from megabench.data.tokenizer import ByteTokenizer
 from megabench.record import RunRecord
 
 TINY = ["--model", "llama-tiny", "--num-layers", "2", "--seq-length", "32", "--device", "cpu", "--steps", "2"]
-LAUNCHER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+LAUNCHER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
 
 
 def train(folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -35,6 +35,14 @@ def test_it_starts_as_many_processes_as_the_layout_needs_or_the_user_says(
     record = RunRecord.read(tmp_path / "run" / "record.json")
     assert (record.world_size, record.num_steps) == (world_size, 2)
     assert record.command.startswith(f"torchrun --nproc-per-node {world_size} -m megabench.train --model llama-tiny")
+
+
+@pytest.mark.e2e
+def test_an_operator_s_variables_of_one_pod_start_no_other_number_of_processes(tmp_path: Path) -> None:
+    pod = {name: value for name, value in LAUNCHER.items() if name != "LOCAL_RANK"}
+    result = train(tmp_path, *TINY, "--tp", "2", "--nproc", "2", "--out", "run", **pod)
+    assert result.returncode == 0, result.stderr
+    assert RunRecord.read(tmp_path / "run" / "record.json").world_size == 2
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typer.main import get_command
 from megabench import __version__, shipped
 from megabench.cli.suggestions import SuggestingGroup
 from megabench.errors import UserError, error_message
-from megabench.runtime.launcher import launcher_rank, refuse_num_processes
+from megabench.runtime.launcher import check_launcher, forget_single_pod, launcher_rank, refuse_num_processes
 from megabench.runtime.process import set_up_process
 
 # base class of command-line errors, which typer does not export
@@ -193,6 +193,7 @@ def compare(
             raise UserError(
                 "--dry-run starts no processes. Run megabench compare without torchrun, with --nproc N for N processes."
             )
+        check_launcher(0)
         from megabench.comparison.runner import run_launched
 
         sys.exit(run_launched(request))
@@ -514,6 +515,7 @@ def main(command: str | None = None) -> None:
     arguments = [command, *sys.argv[1:]] if command else None
     prints_errors = True
     try:
+        forget_single_pod()
         prints_errors = launcher_rank() in (None, 0)
         set_up_process(sys.argv[1:])
         app(arguments, prog_name="megabench", standalone_mode=prints_errors)

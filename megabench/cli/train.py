@@ -52,7 +52,7 @@ def train(
     run = parse_flags(context.args, program="megabench train")
     if run is None:
         return
-    check_launcher()
+    check_launcher(len(visible_gpus()), context.args)
     world_size = _check(run, context.args, nproc)
     words = ["-m", "megabench.train", *context.args]
     if world_size > 1:

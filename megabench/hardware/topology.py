@@ -164,7 +164,17 @@ def discover(store: "Store", facts: RankFacts, rank: int, world_size: int) -> To
 
 
 def from_facts(facts: Sequence[RankFacts]) -> Topology:
-    """Return the topology that follows from the facts of all ranks. `facts` is indexed by rank."""
+    """Return the topology that follows from the facts of all ranks. `facts` is indexed by rank.
+
+    Raises TopologyError if two ranks use the same GPU.
+    """
+    rank_of: dict[str, int] = {}
+    for rank, fact in enumerate(facts):
+        if fact.gpu and (other := rank_of.setdefault(fact.gpu.uuid, rank)) != rank:
+            raise TopologyError(
+                f"ranks {other} and {rank} use the same GPU of {fact.hostname} ({fact.gpu.bus_id}). Start at most one "
+                f"process per GPU, and set LOCAL_RANK to the number of the process on its host."
+            )
     # equal for ranks that NCCL counts as one node and connects inside that node
     identities = [f"{fact.nccl_hostid or fact.hostname + fact.boot_id} {fact.shm_device}" for fact in facts]
     names = _host_names(facts, identities)

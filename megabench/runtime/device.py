@@ -54,9 +54,9 @@ def check_precision(policy: PrecisionPolicy, device: DeviceKind) -> None:
             )
 
 
-def gpu_uuid(local_rank: int) -> str:
-    """Return the NVML UUID ("GPU-…") of the GPU that `local_rank` uses."""
-    return f"GPU-{torch.cuda.get_device_properties(local_rank).uuid}"
+def gpu_uuid(index: int) -> str:
+    """Return the NVML UUID ("GPU-…") of a GPU that this process sees."""
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
 def initialize(
@@ -71,7 +71,7 @@ def initialize(
     if rendezvous.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share_of_cores())
     if device == "cuda":
-        where = torch.device("cuda", rendezvous.local_rank)
+        where = torch.device("cuda", rendezvous.gpu)
         torch.cuda.set_device(where)
         pin_kernel(where)
     else:

@@ -6,15 +6,21 @@ supervisor's store (MEGABENCH_STORE_PREFIX), so that it cannot read the keys of 
 
 import os
 import socket
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import psutil
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from megabench.runtime.launcher import local_rank_from_environment, local_world_size_from_environment
 from megabench.runtime.process import host_name
 from megabench.runtime.signed_store import SignedStore, agree_on_key, secret_from_environment
 
@@ -39,6 +45,11 @@ class Rendezvous:
     local_world_size: int
     base: Store | None = None
 
+    @property
+    def gpu(self) -> int:
+        """The number of this process's GPU among those that it sees. Slurm may show each process only its own."""
+        return 0 if torch.cuda.device_count() == 1 else self.local_rank
+
 
 def is_supervised() -> bool:
     """Return whether a supervisor started this process."""
@@ -48,11 +59,6 @@ def is_supervised() -> bool:
 def world_size_from_environment() -> int:
     """Return the launcher's world size; 1 without a launcher. Needs no store."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def local_world_size_from_environment() -> int:
-    """Return the number of processes on this host: the launcher's value, or else its world size, or else 1."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size_from_environment()))
 
 
 def share_of_cores() -> int:
@@ -130,6 +136,18 @@ def _check_reachable(address: str, port: int) -> None:
             time.sleep(1.0)
 
 
+@contextmanager
+def _told_after(seconds: float, message: str) -> Iterator[None]:
+    """Print `message` if the body takes more than `seconds`."""
+    timer = threading.Timer(seconds, print, [message], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def join(timeout: timedelta = timedelta(minutes=10), secret: str | None = None) -> Rendezvous:
     """Open the store that the launcher named. A process without a launcher hosts its own store, with world size 1.
 
@@ -149,7 +167,8 @@ def join(timeout: timedelta = timedelta(minutes=10), secret: str | None = None) 
     else:
         if hosted:
             _check_reachable(address, port)
-        store = TCPStore(address, port, world_size=None, is_master=is_host, timeout=timeout)
+        with _told_after(20.0, f"rank {rank} waits for rank 0 at {address}:{port} (MASTER_ADDR, MASTER_PORT)"):
+            store = TCPStore(address, port, world_size=None, is_master=is_host, timeout=timeout)
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = environment.get(PREFIX_VARIABLE, f"megabench/{attempt}")
     messages: Store
@@ -162,7 +181,7 @@ def join(timeout: timedelta = timedelta(minutes=10), secret: str | None = None) 
         store=messages,
         rank=rank,
         world_size=world_size,
-        local_rank=int(environment.get("LOCAL_RANK", rank)),
+        local_rank=local_rank_from_environment(),
         local_world_size=local_world_size_from_environment(),
         base=base,
     )

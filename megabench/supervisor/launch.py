@@ -9,6 +9,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megabench.errors import UserError
 from megabench.runtime import rendezvous
+from megabench.runtime.launcher import local_world_size_from_environment
 from megabench.runtime.signed_store import SignedStore, secret_from_environment, shared_secret
 
 
@@ -65,7 +66,7 @@ def join_launcher(out: Path) -> Launch:
 
     The messages between hosts are signed, with a secret from the environment or from a file in the shared `out`.
     """
-    has_other_hosts = rendezvous.local_world_size_from_environment() < rendezvous.world_size_from_environment()
+    has_other_hosts = local_world_size_from_environment() < rendezvous.world_size_from_environment()
     secret = secret_from_environment()
     if has_other_hosts and not secret:
         rank = rendezvous.rank_from_environment()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from megabench.errors import UserError
+from megabench.hardware.facts import visible_gpus
 from megabench.runtime.child import die_with_parent
 from megabench.runtime.launcher import check_launcher
 from megabench.runtime.process import set_up_process
@@ -37,7 +38,7 @@ def main(find: "Find | None" = None, arguments: Sequence[str] | None = None) -> 
         set_up_process(arguments)
         given = parse_flags(arguments)
         if given is not None:
-            check_launcher()
+            check_launcher(0 if given.device == "cpu" else len(visible_gpus()), arguments)
     except UserError as error:
         exits.refuse(str(error))
     if given is None:

@@ -31,7 +31,7 @@ class MemoryCheckError(UserError):
     """Raised if the training state does not fit into the memory of a device or a host."""
 
 
-def check_memory(run: ResolvedConfig, given: RunConfig, local_rank: int, local_world_size: int) -> str | None:
+def check_memory(run: ResolvedConfig, given: RunConfig, gpu: int, local_world_size: int) -> str | None:
     """Raise MemoryCheckError if the training state of this host's ranks exceeds the memory of a GPU or of the host.
 
     The message names other settings, smaller models and numbers of GPUs that fit. `given` is the configuration as the
@@ -40,7 +40,7 @@ def check_memory(run: ResolvedConfig, given: RunConfig, local_rank: int, local_w
     """
     if run.engine in unplanned_engines():
         return f"The memory check cannot judge {run.spec.title}, because the planner has no memory model of it."
-    of_gpu = torch.cuda.get_device_properties(local_rank).total_memory if run.device == "cuda" else None
+    of_gpu = torch.cuda.get_device_properties(gpu).total_memory if run.device == "cuda" else None
     of_host = available_host_bytes()
 
     def excess(run: ResolvedConfig) -> str | None:

@@ -37,7 +37,7 @@ def place_ranks(run: ResolvedConfig, rendezvous: Rendezvous) -> Placement:
 
     Raises PlacementError if strict placement is impossible, and TopologyError if hosts cannot be emulated.
     """
-    facts = read_facts(rendezvous.local_rank, gpu_uuid(rendezvous.local_rank) if run.device == "cuda" else None)
+    facts = read_facts(rendezvous.local_rank, gpu_uuid(rendezvous.gpu) if run.device == "cuda" else None)
     topology = discover(rendezvous.store, facts, rendezvous.rank, rendezvous.world_size)
     if run.emulate_hosts:
         topology = split(topology, run.emulate_hosts)

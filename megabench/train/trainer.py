@@ -175,7 +175,7 @@ class Trainer:
         checks.check_same_data(run, self.source.sha256, rendezvous)
         self.watchdog.at("checking the checkpoint", 0)
         if not run.skip_memory_check:
-            note = check_memory(run, given, rendezvous.local_rank, rendezvous.local_world_size)
+            note = check_memory(run, given, rendezvous.gpu, rendezvous.local_world_size)
             if note and rendezvous.rank == 0:
                 print(note, flush=True)
             # all ranks finish the check before any rank allocates memory

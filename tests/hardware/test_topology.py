@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from megabench.hardware.facts import GpuFacts, RankFacts, read_facts, read_network, seen_by_cuda
-from megabench.hardware.topology import Topology, from_cluster, from_facts
+from megabench.hardware.topology import Topology, TopologyError, from_cluster, from_facts
+from megabench.runtime.rendezvous import Rendezvous
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -46,6 +48,18 @@ def test_one_pod_is_one_domain():
     topology = from_facts(one_pod())
     assert shape(topology) == ([[0, 1, 2, 3]], [[0, 1, 2, 3]])
     assert topology.link(0, 3) == "nvlink" and topology.hosts[0].device == "NVIDIA H200"
+
+
+def test_two_ranks_on_one_gpu_are_refused():
+    facts = one_pod()
+    with pytest.raises(TopologyError, match=r"ranks 1 and 2 use the same GPU of .*set LOCAL_RANK"):
+        from_facts([*facts[:2], facts[1], facts[3]])
+
+
+@pytest.mark.parametrize(("num_visible", "gpu"), [(1, 0), (8, 3)])
+def test_a_process_that_sees_one_gpu_uses_it(monkeypatch, num_visible, gpu):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_visible)
+    assert Rendezvous(HashStore(), rank=3, world_size=4, local_rank=3, local_world_size=4).gpu == gpu
 
 
 def test_pods_of_one_gpu_have_links_but_no_domain():

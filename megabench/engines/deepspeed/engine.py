@@ -51,7 +51,8 @@ class DeepSpeedEngine(TransformersEngine):
         self.own = DeepSpeedSettings.of(config)
         self.settings = deepspeed_settings(config)
         self.zero_stage = self.settings["zero_optimization"]["stage"]
-        os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+        if device.type == "cuda" or "LOCAL_RANK" not in os.environ:
+            os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed selects the GPU with this number
         # avoid compiling a shared-memory op on CPU, which takes a minute and does not change the losses
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)

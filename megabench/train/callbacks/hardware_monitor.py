@@ -28,12 +28,12 @@ class HardwareMonitor(Callback):
     """Samples the GPU on each rank, and the network interfaces on one rank of each host."""
 
     def on_ready(self, trainer: TrainerState) -> None:
-        device, local_rank = trainer.device, trainer.rendezvous.local_rank
-        uuid = devices.gpu_uuid(local_rank) if device.type == "cuda" else None
+        device, rendezvous = trainer.device, trainer.rendezvous
+        uuid = devices.gpu_uuid(rendezvous.gpu) if device.type == "cuda" else None
         self._host = trainer.hosts[trainer.rank]
         self._checkup = Checkup(self._host, uuid, own={*gather_objects(os.getpid())})
         self._utilization: list[float | None] = []
-        self.sampler = Sampler(device, uuid, reads_nics=local_rank == 0)
+        self.sampler = Sampler(device, uuid, reads_nics=rendezvous.local_rank == 0)
 
     def on_timing_start(self) -> None:
         self.sampler.reset()
