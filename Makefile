@@ -1,6 +1,8 @@
 # `make quickstart` and `make test` need Python 3.11 to 3.13, a C compiler and nothing else.
 PYTHON ?= python3
 VENV ?= .venv
+# results of `make quickstart`
+OUT ?= runs/quickstart
 # the package alone, and the package with the tools for tests, linting and documentation
 INSTALLED := $(VENV)/.installed
 TOOLS := $(VENV)/.installed-tools
@@ -8,8 +10,8 @@ TOOLS := $(VENV)/.installed-tools
 .PHONY: quickstart test test-fast test-engines test-exhaustive lint docs readme-tables settings-page validate-planner versions venv clean
 
 quickstart: versions
-	rm -rf runs/quickstart
-	$(VENV)/bin/megabench compare quickstart
+	@test ! -e $(OUT) || { echo "$(OUT) already exists. Use another directory: make quickstart OUT=runs/NAME"; exit 1; }
+	$(VENV)/bin/megabench compare quickstart --out $(OUT)
 
 test: versions $(TOOLS)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -536,8 +536,8 @@ def _parse(line: str, where: str) -> RunRecord:
         raise RecordError(f"{where} is not a record of a trial")
     if version != SCHEMA_VERSION:
         raise RecordError(
-            f"{where} has record schema {version}, and this megabench reads schema {SCHEMA_VERSION}; use the version "
-            f"that wrote the record"
+            f"{where} was written by {'a newer' if version > SCHEMA_VERSION else 'an older'} megabench (record schema "
+            f"{version}; this one reads schema {SCHEMA_VERSION}); use the version that wrote the record"
         )
     try:
         return RunRecord.model_validate(content)

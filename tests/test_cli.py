@@ -84,6 +84,23 @@ def test_wrong_usage_is_2(tmp_path):
     assert status == 2 and "--nproc" in stderr
 
 
+def test_make_quickstart_keeps_earlier_results(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "megabench"):
+        (tmp_path / "bin" / name).symlink_to("/bin/echo")
+    (tmp_path / ".installed").touch()
+
+    def quickstart(out):
+        words = ["make", "--silent", "quickstart", f"VENV={tmp_path}", f"OUT={out}"]
+        done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+        return done.returncode, done.stdout.splitlines()[-1]
+
+    assert quickstart(tmp_path / "new") == (0, f"compare quickstart --out {tmp_path}/new")
+    words = f"{tmp_path}/bin already exists. Use another directory: make quickstart OUT=runs/NAME"
+    assert quickstart(tmp_path / "bin") == (2, words)
+    assert (tmp_path / "bin" / "megabench").exists()
+
+
 def test_nproc_is_not_for_launchers():
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
     status, _, stderr = compare("s.yaml", "--out", "o", "--nproc", 2, command=REAL, **launcher)

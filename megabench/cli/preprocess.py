@@ -79,6 +79,9 @@ def write_tokens(
     inputs: list[Path], prefix: Path, tokenizer_name: str, workers: int, append_eod: bool
 ) -> tuple[int, TokenFacts]:
     """Write the token file `prefix` atomically. Return the number of documents and facts about the tokens."""
+    outputs = [beside(prefix, suffix) for suffix in (".bin", ".json", ".idx")]
+    if folders := [path for path in outputs if path.is_dir()]:
+        raise DataError(f"cannot write {folders[0]}, which is a directory; remove it, or give another prefix")
     for path in inputs:
         check_text_file(path)
     tokenizer = tokenizer_of(tokenizer_name)
@@ -98,8 +101,8 @@ def write_tokens(
             facts = scan(open_token_file(partial_prefix)).model_copy(update={"tokenizer": tokenizer.used})
             write_facts(partial_prefix, facts)
             beside(prefix, ".idx").unlink(missing_ok=True)
-            for suffix in (".bin", ".json", ".idx"):  # written last, because a token file without its index is ignored
-                beside(partial_prefix, suffix).replace(beside(prefix, suffix))
+            for path in outputs:  # the index is written last, because a token file without its index is ignored
+                beside(partial_prefix, path.suffix).replace(path)
     except OSError as error:
         raise DataError(f"cannot write {prefix}.bin: {error.strerror}; give a prefix in a writable directory") from None
     return num_documents, facts

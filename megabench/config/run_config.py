@@ -340,6 +340,11 @@ class ResolvedConfig(RunConfig):
         return range(self.num_layers_at_start_in_bf16, self.shape.num_layers - self.num_layers_at_end_in_bf16)
 
     @property
+    def emulates_fp8(self) -> bool:
+        """Whether fp8 products are emulated: CPUs multiply the fp8 values in fp32."""
+        return bool(self.fp8_layers) and self.device == "cpu"
+
+    @property
     def can_be_saved(self) -> bool:
         """Whether the training state of this run can be saved."""
         return self.spec.why_not_saved(self) is None

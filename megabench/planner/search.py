@@ -22,6 +22,7 @@ from megabench.specs.fp8_check import odd_size
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_CP = 16
+_MOST_LAYERS = 1000  # the search takes seconds for 1,000 layers, and a time quadratic in their number
 # Unequal model chunks may have at most this fraction more layers if all of them were as long as the longest.
 _MOST_UNEVEN = 0.1
 _SEQUENCE_MULTIPLES = [FP8_MULTIPLE * cp for cp in (1, 2, 4, 8, _MOST_CP)]  # every rank's part is a multiple of 16
@@ -91,6 +92,11 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
 
     Timelines are simulated in the order of a lower bound, until the bound exceeds the `keep`-th best time.
     """
+    if job.shape.num_layers > _MOST_LAYERS:
+        raise ConfigError(
+            f"num_layers={job.shape.num_layers} is more than the {_MOST_LAYERS} layers for which layouts are searched; "
+            f"use num_layers ≤ {_MOST_LAYERS}"
+        )
     devices = sorted({host.device for host in topology.hosts})
     if len(devices) > 1:
         raise ConfigError(f"the cluster has {' and '.join(devices)}; use a cluster with one type of GPU")

@@ -25,6 +25,7 @@ SECRET_NAME = ".store-secret"
 _SHARED_SECONDS = 60.0  # time limit for a new file to appear on other hosts
 _SIZE = hashlib.sha256().digest_size
 _POLL_SECONDS = 0.05
+_NOTICE_SECONDS = 1.0  # for other ranks to read why rank 0 ends, before the store of rank 0 ends
 
 
 class SignedStore(Store):
@@ -112,16 +113,23 @@ def with_prefix(store: TCPStore | SignedStore, prefix: str) -> Store:
 def agree_on_key(store: Store, secret: str, rank: int, world_size: int, timeout: timedelta) -> bytes:
     """Return a signing key that is new for this launch. All ranks must call this function.
 
-    Every rank publishes a random challenge, and rank 0 publishes a random session with all challenges, signed with the
-    secret. A session of an earlier launch lacks this launch's challenges.
+    Every rank publishes a random challenge, and rank 0 publishes a random session with all challenges, both signed with
+    the secret. A session of an earlier launch lacks this launch's challenges.
+
+    Raises UserError on every rank if one rank has another secret than rank 0.
     """
     challenge = secrets.token_hex(16)
-    store.set(f"signing/challenge/{rank}", challenge)
     signed = SignedStore(store, secret.encode(), "signing")
+    signed.set(f"challenge/{rank}", challenge)
+    differ, advice = "signing/secrets-differ", f"set {SECRET_VARIABLE} to the same value on every host"
     if rank == 0:
-        keys = [f"signing/challenge/{other}" for other in range(world_size)]
-        store.wait(keys, timeout)
-        challenges = [value.decode("ascii", "replace") for value in store.multi_get(keys)]
+        keys = [f"challenge/{other}" for other in range(world_size)]
+        store.wait([f"signing/{key}" for key in keys], timeout)
+        challenges = [value.decode() for value in signed.multi_get(keys)]
+        if "" in challenges:
+            store.set(differ, "yes")
+            time.sleep(_NOTICE_SECONDS)
+            raise UserError(f"rank {challenges.index('')} has another {SECRET_VARIABLE} than rank 0; {advice}")
         signed.set("session", json.dumps({"session": secrets.token_hex(32), "challenges": challenges}))
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
@@ -129,11 +137,10 @@ def agree_on_key(store: Store, secret: str, rank: int, world_size: int, timeout:
             content = json.loads(signed.get("session"))
             if content["challenges"][rank] == challenge:
                 return hmac.digest(secret.encode(), content["session"].encode(), "sha256")
+        if store.check([differ]):
+            raise UserError(f"{SECRET_VARIABLE} differs between hosts; {advice}")
         time.sleep(_POLL_SECONDS)
-    raise UserError(
-        f"the ranks have not agreed on a signing key within {timeout.total_seconds():.0f} s; set {SECRET_VARIABLE} to "
-        "the same value on every host"
-    )
+    raise UserError(f"the ranks have not agreed on a signing key within {timeout.total_seconds():.0f} s; {advice}")
 
 
 def secret_from_environment() -> str | None:

@@ -344,6 +344,8 @@ def _draft(
         raise StudyError(f"{where}: repeats={repeats!r} must be a whole number of runs from 1 to 1000, e.g. 3")
     try:
         config = RunConfig.parse({field: both[field] for field in both if field not in _EXTRAS})
+        if config.on_nan == "rollback":
+            raise ConfigError("on_nan=rollback works only with megabench train: trials save no checkpoints; omit it")
         if config.device == "cuda" and device == "cpu":
             raise ConfigError("device=cuda, but no NVIDIA GPU was found here; use device: auto or cpu")
         kind: Literal["cpu", "cuda"] = "cpu" if "cpu" in (config.device, device) else "cuda"

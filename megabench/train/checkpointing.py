@@ -16,6 +16,7 @@ from megabench.checkpoint.directory import (
     claim_run_id,
     folder_of,
     is_own,
+    looks_good,
     new_token,
     remove_partial,
     run_id_of,
@@ -277,7 +278,7 @@ class Checkpoints:
         assert self._run.save is not None
         resumed = [self._resumed] if self._resumed is not None else []
         saved = resumed + [times.step for times in self.times if not times.error]
-        return [step for step in saved if folder_of(self._run.save, step).is_dir()]
+        return [step for step in saved if looks_good(folder_of(self._run.save, step))]
 
     def _times(self, save: Save) -> SaveTimes:
         return SaveTimes(

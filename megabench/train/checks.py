@@ -1,6 +1,5 @@
 """Checks of a run before its process group exists."""
 
-from pathlib import Path
 from tempfile import TemporaryFile
 
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
@@ -57,21 +56,10 @@ def check_out(run: ResolvedConfig, resume: Resume) -> None:
     path = run.out / "record.json" if run.out else None
     if path is None or not path.exists() or restart_count() > 0:
         return
-    if resume.num_done == 0 or not _has_saved(path):
+    if resume.num_done == 0 or not RunRecord.read(path).saves:  # without checkpoints, no run can resume from that run
         raise ConfigError(
             f"out={run.out} contains the record of another run; use another directory, or delete that one"
         )
-
-
-def _has_saved(record: Path) -> bool:
-    """Return whether the run of the record saved checkpoints.
-
-    Without checkpoints, no other run can resume from that run.
-    """
-    try:
-        return bool(RunRecord.read(record).saves)
-    except (OSError, ValueError):
-        return False
 
 
 def check_same_data(run: ResolvedConfig, sha256: str, rendezvous: Rendezvous) -> None:

@@ -114,7 +114,7 @@ def write_record(record: RunRecord | None, lock: RunLock | None) -> tuple[Path |
     try:
         record.write(path)
     except OSError as error:
-        return None, f"{path} could not be written: {error.strerror}"
+        return None, loss or f"{path} could not be written: {error.strerror}"
     return path, wrong
 
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from megabench.checkpoint.health import count_non_finite
@@ -53,6 +55,8 @@ from megabench.train.watchdog import BEFORE_FIRST_STEP, Watchdog
 
 # a function that finds the "auto" settings of a configuration by short runs on the ranks of a launch
 Find = Callable[[RunConfig, Rendezvous, DeviceKind], tuple[RunConfig, list[Probe]]]
+
+_STEPS_BETWEEN_LOOKS = 10  # steps between two looks at whether the output directory still exists
 
 
 class StepClock:
@@ -340,6 +344,9 @@ class Trainer:
             _convert_metrics(step)
             for callback in self.callbacks:
                 callback.on_metrics(step)
+            if run.out and step.number % _STEPS_BETWEEN_LOOKS == 0:
+                with clock.paused():
+                    self._check_out(run.out)
             if problem := self._problem_of(step):
                 with clock.paused():
                     self._roll_back(step, problem)
@@ -352,6 +359,13 @@ class Trainer:
                     with clock.paused():
                         self._checkpoints.save(due_step)
             self.watchdog.at("training", self.num_finished)
+
+    def _check_out(self, out: Path) -> None:
+        """Raise StoppedError on every rank if rank 0 no longer finds the output directory. Collective."""
+        is_gone = torch.tensor([self.rank == 0 and not out.exists()], dtype=torch.int, device=self.device)
+        dist.broadcast(is_gone, src=0)
+        if is_gone.item():
+            raise StoppedError(f"out={out} was deleted or unmounted during the run; start the run again")
 
     def _train_step(self, index: int, clock: StepClock) -> Step:
         """Train step `index`, counted from 0."""

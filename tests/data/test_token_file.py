@@ -113,6 +113,16 @@ def test_bad_input_leaves_the_older_token_file_alone(prefix, tmp_path):
     assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".json", ".idx"])
+def test_a_directory_in_place_of_an_output_leaves_the_other_files_alone(prefix, jsonl, suffix):
+    prefix.with_suffix(suffix).unlink()
+    prefix.with_suffix(suffix).mkdir()
+    before = sorted(prefix.parent.iterdir())
+    with pytest.raises(DataError, match=rf"cannot write .*tokens\{suffix}, which is a directory; remove it"):
+        write_tokens([jsonl], prefix, BYTES, workers=1, append_eod=True)
+    assert sorted(prefix.parent.iterdir()) == before
+
+
 def test_a_missing_half(prefix, resolve):
     prefix.with_suffix(".bin").unlink()
     with pytest.raises(DataError, match=r"tokens.idx exists, but .*tokens.bin does not\. Create both files"):

@@ -14,6 +14,7 @@ from megabench.config import ConfigError, ResolvedConfig
 from megabench.engines.common import fp8, fp8_linear
 from megabench.engines.common.fp8 import Fp8Weight, Quantized
 from megabench.engines.common.fp8_format import quantization_scale
+from megabench.engines.common.kernels import names_for_megatron, names_for_transformers
 from megabench.engines.common.swiglu import swiglu
 from megabench.engines.common.transformers_blocks import Fp8SwiGLUMLP
 from megabench.engines.fsdp import fp8_gather
@@ -323,6 +324,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(1, **{"precision": "fp8"} | fields)
+
+
+@pytest.mark.parametrize("names", [names_for_megatron, names_for_transformers])
+def test_the_record_says_that_cpus_emulate_fp8(names: Callable[[ResolvedConfig], dict[str, str]]) -> None:
+    assert names(resolve(1, precision="fp8"))["fp8_products"] == "emulated on CPU: fp8 values, multiplied in fp32"
+    assert "fp8_products" not in names(resolve(1, precision="bf16"))
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (8, 0), (8, 9)])

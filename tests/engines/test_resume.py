@@ -1,6 +1,7 @@
 """A run that is resumed, under whatever layout, is the run that was not interrupted."""
 
 import math
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -199,8 +200,8 @@ def test_sgd(tmp_path: Path, fields: dict[str, Any]) -> None:
     assert difference(tmp_path, losses, 2, **sgd) == 0
 
 
-def two_saves(run: ResolvedConfig) -> list[str | None]:
-    """A rank whose files cannot be written: what each of two saves said."""
+def two_saves(run: ResolvedConfig, deleted: str | None = None) -> list[str | None]:
+    """A rank whose files cannot be written: what each of two saves said. `deleted` is deleted between them."""
     from megabench.checkpoint import save as room
 
     engine, source = build_engine(run, torch.device("cpu")), open_source(run)
@@ -218,6 +219,9 @@ def two_saves(run: ResolvedConfig) -> list[str | None]:
 
     if rank == 1:
         room.write_files = full
+        for path in run.save.glob(deleted) if run.save and deleted else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    dist.barrier()
     try:
         checkpoints.save(6)
         closing = checkpoints.close()
@@ -234,6 +238,13 @@ def test_a_save_that_fails_is_said_and_the_older_kept(tmp_path: Path, save_mode:
         assert good is None and words and all("rank 1 (" in text and "No space left" in text for text in words)
         assert "the newest good one of this run is that of step 3" in words[-1]
     assert sorted(path.name for path in tmp_path.iterdir()) == [RUN_ID_NAME, "step-00000003"]
+
+
+@pytest.mark.parametrize("deleted", ["step-00000003", "step-00000003/*"])
+def test_a_deleted_checkpoint_is_not_named(tmp_path: Path, deleted: str) -> None:
+    run = resolve(2, **SMALL, tp=2, save=tmp_path)
+    for *_, last in distributed.run(two_saves, 2, run, deleted):
+        assert last is not None and last.endswith("No space left on device; this run has no checkpoint")
 
 
 def progress_reports(run: ResolvedConfig, is_growing: bool) -> int:

@@ -280,6 +280,12 @@ def test_16384_gpus_are_planned_in_seconds():
     assert min(seconds() for _ in range(2)) < 5.0
 
 
+def test_a_model_with_too_many_layers_is_refused():
+    many = find_model("llama3-8b", 20_000)
+    with pytest.raises(ConfigError, match=r"num_layers=20000 is more than .* use num_layers ≤ 1000"):
+        plan(Job(many, 8192, 32), cluster("p5.48xlarge:2"), profile_for("H100"))
+
+
 def test_a_trial_is_found_whatever_stands_between_its_words():
     found = made("llama3-70b", "p5.48xlarge:4")
     assert find_trial(found, "TP8 pp4, vp5 mb1") == find_trial(found, "tp8·pp4·vp5 mb1")

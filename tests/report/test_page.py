@@ -290,8 +290,8 @@ def test_a_trial_without_a_result_joins_no_class_of_other_work():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"schema_version": 1}', "line 1 has record schema 1, and this megabench reads schema 2; use the version"),
-        ('{"schema_version": 99}', "line 1 has record schema 99, and this megabench reads schema 2; use the version"),
+        ('{"schema_version": 1}', "line 1 was written by an older megabench (record schema 1; this one"),
+        ('{"schema_version": 99}', "line 1 was written by a newer megabench (record schema 99; this one"),
         ('{"schema_version": 2, "tria', "line 1 is not JSON"),
         ("[]", "line 1 is not a record of a trial"),
         ('{"trial": "zero3"}', "line 1 is not a record of a trial"),

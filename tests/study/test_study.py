@@ -164,6 +164,7 @@ def test_a_trial_may_be_repeated_by_itself(plan):
         ("trials: []", "has no trials"),
         ("trials: [{tp: []}, {}]", "trial 1: tp is an empty list"),
         ("trials: [{steps: 3, warmup_steps: 3}]", "steps=3 leaves no step to time after warmup_steps=3"),
+        ("trials: [{on_nan: rollback}]", "trial 1 (on_nan=rollback): on_nan=rollback works only with megabench train"),
         ("trials: [{tp: 2, tp: 4}]", "tp occurs twice"),
         ("trials: [3]", "trials=3 is not valid"),
         ("trials: [{tp: 2}]\nrepeat: 2", "unknown setting 'repeat'; did you mean repeats?"),

@@ -116,7 +116,7 @@ def names_for_transformers(run: ResolvedConfig) -> dict[str, str]:
         names["norm"] = f"torch.compile; the last one: {_norm(run)}" if run.options.get("compile") else _norm(run)
     if swiglu_finds_amax(run):
         names["activation"] = f"{_elementwise(run)} SwiGLU"
-    return names
+    return names | _fp8_products(run)
 
 
 def traits_for_transformers(run: ResolvedConfig) -> KernelTraits:
@@ -160,7 +160,12 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
         if fuses_cross_entropy(run)
         else "megatron-core vocab-parallel, fp32 logits",
         "weight_gradient": weight_gradient,
+        **_fp8_products(run),
     }
+
+
+def _fp8_products(run: ResolvedConfig) -> dict[str, str]:
+    return {"fp8_products": "emulated on CPU: fp8 values, multiplied in fp32"} if run.emulates_fp8 else {}
 
 
 def _norm(run: ResolvedConfig) -> str:

@@ -45,8 +45,9 @@ class Console(Callback):
         print(f"{what} · {_engine(run)} · {run.layout} on {run.world_size} × {trainer.device_name}")
         source = trainer.source
         tokenizer = "" if run.data == SYNTHETIC else f" · tokenizer {source.tokenizer or 'not known'}"
+        precision = f"{run.precision} (emulated in fp32 on CPU)" if run.emulates_fp8 else run.precision
         print(
-            f"{run.precision}, gradients {run.grad_dtype} · sequence {run.seq_length}, micro-batch {run.micro_batch}, "
+            f"{precision}, gradients {run.grad_dtype} · sequence {run.seq_length}, micro-batch {run.micro_batch}, "
             f"global batch {run.global_batch} · {run.optimizer}, lr {run.lr:g} · data {source.name}{tokenizer}"
         )
         for warning in source.warnings:

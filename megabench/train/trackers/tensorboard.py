@@ -4,14 +4,22 @@ TensorBoard sorts the groups of tags by name, and opens the first two. So the gr
 (the results of a study, written by comparison/hparams.py) and `usage`.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from torch.utils.tensorboard import SummaryWriter
 
 from megabench.record import Rollback
 from megabench.train.callbacks.callback import Callback, Step, TrainerState
+
+
+def _print_traceback(error: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread. TensorBoard raises the errors of its own thread again in the main thread."""
+    if not isinstance(error.thread, _AsyncWriterThread):
+        threading.__excepthook__(error)
 
 
 class TensorBoard(Callback):
@@ -27,6 +35,7 @@ class TensorBoard(Callback):
 
     def on_start(self, trainer: TrainerState) -> None:
         self._trainer = trainer
+        threading.excepthook = _print_traceback
         self._open(trainer.num_before)
 
     def _open(self, num_done: int) -> None:

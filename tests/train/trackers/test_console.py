@@ -31,6 +31,9 @@ def test_the_header_names_the_deepspeed_json_and_the_engine_s_options(
 
     assert f" · deepspeed ZeRO-2, offload optimizer, --deepspeed-config {path} · dp2 on 2 × cpu\n" in header(given)
     assert " · megatron · dp2 on 2 × cpu\n" in header(RunConfig.parse({"model": "llama-tiny"}))
+    assert "\nbf16, gradients fp32 · " in header(RunConfig.parse({"model": "llama-tiny", "precision": "bf16"}))
+    fp8 = RunConfig.parse({"model": "llama-tiny", "precision": "fp8"})
+    assert "\nfp8 (emulated in fp32 on CPU), gradients fp32 · " in header(fp8)
     assert f"data stdlib · tokenizer {ByteTokenizer.used}\nWARNING: a warning\n" in header(given)
 
 
