@@ -18,6 +18,7 @@ _COMMANDS = {
     "plan": "predict estimate simulate",
     "doctor": "check diagnose",
     "report": "summary results plot",
+    "parity": "equal equivalence verify",
     "calibrate": "profile measure",
     "convert export": "export",
     "convert import": "import",

@@ -1,0 +1,201 @@
+"""Sketches of tensors, which compare the tensors of two training runs without gathering or storing them.
+
+A sketch of a matrix [R, C] holds, for 32 blocks of rows and 32 blocks of columns, the squared norm and 64 projections:
+sums of the elements with signs that are hashed from the tensor's name and the element's index. Sketches are linear: the
+sum of the sketches of disjoint parts is the sketch of the tensor, whatever ranks hold the parts. The mean square of the
+64 differences between the projections of two tensors estimates the squared norm of their difference, with a standard
+error of 18%.
+
+Any trainer can use this module; it needs only torch and safetensors. On each rank, add up the sketches of the rank's
+parts of each tensor, with each element on one rank only. Then sum over the ranks, and write the file on one of them::
+
+    sketches = {("exp_avg", 1, name): sketch(name, shape, part, start) for name, shape, part, start in my_parts}
+    for values in sketches.values():  # in the same order on all ranks
+        torch.distributed.all_reduce(values)
+    write("sketches.safetensors", sketches)
+
+`megabench parity A B` compares two files.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+NUM_BLOCKS = 32
+NUM_SIGNS = 64
+_CHUNK = 1 << 20  # elements whose signs exist at a time; they take 0.5 GiB
+_VERSION = "1"
+_FLOOR = 1e-3
+
+# a kind of tensor such as "exp_avg", the number of optimizer steps before it was read, and the Hugging Face name
+Key = tuple[str, int, str]
+
+
+class SketchError(ValueError):
+    """Raised if a file of sketches cannot be read."""
+
+
+def sketch(name: str, shape: tuple[int, ...], part: Tensor, start: tuple[int, ...] = (0, 0)) -> Tensor:
+    """Return the sketch of a rectangular part of a tensor, fp64 [2, 32, 65] on the part's device.
+
+    The sketch has blocks of rows and blocks of columns, and for each block the squared norm and 64 projections. A
+    vector has no blocks of columns.
+
+    Args:
+        name: The Hugging Face name of the tensor, from which the signs are hashed.
+        shape: The shape of the whole tensor, 1 or 2 dimensions.
+        part: The elements, with as many dimensions as `shape`.
+        start: The index of the part's first element in the whole tensor.
+    """
+    rows, columns = (*shape, 1)[:2]
+    top, left = (*start, 0)[:2]
+    part = part.detach().reshape(part.shape[0], -1)
+    found = torch.zeros(2, NUM_BLOCKS, 1 + NUM_SIGNS, dtype=torch.float64, device=part.device)
+    width = min(part.shape[1], _CHUNK)
+    height = _CHUNK // width
+    for first_column in range(0, part.shape[1], width):
+        for first_row in range(0, part.shape[0], height):
+            values = part[first_row : first_row + height, first_column : first_column + width].float()
+            row = torch.arange(len(values), device=part.device) + top + first_row
+            column = torch.arange(values.shape[1], device=part.device) + left + first_column
+            terms = torch.empty(*values.shape, 1 + NUM_SIGNS, device=part.device)
+            torch.square(values, out=terms[..., 0])
+            torch.mul(_signs(name, row.unsqueeze(-1) * columns + column), values.unsqueeze(-1), out=terms[..., 1:])
+            found[0].index_add_(0, row * NUM_BLOCKS // rows, terms.sum(1).double())
+            if len(shape) == 2:
+                found[1].index_add_(0, column * NUM_BLOCKS // columns, terms.sum(0).double())
+    return found
+
+
+@cache
+def _signs_of_bytes(device: torch.device) -> Tensor:
+    """Return the signs that each byte stands for, [256, 8]."""
+    bits = torch.arange(256, device=device).unsqueeze(-1) >> torch.arange(8, device=device)
+    return 1.0 - 2.0 * (bits & 1)
+
+
+def _signs(name: str, index: Tensor) -> Tensor:
+    """Return 64 signs for each element, fp32 [*index.shape, 64]: the bits of one hash (SplitMix64)."""
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+    mixed = index * _signed(0x9E3779B97F4A7C15) + seed
+    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
+    mixed = mixed ^ _shifted(mixed, 31)
+    return _signs_of_bytes(index.device)[mixed.view(torch.uint8).int()].view(*index.shape, NUM_SIGNS)
+
+
+def _signed(number: int) -> int:
+    """Return the int64 with the bits of a 64-bit number."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """Shift to the right and fill with zeros, which torch's shift of int64 does not."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def norm(one: Tensor) -> float:
+    """Return the L2 norm of a sketched tensor. A difference of sketches has no norm; see `estimated_norm`."""
+    return float(one[0, :, 0].sum().clamp(min=0).sqrt())
+
+
+def estimated_norm(one: Tensor) -> float:
+    """Return the L2 norm of a sketched tensor from its projections, with a standard error of 9%."""
+    return float(one[0, :, 1:].sum(0).square().mean().sqrt())
+
+
+def block_norms(one: Tensor) -> Tensor:
+    """Return the estimated L2 norms of the blocks of rows and columns, [2, 32]."""
+    return one[:, :, 1:].square().mean(-1).sqrt()
+
+
+def common_factor(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """Return the factor f for which f · `theirs` is nearest to `ours`: the median over the tensors.
+
+    A gradient that is not divided by the number of replicas, or that is clipped otherwise, is wrong by a factor.
+    """
+    factors = []
+    for name, one in ours.items():
+        mine, other = (sketches[0, :, 1:].sum(0) for sketches in (one, theirs[name]))
+        if square := float(other @ other):
+            factors.append(float(mine @ other) / square)
+    return float(torch.tensor(factors, dtype=torch.float64).median()) if factors else 1.0
+
+
+def gradients(after: Tensor, before: Tensor | None, beta1: float, clip_factor: float) -> Tensor:
+    """Return the sketch of a gradient before clipping, from Adam's first moment after and before the step.
+
+    The squared norms are right only for the first step, where `before` is None; the projections are always right.
+    """
+    found = after.clone()
+    found[:, :, 1:] -= 0 if before is None else beta1 * before[:, :, 1:]
+    scale = 1 / ((1 - beta1) * clip_factor)
+    found[:, :, 0] *= scale**2
+    found[:, :, 1:] *= scale
+    return found
+
+
+def write(path: Path, sketches: Mapping[Key, Tensor], **facts: str) -> None:
+    """Write sketches with some facts about the run, such as `precision`."""
+    tensors = {f"{kind}:{step}:{name}": values.cpu() for (kind, step, name), values in sketches.items()}
+    safetensors.torch.save_file(tensors, path, metadata={"version": _VERSION, **facts})
+
+
+def read(path: Path) -> tuple[dict[Key, Tensor], dict[str, str]]:
+    """Return the sketches and the facts of a file. Raises SketchError if the file is not one that `write` wrote."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            facts = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+        sketches = {}
+        for text, values in tensors.items():
+            kind, step, name = text.split(":", 2)
+            sketches[kind, int(step), name] = values
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise SketchError(f"{path} is not a file of sketches: {error}") from None
+    if facts.get("version") != _VERSION or any(one.shape != (2, NUM_BLOCKS, 1 + NUM_SIGNS) for one in tensors.values()):
+        raise SketchError(f"{path} was written by another version of megabench; write it again with this one")
+    return sketches, facts
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor of a run is from that of another run.
+
+    `relative` is the norm of the difference divided by the norm of the other tensor, and `block` is the axis and number
+    of the block that differs most, of NUM_BLOCKS blocks, by `of_block` of the norm of a block.
+    """
+
+    kind: str
+    step: int
+    name: str
+    relative: float
+    block: tuple[str, int]
+    of_block: float
+
+
+def compare(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], kind: str, step: int) -> list[Difference]:
+    """Return the difference of each tensor, the largest first. Both mappings have the same names.
+
+    Some gradients are zero in theory, such as those of the keys' biases, and consist of rounding. So tensors count as
+    at least `_FLOOR` times as large as the root mean square of all tensors, and blocks as at least as large as the root
+    mean square of the tensor's blocks.
+    """
+    floor = _FLOOR * math.sqrt(sum(estimated_norm(one) ** 2 for one in theirs.values()) / max(1, len(theirs)))
+    found = []
+    for name, theirs_one in theirs.items():
+        difference = ours[name] - theirs_one
+        size = max(estimated_norm(theirs_one), floor, torch.finfo(torch.float64).tiny)
+        of_blocks = block_norms(difference) / block_norms(theirs_one).clamp(min=size / math.sqrt(NUM_BLOCKS))
+        axis, block = divmod(int(of_blocks.argmax()), NUM_BLOCKS)
+        relative = estimated_norm(difference) / size
+        place = ("rows", "columns")[axis], block
+        found.append(Difference(kind, step, name, relative, place, float(of_blocks.max())))
+    return sorted(found, key=lambda one: -max(one.relative, one.of_block))

@@ -1,0 +1,128 @@
+"""Compare two runs tensor by tensor, from the sketches of their first steps, and name the place of a difference."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from megabench import sketch
+from megabench.errors import UserError
+
+# Largest relative difference of a tensor or a block, (in the first step, in later steps). The gradient of step 1 is
+# computed from equal weights; every later tensor also contains what rounding changed before.
+# Adam's first update is nearly the sign of the gradient, so rounding changes much of the updates of small gradients.
+_TOLERANCES: dict[str, dict[str, tuple[float, float]]] = {
+    "fp32": {"weight": (1e-5, 1e-5), "gradient": (1e-5, 2e-3), "exp_avg_sq": (1e-5, 2e-3), "update": (2e-2, 2e-2)},
+    "bf16": {"weight": (1e-5, 1e-5), "gradient": (4e-2, 0.5), "exp_avg_sq": (4e-2, 0.5), "update": (2.0, 2.0)},
+}
+_TITLES = {"weight": "weight", "gradient": "gradient", "exp_avg_sq": "second moment", "update": "update"}
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+class ParityError(UserError):
+    """Raised if two files cannot be compared."""
+
+
+@dataclass(frozen=True)
+class TensorParity:
+    """The comparison of two runs. `problems` are sentences, the most telling first, and empty if the runs are equal.
+
+    `largest` is the difference that is the largest part of its tolerance.
+    """
+
+    num_tensors: int
+    problems: tuple[str, ...]
+    largest: sketch.Difference
+    part_of_tolerance: float
+
+    def __str__(self) -> str:
+        largest = self.largest
+        summary = (
+            f"{'DIVERGED' if self.problems else 'EQUAL'}: {self.num_tensors} tensors. The largest difference is "
+            f"{self.part_of_tolerance:.2g} times its tolerance: the {_TITLES[largest.kind]} of {largest.name} in step "
+            f"{largest.step}."
+        )
+        return "\n".join([summary, *self.problems])
+
+
+def compare_files(ours: Path, theirs: Path) -> TensorParity:
+    """Compare the sketches in two files.
+
+    Raises ParityError if a file cannot be read, or if the runs have other tensors, steps or precisions.
+    """
+    try:
+        (mine, facts), (expected, other_facts) = sketch.read(ours), sketch.read(theirs)
+    except sketch.SketchError as error:
+        raise ParityError(str(error)) from None
+    if (precision := facts.get("precision")) != (other := other_facts.get("precision")):
+        raise ParityError(f"{ours} is of a run in {precision} and {theirs} in {other}; compare runs of one precision")
+    if precision not in _TOLERANCES:
+        raise ParityError(f"no tolerances are known for precision={precision}; use {' or '.join(_TOLERANCES)}")
+    if missing := sorted(mine.keys() ^ expected.keys()):
+        kind, step, name = missing[0]
+        raise ParityError(
+            f"{len(missing)} tensors are in only one of {ours} and {theirs}, such as the {_TITLES.get(kind, kind)} "
+            f"of step {step} of {name}; compare runs of one model with equal settings of the sketches"
+        )
+    if not expected:
+        raise ParityError(f"{theirs} contains no tensors; write it again")
+    return _compare(mine, expected, _TOLERANCES[precision])
+
+
+def _compare(
+    ours: Mapping[sketch.Key, Tensor],
+    theirs: Mapping[sketch.Key, Tensor],
+    tolerances: Mapping[str, tuple[float, float]],
+) -> TensorParity:
+    problems: list[str] = []
+    worst: tuple[float, sketch.Difference] | None = None
+    moments = sorted({key[:2] for key in theirs}, key=lambda moment: (moment[1], list(_TITLES).index(moment[0])))
+    for kind, step in moments:
+        mine, expected = (
+            {name: one for (of, at, name), one in tensors.items() if (of, at) == (kind, step)}
+            for tensors in (ours, theirs)
+        )
+        tolerance = tolerances[kind][step > 1]
+        if kind == "gradient":
+            factor = sketch.common_factor(mine, expected)
+            if abs(factor - 1) > tolerance:
+                problems.append(f"All gradients of step {step} are {factor:.6g} times those of the other run.")
+                mine = {name: one / factor for name, one in mine.items()}
+        found = sketch.compare(mine, expected, kind, step)
+        problems += _problems(found, tolerance)
+        for one in found:
+            part = max(one.relative, one.of_block) / tolerance
+            if worst is None or part > worst[0]:
+                worst = part, one
+    assert worst is not None, "there are tensors"
+    return TensorParity(len({name for _, _, name in theirs}), tuple(problems), worst[1], worst[0])
+
+
+def _problems(found: Sequence[sketch.Difference], tolerance: float) -> list[str]:
+    """Return a sentence about the tensors of one kind and step that differ by more than the tolerance."""
+    wrong = [one for one in found if max(one.relative, one.of_block) > tolerance]
+    if not wrong:
+        return []
+    first = min(wrong, key=lambda one: _distance_from_loss(one.name))
+    kinds = Counter(_LAYER.sub(".*.", one.name) for one in wrong)
+    named = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in kinds.most_common(4))
+    more = f" and {len(kinds) - 4} other kinds" if len(kinds) > 4 else ""
+    axis, block = first.block
+    what = f"{_TITLES[first.kind]}s of step {first.step}"
+    return [
+        f"{len(wrong)} of {len(found)} {what} differ by more than {tolerance:g}. Seen from the loss, the first is "
+        f"{first.name}: by {first.relative:.2g}, and in block {block} of {sketch.NUM_BLOCKS} of its {axis} by "
+        f"{first.of_block:.2g}. All: {named}{more}."
+    ]
+
+
+def _distance_from_loss(name: str) -> float:
+    """Return the order of a tensor in the backward pass: the output layer, the layers from the last, the embeddings."""
+    if number := _LAYER.search(name):
+        return -float(number[1])
+    is_embedding = "embed" in name or ".wte." in name or ".wpe." in name
+    return math.inf if is_embedding else -math.inf

@@ -1,0 +1,247 @@
+"""Sketches name the place of errors that losses and gradient norms hide, and report no rounding."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabench import sketch
+from megabench.config import ResolvedConfig
+from megabench.data.batch import micro_batches
+from megabench.data.source import open_source
+from megabench.engines.base import Engine
+from megabench.engines.build import build_engine
+from megabench.precision import POLICIES
+from megabench.study.parity import compare_grad_norms, loss_problem
+from megabench.tensor_parity import ParityError, TensorParity, compare_files
+from megabench.train.callbacks.tensor_sketches import TensorSketches
+from tests import distributed
+from tests.engines.equivalence import resolve
+
+BASE: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-3, "eps": 1e-8, "seq_length": 64, "clip_grad": 1.0}
+NUM_STEPS = 3
+Series = tuple[list[float], list[float]]
+Edit = Callable[[dict[str, Tensor]], None]  # of the gradients by name
+LAYER = "model.layers.1."
+
+
+def _scaled(name: str, factor: float, rows: slice = slice(None)) -> Edit:
+    def edit(gradients: dict[str, Tensor]) -> None:
+        gradients[name][rows] *= factor
+
+    return edit
+
+
+def _all_scaled(gradients: dict[str, Tensor]) -> None:
+    for gradient in gradients.values():
+        gradient *= 2
+
+
+def _swapped(gradients: dict[str, Tensor]) -> None:
+    for name, gradient in gradients.items():
+        if name.startswith(LAYER):
+            other = gradients[name.replace(LAYER, "model.layers.2.")]
+            gradient.copy_(other.clone()), other.copy_(gradient.clone())
+
+
+def _of_another_layer(gradients: dict[str, Tensor]) -> None:
+    gradients[f"{LAYER}mlp.up_proj.weight"].copy_(gradients[f"{LAYER}mlp.gate_proj.weight"])
+
+
+# planted errors in gradients: the edit, and a part of the sentence that names the place
+EDITS: dict[str, tuple[Edit, str]] = {
+    "a norm's gradient of half the tokens": (
+        _scaled(f"{LAYER}input_layernorm.weight", 0.5),
+        "the first is model.layers.1.input_layernorm.weight: by 0.",
+    ),
+    "a norm's gradient added twice": (
+        _scaled("model.norm.weight", 2.0),
+        "the first is model.norm.weight: by ",
+    ),
+    "gradients not divided by dp": (_all_scaled, "All gradients of step 1 are 2 times those of the other run"),
+    "one head 5% off": (
+        _scaled(f"{LAYER}self_attn.q_proj.weight", 1.05, slice(16, 32)),
+        "the first is model.layers.1.self_attn.q_proj.weight: by ",
+    ),
+    "a key without a gradient": (
+        _scaled(f"{LAYER}self_attn.k_proj.weight", 0.0),
+        "the first is model.layers.1.self_attn.k_proj.weight: by 1,",
+    ),
+    "a part of the vocabulary 1% off": (
+        _scaled("lm_head.weight", 1.01, slice(0, 64)),
+        "the first is lm_head.weight: by ",
+    ),
+    "an embedding row without a gradient": (_scaled("model.embed_tokens.weight", 0.0, slice(32, 33)), "embed_tokens"),
+    "gradients of two layers swapped": (_swapped, "All: model.layers.*."),
+    "up and gate confused": (_of_another_layer, "the first is model.layers.1.mlp.up_proj.weight: by "),
+}
+# planted errors in settings of the optimizer and the model
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "another beta2": ({"betas": (0.9, 0.98)}, "39 of 39 second moments of step 1"),
+    "weight decay on norms": ({"param_groups": "norm: weight_decay=0.1"}, "updates of step 1 differ"),
+    "a learning rate 5% too high": ({"lr": 1.05e-3}, "updates of step 1 differ"),
+    "eps outside the root": ({"eps": 1e-5}, "updates of step 1 differ"),
+    "no clipping": ({"clip_grad": 0.0}, "second moments of step 1 differ"),
+}
+
+
+def train(run: ResolvedConfig, path: Path, error: str | None = None) -> Series:
+    """Write the sketches of a few steps. Returns losses and gradient norms."""
+    engine = build_engine(run, torch.device("cpu"))
+    source, rank = open_source(run), dist.get_rank()
+    observer = TensorSketches(str(path))
+    trainer: Any = SimpleNamespace(run=run, engine=engine, device=torch.device("cpu"), rank=rank, num_before=0)
+    observer.on_start(trainer)
+    observer.on_ready(trainer)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        batches = micro_batches(source, run, run.layout.coordinates(rank).dp, step)
+        if error == "a dropped micro-batch":
+            batches = [*batches[:-1], batches[0]]
+        engine.accumulate(batches)
+        if error in EDITS:
+            gradients = {name: one.grad for name, one in engine.model.named_parameters()}  # type: ignore[attr-defined]
+            EDITS[error][0](gradients)
+        with _stale(engine) if error == "a stale weight" else _nothing():
+            result = engine.update(run.lr)
+        observer.between_steps(SimpleNamespace(number=step + 1, result=result))  # type: ignore[arg-type]
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    return losses, norms
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _stale(engine: Engine) -> Iterator[None]:
+    """A weight keeps its value, while its moments change."""
+    weight = dict(engine.model.named_parameters())[f"{LAYER}mlp.down_proj.weight"]  # type: ignore[attr-defined]
+    before = weight.detach().clone()
+    yield
+    with torch.no_grad():
+        weight.copy_(before)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Series]]:
+    folder = tmp_path_factory.mktemp("sketches")
+    made: dict[str, tuple[Path, Series]] = {}
+
+    def of(name: str, world_size: int = 1, error: str | None = None, **fields: Any) -> tuple[Path, Series]:
+        if name not in made:
+            path = folder / f"{len(made)}.safetensors"
+            run = resolve(world_size, **BASE | fields)
+            made[name] = path, distributed.run(train, world_size, run, path, error)[0]
+        return made[name]
+
+    return of
+
+
+def seen_by_losses(ours: Series, theirs: Series, precision: str = "fp32") -> bool:
+    policy = POLICIES[precision]
+    norm = compare_grad_norms(ours[1], theirs[1], may_skip=False)
+    return loss_problem(ours[0], theirs[0], precision) is not None or (norm or 0) > policy.grad_norm_tolerance
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("error", [*EDITS, *SETTINGS, "a dropped micro-batch", "a stale weight"])
+def test_a_planted_error_is_placed(trained: Callable[..., Any], error: str) -> None:
+    expected = {
+        "a dropped micro-batch": "39 of 39 gradients of step 1",
+        "a stale weight": "the first is model.layers.1.mlp.down_proj.weight",
+    }
+    settings, words = SETTINGS.get(error, ({}, EDITS[error][1] if error in EDITS else expected.get(error, "")))
+    path, series = trained(error, error=error, engine="ddp", **settings)
+    reference, other = trained("reference", engine="ddp")
+    found = compare_files(path, reference)
+    print(f"{error}: losses and norms see it: {seen_by_losses(series, other)}; {found.problems[:1]}")
+    assert found.problems and words in " ".join(found.problems), found
+
+
+@pytest.mark.distributed
+def test_a_missing_weight_decay_of_small_weights_is_seen_by_neither(trained: Callable[..., Any]) -> None:
+    """It changes the first updates by 0.2%, less than the signs of small gradients that rounding changes may."""
+    path, series = trained("no weight decay", engine="ddp", weight_decay=0.0)
+    reference, other = trained("reference", engine="ddp")
+    assert not seen_by_losses(series, other)
+    assert compare_files(path, reference).problems == ()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("world_size", "fields"),
+    [
+        (2, {"engine": "ddp"}),
+        (2, {"engine": "deepspeed", "zero_stage": 3}),
+        (2, {"engine": "fsdp"}),
+        (2, {"tp": 2}),
+        (2, {"pp": 2}),
+        (2, {"cp": 2}),
+        (4, {"tp": 2, "pp": 2, "vp": 2}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_rounding_is_no_error(trained: Callable[..., Any], world_size: int, fields: dict[str, Any]) -> None:
+    path, _ = trained(str(fields), world_size, **fields)
+    found = compare_files(path, trained("reference", engine="ddp")[0])
+    print(f"{fields}: {found.part_of_tolerance:.2g} times the tolerance of {found.largest}")
+    assert found.problems == ()
+
+
+def test_parts_add_up_to_the_sketch_of_the_tensor() -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(90, 70)
+    parts = [(0, 40, 0, 70), (40, 90, 0, 33), (40, 90, 33, 70)]
+    total = torch.stack([sketch.sketch("a", (90, 70), whole[a:b, c:d], (a, c)) for a, b, c, d in parts]).sum(0)
+    torch.testing.assert_close(total, sketch.sketch("a", (90, 70), whole), rtol=1e-4, atol=1e-4)
+    assert sketch.norm(total) == pytest.approx(whole.norm().item(), rel=1e-6)
+
+
+def test_the_signs_are_even_and_independent() -> None:
+    """The estimated squared norms of many tensors scatter as those with independent signs: by sqrt(2/64)."""
+    torch.manual_seed(0)
+    vector = torch.randn(512)
+    ratios = torch.tensor(
+        [
+            sketch.estimated_norm(sketch.sketch(f"tensor {number}", (512,), vector)) ** 2 / float(vector.square().sum())
+            for number in range(300)
+        ]
+    )
+    deviation = math.sqrt(2 / sketch.NUM_SIGNS)
+    assert ratios.mean() == pytest.approx(1, abs=4 * deviation / math.sqrt(300))
+    assert ratios.std() == pytest.approx(deviation, rel=0.2)
+
+
+@cache
+def _file(folder: Path, **facts: str) -> Path:
+    path = folder / f"{len(list(folder.iterdir()))}.safetensors"
+    sketch.write(path, {("weight", 1, "a.weight"): sketch.sketch("a.weight", (8,), torch.ones(8))}, **facts)
+    return path
+
+
+def test_files_that_cannot_be_compared(tmp_path: Path) -> None:
+    good = _file(tmp_path, precision="fp32")
+    with pytest.raises(ParityError, match=r"fp32 and .* in bf16"):
+        compare_files(good, _file(tmp_path, precision="bf16"))
+    with pytest.raises(ParityError, match="is not a file of sketches"):
+        compare_files(good, tmp_path / "missing")
+    (tmp_path / "text").write_text("a" * 100)
+    with pytest.raises(ParityError, match="is not a file of sketches"):
+        compare_files(tmp_path / "text", good)
+
+
+def test_equal_files_are_equal(tmp_path: Path) -> None:
+    good = _file(tmp_path, precision="fp32")
+    found = compare_files(good, good)
+    assert isinstance(found, TensorParity) and found.problems == () and found.part_of_tolerance == 0
