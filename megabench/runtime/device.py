@@ -35,7 +35,9 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_world_size: int)
     num_gpus = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
         return "cpu"
-    if num_gpus < local_world_size:
+    # Slurm may show each process only its own GPU; the topology then refuses processes that share one
+    sees_own = num_gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    if num_gpus < local_world_size and not sees_own:
         found = f"{num_gpus} GPU{'s' * (num_gpus != 1)} for {local_world_size} processes on {host_name()}"
         raise DeviceError(f"device={wanted} found {found}; start one process a GPU, or use --device cpu")
     return "cuda"
