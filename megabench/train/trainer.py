@@ -154,6 +154,8 @@ class Trainer:
         load_callbacks(given.callbacks or "", self._users)
         try:
             self.rendezvous = self._exits.rendezvous = join()
+        except UserError as error:
+            self._exits.refuse(str(error), has_store=False)
         except Exception as error:
             reason = f"cannot open the rendezvous store that the launcher named: {error}"
             self._exits.refuse(reason, has_store=False)

@@ -99,7 +99,7 @@ def test_evaluations_change_no_bit(name: str) -> None:
     world_size, fields = RUNS[name]
     if world_size > NUM_GPUS:
         pytest.skip(f"needs {world_size} GPUs, and there are {NUM_GPUS}")
-    run = resolve(world_size, **BASE | {"precision": "bf16", "seq_length": 128} | fields)
+    run = resolve(world_size, **BASE | {"precision": "bf16", "seq_length": 64} | fields)
     ranks = distributed.run(changed_by_evaluations, world_size, run, backend="nccl")
     for changed, evaluated, losses in ranks:
         assert changed == []
