@@ -12,7 +12,7 @@ from megabench.inputs import LARGE, read_bytes
 from megabench.settings.reading import ConfigError
 
 _KINDS = {kind_name(kind): kind for kind in KINDS}
-_MOST = 1000  # collectives that are fitted in about a second
+_MOST = 1000  # number of collectives, to which a model is fitted in about a second
 _SIZES = {"bytes", "hosts", "ranks_per_host", "groups_per_host"}  # of a measurement between hosts
 
 

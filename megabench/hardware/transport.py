@@ -15,7 +15,7 @@ _LEVEL = re.compile(r"NCCL (?:INFO|WARN) ")
 # A warning also names the place in the source: "[0] net.cc:12 NCCL WARN", "[0] net.cc:12 (function) NCCL WARN".
 _HEAD = re.compile(r"(?:^|[^\w.-])([\w.-]+|\[[\w.-]+\]|<[\w.-]+>):(\d{1,10}):\d+ \[-?\d+\] (?:\S+ ){0,2}$")
 _FRAME = " \t\r│"  # k9s draws a frame around a log
-# Ray prints one of several similar lines, and their number: RAY_DEDUP_LOGS=0 prints all.
+# Ray prints similar lines once, with a repeat count. With RAY_DEDUP_LOGS=0 it prints all of them.
 _REPEATED = re.compile(r"\s*\[repeated (\d{1,9})x across cluster\].*")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
 

@@ -252,7 +252,7 @@ def _one_of_each(nearest: list[tuple[float, Candidate]], most: int = 6) -> list[
 
 
 def candidates(job: Job, topology: Topology) -> Iterator[Candidate]:
-    """Yield all valid candidates for a job on all GPUs of a topology, with data-parallel engines last."""
+    """Yield every valid candidate for a job that uses all GPUs of a topology. Data-parallel engines come last."""
     has_blocks = job.shape.table.has_parallel_blocks
     engines = [engine for engine in PLANNED_ENGINES.values() if has_blocks or not engine.spec.needs_blocks]
     for engine in engines:

@@ -128,7 +128,7 @@ def _check_address() -> None:
         try:
             socket.getaddrinfo(address, None)
             return
-        except (OSError, UnicodeError) as error:  # a label of more than 63 characters is no valid text for IDNA
+        except (OSError, UnicodeError) as error:  # a label of more than 63 characters is not valid in IDNA
             if isinstance(error, UnicodeError) or time.monotonic() > deadline:
                 raise LauncherError(
                     f"MASTER_ADDR={address} cannot be resolved on {socket.gethostname()} ({error}). Set it to the "

@@ -8,7 +8,7 @@ from megabench.optim.optimizers import title_of
 from megabench.record import RunRecord
 from megabench.study.precision_verdict import precision_verdicts
 from megabench.study.study import Question
-from megabench.study.summary import Budget, Row, class_titles, reference_name, runs_by_trial, summarize
+from megabench.study.summary import Budget, Row, class_titles, layout_name, reference_name, runs_by_trial, summarize
 from megabench.study.sweep import is_sweep, setup_name, sweep_sentences, unless_repeated
 from megabench.study.verdict import (
     Decision,
@@ -73,10 +73,36 @@ def answer(
     records: Sequence[RunRecord], reference: str, question: Question | None = None, budget: Budget | None = None
 ) -> Answer:
     """Return the answer to `question`, or to the question that the trials ask if None (see `question_of`)."""
+    if len(records) == 1 and records[0].trial_id is None and records[0].status == "ok":  # a run of megabench train
+        return _single_run(records[0])
     results = _Results(records, reference, budget or Budget(), summarize(records, reference))
     if not results.good:
         return Answer(f"No trial has a result that counts: {ends(results.lost)}.", ())
     return _ANSWERS[question or question_of(records, results.rows)](results)
+
+
+def _single_run(record: RunRecord) -> Answer:
+    """Say what a single run has reached: its losses, its speed, its time and its newest checkpoint."""
+    device, losses = device_word([record]), [loss for loss in record.losses if loss is not None]
+    last_step = record.first_step + len(record.losses) - 1
+    steps = f"in steps {record.first_step} to {last_step}" if record.first_step > 1 else f"in {last_step} steps"
+    speed = "no throughput, because all steps are warm-up"
+    if record.step_seconds and record.tokens_per_second_per_device:
+        speed = (
+            f"{record.step_seconds.median:.3g} s a step, {record.tokens_per_second_per_device:,.0f} tok/s per {device}"
+        )
+    if record.mfu:
+        speed += f", {record.mfu:.1%} MFU"
+    changed = f"the loss went from {losses[0]:.4f} to {losses[-1]:.4f}" if losses else "no loss was finite"
+    said = []
+    if record.wall_seconds:
+        said.append(f"The run took {record.wall_seconds / 3600:.2g} hours and ended at {record.ended_at}.")
+    if saved := [save.step for save in record.saves if not save.error]:
+        said.append(f"Its newest checkpoint is that of step {max(saved)}.")
+    if record.stopped_by:
+        said.append(f"It was stopped by {record.stopped_by}.")
+    where = f"{layout_name(record)} on {record.world_size} × {record.device}"
+    return Answer(f"{record.model}, {where}: {changed} {steps}; {speed}.", tuple(said))
 
 
 def question_of(records: Sequence[RunRecord], rows: Sequence[Row]) -> Question:

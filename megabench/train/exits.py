@@ -63,7 +63,7 @@ class Exits:
         self._end(sentence, partial(exit_process, 2), late=partial(os._exit, 2))
 
     def stop(self, sentence: str) -> NoReturn:
-        """Exit with status 1 after a failure that all ranks know. Only one of them prints the error message."""
+        """Exit with status 1 after a failure that all ranks know. Only one rank prints the error message."""
         self._wait_for_the_end_of_another_thread()
         from megabench.runtime.messages import explain
 

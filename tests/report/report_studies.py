@@ -221,7 +221,7 @@ def fp8_losses() -> StudyRecords:
 
 
 def alone() -> StudyRecords:
-    return study([gpu_record("tp8", 8000, on(8))], reference="tp8")
+    return study([gpu_record("tp8", 8000, on(8)).model_copy(update={"trial_id": "a"})], reference="tp8")
 
 
 def all_failed() -> StudyRecords:

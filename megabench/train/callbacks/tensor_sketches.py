@@ -1,4 +1,7 @@
-"""Sketch the gradients, weights and second moments of the first steps, for a comparison with another run."""
+"""Write sketches (random projections) of gradients, weights and second moments, to compare two runs.
+
+The sketches are those of the first steps.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -126,7 +126,7 @@ class Console(Callback):
     def _parts(self, step: Step) -> Iterator[str]:
         number, steps, metrics = step.number, self._run.steps, dict(step.metrics)
         if "throughput/mfu" not in metrics:
-            metrics.pop("throughput/tflops_per_device", None)  # says little without the peak of the device
+            metrics.pop("throughput/tflops_per_device", None)  # TFLOP/s say little if the device's peak is unknown
         yield f"step {number:{len(str(steps))}}/{steps} {number / steps:4.0%}"
         for tag, text in _COLUMNS.items():
             if (value := metrics.get(tag)) is not None and text:
