@@ -73,7 +73,8 @@ def answer(
     records: Sequence[RunRecord], reference: str, question: Question | None = None, budget: Budget | None = None
 ) -> Answer:
     """Return the answer to `question`, or to the question that the trials ask if None (see `question_of`)."""
-    if len(records) == 1 and records[0].trial_id is None and records[0].status == "ok":  # a run of megabench train
+    is_run = len(records) == 1 and records[0].trial_id is None  # a run of megabench train
+    if question is None and is_run and records[0].status == "ok":
         return _single_run(records[0])
     results = _Results(records, reference, budget or Budget(), summarize(records, reference))
     if not results.good:
