@@ -209,24 +209,6 @@ def compare(
 
 
 @app.command()
-def parity(
-    ours: Annotated[Path, typer.Argument(metavar="FILE", help="Sketches of a run; see TensorSketches in the docs.")],
-    theirs: Annotated[Path, typer.Argument(metavar="REFERENCE", help="Sketches of the run to compare with.")],
-) -> None:
-    """Compare the gradients, weights and second moments of two runs.
-
-    The exit status is 0 if all tensors are equal up to rounding, 1 if any tensor differs, and 2 if the files cannot be
-    compared.
-    """
-    from megabench.tensor_parity import compare_files
-    from megabench.terminal import standard_output
-
-    found = compare_files(ours, theirs)
-    standard_output().print(str(found), markup=False, highlight=False, soft_wrap=True)
-    sys.exit(1 if found.problems else 0)
-
-
-@app.command()
 def doctor(
     path: Annotated[
         Path, typer.Argument(metavar="DIR|STUDY", help="Directory with records, a study file, or a shipped study.")
@@ -310,6 +292,24 @@ def report(
     print(path)
     if tensorboard:
         print(f"{tensorboard}: the scalars of {number} runs, for tensorboard --logdir {tensorboard}")
+
+
+@app.command()
+def parity(
+    ours: Annotated[Path, typer.Argument(metavar="FILE", help="Sketches of a run; see TensorSketches in the docs.")],
+    theirs: Annotated[Path, typer.Argument(metavar="REFERENCE", help="Sketches of the run to compare with.")],
+) -> None:
+    """Compare the gradients, weights and second moments of two runs.
+
+    The exit status is 0 if all tensors are equal up to rounding, 1 if any tensor differs, and 2 if the files cannot be
+    compared.
+    """
+    from megabench.tensor_parity import compare_files
+    from megabench.terminal import standard_output
+
+    found = compare_files(ours, theirs)
+    standard_output().print(str(found), markup=False, highlight=False, soft_wrap=True)
+    sys.exit(1 if found.problems else 0)
 
 
 @app.command()
