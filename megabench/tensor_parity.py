@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -26,6 +26,7 @@ _TOLERANCES: dict[str, dict[str, tuple[float, float]]] = {
 }
 _INITIAL_WEIGHTS = 1e-5  # of all precisions: the weights are equal, and the order of the sums is not
 _TITLES = {"weight": "weight", "gradient": "gradient", "exp_avg_sq": "second moment", "update": "update"}
+_NORM_TOLERANCE = 1e-3  # of all precisions, because moments are sums in fp32
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -76,7 +77,22 @@ def compare_files(ours: Path, theirs: Path) -> TensorParity:
         )
     if not expected:
         raise ParityError(f"{theirs} contains no tensors; write it again")
-    return _compare(mine, expected, _TOLERANCES[precision])
+    found = _compare(mine, expected, _TOLERANCES[precision])
+    problem = _norm_problem(mine, facts.get("grad_norm"))
+    return replace(found, problems=(problem, *found.problems)) if problem else found
+
+
+def _norm_problem(sketches: Mapping[sketch.Key, Tensor], reported: str | None) -> str | None:
+    """Return a sentence if the gradient norm that a run reported for step 1 is not that of all its gradients."""
+    norm = math.hypot(
+        *(sketch.norm(one) for (kind, step, _), one in sketches.items() if (kind, step) == ("gradient", 1))
+    )
+    if reported is None or abs(norm - float(reported)) <= _NORM_TOLERANCE * norm:
+        return None
+    return (
+        f"The run reported {float(reported):.6g} as the gradient norm of step 1, but the norm of all its gradients is "
+        f"{norm:.6g}: the clipping omits or repeats some of them."
+    )
 
 
 def _compare(

@@ -57,11 +57,14 @@ class TensorSketches(Callback):
         if number == max(NUM_GRADIENTS, self._last) and self._trainer.rank == 0:
             run = self._trainer.run
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            sketch.write(self._path, self._sketches, precision=run.precision, model=run.model)
+            norm = repr(self._grad_norm)
+            sketch.write(self._path, self._sketches, precision=run.precision, model=run.model, grad_norm=norm)
 
     def _add_gradients(self, step: Step) -> None:
         run, moments = self._trainer.run, self._sketched("exp_avg")
         norm = step.result.grad_norm
+        if step.number == 1:
+            self._grad_norm = norm
         clip = min(1.0, run.clip_grad / (norm + 1e-6)) if run.clip_grad else 1.0
         for name, moment in moments.items():
             beta1 = run.betas[0]
