@@ -61,12 +61,12 @@ class TrialQueue:
         num_hosts = len({end.host for end in ends})
         verdict = classify_failure(ends, stop == "timeout", task.timeout_seconds)
         path, record = task.logs / "record.json", None
+        if verdict.status == "ok" and not path.exists():
+            verdict = _wrong_record("rank 0 ended with exit status 0 but wrote no record.json")
         # the record is written last, so the measurement is complete
-        if verdict.status == "ok" or (verdict.status == "timeout" and path.exists()):
+        elif verdict.status in ("ok", "timeout") and path.exists():
             try:
                 record = RunRecord.read(path)
-            except FileNotFoundError:
-                verdict = _wrong_record("rank 0 ended with exit status 0 but wrote no record.json")
             except ValueError as problem:
                 verdict = _wrong_record(f"rank 0 wrote an invalid record.json: {str(problem).splitlines()[0]}")
         if record and verdict.status == "timeout":
