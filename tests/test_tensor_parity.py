@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabench import sketch
-from megabench.config import ResolvedConfig
+from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
 from megabench.engines.base import Engine
@@ -238,6 +238,15 @@ def _file(folder: Path, **facts: str) -> Path:
     path = folder / f"{len(list(folder.iterdir()))}.safetensors"
     sketch.write(path, {("weight", 1, "a.weight"): sketch.sketch("a.weight", (8,), torch.ones(8))}, **facts)
     return path
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"), [({"steps": 2}, "--steps 3"), ({"optimizer": "sgd"}, "--optimizer adamw")]
+)
+def test_runs_without_all_sketches_are_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    trainer: Any = SimpleNamespace(run=resolve(1, **BASE | fields))
+    with pytest.raises(ConfigError, match=words):
+        TensorSketches(str(tmp_path / "a")).on_start(trainer)
 
 
 def test_files_that_cannot_be_compared(tmp_path: Path) -> None:

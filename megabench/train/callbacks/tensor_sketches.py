@@ -38,6 +38,11 @@ class TensorSketches(Callback):
                 f"callbacks=TensorSketches reads gradients from the moments of adamw, not of {trainer.run.optimizer}; "
                 f"use --optimizer adamw"
             )
+        if trainer.run.steps < (needed := max(NUM_GRADIENTS, self._last)):
+            raise ConfigError(
+                f"callbacks=TensorSketches writes its file after step {needed}, and steps={trainer.run.steps}; use "
+                f"--steps {needed} or more"
+            )
         self._trainer = trainer
 
     def on_ready(self, trainer: TrainerState) -> None:
@@ -67,7 +72,7 @@ class TensorSketches(Callback):
             self._grad_norm = norm
         clip = min(1.0, run.clip_grad / (norm + 1e-6)) if run.clip_grad else 1.0
         for name, moment in moments.items():
-            beta1 = run.betas[0]
+            beta1 = run.hyper_parameters(name, num_dims=2).betas[0]  # betas do not depend on the dimensions
             before = self._first_moments.get(name)
             self._sketches["gradient", step.number, name] = sketch.gradients(moment, before, beta1, clip)
         self._first_moments = moments
