@@ -189,6 +189,13 @@ def test_a_missing_weight_decay_of_small_weights_is_seen_by_neither(trained: Cal
 
 
 @pytest.mark.distributed
+def test_gradients_do_not_depend_on_the_betas_of_a_group(trained: Callable[..., Any]) -> None:
+    path, _ = trained("a group", engine="ddp", param_groups="norm: beta1=0.5")
+    problems = compare_files(path, trained("reference", engine="ddp")[0]).problems
+    assert not [problem for problem in problems if "step 1" in problem], problems
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("world_size", "fields"),
     [
