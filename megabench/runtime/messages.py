@@ -183,6 +183,17 @@ def outlast(store: Store, rank: int, world_size: int, topic: str, seconds: float
         num_here = count(0)
 
 
+def await_all(store: Store, world_size: int, topic: str, timeout: timedelta) -> None:
+    """Wait until all ranks have called this function with this `topic`. Raises DistError after `timeout`.
+
+    A launcher sends SIGTERM to the other ranks as soon as one has exited.
+    """
+    key = f"awaited/{topic}"
+    if store.add(f"{key}/count", 1) == world_size:
+        store.set(key, "all")
+    store.wait([key], timeout)
+
+
 def print_once(store: Store, text: str) -> None:
     """Print `text` to stderr on the first rank that calls this function.
 

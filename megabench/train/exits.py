@@ -37,6 +37,7 @@ class Exits:
         self.callbacks: Sequence[Callback] = ()
         self.rendezvous: Rendezvous | None = None
         self._is_ending = threading.Lock()
+        self._knows_why = threading.Event()  # set when this process begins to report why it ends
 
     def finish(self) -> NoReturn:
         """Exit with status 0."""
@@ -47,7 +48,7 @@ class Exits:
 
         Without a store, every rank prints the message.
         """
-        self._wait_for_the_end_of_another_thread()
+        self._begin_report()
         from megabench.runtime import messages
         from megabench.runtime import rendezvous as rendezvous_module
 
@@ -64,11 +65,14 @@ class Exits:
 
     def stop(self, sentence: str) -> NoReturn:
         """Exit with status 1 after a failure that all ranks know. Only one rank prints the error message."""
-        self._wait_for_the_end_of_another_thread()
-        from megabench.runtime.messages import explain
+        self._begin_report()
+        from megabench.runtime.messages import await_all, explain
 
-        assert self.rendezvous is not None
-        explain(self.rendezvous.store, self.rendezvous.rank, "failed", sentence)
+        rendezvous = self.rendezvous
+        assert rendezvous is not None
+        explain(rendezvous.store, rendezvous.rank, "failed", sentence)
+        with contextlib.suppress(Exception):
+            await_all(rendezvous.store, rendezvous.world_size, "stop", timedelta(seconds=10))
         self._leave(1, sentence)
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -76,7 +80,7 @@ class Exits:
 
         An orderly exit would wait for ranks that may never answer.
         """
-        self._wait_for_the_end_of_another_thread()
+        self._begin_report()
         import torch
 
         from megabench.runtime import messages
@@ -102,7 +106,13 @@ class Exits:
         self._leave(128 + signal.SIGINT, "interrupted by Ctrl-C")
 
     def signalled(self, number: int) -> NoReturn:
-        """End the process by signal `number`, without a save, so that launchers see the signal."""
+        """End the process by signal `number`, without a save, so that launchers see the signal.
+
+        A process that already reports another reason gets 10 seconds to end itself: launchers send SIGTERM to all
+        ranks when the first rank has reported it and exits.
+        """
+        if self._knows_why.is_set():
+            time.sleep(_CLOSE_SECONDS)
 
         def die() -> None:
             _libc.signal(number, None)  # SIG_DFL; signal.signal works in the main thread only, which may hang
@@ -113,6 +123,7 @@ class Exits:
 
     def hang(self, explain: Callable[[], None], reason: str) -> NoReturn:
         """Call `explain` and exit with status 1. The main thread may never return."""
+        self._knows_why.set()
         try:
             explain()
         finally:
@@ -121,6 +132,10 @@ class Exits:
     def _leave(self, status: int, reason: str) -> NoReturn:
         """Exit at once after the callbacks are closed, without functions that are registered with atexit."""
         self._end(reason, partial(os._exit, status), flushes=True)
+
+    def _begin_report(self) -> None:
+        self._wait_for_the_end_of_another_thread()
+        self._knows_why.set()
 
     def _wait_for_the_end_of_another_thread(self) -> None:
         """Return if no thread ends the process yet. The errors of a run that ends already are not reported."""

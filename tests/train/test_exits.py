@@ -8,11 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistError, HashStore
 
+from megabench.runtime.messages import await_all
+from megabench.runtime.rendezvous import Rendezvous
 from megabench.train.callbacks import Callback
 from megabench.train.exits import Exits
 from tests.train.resilience import REPOSITORY, TINY
@@ -118,3 +122,33 @@ def test_a_callback_that_fails_does_not_keep_others_from_closing(capfd) -> None:
         exits._end(None, lambda: ended.append(True), lambda: None)
     assert ended and last.closed_by == threading.get_ident(), "hooks are called by the thread that ends the process"
     assert "callback Failing failed when the run ended: ValueError: no server" in capfd.readouterr().err
+
+
+def test_a_signal_does_not_hide_the_reason_of_a_run_that_stops(monkeypatch) -> None:
+    monkeypatch.setattr("megabench.train.exits._CLOSE_SECONDS", 0.5)
+    exits, ended = Exits(), list[str | None]()
+    monkeypatch.setattr(exits, "_end", lambda reason, *_, **__: ended.append(reason))
+    monkeypatch.setattr("megabench.runtime.messages.explain", lambda *_: exits.signalled(signal.SIGTERM))
+    exits.rendezvous = Rendezvous(HashStore(), 0, 1, 0, 1)
+    before = time.monotonic()
+    exits.stop("the output directory is gone")
+    assert time.monotonic() - before >= 0.5, "the process had time to end with its own reason"
+    assert ended[-1] == "the output directory is gone"
+
+
+def test_ranks_that_stop_wait_for_each_other() -> None:
+    store, order = HashStore(), list[str]()
+
+    def arrive(name: str) -> None:
+        await_all(store, 2, "stop", timedelta(seconds=30))
+        order.append(name)
+
+    first = threading.Thread(target=arrive, args=("first",))
+    first.start()
+    time.sleep(0.2)
+    assert not order
+    await_all(store, 2, "stop", timedelta(seconds=30))
+    first.join(30)
+    assert order == ["first"]
+    with pytest.raises(DistError):
+        await_all(store, 2, "never", timedelta(seconds=0.1))

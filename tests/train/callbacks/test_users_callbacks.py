@@ -54,20 +54,22 @@ def test_the_page_s_callback_adds_its_section_to_the_record(tmp_path: Path) -> N
 def test_a_run_whose_directory_was_deleted_ends_with_one_sentence(tmp_path: Path, step: int) -> None:
     """The run has 12 steps, and looks for its directory after step 10 and at the end."""
     (tmp_path / "faults.py").write_text(
-        "import shutil\n"
+        "import shutil, sys\n"
         "from megabench.train.callbacks import Callback\n"
         "class Deletes(Callback):\n"
         "    def on_step_end(self, step):\n"
         f"        if step.number == {step}: shutil.rmtree('run', ignore_errors=True)\n"
-        "    def on_error(self, reason): print('on_error', reason)\n"
-        "    def close(self): print('closed')\n"
+        # one write a line, so that the lines of two ranks do not mix
+        "    def on_error(self, reason): sys.stdout.write(f'on_error {reason}\\n')\n"
+        "    def close(self): sys.stdout.write('closed\\n')\n"
     )
     done = pretrain(tmp_path, "--steps", "12", "--out", "run", "--callbacks", "faults:Deletes")
     output = done.stdout + done.stderr.partition("torch/distributed")[0]  # before torchrun's own lines
     assert done.returncode == 1 and "Traceback" not in output, output
     (reason,) = re.findall(r"^Error: (.*)$", output, re.MULTILINE)
     assert "deleted or unmounted during the run" in reason
-    assert output.count(f"on_error {reason}\nclosed\n") == 2
+    lines = re.findall(r"^(?:on_error|closed).*", output, re.MULTILINE)
+    assert sorted(lines) == ["closed"] * 2 + [f"on_error {reason}"] * 2, "each rank knows the reason"
 
 
 @pytest.mark.e2e
