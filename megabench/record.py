@@ -145,8 +145,33 @@ class PeakMemory(_Part):
     per_rank: list[float]
 
 
+class Sketches(_Part):
+    """The sketches of the first steps that the run wrote, and what they cost.
+
+    `problems` are sentences about the run itself, such as copies of a tensor that differ between ranks.
+    """
+
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    problems: list[str] = []
+
+
+class TensorParity(_Part):
+    """Comparison of a run's sketches with those of the reference run, tensor by tensor.
+
+    `largest` names the difference that is the largest part of its tolerance, and `part_of_tolerance` is that part.
+    `problems` are sentences, the most telling first, and empty if the tensors are equal.
+    """
+
+    num_tensors: int
+    largest: str
+    part_of_tolerance: float
+    problems: list[str] = []
+
+
 class Parity(_Part):
-    """Comparison of losses and gradient norms with those of a reference trial on the same model and data."""
+    """Comparison of losses, gradient norms and tensors with those of a reference trial on the same model and data."""
 
     reference: str
     max_relative_difference: float | None
@@ -155,6 +180,8 @@ class Parity(_Part):
     grad_norm_difference: float | None = None
     """Median relative difference over the first steps, or a single one that is far too large."""
     grad_norm_tolerance: float | None = None
+    tensors: TensorParity | None = None
+    """None if one of the runs wrote no sketches."""
     verdict: Literal["equal", "diverged", "unknown"]
 
 
@@ -469,6 +496,7 @@ class RunRecord(_Part):
     """Utilization of rank 0's GPU, 0 to 1."""
     num_skipped_steps: int = 0
     parity: Parity | None = None
+    sketches: Sketches | None = None
     placement: PlacementUsed | None = None
     groups: list[Group] = []
     link_bandwidth: LinkBandwidth | None = None

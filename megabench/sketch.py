@@ -30,7 +30,8 @@ from torch import Tensor
 
 NUM_BLOCKS = 32
 NUM_SIGNS = 64
-_CHUNK = 1 << 20  # elements whose signs exist at a time; they take 0.5 GiB
+# elements whose signs exist at a time; on a GPU they take 0.25 GiB, and on a CPU they stay in its cache
+_CHUNK, _CHUNK_ON_CPU = 1 << 19, 1 << 14
 _VERSION = "1"
 _FLOOR = 1e-3
 
@@ -58,8 +59,9 @@ def sketch(name: str, shape: tuple[int, ...], part: Tensor, start: tuple[int, ..
     top, left = (*start, 0)[:2]
     part = part.detach().reshape(part.shape[0], -1)
     found = torch.zeros(2, NUM_BLOCKS, 1 + NUM_SIGNS, dtype=torch.float64, device=part.device)
-    width = min(part.shape[1], _CHUNK)
-    height = _CHUNK // width
+    chunk = _CHUNK_ON_CPU if part.device.type == "cpu" else _CHUNK
+    width = min(part.shape[1], chunk)
+    height = chunk // width
     for first_column in range(0, part.shape[1], width):
         for first_row in range(0, part.shape[0], height):
             values = part[first_row : first_row + height, first_column : first_column + width].float()
@@ -143,8 +145,8 @@ def gradients(after: Tensor, before: Tensor | None, beta1: float, clip_factor: f
 
 
 def write(path: Path, sketches: Mapping[Key, Tensor], **facts: str) -> None:
-    """Write sketches with some facts about the run, such as `precision`."""
-    tensors = {f"{kind}:{step}:{name}": values.cpu() for (kind, step, name), values in sketches.items()}
+    """Write sketches in fp32, with some facts about the run, such as `precision`."""
+    tensors = {f"{kind}:{step}:{name}": values.cpu().float() for (kind, step, name), values in sketches.items()}
     safetensors.torch.save_file(tensors, path, metadata={"version": _VERSION, **facts})
 
 
@@ -157,7 +159,7 @@ def read(path: Path) -> tuple[dict[Key, Tensor], dict[str, str]]:
         sketches = {}
         for text, values in tensors.items():
             kind, step, name = text.split(":", 2)
-            sketches[kind, int(step), name] = values
+            sketches[kind, int(step), name] = values.double()
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise SketchError(f"{path} is not a file of sketches: {error}") from None
     if facts.get("version") != _VERSION or any(one.shape != (2, NUM_BLOCKS, 1 + NUM_SIGNS) for one in tensors.values()):

@@ -4,13 +4,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from megabench import sketch
 from megabench.errors import UserError
+from megabench.inputs import parse_json
+from megabench.record import TensorParity
 
 # Largest relative difference of a tensor or a block, (in the first step, in later steps). The gradient of step 1 is
 # computed from equal weights; every later tensor also contains what rounding changed before.
@@ -24,36 +26,17 @@ _TOLERANCES: dict[str, dict[str, tuple[float, float]]] = {
     "bf16": {"gradient": (0.15, 0.3), "exp_avg_sq": (0.15, 0.3), "update": (0.8, 0.8), "factor": (0.01, 0.02)},
     "fp8": {"gradient": (0.8, 1.2), "exp_avg_sq": (0.8, 1.2), "update": (1.3, 1.3), "factor": (0.1, 0.2)},
 }
+_TOLERANCES["fp16"] = _TOLERANCES["bf16"]  # an upper limit, because bf16 rounds more coarsely
 _INITIAL_WEIGHTS = 1e-5  # of all precisions: the weights are equal, and the order of the sums is not
 _TITLES = {"weight": "weight", "gradient": "gradient", "exp_avg_sq": "second moment", "update": "update"}
-_NORM_TOLERANCE = 1e-3  # of all precisions, because moments are sums in fp32
+# of the reported gradient norm, by the dtype of the gradients: moments are sums in fp32, but DeepSpeed's ZeRO-0 rounds
+# the norm to the gradients' dtype, by up to 2^-9 in bf16
+_NORM_TOLERANCES = {"fp32": 1e-3, "fp16": 1e-3, "bf16": 5e-3}
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
 class ParityError(UserError):
     """Raised if two files cannot be compared."""
-
-
-@dataclass(frozen=True)
-class TensorParity:
-    """The comparison of two runs. `problems` are sentences, the most telling first, and empty if the runs are equal.
-
-    `largest` is the difference that is the largest part of its tolerance.
-    """
-
-    num_tensors: int
-    problems: tuple[str, ...]
-    largest: sketch.Difference
-    part_of_tolerance: float
-
-    def __str__(self) -> str:
-        largest = self.largest
-        summary = (
-            f"{'DIVERGED' if self.problems else 'EQUAL'}: {self.num_tensors} tensors. The largest difference is "
-            f"{self.part_of_tolerance:.2g} times its tolerance: the {_TITLES[largest.kind]} of {largest.name} in step "
-            f"{largest.step}."
-        )
-        return "\n".join([summary, *self.problems])
 
 
 def compare_files(ours: Path, theirs: Path) -> TensorParity:
@@ -69,30 +52,77 @@ def compare_files(ours: Path, theirs: Path) -> TensorParity:
         raise ParityError(f"{ours} is of a run in {precision} and {theirs} in {other}; compare runs of one precision")
     if precision not in _TOLERANCES:
         raise ParityError(f"no tolerances are known for precision={precision}; use {' or '.join(_TOLERANCES)}")
+    # a run with another optimizer, or that hides its state, has fewer kinds of tensors
+    kinds = {key[0] for key in mine} & {key[0] for key in expected}
+    mine, expected = ({key: one for key, one in of.items() if key[0] in kinds} for of in (mine, expected))
     if missing := sorted(mine.keys() ^ expected.keys()):
         kind, step, name = missing[0]
         raise ParityError(
             f"{len(missing)} tensors are in only one of {ours} and {theirs}, such as the {_TITLES.get(kind, kind)} "
-            f"of step {step} of {name}; compare runs of one model with equal settings of the sketches"
+            f"of step {step} of {name}; compare runs of one model"
         )
     if not expected:
-        raise ParityError(f"{theirs} contains no tensors; write it again")
-    found = _compare(mine, expected, _TOLERANCES[precision])
-    problem = _norm_problem(mine, facts.get("grad_norm"))
-    return replace(found, problems=(problem, *found.problems)) if problem else found
+        raise ParityError(f"{ours} and {theirs} have no tensors in common; write them again")
+    tolerances = _TOLERANCES[precision]
+    if facts.get("optimizer") == "muon":  # torch's Muon computes the updates of matrices in bf16
+        tolerances = tolerances | {"update": max(tolerances["update"], _TOLERANCES["bf16"]["update"])}
+    found = _compare(mine, expected, tolerances)
+    own = [*_fact(ours, facts, "problems", []), *_norm_problems(mine, facts)]
+    used = _hyper_parameter_problems(
+        _fact(ours, facts, "hyper_parameters", {}), _fact(theirs, other_facts, "hyper_parameters", {})
+    )
+    return found.model_copy(update={"problems": [*own, *used, *found.problems]})
 
 
-def _norm_problem(sketches: Mapping[sketch.Key, Tensor], reported: str | None) -> str | None:
+def _fact(path: Path, facts: Mapping[str, str], name: str, default: Any) -> Any:
+    try:
+        value = parse_json(facts[name]) if name in facts else default
+    except ValueError as error:
+        raise ParityError(f"{name} of {path} is not JSON: {error}") from None
+    if type(value) is not type(default):
+        raise ParityError(f"{name} of {path} is not what megabench writes; write the file again")
+    return value
+
+
+def verdict(parity: TensorParity) -> str:
+    """Return the comparison as text: one sentence, and one line for each problem."""
+    summary = (
+        f"{'DIVERGED' if parity.problems else 'EQUAL'}: {parity.num_tensors} tensors. The largest difference is "
+        f"{parity.part_of_tolerance:.2g} times its tolerance: {parity.largest}."
+    )
+    return "\n".join([summary, *parity.problems])
+
+
+def _norm_problems(sketches: Mapping[sketch.Key, Tensor], facts: Mapping[str, str]) -> list[str]:
     """Return a sentence if the gradient norm that a run reported for step 1 is not that of all its gradients."""
     norm = math.hypot(
         *(sketch.norm(one) for (kind, step, _), one in sketches.items() if (kind, step) == ("gradient", 1))
     )
-    if reported is None or abs(norm - float(reported)) <= _NORM_TOLERANCE * norm:
-        return None
-    return (
-        f"The run reported {float(reported):.6g} as the gradient norm of step 1, but the norm of all its gradients is "
+    try:
+        reported = float(facts.get("grad_norm", norm))
+    except ValueError:
+        return [f"The file has {facts['grad_norm']!r} as the gradient norm of step 1, which is not a number."]
+    if abs(norm - reported) <= _NORM_TOLERANCES.get(facts.get("grad_dtype", ""), 1e-3) * norm:
+        return []
+    return [
+        f"The run reported {reported:.6g} as the gradient norm of step 1, but the norm of all its gradients is "
         f"{norm:.6g}: the clipping omits or repeats some of them."
-    )
+    ]
+
+
+def _hyper_parameter_problems(mine: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a sentence for each hyper-parameter, such as the weight decay, that is not exactly equal."""
+    problems = []
+    common = [name for name in mine if name in theirs]
+    for value in sorted({value for name in common for value in (mine[name].keys() | theirs[name].keys())}):
+        wrong = [name for name in common if mine[name].get(value) != theirs[name].get(value)]
+        if wrong:
+            first = wrong[0]
+            problems.append(
+                f"{value} of {len(wrong)} of {len(common)} tensors is not that of the other run, such as "
+                f"{mine[first].get(value)} instead of {theirs[first].get(value)} for {first}."
+            )
+    return problems
 
 
 def _compare(
@@ -121,7 +151,13 @@ def _compare(
             if worst is None or part > worst[0]:
                 worst = part, one
     assert worst is not None, "there are tensors"
-    return TensorParity(len({name for _, _, name in theirs}), tuple(problems), worst[1], worst[0])
+    part, largest = worst
+    return TensorParity(
+        num_tensors=len({name for _, _, name in theirs}),
+        largest=f"the {_TITLES[largest.kind]} of {largest.name} in step {largest.step}",
+        part_of_tolerance=part,
+        problems=problems,
+    )
 
 
 def _problems(found: Sequence[sketch.Difference], tolerance: float) -> list[str]:

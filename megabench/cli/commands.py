@@ -296,7 +296,7 @@ def report(
 
 @app.command()
 def parity(
-    ours: Annotated[Path, typer.Argument(metavar="FILE", help="Sketches of a run; see TensorSketches in the docs.")],
+    ours: Annotated[Path, typer.Argument(metavar="FILE", help="Sketches of a run, written with --sketches FILE.")],
     theirs: Annotated[Path, typer.Argument(metavar="REFERENCE", help="Sketches of the run to compare with.")],
 ) -> None:
     """Compare the gradients, weights and second moments of two runs.
@@ -304,11 +304,11 @@ def parity(
     The exit status is 0 if all tensors are equal up to rounding, 1 if any tensor differs, and 2 if the files cannot be
     compared.
     """
-    from megabench.tensor_parity import compare_files
+    from megabench.tensor_parity import compare_files, verdict
     from megabench.terminal import standard_output
 
     found = compare_files(ours, theirs)
-    standard_output().print(str(found), markup=False, highlight=False, soft_wrap=True)
+    standard_output().print(verdict(found), markup=False, highlight=False, soft_wrap=True)
     sys.exit(1 if found.problems else 0)
 
 

@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ from megabench.config.record_fields import auto_fields, requested_fields
 from megabench.doctor import examine
 from megabench.hardware.facts import gpu_names
 from megabench.inputs import read_text
-from megabench.record import Probe, RecordError, RunRecord, read_records, write_records
+from megabench.record import Probe, RecordError, RunRecord, TensorParity, read_records, write_records
 from megabench.report import write_report
 from megabench.runtime import environment
 from megabench.runtime.run_lock import RunLock, RunLockedError, check_free
 from megabench.study.masking import without_secrets
-from megabench.study.parity import judge_parity
+from megabench.study.parity import Key, judge_parity, key_of, standards_of
 from megabench.study.results_directory import StudyRecords
 from megabench.study.study import Attempt, Study, StudyError, Trial
 from megabench.study.summary import write_csv
@@ -33,6 +34,7 @@ class Results:
         self.out, self.study = out, study
         self._by_key: dict[tuple[str | None, int], RunRecord] = {}
         self._of_others: list[RunRecord] = []
+        self._tensors: dict[tuple[Key, Key], TensorParity] = {}
         self._claim: RunLock | None = None
         self.not_written: str | None = None
 
@@ -88,7 +90,24 @@ class Results:
     def records(self) -> list[RunRecord]:
         """The records so far, in the study's order, with the parity of all of them."""
         ordered = [self._by_key[attempt.key] for attempt in self.study.attempts if attempt.key in self._by_key]
-        return judge_parity(ordered, self.study.reference)
+        self._compare_tensors(ordered)
+        return judge_parity(ordered, self.study.reference, self._tensors)
+
+    def _compare_tensors(self, records: Sequence[RunRecord]) -> None:
+        """Compare the sketches of each run with those of its reference, once."""
+        standards = standards_of(records, self.study.reference)
+        files = {attempt.key: self.sketches(attempt) for attempt in self.study.attempts}
+        for record in records:
+            if not record.work_class or not (standard := standards.get(record.work_class.id)) or record is standard:
+                continue
+            pair = key_of(record), key_of(standard)
+            ours, theirs = (files[key] for key in pair)
+            if pair not in self._tensors and ours.exists() and theirs.exists():
+                # importing torch takes seconds, and not every study needs it
+                from megabench.tensor_parity import ParityError, compare_files
+
+                with suppress(ParityError):  # written by another version
+                    self._tensors[pair] = compare_files(ours, theirs)
 
     @property
     def by_folder(self) -> dict[Path, RunRecord]:
@@ -165,6 +184,10 @@ class Results:
 
     def logs(self, attempt: Attempt) -> Path:
         return self.out / "logs" / attempt.folder
+
+    def sketches(self, attempt: Attempt) -> Path:
+        """The path of the sketches that the run writes."""
+        return self.logs(attempt) / "sketches.safetensors"
 
     def tensorboard(self, attempt: Attempt) -> Path:
         return self.out / "tensorboard" / attempt.folder

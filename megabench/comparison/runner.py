@@ -191,7 +191,10 @@ def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display:
             found, probes = results.found(trial) or tune(queue, trial, logs, display)
             display.update("starting")
         config = apply_setting(trial.config, found) if found else trial.config
-        task = task_of(trial, config.model_copy(update={"tensorboard": results.tensorboard(attempt)}), logs)
+        output = {"tensorboard": results.tensorboard(attempt), "sketches": results.sketches(attempt)}
+        if trial.resolved.why_no_sketches:
+            del output["sketches"]
+        task = task_of(trial, config.model_copy(update=output), logs)
         result = queue.run(task, display.update)
         if result.record:
             # remove the output directories of this study from the command

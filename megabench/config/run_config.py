@@ -37,6 +37,10 @@ from megabench.specs.registry import ENGINES
 assert {*names(SETTINGS, role="size")} == {*GIVEN_SIZES}, "every size of a layout has a setting"
 
 
+# Sketches are those of the first updates, because gradients of later ones contain the rounding of earlier ones.
+STEPS_OF_SKETCHES = 3
+
+
 class RunConfig(RunSettings):
     """The configuration of a run. Fields that default to None are filled by `resolve` from the model or the device.
 
@@ -357,6 +361,30 @@ class ResolvedConfig(RunConfig):
             raise ConfigError("on_nan=rollback needs checkpoints to return to; add --save DIR --save-every N")
         if (self.save or self.load) and (reason := self.spec.why_not_saved(self)):
             raise ConfigError(reason)
+        if self.sketches and (reason := self.why_no_sketches):
+            raise ConfigError(f"sketches={self.sketches} needs {reason}")
+
+    @property
+    def why_no_sketches(self) -> str | None:
+        """What the run lacks to write sketches of its tensors, or None."""
+        if self.steps < STEPS_OF_SKETCHES:
+            return f"{STEPS_OF_SKETCHES} steps; use steps={STEPS_OF_SKETCHES} or more"
+        if not self.has_readable_moments and self.warmup_steps < STEPS_OF_SKETCHES:
+            return (
+                f"{STEPS_OF_SKETCHES} warm-up steps with {self._mode} and optimizer={self.optimizer}, because "
+                f"gradients are gathered within the steps; use warmup_steps={STEPS_OF_SKETCHES} or more"
+            )
+        return None
+
+    @property
+    def has_readable_state(self) -> bool:
+        """Whether each rank can read its part of the master weights and of the optimizer's state."""
+        return self.spec.why_not_saved(self) is None
+
+    @property
+    def has_readable_moments(self) -> bool:
+        """Whether each rank can read its part of Adam's moments."""
+        return self.has_readable_state and self.optimizer == "adamw"
 
     @property
     def layout(self) -> Layout:

@@ -28,13 +28,13 @@ def lost_reference(case: Case) -> Iterator[Finding]:
 
 
 def diverged(case: Case) -> Iterator[Finding]:
-    """Report trials whose losses or gradient norms differ from those of the reference."""
+    """Report trials whose losses, gradient norms or tensors differ from those of the reference."""
     for record in case.records:
         if record.status == "diverged":
             yield Finding(
                 "untrustworthy",
                 (record.trial,),
-                "diverged: the losses or gradient norms differ from the reference, so the speed is meaningless",
+                "diverged: losses, gradient norms or tensors differ from the reference, so the speed is meaningless",
                 record.error or "status diverged",
                 "do not use the speed of this trial; check its losses, gradient norms, precision and settings first",
             )

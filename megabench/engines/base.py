@@ -1,15 +1,15 @@
 """The interface between engines and the training loop."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabench.checkpoint.shards import TrainingState
+from megabench.checkpoint.shards import StateShard, TrainingState
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.errors import UserError
@@ -97,6 +97,19 @@ class Engine(ABC):
 
         The tensors belong to the engine. Call `restored` after writing into them.
         """
+
+    def compute_weights(self) -> list[StateShard]:
+        """Return the weights that the last forward pass used on this rank, between `accumulate` and `update`.
+
+        The list contains all copies that the rank holds. It is empty if the engine casts the master weights in each
+        forward pass.
+        """
+        return []
+
+    @property
+    @abstractmethod
+    def optimizer_groups(self) -> Sequence[Mapping[str, Any]]:
+        """The parameter groups that torch's optimizer of this rank uses, with the values of the last step."""
 
     @abstractmethod
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:

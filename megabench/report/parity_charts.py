@@ -118,7 +118,9 @@ def parity_words(trial: Shown) -> str:
         return "not known"
     losses = "" if row.max_relative_difference is None else f", {row.max_relative_difference:.1g} at most"
     norms = "" if row.grad_norm_difference is None else f", gradient norms {row.grad_norm_difference:.1g}"
-    return f"equal{losses}" if row.parity == "equal" else f"DIVERGED{losses}{norms}"
+    part = row.tensor_difference_in_tolerances
+    tensors = "" if part is None else f"; tensors by up to {part:.2g} of their tolerance"
+    return f"equal{losses}{tensors}" if row.parity == "equal" else f"DIVERGED{losses}{norms}{tensors}"
 
 
 def _norm_words(trial: Shown) -> str:

@@ -291,5 +291,8 @@ class RunSettings(Settings):
     tensorboard: Path | None = setting(None, "Run", "output", "free", synonyms="tensorboard_dir logging_dir")
     """TensorBoard directory [default: OUT/tensorboard]."""
 
+    sketches: Path | None = setting(None, "Run", "output", "free")
+    """File for sketches of the first steps' gradients, weights and moments, which megabench parity compares."""
+
     out: Path | None = setting(None, "Run", "output", "free")
     """Directory for record.json and TensorBoard files."""

@@ -163,11 +163,26 @@ def _parity(results: _Results) -> Answer:
         said.append(f"No other trial did the same work as {listed(alone)}.")
     if diverged:
         names = listed([row.trial for row in diverged])
-        return Answer(f"No: {names} reached other losses than the reference {results.reference}.", tuple(said))
+        return Answer(f"No: {names} did not do the same work as the reference {results.reference}.", tuple(said))
     if not compared:
         return Answer("Not known: fewer than two trials with equal work have a result.", tuple(said))
+    if tensors := _tensors_compared(compared):
+        said.append(tensors)
     every = "all" if len(compared) == len(results.rows) else f"{len(compared)} of"
     return Answer(f"Yes: {every} {len(results.rows)} trials reach the same losses{place}{figure}.", tuple(said))
+
+
+def _tensors_compared(rows: Sequence[Row]) -> str | None:
+    """Say how far the gradients, weights and moments of single tensors differ, if they were compared."""
+    compared = [row for row in rows if row.num_tensors_compared]
+    if not compared:
+        return None
+    num_tensors = min(row.num_tensors_compared or 0 for row in compared)
+    part = max(row.tensor_difference_in_tolerances or 0.0 for row in compared)
+    return (
+        f"The first gradients, updates and second moments of each of {num_tensors} tensors are equal to those of the "
+        f"reference: differences are up to {part:.2g} of their tolerance."
+    )
 
 
 def _days(results: _Results) -> Answer:

@@ -2,12 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Literal
 
 from megabench.precision import POLICIES
-from megabench.record import Parity, RunRecord
+from megabench.record import Parity, RunRecord, TensorParity
 from megabench.specs import registry
 
 # Largest relative difference of the loss at any step. A missing reduction, a wrong token order or a different initial
@@ -123,17 +123,34 @@ def from_same_step(
     return first, mine, theirs
 
 
-def judge_parity(records: Sequence[RunRecord], reference: str) -> list[RunRecord]:
+Key = tuple[str | None, int]  # trial_id and repeat of a record
+
+
+def judge_parity(
+    records: Sequence[RunRecord], reference: str, tensors: Mapping[tuple[Key, Key], TensorParity] | None = None
+) -> list[RunRecord]:
     """Fill `parity` in the records, and set `status` to ok or diverged. Records without a result do not change.
+
+    `tensors` are comparisons of the sketches of a record and of the record that it is compared with. Without them, the
+    comparisons in the records stay if they are with the same trial.
 
     Each work class is compared with the trial `reference` if that trial belongs to the class and has finite losses.
     Otherwise, the class is compared with its first ZeRO-3 trial, or its first trial, with finite losses.
     """
+    standards = standards_of(records, reference)
+    return [
+        _judged(record, standards.get(_class_of(record)), tensors or {}) if _is_finished(record) else record
+        for record in records
+    ]
+
+
+def standards_of(records: Sequence[RunRecord], reference: str) -> dict[str, RunRecord]:
+    """Return the record with which each work class is compared, by the class's identifier; see `judge_parity`."""
     standards: dict[str, RunRecord] = {}
     for record in sorted(records, key=lambda record: (record.trial != reference, not is_zero3(record))):
         if _is_finished(record) and record.losses and None not in record.losses:
             standards.setdefault(_class_of(record), record)
-    return [_judged(record, standards.get(_class_of(record))) if _is_finished(record) else record for record in records]
+    return standards
 
 
 def is_zero3(record: RunRecord) -> bool:
@@ -149,7 +166,13 @@ def _is_finished(record: RunRecord) -> bool:
     return record.work_class is not None and record.status in ("ok", "diverged")
 
 
-def _judged(record: RunRecord, standard: RunRecord | None) -> RunRecord:
+def key_of(record: RunRecord) -> Key:
+    return record.trial_id, record.repeat
+
+
+def _judged(
+    record: RunRecord, standard: RunRecord | None, tensors: Mapping[tuple[Key, Key], TensorParity]
+) -> RunRecord:
     parity = Parity(
         reference=standard.trial if standard else record.trial,
         max_relative_difference=None,
@@ -159,6 +182,8 @@ def _judged(record: RunRecord, standard: RunRecord | None) -> RunRecord:
         verdict="unknown",
     )
     if standard:
+        before = record.parity.tensors if record.parity and record.parity.reference == standard.trial else None
+        parity.tensors = tensors.get((key_of(record), key_of(standard)), before)
         _, losses, expected = from_same_step(record, standard, "losses")
         parity.max_relative_difference = compare_losses(losses, expected)
         # otherwise the first steps of one run would be compared with later steps of the other
@@ -176,6 +201,10 @@ def _judged(record: RunRecord, standard: RunRecord | None) -> RunRecord:
 def _error(parity: Parity, record: RunRecord, standard: RunRecord | None) -> str | None:
     """Return the sentence about the difference between a trial and the standard, or None if the trial is equal."""
     error = _difference(parity, record, standard)
+    if error and parity.tensors and parity.tensors.problems:  # which name the place of the difference
+        error += f". Its tensors differ: {parity.tensors.problems[0]}"
+    if not error:
+        error = _difference_of_tensors(parity, record)
     if error and standard and record.num_skipped_steps != standard.num_skipped_steps:
         error += f"; steps skipped (fp16): {record.num_skipped_steps} here, {standard.num_skipped_steps} there"
     return error
@@ -197,6 +226,14 @@ def _difference(parity: Parity, record: RunRecord, standard: RunRecord | None) -
         return f"its gradient norms, or those of {parity.reference}, are not finite where the others are"
     amount = f"{difference:.2g} of their value, more than {tolerance:g}"
     return f"its gradient norms differ from those of {parity.reference} by {amount}; its losses hide it"
+
+
+def _difference_of_tensors(parity: Parity, record: RunRecord) -> str | None:
+    if problems := record.sketches.problems if record.sketches else []:
+        return f"its ranks disagree: {problems[0]}"
+    if parity.tensors is None or not parity.tensors.problems:
+        return None
+    return f"its tensors differ from those of {parity.reference}: {parity.tensors.problems[0]}"
 
 
 def _first_other_learning_rate(record: RunRecord, standard: RunRecord) -> int | None:

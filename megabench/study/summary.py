@@ -71,6 +71,8 @@ class Row:
     parity: str
     max_relative_difference: float | None
     grad_norm_difference: float | None
+    num_tensors_compared: int | None
+    tensor_difference_in_tolerances: float | None
     loss_difference_from_bf16: float | None
     status: str
     num_skipped_steps: int
@@ -256,6 +258,7 @@ def _row(
     parities = [record.parity for record in runs if record.parity]
     differences = [p.max_relative_difference for p in parities if p.max_relative_difference is not None]
     norms = [p.grad_norm_difference for p in parities if p.grad_norm_difference is not None]
+    tensors = [p.tensors for p in parities if p.tensors]
     losses = compare_runs_with_bf16(measured, records)
     verdicts = {parity.verdict for parity in parities}
     if len(runs) == 1 and runs[0].trial != reference and verdicts and parities[0].reference == runs[0].trial:
@@ -304,6 +307,8 @@ def _row(
         parity=next((verdict for verdict in ("diverged", "equal") if verdict in verdicts), "unknown"),
         max_relative_difference=max(differences, default=None),
         grad_norm_difference=max(norms, default=None),
+        num_tensors_compared=min((each.num_tensors for each in tensors), default=None),
+        tensor_difference_in_tolerances=max((each.part_of_tolerance for each in tensors), default=None),
         loss_difference_from_bf16=losses.difference if losses else None,
         status=worst.status,
         num_skipped_steps=max(record.num_skipped_steps for record in runs),

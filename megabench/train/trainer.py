@@ -38,6 +38,7 @@ from megabench.train.callbacks.hardware_monitor import HardwareMonitor
 from megabench.train.callbacks.profiler import Profiler
 from megabench.train.callbacks.straggler_detector import StragglerDetector
 from megabench.train.callbacks.supervisor_progress import SupervisorProgress
+from megabench.train.callbacks.tensor_sketches import TensorSketches
 from megabench.train.callbacks.user_callbacks import load_callbacks
 from megabench.train.checkpointing import Checkpoints, restore
 from megabench.train.comm_preflight import Network, nccl_log_path, try_out, write_nccl_log
@@ -232,6 +233,7 @@ class Trainer:
             CommVolume(run.layout, self.resume.num_done + 1, run.warmup_steps),
             *([StragglerDetector(run.straggler_every)] if run.straggler_every else []),
             *([Profiler(run.out / "trace" if run.out else None)] if run.profile else []),
+            *([TensorSketches(run.sketches)] if run.sketches else []),
             *([SupervisorProgress(self.rendezvous, run.steps)] if is_supervised() else []),
         ]
         if self.rank == 0:
@@ -375,7 +377,10 @@ class Trainer:
         with ExitStack() as around:
             for callback in self.callbacks:
                 around.enter_context(callback.around_step(index + 1))
-            result = self.engine.train_step(batches, learning_rate)
+            self.engine.accumulate(batches)
+            for callback in self.callbacks:
+                callback.before_update(index + 1)
+            result = self.engine.update(learning_rate)
         devices.synchronize(self.device)
         seconds, peak_memory_gib = clock.lap(), devices.peak_memory_gib(self.device)
         step = Step(

@@ -1,7 +1,7 @@
 """Base class of the engines that train transformers models, and the training state of those with torch's optimizers."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -235,6 +235,10 @@ class TransformersEngine(Engine):
     def training_state(self) -> TrainingState:
         state = self.state.read()
         return replace(state, shards=state.shards + self.buffers.shards())
+
+    @property
+    def optimizer_groups(self) -> Sequence[Mapping[str, Any]]:
+        return self.optimizer.param_groups
 
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
         self.state.restored(optimizer_step, loss_scale)

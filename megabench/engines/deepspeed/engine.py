@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megabench.checkpoint.shards import StateShard
 from megabench.config import ConfigError, ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.base import EngineError, StepResult, TensorKind
@@ -45,6 +46,8 @@ logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 class DeepSpeedEngine(TransformersEngine):
     """Pure data parallelism under ZeRO; see `megabench.engines.base.Engine`."""
+
+    state: ZeroState
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         super().__init__(config, device)
@@ -157,6 +160,13 @@ class DeepSpeedEngine(TransformersEngine):
         for parameter in self.model.parameters():
             if parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_persist:
                 parameter.partition()
+
+    def compute_weights(self) -> list[StateShard]:
+        return self.state.compute_weights() if self.run.policy.has_masters else []
+
+    @property
+    def optimizer_groups(self) -> Sequence[Mapping[str, Any]]:
+        return self.state.groups
 
     def full_tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():

@@ -60,6 +60,31 @@ class ZeroState:
         return optimizer
 
     @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of torch's optimizer. ZeRO-3 fills their `params` only during its update."""
+        groups = self._inner.param_groups
+        if self._stage < 3:
+            return groups
+        group_of = self._engine.optimizer.sub_group_to_group_id
+        return [
+            group | {"params": [master for at, master in enumerate(self._masters) if group_of[at] == number]}
+            for number, group in enumerate(groups)
+        ]
+
+    def compute_weights(self) -> list[StateShard]:
+        """Return the weights in 16 bits: whole ones under ZeRO 1 and 2, and this rank's partitions under ZeRO-3."""
+        shapes = hugging_face_shapes(self._run.shape)
+        found = []
+        for name, parameter in self._engine.module.named_parameters() if self._stage else ():
+            whole_tensor, first, values = whole(name, shapes[name]), 0, parameter.detach()
+            if self._stage == 3:
+                values = parameter.ds_tensor.detach()
+                first = values.numel() * dist.get_rank()
+            blocks = blocks_of(whole_tensor, first, first + values.numel())
+            found.append(StateShard("weight", blocks, values.view(-1)))
+        return found
+
+    @property
     def _has_moments(self) -> bool:
         return OPTIMIZERS[self._run.optimizer].state((1, 1), False).keys() == {*_MOMENTS}
 

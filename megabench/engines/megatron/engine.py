@@ -1,7 +1,7 @@
 """The megatron engine: forward and backward under megatron-core's schedules, and its distributed optimizer."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from megabench.checkpoint.shards import TrainingState
+from megabench.checkpoint.shards import StateShard, TrainingState, blocks_of
 from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.base import Engine, StepResult, TensorKind
@@ -35,6 +35,7 @@ from megabench.engines.megatron.model import (
 )
 from megabench.engines.megatron.optimizer import build_optimizer
 from megabench.engines.megatron.state import loss_scale_of, optimizer_step, set_loss_scale, set_optimizer_step, shards
+from megabench.models.mapping import shard
 from megabench.parallel.axes import FACTORS
 from megabench.record import KernelTraits
 from megabench.runtime.megatron_core import buffer_layout, gradients_for_norm
@@ -225,6 +226,21 @@ class MegatronEngine(Engine):
             optimizer_step=optimizer_step(self.optimizer),
             loss_scale=loss_scale_of(self.optimizer),
         )
+
+    def compute_weights(self) -> list[StateShard]:
+        if not self.run.policy.has_masters:
+            return []
+        run, tp_rank = self.run, self.groups.tp.rank()
+        cuts = {name: shard(name, run.shape, run.layout.tp, tp_rank) for name, _ in self._named_parameters()}
+        return [
+            StateShard("weight", blocks_of(cuts[name], 0, weight.numel()), weight.detach().view(-1))
+            for name, weight in self._named_parameters()
+        ]
+
+    @property
+    def optimizer_groups(self) -> Sequence[Mapping[str, Any]]:
+        groups: Sequence[Mapping[str, Any]] = self.optimizer.optimizer.param_groups
+        return groups
 
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
         set_optimizer_step(self.optimizer, optimizer_step)

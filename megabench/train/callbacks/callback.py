@@ -103,14 +103,14 @@ class TrainerState(Protocol):
 class Callback:
     """Observes a run; every hook does nothing by default. Each rank has its own instance.
 
-    Hooks are called in this order: `on_start`, `on_network`, `on_ready`, then `around_step`, `on_step_end`,
-    `between_steps` and `on_metrics` for each step (`on_timing_start` before the first timed step, `on_save` when a
-    checkpoint is complete, `on_rollback` after a rollback), `on_training_end`, `after_training`, `local`, `section`,
-    `on_end`. Before the process exits, `on_error` is called if the run failed, and then `close`.
+    Hooks are called in this order: `on_start`, `on_network`, `on_ready`, then `around_step`, `before_update`,
+    `on_step_end`, `between_steps` and `on_metrics` for each step (`on_timing_start` before the first timed step,
+    `on_save` when a checkpoint is complete, `on_rollback` after a rollback), `on_training_end`, `after_training`,
+    `local`, `section`, `on_end`. Before the process exits, `on_error` is called if the run failed, and then `close`.
 
-    Collective operations are allowed in `on_start`, `on_network`, `on_ready`, `between_steps`, `on_rollback` and
-    `after_training`, if every rank calls them. Collective operations are forbidden in the other hooks, which may run on
-    some ranks only.
+    Collective operations are allowed in `on_start`, `on_network`, `on_ready`, `before_update`, `between_steps`,
+    `on_rollback` and `after_training`, if every rank calls them. Collective operations are forbidden in the other
+    hooks, which may run on some ranks only.
     """
 
     def on_start(self, trainer: TrainerState) -> None:
@@ -125,6 +125,12 @@ class Callback:
     def around_step(self, step: int) -> AbstractContextManager[Any]:
         """Return a context manager in which step `step`, counted from 1, is trained."""
         return nullcontext()
+
+    def before_update(self, step: int) -> None:
+        """Called on all ranks between `accumulate` and `update` of step `step`, within its measured time.
+
+        `engine.full_tensors("gradients")` returns gradients only here.
+        """
 
     def on_timing_start(self) -> None:
         """Called after warm-up, before the first timed step."""

@@ -3,8 +3,12 @@
 The sketches are those of the first steps.
 """
 
-from collections.abc import Iterable
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,92 +16,165 @@ from torch import Tensor
 
 from megabench import sketch
 from megabench.checkpoint.shards import StateShard, view
-from megabench.config import ConfigError
+from megabench.config.run_config import STEPS_OF_SKETCHES
+from megabench.record import Sketches
 from megabench.runtime.rendezvous import gather_objects
 from megabench.train.callbacks.callback import Callback, Step, TrainerState
-
-NUM_GRADIENTS = 3  # gradients of later steps contain the rounding of earlier ones
+from megabench.train.state_checks import hyper_parameters_in_use, state_problems
 
 
 class TensorSketches(Callback):
-    """Writes sketches of every tensor to the file `path`: the initial weights, the gradients of the first three steps,
-    and what the first step and the first `last` steps have changed in the weights and second moments.
+    """Writes sketches of every tensor to the file `path`, which `megabench parity A B` compares.
 
-    The gradients come from Adam's first moments, so the run needs the optimizer adamw. They are those of the mean loss
-    before clipping. `megabench parity A B` compares two files.
+    They are those of the initial weights, of the gradients of the first three updates, and of what the first update and
+    the first three have changed in the weights and second moments. The gradients are those of the mean loss before
+    clipping. A step that fp16 skips is no update.
+
+    With adamw, gradients are computed from the first moments, of which each rank has a part. With other optimizers,
+    whole gradients are gathered before the update, which takes longer.
     """
 
-    def __init__(self, path: str, last: int = NUM_GRADIENTS) -> None:
-        self._path, self._last = Path(path), last
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._sketches: dict[sketch.Key, Tensor] = {}
         self._first_moments: dict[str, Tensor] = {}
-
-    def on_start(self, trainer: TrainerState) -> None:
-        if trainer.run.optimizer != "adamw":
-            raise ConfigError(
-                f"callbacks=TensorSketches reads gradients from the moments of adamw, not of {trainer.run.optimizer}; "
-                f"use --optimizer adamw"
-            )
-        if trainer.run.steps < (needed := max(NUM_GRADIENTS, self._last)):
-            raise ConfigError(
-                f"callbacks=TensorSketches writes its file after step {needed}, and steps={trainer.run.steps}; use "
-                f"--steps {needed} or more"
-            )
-        self._trainer = trainer
+        self._problems: list[str] = []
+        self._num_updates, self._seconds = 0, 0.0
+        self._hyper_parameters: dict[str, dict[str, Any]] = {}
+        self._is_complete = False
 
     def on_ready(self, trainer: TrainerState) -> None:
+        self._trainer = trainer
         if trainer.num_before:
-            raise ConfigError("callbacks=TensorSketches compares the first steps of a run; start a run without --load")
-        self._weights = self._sketched("weight")
-        self._sketches |= {("weight", 0, name): one for name, one in self._weights.items()}
+            trainer.note(f"sketches: not written, because the run continues after step {trainer.num_before}")
+            self._num_updates = STEPS_OF_SKETCHES
+            return
+        if trainer.run.has_readable_state:
+            with self._timed():
+                self._weights = self._sketched("weight")
+                self._sketches |= {("weight", 0, name): one for name, one in self._weights.items()}
+
+    def before_update(self, step: int) -> None:
+        run = self._trainer.run
+        # the first step in which the forward pass uses updated weights, unless the step is timed
+        if step == 2 <= run.warmup_steps and run.has_readable_state and self._num_updates < STEPS_OF_SKETCHES:
+            with self._timed():
+                self._check_state()
+        if self._num_updates < STEPS_OF_SKETCHES and not self._trainer.run.has_readable_moments:
+            with self._timed():
+                self._gathered = self._sketch_gradients()
 
     def between_steps(self, step: Step) -> None:
-        number = step.number
-        if number <= NUM_GRADIENTS:
-            self._add_gradients(step)
-        if number in (1, self._last):
+        if self._num_updates == STEPS_OF_SKETCHES or step.result.skipped:
+            return
+        self._num_updates += 1
+        with self._timed():
+            self._add(self._num_updates, step.result.grad_norm)
+            if self._num_updates == STEPS_OF_SKETCHES:
+                self._finish()
+
+    def section(self, by_rank: Sequence[Any]) -> Mapping[str, Any]:
+        if not self._is_complete:
+            return {}
+        names = {name for _, _, name in self._sketches}
+        size = self._path.stat().st_size
+        written = Sketches(
+            num_tensors=len(names), num_bytes=size, seconds=round(self._seconds, 3), problems=self._problems
+        )
+        return {"sketches": written}
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - began
+
+    def _add(self, number: int, grad_norm: float) -> None:
+        """Add the sketches after update `number`."""
+        gradients = self._gradients(grad_norm) if self._trainer.run.has_readable_moments else self._gathered
+        self._sketches |= {("gradient", number, name): one for name, one in gradients.items()}
+        if number == 1:
+            self._grad_norm = grad_norm
+        if number not in (1, STEPS_OF_SKETCHES):
+            return
+        if self._trainer.run.has_readable_state:
             for name, one in self._sketched("weight").items():
                 self._sketches["update", number, name] = one - self._weights[name]
+        if self._trainer.run.has_readable_moments:
             self._sketches |= {("exp_avg_sq", number, name): one for name, one in self._sketched("exp_avg_sq").items()}
-        if number == max(NUM_GRADIENTS, self._last) and self._trainer.rank == 0:
-            run = self._trainer.run
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            norm = repr(self._grad_norm)
-            sketch.write(self._path, self._sketches, precision=run.precision, model=run.model, grad_norm=norm)
 
-    def _add_gradients(self, step: Step) -> None:
+    def _gradients(self, grad_norm: float) -> dict[str, Tensor]:
+        """Return the sketches of the gradients of the last update, from Adam's first moments."""
         run, moments = self._trainer.run, self._sketched("exp_avg")
-        norm = step.result.grad_norm
-        if step.number == 1:
-            self._grad_norm = norm
-        clip = min(1.0, run.clip_grad / (norm + 1e-6)) if run.clip_grad else 1.0
+        clip = min(1.0, run.clip_grad / (grad_norm + 1e-6)) if run.clip_grad else 1.0
+        found = {}
         for name, moment in moments.items():
             beta1 = run.hyper_parameters(name, num_dims=2).betas[0]  # betas do not depend on the dimensions
-            before = self._first_moments.get(name)
-            self._sketches["gradient", step.number, name] = sketch.gradients(moment, before, beta1, clip)
+            found[name] = sketch.gradients(moment, self._first_moments.get(name), beta1, clip)
         self._first_moments = moments
+        return found
+
+    def _sketch_gradients(self) -> dict[str, Tensor]:
+        """Return the sketches of the accumulated gradients. Each rank sketches some of the tensors. Collective."""
+        rank, device = dist.get_rank(), self._trainer.device
+        found = {}
+        for number, (name, gradient) in enumerate(self._trainer.engine.full_tensors("gradients")):
+            matrix = gradient.reshape(len(gradient), -1) if gradient.ndim > 1 else gradient
+            is_mine = number % dist.get_world_size() == rank
+            found[name] = sketch.sketch(name, matrix.shape, matrix.to(device)) if is_mine else _empty(device)
+        return _summed(found)
+
+    def _check_state(self) -> None:
+        engine = self._trainer.engine
+        used, unequal = hyper_parameters_in_use(engine)
+        self._hyper_parameters = used
+        self._problems = [*state_problems(engine, _shapes(engine.training_state().shards)), *unequal]
+
+    def _finish(self) -> None:
+        """Write the file."""
+        self._is_complete = True
+        if self._trainer.rank == 0:
+            run, used = self._trainer.run, self._hyper_parameters
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            sketch.write(
+                self._path,
+                self._sketches,
+                model=run.model,
+                precision=run.precision,
+                optimizer=run.optimizer,
+                grad_dtype=run.grad_dtype,
+                grad_norm=repr(self._grad_norm),
+                hyper_parameters=json.dumps(used, sort_keys=True),
+                problems=json.dumps(self._problems),
+            )
 
     def _sketched(self, kind: str) -> dict[str, Tensor]:
         """Return the sketch of each tensor of this kind, summed over the ranks. Collective."""
         shards = [
             shard for shard in self._trainer.engine.training_state().shards if shard.kind == kind and shard.is_owner
         ]
-        shapes = _shapes(shards)
-        device = self._trainer.device
-        found = {
-            name: torch.zeros(2, sketch.NUM_BLOCKS, 1 + sketch.NUM_SIGNS, dtype=torch.float64, device=device)
-            for name in shapes
-        }
+        shapes, device = _shapes(shards), self._trainer.device
+        found = {name: _empty(device) for name in shapes}
         for shard in shards:
             for block in shard.blocks:
                 piece = block.piece
                 start = (piece.rows[0], *(piece.columns or ())[:1])
-                found[piece.name] += sketch.sketch(piece.name, shapes[piece.name], view(shard.values, block), start)
-        if found:
-            everything = torch.stack(list(found.values()))
-            dist.all_reduce(everything)
-            found = dict(zip(found, everything.cpu(), strict=True))
-        return found
+                values = view(shard.values, block).to(device)  # offloaded state is in host memory
+                found[piece.name] += sketch.sketch(piece.name, shapes[piece.name], values, start)
+        return _summed(found)
+
+
+def _empty(device: torch.device) -> Tensor:
+    return torch.zeros(2, sketch.NUM_BLOCKS, 1 + sketch.NUM_SIGNS, dtype=torch.float64, device=device)
+
+
+def _summed(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sums of all ranks' sketches on CPU. Collective."""
+    if not found:
+        return {}
+    everything = torch.stack(list(found.values()))
+    dist.all_reduce(everything)
+    return dict(zip(found, everything.cpu(), strict=True))
 
 
 def _shapes(shards: Iterable[StateShard]) -> dict[str, tuple[int, ...]]:
