@@ -85,7 +85,7 @@ def test_parity_says_yes_or_no_and_what_was_not_compared():
     assert answered(equal, "a").headline == "Yes: all 2 trials reach the same losses (relative differences up to 0)."
     wrong = make_record([6.0, 9.0], trial="wrong")
     found = answered([*equal, wrong], "a", "parity")
-    assert found.headline == "No: wrong reached other losses than the reference a."
+    assert found.headline == "No: wrong did not do the same work as the reference a."
     alone = make_record([6.0], trial="alone", work_class=work_class(seed=2))
     found = answered([*equal, alone], "a", "parity")
     assert found.headline.startswith("Yes: 2 of 3 trials reach the same losses (")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megabench.record import RunRecord
-from megabench.study.parity import compare_losses, judge_parity, loss_problem
+from megabench.record import RunRecord, Sketches, TensorParity
+from megabench.study.parity import compare_losses, judge_parity, key_of, loss_problem
 from megabench.study.summary import summarize
 from tests.study.records import make_record, work_class
 
@@ -271,3 +271,46 @@ def test_a_difference_counts_from_the_first_steps():
     assert loss_problem([2.0] * 30 + [2.001] * 10, expected, "fp32", first_step=11) == (
         "by 0.0005 of their value at step 41, more than the 0.0001 to which rounding can grow until then"
     )
+
+
+def _run(trial: str, losses: list[Any] = LOSSES, **changes: Any) -> RunRecord:
+    return make_record(losses, trial=trial, trial_id=trial, **changes)
+
+
+def _tensors(*problems: str) -> TensorParity:
+    return TensorParity(num_tensors=21, largest="the gradient of a", part_of_tolerance=0.5, problems=list(problems))
+
+
+def test_tensors_tell_what_losses_and_norms_hide():
+    reference, other = _run("zero3"), _run("tp2")
+    problem = "1 of 21 gradients of step 1 differ"
+    pair = key_of(other), key_of(reference)
+    judged = judge_parity([reference, other], "zero3", {pair: _tensors(problem)})
+    assert [record.status for record in judged] == ["ok", "diverged"]
+    assert judged[1].error == f"its tensors differ from those of zero3: {problem}"
+    equal = judge_parity([reference, other], "zero3", {pair: _tensors()})
+    assert [record.status for record in equal] == ["ok", "ok"]
+    assert summarize(equal, "zero3")[1].num_tensors_compared == 21
+
+
+def test_a_difference_of_losses_is_placed_by_the_tensors():
+    reference, other = _run("zero3"), _run("tp2", [6.0, 9.0, 4.0])
+    _, judged = judge_parity([reference, other], "zero3", {(key_of(other), key_of(reference)): _tensors("lm_head")})
+    assert (
+        judged.error and judged.error.startswith("its losses differ") and "Its tensors differ: lm_head" in judged.error
+    )
+
+
+def test_a_comparison_of_tensors_stays_only_with_its_reference():
+    first, second = _run("zero3"), _run("ddp")
+    other = _run("tp2")
+    compared = judge_parity([first, second, other], "zero3", {(key_of(other), key_of(first)): _tensors("lm_head")})
+    assert judge_parity(compared, "zero3")[2].status == "diverged"
+    assert judge_parity(compared, "ddp")[2].status == "ok"
+
+
+def test_a_run_whose_ranks_disagree_has_diverged():
+    sketches = Sketches(num_tensors=21, num_bytes=1, seconds=1.0, problems=["The copies of the weight of a differ."])
+    reference, other = _run("zero3"), _run("tp2", sketches=sketches)
+    _, judged = judge_parity([reference, other], "zero3")
+    assert judged.error == "its ranks disagree: The copies of the weight of a differ."
