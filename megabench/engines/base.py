@@ -1,7 +1,7 @@
 """The interface between engines and the training loop."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,9 +57,15 @@ class Engine(ABC):
         assert world is not None, "the default process group is initialized"
         return {"dp": world}
 
-    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
-        """Run an optimizer step on the micro-batches of this data-parallel rank: `accumulate`, then `update`."""
+    def train_step(
+        self, batches: Sequence[Batch], learning_rate: float, before_update: Callable[[], None] = lambda: None
+    ) -> StepResult:
+        """Run an optimizer step on the micro-batches of this data-parallel rank: `accumulate`, then `update`.
+
+        `before_update` is called between the two.
+        """
         self.accumulate(batches)
+        before_update()
         return self.update(learning_rate)
 
     @abstractmethod

@@ -28,8 +28,12 @@ def device_of(given: RunConfig, local_world_size: int) -> DeviceKind:
 
 def make_folders(run: ResolvedConfig) -> None:
     """Create the directories that the run writes to. Raises ConfigError if one is not writable."""
-    for setting in ("out", "tensorboard", "save"):
-        if folder := getattr(run, setting):
+    if run.sketches and run.sketches.is_dir():
+        raise ConfigError(f"sketches={run.sketches} is a directory; use the path of a file")
+    folders = {"out": run.out, "tensorboard": run.tensorboard, "save": run.save}
+    folders["sketches"] = run.sketches.parent if run.sketches else None
+    for setting, folder in folders.items():
+        if folder:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:

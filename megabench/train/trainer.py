@@ -377,10 +377,7 @@ class Trainer:
         with ExitStack() as around:
             for callback in self.callbacks:
                 around.enter_context(callback.around_step(index + 1))
-            self.engine.accumulate(batches)
-            for callback in self.callbacks:
-                callback.before_update(index + 1)
-            result = self.engine.update(learning_rate)
+            result = self.engine.train_step(batches, learning_rate, partial(self._before_update, index + 1))
         devices.synchronize(self.device)
         seconds, peak_memory_gib = clock.lap(), devices.peak_memory_gib(self.device)
         step = Step(
@@ -394,6 +391,10 @@ class Trainer:
         )
         self.steps.append(step)
         return step
+
+    def _before_update(self, step: int) -> None:
+        for callback in self.callbacks:
+            callback.before_update(step)
 
     def _metrics(
         self, result: StepResult, learning_rate: float, seconds: float, peak_memory_gib: float

@@ -139,6 +139,8 @@ def test_bad_input_under_torchrun(flags: list[str], sentence: str) -> None:
     [
         (["--model", "llama-tinny"], ["unknown model 'llama-tinny'", "llama-tiny"]),
         (["--save", "/proc"], ["save=/proc is not writable", "use a writable directory"]),
+        (["--sketches", "/tmp"], ["sketches=/tmp is a directory", "use the path of a file"]),
+        (["--sketches", "/proc/a"], ["sketches=/proc is not writable"]),
         (["--engine", "deepspeed", "--zero-stage", "3", "--tp", "2"], ["ZeRO-3 of the deepspeed", "tp=2", "tp=1"]),
         (["--global-batch", "10"], ["global_batch=10", "4·1"]),
         (["--data", "EMPTY"], ["EMPTY"]),

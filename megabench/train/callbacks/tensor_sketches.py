@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megabench import sketch
@@ -39,9 +40,11 @@ class TensorSketches(Callback):
         self._sketches: dict[sketch.Key, Tensor] = {}
         self._first_moments: dict[str, Tensor] = {}
         self._problems: list[str] = []
+        self._gathered: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
         self._num_updates, self._seconds = 0, 0.0
         self._hyper_parameters: dict[str, dict[str, Any]] = {}
-        self._is_complete = False
+        self._num_bytes = 0  # of the file, when it is written
 
     def on_ready(self, trainer: TrainerState) -> None:
         self._trainer = trainer
@@ -74,14 +77,16 @@ class TensorSketches(Callback):
                 self._finish()
 
     def section(self, by_rank: Sequence[Any]) -> Mapping[str, Any]:
-        if not self._is_complete:
+        if not self._num_bytes:
             return {}
-        names = {name for _, _, name in self._sketches}
-        size = self._path.stat().st_size
-        written = Sketches(
-            num_tensors=len(names), num_bytes=size, seconds=round(self._seconds, 3), problems=self._problems
-        )
-        return {"sketches": written}
+        return {
+            "sketches": Sketches(
+                num_tensors=len({name for _, _, name in self._sketches}),
+                num_bytes=self._num_bytes,
+                seconds=round(self._seconds, 3),
+                problems=self._problems,
+            )
+        }
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -132,10 +137,10 @@ class TensorSketches(Callback):
 
     def _finish(self) -> None:
         """Write the file."""
-        self._is_complete = True
-        if self._trainer.rank == 0:
-            run, used = self._trainer.run, self._hyper_parameters
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._trainer.rank:
+            return
+        run = self._trainer.run
+        try:
             sketch.write(
                 self._path,
                 self._sketches,
@@ -144,9 +149,12 @@ class TensorSketches(Callback):
                 optimizer=run.optimizer,
                 grad_dtype=run.grad_dtype,
                 grad_norm=repr(self._grad_norm),
-                hyper_parameters=json.dumps(used, sort_keys=True),
+                hyper_parameters=json.dumps(self._hyper_parameters, sort_keys=True),
                 problems=json.dumps(self._problems),
             )
+            self._num_bytes = self._path.stat().st_size
+        except (OSError, SafetensorError) as error:  # training goes on without sketches
+            self._trainer.note(f"WARNING: sketches={self._path} could not be written: {error}")
 
     def _sketched(self, kind: str) -> dict[str, Tensor]:
         """Return the sketch of each tensor of this kind, summed over the ranks. Collective."""
