@@ -314,3 +314,17 @@ def test_a_run_whose_ranks_disagree_has_diverged():
     reference, other = _run("zero3"), _run("tp2", sketches=sketches)
     _, judged = judge_parity([reference, other], "zero3")
     assert judged.error == "its ranks disagree: The copies of the weight of a differ."
+
+
+def test_equal_tensors_leave_rounding_ten_steps():
+    """During warm-up, losses prove little about the optimizer, unless its updates were compared."""
+    rates = [min(1.0, step / 10) for step in range(1, 41)]
+    losses = [5.0] * 40
+    grown = [5.0 * (1 + (0 if step < 12 else min(4e-6 * 1.6 ** (step - 12), 5e-3))) for step in range(1, 41)]
+    reference = _run("zero3", losses, learning_rates=rates)
+    other = _run("ddp", grown, learning_rates=rates)
+    pair = key_of(other), key_of(reference)
+    assert [judge_parity([reference, other], "zero3", tensors)[1].status for tensors in ({}, {pair: _tensors()})] == [
+        "diverged",
+        "ok",
+    ]
