@@ -102,6 +102,7 @@ def compare(
     only: str | Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
     emulate_hosts: int | None = None,
+    repeats: int | None = None,
 ) -> StudyResults:
     """Run a study on this machine, print what `megabench compare` prints, and return the results.
 
@@ -113,6 +114,7 @@ def compare(
         only: a name or pattern of the trials to run, or several; by default all trials.
         settings: settings that replace those of the study's base, or of trials, as in {"steps": 20, "tp2.tp": 4}.
         emulate_hosts: divide the processes into this number of hosts that communicate over sockets.
+        repeats: run every trial this number of times; by default as the study file says.
 
     Raises:
         UserError: the study cannot be run. No process has been started.
@@ -122,7 +124,7 @@ def compare(
     folder = Path(out) if out else Path("runs", source.stem)
     given = tuple(f"{name}={json.dumps(value, default=str)}" for name, value in (settings or {}).items())
     chosen = (only,) if isinstance(only, str) else tuple(only)
-    request = Request(source, folder, resume, chosen, emulate_hosts, settings=given)
+    request = Request(source, folder, resume, chosen, emulate_hosts, settings=given, repeats=repeats)
     planned, size = request.plan_here(num_processes)
     # these modules load torch
     from megabench.comparison.runner import run_here

@@ -133,6 +133,10 @@ def compare(
             "name or pattern. Can be repeated.",
         ),
     ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, max=1000, metavar="N", help="Run every trial N times, in rounds of all trials."),
+    ] = None,
     plan: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Also run the N layouts that are predicted to be fastest.")
     ] = None,
@@ -184,6 +188,7 @@ def compare(
         emulate_hosts,
         planning,
         tuple(settings or ()),
+        repeats,
     )
     if launcher_rank() is not None:
         if planning and not cluster:
