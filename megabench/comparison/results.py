@@ -21,7 +21,7 @@ from megabench.runtime import environment
 from megabench.runtime.run_lock import RunLock, RunLockedError, check_free
 from megabench.study.masking import without_secrets
 from megabench.study.parity import judge_parity
-from megabench.study.results_directory import StudyRecords
+from megabench.study.results_directory import StudyRecords, how_to_confirm
 from megabench.study.study import Attempt, Study, StudyError, Trial
 from megabench.study.summary import write_csv
 from megabench.supervisor.root_cause import Verdict
@@ -70,8 +70,8 @@ class Results:
         """Raise StudyError if the study would overwrite files that no study has written."""
         if self._is_source and self.study.as_run not in (None, read_text(self._copy)):
             raise StudyError(
-                f"{self.study.source} would be overwritten by the study with --set, --repeats, --plan or --emulate-hosts "
-                f"applied; use another --out"
+                f"{self.study.source} would be overwritten by the study with --set, --repeats, --plan or "
+                f"--emulate-hosts applied; use another --out"
             )
         if self._environment.exists() or self._jsonl.exists():
             return
@@ -243,7 +243,8 @@ class Results:
         """Write the report of the records so far, and return its path."""
         path, study, records = self.out / "report.html", self.study, tuple(self.records)
         findings = examine(records, study.reference)
-        shown = StudyRecords(study.name, study.question, study.reference, records, study.answers)
+        confirm = how_to_confirm(self.out, records)
+        shown = StudyRecords(study.name, study.question, study.reference, records, study.answers, confirm=confirm)
         write_report(path, shown, findings)
         return path
 
