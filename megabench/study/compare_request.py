@@ -28,6 +28,9 @@ from megabench.study.study import (
     plan_study,
 )
 
+_MINUTES_TO_CONFIRM = 60.0
+_MOST_MINUTES = 100_000
+
 
 def find_study(given: Path, expected: str = "study file") -> Path:
     """Return the path of a study file, or of the shipped study of this name.
@@ -70,9 +73,23 @@ class Request:
     planning: Planning | None = None
     settings: tuple[str, ...] = ()
     repeats: int | None = None
+    confirm: bool = False
+    max_minutes: float | None = None
+
+    @property
+    def minutes_to_confirm(self) -> float:
+        """The time for the additional runs of --confirm."""
+        return _MINUTES_TO_CONFIRM if self.max_minutes is None else self.max_minutes
 
     def read_study(self) -> StudyFile:
         """Read the study file, and add the settings of the command line that apply to all trials to its base."""
+        if self.max_minutes is not None and not self.confirm:
+            raise StudyError("--max-minutes works only with --confirm; add --confirm, or leave out --max-minutes")
+        if not 0 < self.minutes_to_confirm <= _MOST_MINUTES:
+            raise StudyError(
+                f"--max-minutes {self.max_minutes} must be a positive number of minutes up to {_MOST_MINUTES:,}, "
+                f"e.g. 30"
+            )
         file = self._with_repeats(StudyFile.read(self.source))
         given: dict[str, Any] = {"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}
         given |= {field: value for trial, field, value in map(_setting, self.settings) if not trial}
