@@ -169,7 +169,8 @@ def too_close(case: Case) -> Iterator[Finding]:
                 "the speeds of the trials are too close to determine which trial is fastest",
                 f"{first.trial} {first.tokens_per_second_per_device:,.0f} tok/s per device, {names(near)}: equal "
                 f"within {decision.equal_within}",
-                f"set repeats: {FEWEST_RUNS} or more, or choose the simpler configuration",
+                f"repeat the trials with compare --confirm or repeats: {FEWEST_RUNS}, or choose the simpler "
+                f"configuration",
             )
 
 
@@ -189,7 +190,7 @@ def one_run(case: Case) -> Iterator[Finding]:
         (),
         f"each trial ran only once, so the variation between runs is unknown{lead}",
         "; ".join([f"{len(case.by_trial)} trials, one run each", *close]),
-        f"set repeats: {FEWEST_RUNS} for the whole study or for its best trials",
+        f"repeat the best trials with compare --confirm, or set repeats: {FEWEST_RUNS} for the whole study",
     )
 
 

@@ -1,12 +1,17 @@
 """When a ranking is confirmed, and what its headline says."""
 
+import math
+import random
+import statistics
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megabench.study.parity import judge_parity
 from megabench.study.summary import summarize
-from megabench.study.verdict import decide, headline, speeds_by_trial
+from megabench.study.verdict import Speeds, decide, headline, speeds_by_trial, undecided
 from tests.study.records import make_record
 
 
@@ -92,3 +97,28 @@ def test_nothing_is_confirmed_about_a_single_trial():
 def test_many_trials_are_counted():
     found = decision(**{f"t{number}": [1000.0 - number] for number in range(6)} | {"best": FASTER})
     assert headline(found, "GPU").endswith("Not confirmed: 6 of 7 trials ran fewer than 3 times.")
+
+
+@pytest.mark.parametrize(
+    ("deviation", "lead", "wrong"),
+    [(0.003, 0.0, (0.05, 0.09)), (0.01, 0.0, (0.15, 0.20)), (0.003, 0.01, (0.0, 0.001)), (0.01, 0.01, (0.0, 0.006))],
+)
+def test_how_often_repeated_looks_confirm_what_is_not_so(deviation, lead, wrong):
+    """The figures of docs/definitions.md: rounds are added until the ranking is confirmed, as with --confirm.
+
+    One of two trials is faster by `lead`, or none. Runs differ by `deviation`.
+    """
+    chance, num_studies, num_wrong = random.Random(5), 3000, 0
+    for _ in range(num_studies):
+        by_round: dict[str, dict[int, float]] = {"slow": {}, "fast": {}}
+        for number in range(10):
+            for name, log in (("slow", 0.0), ("fast", lead)):
+                by_round[name][number] = math.exp(log + chance.gauss(0, deviation))
+            medians = {name: statistics.median(speeds.values()) for name, speeds in by_round.items()}
+            rows: list[Any] = [SimpleNamespace(trial=name) for name in sorted(medians, key=medians.__getitem__)][::-1]
+            speeds = Speeds(by_round, {})
+            if number >= 2 and not undecided(rows, speeds):
+                is_faster = not speeds.may_be_as_fast(rows[1], rows[0])
+                num_wrong += is_faster and (lead == 0 or rows[0].trial == "slow")
+                break
+    assert wrong[0] <= num_wrong / num_studies <= wrong[1]
