@@ -45,7 +45,7 @@ class StudyResults:
     @property
     def answer(self) -> Answer:
         """The answer to the study's question: a headline, and particulars of one sentence each."""
-        return answer(self.records, self.study.reference, self.study.answers, self.study.budget)
+        return answer(self.records, self.study.reference, self.study.answers, self.study.budget, self.study.confirm)
 
     @property
     def trials(self) -> list[Row]:
@@ -58,7 +58,7 @@ class StudyResults:
         return list(examine(self.records, self.study.reference))
 
     def _repr_markdown_(self) -> str:
-        return markdown(self.records, self.study.reference, self.study.answers)
+        return markdown(self.records, self.study.reference, self.study.answers, self.study.confirm)
 
     def __str__(self) -> str:
         return self._repr_markdown_()
@@ -102,6 +102,9 @@ def compare(
     only: str | Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
     emulate_hosts: int | None = None,
+    repeats: int | None = None,
+    confirm: bool = False,
+    max_minutes: float | None = None,
 ) -> StudyResults:
     """Run a study on this machine, print what `megabench compare` prints, and return the results.
 
@@ -113,6 +116,9 @@ def compare(
         only: a name or pattern of the trials to run, or several; by default all trials.
         settings: settings that replace those of the study's base, or of trials, as in {"steps": 20, "tp2.tp": 4}.
         emulate_hosts: divide the processes into this number of hosts that communicate over sockets.
+        repeats: run every trial this number of times; by default as the study file says.
+        confirm: then repeat the fastest trials until the first place is decided.
+        max_minutes: time for the additional runs of `confirm`; by default 60.
 
     Raises:
         UserError: the study cannot be run. No process has been started.
@@ -122,7 +128,17 @@ def compare(
     folder = Path(out) if out else Path("runs", source.stem)
     given = tuple(f"{name}={json.dumps(value, default=str)}" for name, value in (settings or {}).items())
     chosen = (only,) if isinstance(only, str) else tuple(only)
-    request = Request(source, folder, resume, chosen, emulate_hosts, settings=given)
+    request = Request(
+        source,
+        folder,
+        resume,
+        chosen,
+        emulate_hosts,
+        settings=given,
+        repeats=repeats,
+        confirm=confirm,
+        max_minutes=max_minutes,
+    )
     planned, size = request.plan_here(num_processes)
     # these modules load torch
     from megabench.comparison.runner import run_here

@@ -133,6 +133,21 @@ def compare(
             "name or pattern. Can be repeated.",
         ),
     ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, max=1000, metavar="N", help="Run every trial N times, in rounds of all trials."),
+    ] = None,
+    confirm: Annotated[
+        bool,
+        typer.Option(
+            "--confirm",
+            help="Then repeat the fastest trials, until each of them ran at least 3 times and the first place is "
+            "decided, or the time is used up.",
+        ),
+    ] = False,
+    max_minutes: Annotated[
+        float | None, typer.Option(metavar="M", help="Time for the additional runs of --confirm [default: 60].")
+    ] = None,
     plan: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Also run the N layouts that are predicted to be fastest.")
     ] = None,
@@ -184,6 +199,9 @@ def compare(
         emulate_hosts,
         planning,
         tuple(settings or ()),
+        repeats,
+        confirm,
+        max_minutes,
     )
     if launcher_rank() is not None:
         if planning and not cluster:
@@ -285,7 +303,7 @@ def report(
         if second:
             print(f"{shown.name}:")
         chosen = columns.split(",") if columns else ()
-        show(standard_output(), shown.records, shown.reference, shown.answers, shown.budget, chosen)
+        show(standard_output(), shown.records, shown.reference, shown.answers, shown.budget, chosen, shown.confirm)
     write_report(path, study, examine(study.records, study.reference), second)
     if out is None and second is None:
         write_csv(folder / "summary.csv", study.records, study.reference)

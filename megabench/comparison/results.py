@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,10 +22,12 @@ from megabench.runtime import environment
 from megabench.runtime.run_lock import RunLock, RunLockedError, check_free
 from megabench.study.masking import without_secrets
 from megabench.study.parity import Key, judge_parity, key_of, standards_of
-from megabench.study.results_directory import StudyRecords
+from megabench.study.results_directory import StudyRecords, how_to_confirm
 from megabench.study.study import Attempt, Study, StudyError, Trial
 from megabench.study.summary import write_csv
 from megabench.supervisor.root_cause import Verdict
+
+_REPEAT = re.compile(r"repeat-\d+")
 
 
 class Results:
@@ -32,7 +35,8 @@ class Results:
 
     def __init__(self, out: Path, study: Study) -> None:
         self.out, self.study = out, study
-        self._by_key: dict[tuple[str | None, int], RunRecord] = {}
+        self._trials = {trial.id: trial for trial in study.trials}
+        self._by_key: dict[tuple[str, int], RunRecord] = {}
         self._of_others: list[RunRecord] = []
         self._tensors: dict[tuple[Key, Key], TensorParity] = {}
         self._claim: RunLock | None = None
@@ -57,11 +61,9 @@ class Results:
             records = read_records(results._jsonl)
         except RecordError as error:
             raise StudyError(f"{error}; move the file away to start a new study") from None
-        known = {attempt.key: attempt for attempt in study.attempts}
         for record in records:
-            key = (record.trial_id, record.repeat)
-            if key in known:
-                results._by_key[key] = record.model_copy(update={"trial": known[key].trial.name})
+            if record.trial_id and (trial := results._trials.get(record.trial_id)):
+                results._by_key[record.trial_id, record.repeat] = record.model_copy(update={"trial": trial.name})
             else:
                 results._of_others.append(record)
         return results
@@ -70,8 +72,8 @@ class Results:
         """Raise StudyError if the study would overwrite files that no study has written."""
         if self._is_source and self.study.as_run not in (None, read_text(self._copy)):
             raise StudyError(
-                f"{self.study.source} would be overwritten by the study with --set, --plan or --emulate-hosts applied; "
-                f"use another --out"
+                f"{self.study.source} would be overwritten by the study with --set, --repeats, --plan or "
+                f"--emulate-hosts applied; use another --out"
             )
         if self._environment.exists() or self._jsonl.exists():
             return
@@ -87,16 +89,28 @@ class Results:
         return self._copy.exists() and self._copy.samefile(self.study.source)
 
     @property
+    def attempts(self) -> list[Attempt]:
+        """The runs of the study, and additional runs of its trials that have a record (--confirm), by rounds."""
+        more = [
+            Attempt(self._trials[trial_id], repeat)
+            for trial_id, repeat in self._by_key
+            if repeat >= self._trials[trial_id].repeats
+        ]
+        places = {trial.name: place for place, trial in enumerate(self.study.trials)}
+        both = [*self.study.attempts, *more]
+        return sorted(both, key=lambda attempt: (attempt.repeat, places[attempt.trial.name]))
+
+    @property
     def records(self) -> list[RunRecord]:
         """The records so far, in the study's order, with the parity of all of them."""
-        ordered = [self._by_key[attempt.key] for attempt in self.study.attempts if attempt.key in self._by_key]
+        ordered = [self._by_key[attempt.key] for attempt in self.attempts if attempt.key in self._by_key]
         self._compare_tensors(ordered)
         return judge_parity(ordered, self.study.reference, self._tensors)
 
     def _compare_tensors(self, records: Sequence[RunRecord]) -> None:
         """Compare the sketches of each run with those of its reference, once."""
         standards = standards_of(records, self.study.reference)
-        files = {attempt.key: self.sketches(attempt) for attempt in self.study.attempts}
+        files = {attempt.key: self.sketches(attempt) for attempt in self.attempts}
         for record in records:
             if not record.work_class or not (standard := standards.get(record.work_class.id)) or record is standard:
                 continue
@@ -112,8 +126,7 @@ class Results:
     @property
     def by_folder(self) -> dict[Path, RunRecord]:
         """The records so far by the directories of their runs under `logs` and `tensorboard`."""
-        attempts = self.study.attempts
-        return {attempt.folder: self._by_key[attempt.key] for attempt in attempts if attempt.key in self._by_key}
+        return {attempt.folder: self._by_key[attempt.key] for attempt in self.attempts if attempt.key in self._by_key}
 
     @property
     def _jsonl(self) -> Path:
@@ -150,7 +163,7 @@ class Results:
     def select(self, only: Sequence[str]) -> list[Attempt]:
         """Return the runs of the trials selected by `only`, or all runs if `only` is empty."""
         chosen = self.study.select(only)
-        return [attempt for attempt in self.study.attempts if attempt.trial in chosen]
+        return [attempt for attempt in self.attempts if attempt.trial in chosen]
 
     def all_ok(self, attempts: Sequence[Attempt]) -> bool:
         """Return whether each of these runs has a record with status ok."""
@@ -203,8 +216,14 @@ class Results:
     def clear(self, attempt: Attempt) -> None:
         """Remove the logs of an earlier attempt of this run, so that they are not mistaken for new ones."""
         for folder in (self.logs(attempt), self.tensorboard(attempt)):
-            shutil.rmtree(folder, ignore_errors=True)
-        self.logs(attempt).mkdir(parents=True)
+            for path in folder.glob("*"):
+                if path.is_dir() and not path.is_symlink():
+                    # the directory of a trial contains those of its repeats, which are other runs
+                    if not _REPEAT.fullmatch(path.name):
+                        shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+        self.logs(attempt).mkdir(parents=True, exist_ok=True)
 
     def add(self, attempt: Attempt, record: RunRecord) -> RunRecord:
         """Add the record of a run, rewrite all files, and return the record with its parity."""
@@ -247,7 +266,8 @@ class Results:
         """Write the report of the records so far, and return its path."""
         path, study, records = self.out / "report.html", self.study, tuple(self.records)
         findings = examine(records, study.reference)
-        shown = StudyRecords(study.name, study.question, study.reference, records, study.answers)
+        confirm = how_to_confirm(self.out, records)
+        shown = StudyRecords(study.name, study.question, study.reference, records, study.answers, confirm=confirm)
         write_report(path, shown, findings)
         return path
 

@@ -3,11 +3,13 @@
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Self
 
 from rich.console import Console
 
 from megabench.autotune.tune import NothingFitsError, tune
+from megabench.comparison.confirm import Confirmation
 from megabench.comparison.results import Results, failed_record
 from megabench.config.auto import apply_setting
 from megabench.doctor.write_findings import write_head
@@ -16,6 +18,7 @@ from megabench.record import RunFailure, RunRecord
 from megabench.runtime.run_lock import RunLockedError
 from megabench.study.compare_request import Request
 from megabench.study.planned_trials import regret_sentence
+from megabench.study.results_directory import how_to_confirm
 from megabench.study.study import Attempt, Study
 from megabench.study.table import show
 from megabench.supervisor.coordinator import Coordinator, StudyStopped, note_signals
@@ -155,9 +158,7 @@ def _run_all(queue: TrialQueue, request: Request, results: Results, attempts: Se
     console = standard_output()
     if said := results.start():
         console.print(said, markup=False, highlight=False, soft_wrap=True)
-    for number, attempt in enumerate(attempts):
-        with RunDisplay(console, number + 1, len(attempts), attempt.folder.as_posix()) as display:
-            _run_attempt(queue, results, attempt, display)
+    _run_rounds(queue, request, results, attempts, console)
     if results.not_written:
         results.write()
     if results.not_written:
@@ -166,7 +167,7 @@ def _run_all(queue: TrialQueue, request: Request, results: Results, attempts: Se
     if results.study.question:
         console.print(results.study.question, markup=False, highlight=False, soft_wrap=True)
     records, reference = results.records, results.study.reference
-    show(console, records, reference, results.study.answers)
+    show(console, records, reference, results.study.answers, confirm=how_to_confirm(results.out, records))
     write_head(console, records, reference, results.out)
     if sentence := regret_sentence(records):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
@@ -179,6 +180,23 @@ def _run_all(queue: TrialQueue, request: Request, results: Results, attempts: Se
         console.print(f"report: {results.write_report()}", markup=False, highlight=False, soft_wrap=True)
     results.close()
     return 0 if results.all_ok(results.select(request.only)) else 1
+
+
+def _run_rounds(
+    queue: TrialQueue, request: Request, results: Results, attempts: Sequence[Attempt], console: Console
+) -> None:
+    """Run all attempts, and with --confirm the rounds that follow."""
+    confirmation = Confirmation(results, results.study.select(request.only), request.minutes_to_confirm)
+    num_done = 0
+    for runs in chain([attempts], confirmation.rounds() if request.confirm else ()):
+        num_runs = num_done + len(runs)
+        for attempt in runs:
+            num_done += 1
+            name = attempt.folder.as_posix()
+            with RunDisplay(console, num_done, num_runs, name) as display, confirmation.timed(attempt):
+                _run_attempt(queue, results, attempt, display)
+    if request.confirm:
+        console.print(f"--confirm ended: {confirmation.outcome}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display: RunDisplay) -> None:

@@ -14,6 +14,7 @@ from megabench.metrics import speed_metrics, step_metrics
 from megabench.optim.schedules import learning_rate
 from megabench.record import RunRecord
 from megabench.study.expand import SAFE_NAME
+from megabench.study.study import run_folder
 
 
 def check_output(out: Path) -> None:
@@ -30,7 +31,7 @@ def export_records(records: Sequence[RunRecord], out: Path) -> int:
     Return the number of runs with steps. Raises UserError if no record contains a step, if a trial's name is not a
     valid directory name, or if `out` is not writable.
     """
-    runs = {_folder_of(record, records): record for record in records}
+    runs = {run_folder(record.trial, record.repeat): record for record in records}
     with_steps = {name: record for name, record in runs.items() if record.losses}
     if not with_steps:
         raise UserError("no record contains a step, so there are no scalars to write. Omit --tensorboard.")
@@ -49,12 +50,6 @@ def export_records(records: Sequence[RunRecord], out: Path) -> int:
         reason = error.strerror
         raise UserError(f"--tensorboard {out} cannot be written: {reason}. Give another directory.") from None
     return len(with_steps)
-
-
-def _folder_of(record: RunRecord, records: Sequence[RunRecord]) -> Path:
-    """Return the directory of a run as in the output directory of a study."""
-    has_repeats = any(other.trial == record.trial and other.repeat != record.repeat for other in records)
-    return Path(record.trial, f"repeat-{record.repeat}") if has_repeats else Path(record.trial)
 
 
 def scalars_of(record: RunRecord) -> Iterator[tuple[int, dict[str, float | None]]]:

@@ -11,13 +11,13 @@ from itertools import groupby
 from megabench.doctor.finding import AS_FAST, Case, Finding, Kind, names
 from megabench.metrics import quantile
 from megabench.record import RunRecord
+from megabench.study.intervals import FEWEST_RUNS
 from megabench.study.summary import runs_by_trial, speeds_of, summarize
-from megabench.study.verdict import Decision, decide, spreads_of
+from megabench.study.verdict import Decision, decide, speeds_by_trial
 
 # With fewer steps, p10 and p90 are close to the minimum and the maximum, and do not describe the spread.
 FEWEST_STEPS = 5
 ENOUGH_STEPS = 10  # recommended number of timed steps of a planned trial, summed over its repeats
-ENOUGH_RUNS = 3  # recommended number of runs of a trial; the spread over fewer runs is not meaningful
 # A step above this multiple of the median step time is slow: it allocates memory, connects or compiles.
 SLOW_START = 1.2
 # Tolerated relative uncertainty of the median, smaller than the usual difference between two layouts.
@@ -155,21 +155,22 @@ def _kind(value: float, limit: float) -> Kind:
 
 
 def too_close(case: Case) -> Iterator[Finding]:
-    """Report trials that are equal to the best trial within the spread; a repeated run may change their order.
+    """Report trials that may be as fast as the best trial; a repeated run may change their order.
 
-    The finding is a note if each of the trials ran ENOUGH_RUNS times or more: then equal speeds are the result.
+    The finding is a note if each of the trials ran FEWEST_RUNS times or more: then equal speeds are the result.
     """
     for decision in _decisions(case):
         if decision.best and decision.equals:
             first, near = decision.best, [row.trial for row in decision.equals]
-            spread = f"their spreads overlap that of {first.trial}" if len(near) > 1 else "the spreads overlap"
-            is_firm = min(row.num_runs for row in (first, *decision.equals)) >= ENOUGH_RUNS
+            is_firm = min(row.num_runs for row in (first, *decision.equals)) >= FEWEST_RUNS
             yield Finding(
                 "note" if is_firm else "preliminary",
                 (first.trial, *near),
                 "the speeds of the trials are too close to determine which trial is fastest",
-                f"{first.trial} {first.tokens_per_second_per_device:,.0f} tok/s per device, {names(near)}: {spread}",
-                f"set repeats: {ENOUGH_RUNS} or more, or choose the simpler configuration",
+                f"{first.trial} {first.tokens_per_second_per_device:,.0f} tok/s per device, {names(near)}: equal "
+                f"within {decision.equal_within}",
+                f"repeat the trials with compare --confirm or repeats: {FEWEST_RUNS}, or choose the simpler "
+                f"configuration",
             )
 
 
@@ -189,14 +190,14 @@ def one_run(case: Case) -> Iterator[Finding]:
         (),
         f"each trial ran only once, so the variation between runs is unknown{lead}",
         "; ".join([f"{len(case.by_trial)} trials, one run each", *close]),
-        f"set repeats: {ENOUGH_RUNS} for the whole study or for its best trials",
+        f"repeat the best trials with compare --confirm, or set repeats: {FEWEST_RUNS} for the whole study",
     )
 
 
 def _small_lead(decision: Decision) -> str | None:
     """Describe a lead below AS_FAST of the best trial over the next one on as many GPUs.
 
-    The rule `too_close` already reports trials that are equal to the best trial within the spread.
+    The rule `too_close` already reports trials that may be as fast as the best trial.
     """
     best = decision.best
     others = [row for row in decision.good[1:] if best and row.world_size == best.world_size]
@@ -210,6 +211,6 @@ def _small_lead(decision: Decision) -> str | None:
 
 def _decisions(case: Case) -> Iterator[Decision]:
     """Return the conclusion about the GPU trials of each work class."""
-    spreads = spreads_of(case.on_gpus)
+    speeds = speeds_by_trial(case.on_gpus)
     for _, group in groupby(summarize(case.on_gpus, case.reference), key=lambda row: row.work_class):
-        yield decide(list(group), spreads, case.reference)
+        yield decide(list(group), speeds, case.reference)

@@ -64,7 +64,7 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
         study=study,
         view=view,
         counts=count_ends([trial.row for trial in view.trials]),
-        answer=answer(study.records, study.reference, study.answers, study.budget),
+        answer=answer(study.records, study.reference, study.answers, study.budget, study.confirm),
         columns=columns,
         num_more=len(columns) - len(usual),
         usual={column.key for column in usual},

@@ -9,7 +9,7 @@ from megabench.record import RunRecord
 from megabench.study.columns import StudyTable, study_table
 from megabench.study.results_directory import StudyRecords
 from megabench.study.summary import Row, class_titles, reference_name, summarize
-from megabench.study.verdict import Decision, Spread, decide, device_word, spreads_of
+from megabench.study.verdict import Decision, Spread, decide, device_word, speeds_by_trial
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class StudyView:
         a result form a separate class.
         """
         records, reference = self.study.records, self.study.reference
-        rows, spreads, titles = summarize(records, reference), spreads_of(records), class_titles(records)
+        rows, speeds, titles = summarize(records, reference), speeds_by_trial(records), class_titles(records)
         groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: row.work_class)]
         if len(groups) == 2 and groups[1][0] is None:
             groups = [(groups[0][0], groups[0][1] + groups[1][1])]
@@ -81,8 +81,8 @@ class StudyView:
             WorkClassOfTrials(
                 key=key,
                 title=titles.get(key, "Trials without a result"),
-                trials=tuple(self._shown(row, numbers[row.trial], spreads.get(row.trial)) for row in group),
-                decision=decide(group, spreads, self.head),
+                trials=tuple(self._shown(row, numbers[row.trial], speeds.spreads.get(row.trial)) for row in group),
+                decision=decide(group, speeds, self.head),
             )
             for key, group in groups
         ]

@@ -13,6 +13,7 @@ from megabench.study.sweep import is_sweep, setup_name, sweep_sentences, unless_
 from megabench.study.verdict import (
     Decision,
     by_place,
+    confirmation,
     decide,
     device_word,
     devices_word,
@@ -20,7 +21,7 @@ from megabench.study.verdict import (
     headline,
     listed,
     particulars,
-    spreads_of,
+    speeds_by_trial,
 )
 
 _MOST_NAMED = 4  # a sentence with more trials is hard to read
@@ -42,6 +43,7 @@ class _Results:
     reference: str
     budget: Budget
     rows: Sequence[Row]
+    confirm: str | None
 
     @property
     def good(self) -> list[Row]:
@@ -64,19 +66,26 @@ class _Results:
     @property
     def decisions(self) -> dict[str | None, Decision]:
         """The conclusion about each work class, that of the reference first."""
-        spreads, head = spreads_of(self.records), reference_name(self.records, self.reference)
+        speeds, head = speeds_by_trial(self.records), reference_name(self.records, self.reference)
         by_class = groupby(self.rows, key=lambda row: row.work_class)
-        return {key: decide(list(rows), spreads, head) for key, rows in by_class if key}
+        return {key: decide(list(rows), speeds, head) for key, rows in by_class if key}
 
 
 def answer(
-    records: Sequence[RunRecord], reference: str, question: Question | None = None, budget: Budget | None = None
+    records: Sequence[RunRecord],
+    reference: str,
+    question: Question | None = None,
+    budget: Budget | None = None,
+    confirm: str | None = None,
 ) -> Answer:
-    """Return the answer to `question`, or to the question that the trials ask if None (see `question_of`)."""
+    """Return the answer to `question`, or to the question that the trials ask if None (see `question_of`).
+
+    `confirm` is a sentence that says how to confirm a ranking. It follows a ranking that is not confirmed.
+    """
     is_run = len(records) == 1 and records[0].trial_id is None  # a run of megabench train
     if question is None and is_run and records[0].status == "ok":
         return _single_run(records[0])
-    results = _Results(records, reference, budget or Budget(), summarize(records, reference))
+    results = _Results(records, reference, budget or Budget(), summarize(records, reference), confirm)
     if not results.good:
         return Answer(f"No trial has a result that counts: {ends(results.lost)}.", ())
     return _ANSWERS[question or question_of(records, results.rows)](results)
@@ -130,7 +139,7 @@ def _fastest(results: _Results) -> Answer:
     first = next(iter(decisions.values()))
     if precisions:
         verdict = next(iter(precisions.values()))
-        return Answer(verdict.headline, (*verdict.particulars, *_said_of_lost(results)))
+        return Answer(verdict.headline, (*_how_to_confirm(results), *verdict.particulars, *_said_of_lost(results)))
     others = [
         f"{titles[key]}: {headline(decision, device)}"
         for key, decision in decisions.items()
@@ -141,7 +150,7 @@ def _fastest(results: _Results) -> Answer:
         first = replace(first, bad=(*first.bad, *unplaced))
     elif unplaced:
         others.append(f"These trials have no result and are not compared: {ends(unplaced)}.")
-    return Answer(headline(first, device), (*particulars(first, device), *others))
+    return Answer(headline(first, device), (*_how_to_confirm(results), *particulars(first, device), *others))
 
 
 def _parity(results: _Results) -> Answer:
@@ -266,8 +275,9 @@ def _sweep(results: _Results) -> Answer:
     said = [*sweep_sentences(results.good, results.records, results.reference), *_said_of_lost(results)]
     fastest = results.good[0]
     said.append(f"{fastest.trial} has the highest throughput: {fastest.speed:,.0f} tokens/s per {results.device}.")
-    if all(row.num_runs == 1 for row in results.good):
-        said.append("Each trial ran once, so small differences may be chance.")
+    if len(results.good) > 1:
+        said.append(confirmation(results.good, speeds_by_trial(results.records)))
+        said += _how_to_confirm(results)
     return Answer(said[0], tuple(said[1:]))
 
 
@@ -279,6 +289,12 @@ def _names(results: _Results) -> dict[str, str]:
         for trial, record in first.items()
     }
     return unless_repeated(names, lambda trial: trial)
+
+
+def _how_to_confirm(results: _Results) -> tuple[str, ...]:
+    """Say how to confirm the rankings of the work classes, if one of them is not confirmed."""
+    is_open = any(decision.others and decision.undecided for decision in results.decisions.values())
+    return (results.confirm,) if results.confirm and is_open else ()
 
 
 def _said_of_lost(results: _Results) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from megabench.errors import UserError
 from megabench.record import RunRecord
 from megabench.study.study import Question
 from megabench.study.summary import Budget, Row, class_titles, reference_name, summarize
-from megabench.study.verdict import Spread, device_word, spreads_of
+from megabench.study.verdict import Spread, device_word, speeds_by_trial
 
 _UNKNOWN = "–"
 _ALWAYS = ("trial", "tokens_per_second_per_device", "ratio", "parity")
@@ -112,7 +112,7 @@ def _columns(
     records: Sequence[RunRecord], reference: str, budget: Budget, works: Mapping[str | None, int]
 ) -> list[Column]:
     head, device = reference_name(records, reference), device_word(records)
-    spreads = spreads_of(records)
+    spreads = speeds_by_trial(records).spreads
     equal_work = ", equal work" if len(works) > 1 else ""
     devices = "GPUs" if device == "GPU" else "processes"
     return [

@@ -14,10 +14,22 @@ from rich.table import Table
 from megabench import shipped
 from megabench.errors import near_names
 from megabench.hardware.facts import gpu_names
+from megabench.settings.bounds import NumRepeats
 from megabench.settings.reading import parse_yaml
 from megabench.study.expand import expand, list_fields
 from megabench.study.planned_trials import Planning
-from megabench.study.study import TRIAL_SETTINGS, Study, StudyError, StudyFile, hint_in_trial, plan_study
+from megabench.study.study import (
+    TRIAL_SETTINGS,
+    Study,
+    StudyError,
+    StudyFile,
+    hint_in_trial,
+    is_valid,
+    plan_study,
+)
+
+_MINUTES_TO_CONFIRM = 60.0
+_MOST_MINUTES = 100_000
 
 
 def find_study(given: Path, expected: str = "study file") -> Path:
@@ -60,13 +72,40 @@ class Request:
     emulate_hosts: int | None = None
     planning: Planning | None = None
     settings: tuple[str, ...] = ()
+    repeats: int | None = None
+    confirm: bool = False
+    max_minutes: float | None = None
+
+    @property
+    def minutes_to_confirm(self) -> float:
+        """The time for the additional runs of --confirm."""
+        return _MINUTES_TO_CONFIRM if self.max_minutes is None else self.max_minutes
 
     def read_study(self) -> StudyFile:
         """Read the study file, and add the settings of the command line that apply to all trials to its base."""
-        file = StudyFile.read(self.source)
+        if self.max_minutes is not None and not self.confirm:
+            raise StudyError("--max-minutes works only with --confirm; add --confirm, or leave out --max-minutes")
+        if not 0 < self.minutes_to_confirm <= _MOST_MINUTES:
+            raise StudyError(
+                f"--max-minutes {self.max_minutes} must be a positive number of minutes up to {_MOST_MINUTES:,}, "
+                f"e.g. 30"
+            )
+        file = self._with_repeats(StudyFile.read(self.source))
         given: dict[str, Any] = {"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}
         given |= {field: value for trial, field, value in map(_setting, self.settings) if not trial}
         return file.model_copy(update={"base": file.base | given})
+
+    def _with_repeats(self, file: StudyFile) -> StudyFile:
+        """Return `file` with the repeats that --repeats gives all trials."""
+        if self.repeats is None:
+            return file
+        if not is_valid(NumRepeats, self.repeats):
+            raise StudyError(f"--repeats {self.repeats!r} must be a whole number of runs from 1 to 1000, e.g. 3")
+        if given := [setting for setting in self.settings if _setting(setting)[1] == "repeats"]:
+            raise StudyError(f"--repeats {self.repeats} and --set {given[0]} both set the repeats; use one of them")
+        trials = [{field: entry[field] for field in entry if field != "repeats"} for entry in file.trials]
+        base = {field: file.base[field] for field in file.base if field != "repeats"}
+        return file.model_copy(update={"repeats": self.repeats, "base": base, "trials": trials})
 
     def plan_launched(self, num_processes: int) -> Study:
         """Validate the study and return it for a launch of `num_processes`. Raises StudyError."""
@@ -125,7 +164,7 @@ class Request:
                 f"--only selects none of the {len(planned)} trials that --plan added; add --only 'plan-*' to run them, "
                 f"or remove --plan"
             )
-        if not self.planning and not self.settings and not self.emulate_hosts:
+        if not self.planning and not self.settings and not self.emulate_hosts and self.repeats is None:
             return study
         named = file.model_copy(update={"name": study.name})
         as_run = yaml.safe_dump(named.model_dump(exclude_defaults=True), sort_keys=False)

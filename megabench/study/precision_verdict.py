@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from megabench.record import RunRecord
 from megabench.study.bf16_reference import LossComparison, bf16_reference, compare_runs_with_bf16, has_fp8
+from megabench.study.intervals import CONFIDENCE
 from megabench.study.summary import Row
-from megabench.study.verdict import Decision, listed
+from megabench.study.verdict import Decision, confirmation, listed
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def precision_verdicts(
             runs = [run for run in records if run.trial == record.trial and run.work_class == record.work_class]
             losses = compare_runs_with_bf16(runs, records)
             verdicts[key] = PrecisionVerdict(
-                headline=f"fp8 {_speed(fp8, bf16)}{_loss(losses)}.",
+                headline=f"fp8 {_speed(fp8, bf16)}{_loss(losses)}. {_confirmation(fp8, bf16)}",
                 particulars=(
                     f"The fastest trial in fp8 is {fp8.best.trial} with {_figure(fp8.best)} tokens/s per {device}, and "
                     f"the fastest in bf16 is {bf16.best.trial} with {_figure(bf16.best)}.",
@@ -51,10 +52,19 @@ def precision_verdicts(
 
 def _speed(fp8: Decision, bf16: Decision) -> str:
     assert fp8.best and bf16.best
-    mine, its = fp8.spreads.get(fp8.best.trial), bf16.spreads.get(bf16.best.trial)
-    if mine and its and mine.overlaps(its):
-        return "trains as fast as bf16 within the spread"
+    speeds = fp8.speeds
+    if speeds.may_be_as_fast(fp8.best, bf16.best) and speeds.may_be_as_fast(bf16.best, fp8.best):
+        within = f"the {CONFIDENCE} interval" if speeds.ratio(fp8.best, bf16.best) else "the spread"
+        return f"trains as fast as bf16 within {within}"
     return f"trains {_times(fp8.best, bf16.best)} as fast as bf16"
+
+
+def _confirmation(fp8: Decision, bf16: Decision) -> str:
+    """Say whether runs confirm which of the two fastest trials is faster."""
+    assert fp8.best and bf16.best
+    rows = sorted((fp8.best, bf16.best), key=lambda row: row.speed, reverse=True)
+    said = confirmation(rows, fp8.speeds)
+    return f"The difference in speed is {said[0].lower()}{said[1:]}"
 
 
 def _loss(losses: LossComparison | None) -> str:

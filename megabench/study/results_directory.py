@@ -1,12 +1,15 @@
 """Read the output directory of a study or of a single run."""
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megabench.errors import UserError
 from megabench.record import RunRecord, read_records
 from megabench.study.parity import default_reference, judge_parity
-from megabench.study.study import Question, StudyFile
+from megabench.study.study import Question, Study, StudyFile, plan_study
 from megabench.study.summary import Budget
 
 
@@ -19,7 +22,8 @@ class StudyRecords:
     """The name, question and records of a study, with parity against the trial `reference`.
 
     `answers` is the kind of answer that the study file asks for, if any. `budget` is the training run whose days and
-    price are shown, by default 100 billion tokens.
+    price are shown, by default 100 billion tokens. `confirm` is a sentence that says how to confirm the ranking, if
+    that is known.
     """
 
     name: str
@@ -28,6 +32,7 @@ class StudyRecords:
     records: tuple[RunRecord, ...]
     answers: Question | None = None
     budget: Budget | None = None
+    confirm: str | None = None
 
 
 def read_folder(folder: Path, budget: Budget | None = None) -> StudyRecords:
@@ -47,7 +52,44 @@ def read_folder(folder: Path, budget: Budget | None = None) -> StudyRecords:
         records=tuple(judge_parity(records, reference)),
         answers=file.answers if file else None,
         budget=budget,
+        confirm=how_to_confirm(folder, records),
     )
+
+
+def how_to_confirm(folder: Path, records: Sequence[RunRecord]) -> str | None:
+    """Return a sentence with the command that confirms the ranking of the study in `folder`.
+
+    The command runs the copy of the study in `folder`. Return None if that is not possible, for example because
+    another release wrote the records, or because the copy lacks a secret.
+    """
+    source = folder / "study.yaml"
+    if not source.is_file() or not records:
+        return None
+    num_processes = max(record.world_size for record in records)
+    try:
+        names = [record.trial for record in records]
+        study = plan_study(StudyFile.read(source), source, num_processes, _device(records), names)
+    except UserError:
+        return None
+    known = {trial.id for trial in study.trials}
+    if any(record.trial_id not in known for record in records):
+        return None
+    if any((record.num_hosts or 1) > 1 and not record.emulated_hosts for record in records):
+        return "To confirm the ranking, start the study again on all hosts with --resume --confirm."
+    command = ["megabench", "compare", str(source), "--out", str(folder), "--nproc", str(num_processes)]
+    return f"To confirm the ranking: {shlex.join([*command, *_only(study, records), '--resume', '--confirm'])}"
+
+
+def _only(study: Study, records: Sequence[RunRecord]) -> list[str]:
+    """Return the options that select the trials with a record, if others have none."""
+    names = {record.trial for record in records}
+    if all(trial.name in names for trial in study.trials):
+        return []
+    return [word for trial in study.trials if trial.name in names for word in ("--only", trial.name)]
+
+
+def _device(records: Sequence[RunRecord]) -> Literal["cpu", "cuda"]:
+    return "cpu" if all(record.device == "cpu" for record in records) else "cuda"
 
 
 def _read_records(folder: Path) -> list[RunRecord]:

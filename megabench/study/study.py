@@ -186,12 +186,21 @@ class Attempt:
 
     trial: Trial
     repeat: int
-    folder: Path
 
     @property
-    def key(self) -> tuple[str | None, int]:
+    def folder(self) -> Path:
+        """The directory of the run under `logs` and `tensorboard`, whatever the number of repeats is."""
+        return run_folder(self.trial.name, self.repeat)
+
+    @property
+    def key(self) -> tuple[str, int]:
         """The key of the record of this run."""
         return self.trial.id, self.repeat
+
+
+def run_folder(trial: str, repeat: int) -> Path:
+    """Return the directory of a run: that of its trial for the first run, and a directory in it for every repeat."""
+    return Path(trial, f"repeat-{repeat}") if repeat else Path(trial)
 
 
 @dataclass(frozen=True)
@@ -214,11 +223,13 @@ class Study:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """All runs in order. Repeats of a trial are consecutive."""
+        """All runs in order: a round with the first run of every trial, then a round with the second runs, and so on.
+
+        The trials of a round run soon after each other, so slow changes of the machine affect all of them.
+        """
+        num_rounds = max(trial.repeats for trial in self.trials)
         return [
-            Attempt(trial, repeat, Path(trial.name, f"repeat-{repeat}") if trial.repeats > 1 else Path(trial.name))
-            for trial in self.trials
-            for repeat in range(trial.repeats)
+            Attempt(trial, repeat) for repeat in range(num_rounds) for trial in self.trials if repeat < trial.repeats
         ]
 
     def outline(self, only: Sequence[str]) -> str:
@@ -330,17 +341,17 @@ def _draft(
         if field not in TRIAL_SETTINGS:
             raise StudyError(f"{where}: unknown setting {field!r}; {hint_in_trial(field, both[field])}")
     world_size = both.get("world_size", num_processes)
-    if not _is(NumRanks, world_size):
+    if not is_valid(NumRanks, world_size):
         raise StudyError(f"{where}: world_size={world_size!r} must be a whole number of processes, e.g. 8")
     if not only:  # `only` may exclude this trial later, when all trials have names
         _check_size(where, world_size, num_processes)
     timeout = both["timeout_seconds"]
-    if not _is(Seconds, timeout):
+    if not is_valid(Seconds, timeout):
         raise StudyError(
             f"{where}: timeout_seconds={timeout!r} must be a positive number of seconds up to 1e7, e.g. 600"
         )
     repeats = both["repeats"]
-    if not _is(NumRepeats, repeats):
+    if not is_valid(NumRepeats, repeats):
         raise StudyError(f"{where}: repeats={repeats!r} must be a whole number of runs from 1 to 1000, e.g. 3")
     try:
         config = RunConfig.parse({field: both[field] for field in both if field not in _EXTRAS})
@@ -370,7 +381,7 @@ def _draft(
     )
 
 
-def _is(kind: Any, value: object) -> bool:
+def is_valid(kind: Any, value: object) -> bool:
     """Return whether `value` is a number of this kind, with its bounds and without conversion."""
     try:
         TypeAdapter(kind).validate_python(value, strict=True)

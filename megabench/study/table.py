@@ -25,15 +25,17 @@ def show(
     question: Question | None = None,
     budget: Budget | None = None,
     columns: Sequence[str] = (),
+    confirm: str | None = None,
 ) -> None:
     """Print the answer, the table of all trials, and the reasons for trials without a result.
 
     `question` is the kind of the answer, by default the one that the trials ask for. `columns` are keys
-    of columns, by default those of the usual ones that fit in the terminal. Raises ColumnError for another name.
+    of columns, by default those of the usual ones that fit in the terminal. `confirm` says how to confirm the ranking.
+    Raises ColumnError for another name of a column.
     """
     table = study_table(records, reference, question, budget)
     chosen = table.choose(columns)
-    found = answer(records, reference, question, budget)
+    found = answer(records, reference, question, budget, confirm)
     console.print(Text(found.headline, style="bold"), soft_wrap=True)
     for sentence in found.particulars:
         _say(console, f"- {sentence}")
@@ -52,9 +54,11 @@ def show(
         _say(console, _CPU_TIMINGS)
 
 
-def markdown(records: Sequence[RunRecord], reference: str, question: Question | None = None) -> str:
+def markdown(
+    records: Sequence[RunRecord], reference: str, question: Question | None = None, confirm: str | None = None
+) -> str:
     """Return the answer and the table as Markdown, with all usual columns."""
-    table, found = study_table(records, reference, question), answer(records, reference, question)
+    table, found = study_table(records, reference, question), answer(records, reference, question, confirm=confirm)
     output = StringIO()
     Console(file=output, width=10_000, color_system=None, force_jupyter=False).print(_drawn(table.choose(), table.rows))
     lines = [line.rstrip() for line in output.getvalue().splitlines() if line.strip()]

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megabench.record import RunRecord
+from megabench.study.intervals import CONFIDENCE, FEWEST_RUNS, RatioInterval, paired_ratio
 from megabench.study.summary import Row, runs_by_trial
 
 _LEAST_STEPS = 3  # with fewer timed steps, the spread is not meaningful
+EQUAL_WITHIN = 0.005  # trials are confirmed as equal if the interval of their ratio is narrower than ± this
+_MOST_NAMED = 4  # a sentence with more trials is hard to read
 
 STATUS_WORDS = {
     "ok": "ok",
@@ -53,20 +56,54 @@ def spread_of(runs: Sequence[RunRecord]) -> Spread | None:
     return None
 
 
-def spreads_of(records: Sequence[RunRecord]) -> dict[str, Spread]:
-    """Return the spread of each trial that has a spread."""
-    return {trial: spread for trial, runs in runs_by_trial(records).items() if (spread := spread_of(runs))}
+@dataclass(frozen=True)
+class Speeds:
+    """The tokens/s per device of all runs: by trial and round, and the spread of each trial that has a spread."""
+
+    by_round: Mapping[str, Mapping[int, float]]
+    spreads: Mapping[str, Spread]
+
+    def num_runs(self, row: Row) -> int:
+        """Return the number of runs that measured a speed."""
+        return len(self.by_round[row.trial])
+
+    def ratio(self, row: Row, other: Row) -> RatioInterval | None:
+        """Return the interval of the speed of `row` ÷ that of `other`, or None without three common rounds."""
+        return paired_ratio(self.by_round[row.trial], self.by_round[other.trial])
+
+    def may_be_as_fast(self, row: Row, other: Row) -> bool:
+        """Return whether `row` is not known to be slower than `other`.
+
+        The interval of the ratio decides. Trials without three common rounds may be as fast if their spreads
+        overlap.
+        """
+        if ratio := self.ratio(row, other):
+            return ratio.high >= 1
+        mine, its = self.spreads.get(row.trial), self.spreads.get(other.trial)
+        return bool(mine and its and mine.overlaps(its))
+
+
+def speeds_by_trial(records: Sequence[RunRecord]) -> Speeds:
+    """Return the speeds of the runs of each trial."""
+    by_trial = runs_by_trial(records)
+    return Speeds(
+        by_round={
+            trial: {run.repeat: run.tokens_per_second_per_device for run in runs if run.tokens_per_second_per_device}
+            for trial, runs in by_trial.items()
+        },
+        spreads={trial: spread for trial, runs in by_trial.items() if (spread := spread_of(runs))},
+    )
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The best trial of a work class, and the trials equal to it within the spread. `good` is sorted best first."""
+    """The best trial of a work class, and the trials that may be as fast. `good` is sorted best first."""
 
     good: tuple[Row, ...]
     bad: tuple[Row, ...]
     equals: tuple[Row, ...]
     head: str
-    spreads: Mapping[str, Spread]
+    speeds: Speeds
 
     @property
     def best(self) -> Row | None:
@@ -77,34 +114,91 @@ class Decision:
         """The reference trial, if it has a result."""
         return next((row for row in self.good if row.trial == row.reference), None)
 
+    @property
+    def others(self) -> tuple[Row, ...]:
+        """The trials with a result behind the best one."""
+        return self.good[1:]
 
-def decide(rows: Sequence[Row], spreads: Mapping[str, Spread], head: str) -> Decision:
+    @property
+    def undecided(self) -> tuple[Row, ...]:
+        """The trials that need more runs before the first place is confirmed. With any, they include the best trial."""
+        return undecided(self.good, self.speeds)
+
+    @property
+    def equal_within(self) -> str:
+        """The range within which trials are equal: the interval of their ratio, or their spread without repeats."""
+        has_intervals = self.best and all(self.speeds.ratio(self.best, row) for row in self.equals)
+        return f"the {CONFIDENCE} interval" if has_intervals else "their spread"
+
+
+def undecided(rows: Sequence[Row], speeds: Speeds) -> tuple[Row, ...]:
+    """Return the rows that need more runs before the order of the first row and the others is confirmed.
+
+    A row is decided after three runs, if the interval of its ratio to the first row excludes 1 or is narrower than
+    ±0.5%. The first row is decided if all others are.
+    """
+
+    def is_open(row: Row) -> bool:
+        ratio = speeds.ratio(rows[0], row)
+        return ratio is None or (ratio.low <= 1 and ratio.half_width >= EQUAL_WITHIN)
+
+    found = tuple(row for row in rows[1:] if is_open(row))
+    return (rows[0], *found) if found else ()
+
+
+def confirmation(rows: Sequence[Row], speeds: Speeds) -> str:
+    """Say whether runs confirm the order of the first of at least two rows and the others, in one sentence."""
+    missing = undecided(rows, speeds)
+    counts = sorted({speeds.num_runs(row) for row in rows})
+    runs = " to ".join(dict.fromkeys(str(count) for count in (counts[0], counts[-1])))
+    if not missing:
+        return f"Confirmed by {runs} runs of each trial."
+    if counts[-1] == 1:
+        return "Not confirmed: each trial ran once."
+    if few := [row.trial for row in rows if speeds.num_runs(row) < FEWEST_RUNS]:
+        if len(few) == len(rows):
+            return f"Not confirmed: no trial ran {FEWEST_RUNS} times."
+        which = listed(few) if len(few) <= _MOST_NAMED else f"{len(few)} of {len(rows)} trials"
+        return f"Not confirmed: {which} ran fewer than {FEWEST_RUNS} times."
+    ratios = [ratio for row in missing[1:] if (ratio := speeds.ratio(rows[0], row))]
+    if len(ratios) < len(missing) - 1:
+        return f"Not confirmed: the trials have fewer than {FEWEST_RUNS} common rounds."
+    furthest = max(ratio.furthest for ratio in ratios)
+    names = listed([row.trial for row in missing]) if len(missing) <= _MOST_NAMED else f"{len(missing)} trials"
+    return f"Not confirmed after {runs} runs of each trial: the speeds of {names} may differ by up to {furthest:.1%}."
+
+
+def decide(rows: Sequence[Row], speeds: Speeds, head: str) -> Decision:
     """Return the conclusion about the rows of one work class, which are sorted best first.
 
     `head` is the name of the reference.
     """
     good = tuple(row for row in rows if row.is_ok and row.tokens_per_second_per_device)
-    mine = spreads.get(good[0].trial) if good else None
-    equals = [row for row in good[1:] if mine and (its := spreads.get(row.trial)) and mine.overlaps(its)]
-    return Decision(good, tuple(row for row in rows if not row.is_ok), tuple(equals), head, spreads)
+    equals = tuple(row for row in good[1:] if speeds.may_be_as_fast(row, good[0]))
+    return Decision(good, tuple(row for row in rows if not row.is_ok), equals, head, speeds)
 
 
 def headline(decision: Decision, device: str, is_compared_with_bf16: bool = False) -> str:
-    """Return the conclusion as a sentence. `device` is the unit of throughput figures, "GPU" or "process".
+    """Return the conclusion as a sentence, and whether runs confirm it. `device` is the unit of throughput figures.
 
     With `is_compared_with_bf16`, other sentences compare fp8 and bf16 trials, so that a missing reference in the work
     class needs no mention.
     """
+    said = _conclusion(decision, device, is_compared_with_bf16)
+    return f"{said} {confirmation(decision.good, decision.speeds)}" if decision.others else said
+
+
+def _conclusion(decision: Decision, device: str, is_compared_with_bf16: bool) -> str:
     best, head = decision.best, decision.head
     if best is None:
         return f"No trial has a result that counts: {ends(decision.bad)}."
     speed = f"{_speed(best)} tokens/s per {device}"
-    others = [row for row in decision.good if row is not best]
+    others = decision.others
     if decision.equals:
         tied = [best, *decision.equals]
         names, speeds = (listed([words(row) for row in tied]) for words in (_name, _speed))
         beside = _beside_the_reference(tied, decision)
-        return f"{names} are equal within their spread, at {speeds} tokens/s per {device}{beside}."
+        return f"{names} are equal within {decision.equal_within}, at {speeds} tokens/s per {device}{beside}."
     if not others and is_compared_with_bf16:
         return f"{_name(best)} is the only trial of this workload with a result: {speed}."
     if not others:
@@ -132,11 +226,15 @@ def particulars(decision: Decision, device: str) -> list[str]:
     if best and zero3 and reference and zero3 not in (best, reference) and not _is_zero3(best):
         times = best.speed / zero3.speed
         said.append(f"{best.trial} reaches {times:.2f} × the speed of the fastest ZeRO-3 trial, {zero3.trial}.")
+    if best and decision.others and (ratio := decision.speeds.ratio(best, decision.others[0])):
+        said.append(
+            f"The speed of {best.trial} is {ratio.low:.3f} to {ratio.high:.3f} × that of {decision.others[0].trial} "
+            f"({CONFIDENCE} interval over {ratio.num_pairs} runs)."
+        )
     if best and decision.bad:
         said.append(f"Not ranked: {ends(decision.bad)}.")
-    if best and all(row.num_runs == 1 for row in decision.good):
-        ran = "It ran once" if len(decision.good) == 1 else "Each trial ran once"
-        said.append(f"{ran}: the spread shown is the spread between steps, and the spread between runs is unknown.")
+    if best and not decision.others and best.num_runs == 1:
+        said.append("It ran once, so the difference between runs is unknown.")
     if any(row.is_emulated for row in decision.good):
         said.append(
             "The hosts are emulated: one machine was divided into hosts that communicate over sockets, so bandwidths "
@@ -166,10 +264,10 @@ def by_place(decision: Decision, device: str) -> list[str]:
 
 def _fastest(rows: Sequence[Row], decision: Decision, place: str) -> str:
     """Return the fastest row for a number of devices and hosts, and its advantage over the fastest ZeRO-3 there."""
-    here = decide(rows, decision.spreads, decision.head)
+    here = decide(rows, decision.speeds, decision.head)
     best = [rows[0], *here.equals]
     if len(best) > 1:
-        return f"{listed([row.trial for row in best])} are equal within their spread"
+        return f"{listed([row.trial for row in best])} are equal within {here.equal_within}"
     zero3 = next((row for row in rows if _is_zero3(row)), None)
     said = f"{rows[0].trial} {'is fastest' if len(rows) > 1 else 'is the only trial'}"
     if zero3 is None or zero3 is rows[0]:

@@ -2,6 +2,8 @@
 
 `FAULT_STEPS` keeps the fault to runs of so many steps: probes have fewer.
 `SECONDS` tells the step time at each micro-batch, "1:2.5 2:2 4:oom": out of memory at the last.
+`BY_RUN` tells the step time of each run of the trial, "0.5 0.51 0.49", and its first again after the last; "oom" is one
+that runs out of memory.
 `SLEEP` is a time in seconds that passes before anything else, without a message, as while a model loads.
 It writes the same files and messages as the trainer, without a model, so that a trial takes a second.
 """
@@ -37,6 +39,9 @@ def main() -> int:
     time.sleep(float(os.environ.get("SLEEP", "0")))
     seconds = dict(entry.split(":") for entry in os.environ.get("SECONDS", "").split())
     step_seconds = seconds.get(fields.get("--micro-batch", ""), "0.5")
+    if by_run := os.environ.get("BY_RUN", "").split():
+        number = int(out.name.removeprefix("repeat-")) if out.name.startswith("repeat-") else 0
+        step_seconds = by_run[number % len(by_run)]
     has_fault = os.environ.get("FAULT_STEPS", fields["--steps"]) == fields["--steps"]
     fault = step_seconds if step_seconds == "oom" else os.environ.get("FAULT", "") if has_fault else ""
     mine = fault and rank == int(os.environ.get("FAULT_RANK", "0"))

@@ -120,7 +120,7 @@ def test_repeats_are_sessions_of_one_trial(tmp_path: Path) -> None:
     records = [make_record([6.0, 5.0], speed=1000.0 * (1 + repeat), repeat=repeat) for repeat in (0, 1)]
     assert export_records(records, tmp_path) == 2
     _, groups = served(tmp_path)
-    assert [session["name"] for session in groups["run"]["sessions"]] == ["run/repeat-0", "run/repeat-1"]
+    assert [session["name"] for session in groups["run"]["sessions"]] == ["run", "run/repeat-1"]
     assert metrics_of(groups["run"])["trial/tokens_per_second_per_device"] == 1500
 
 

@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -205,8 +206,8 @@ def test_repeats_and_environment(tmp_path):
         "FAULT=environment MINE='7 of mine' torchrun --nproc-per-node 2 -m megabench.train "
     )
     prefixes = set()
-    for repeat in (0, 1):
-        lines = (out / f"logs/a/repeat-{repeat}/environment-1").read_text().splitlines()
+    for folder in ("a", "a/repeat-1"):
+        lines = (out / "logs" / folder / "environment-1").read_text().splitlines()
         variables = dict(line.split("=", 1) for line in lines if "=" in line)
         assert not {name for name in variables if name.startswith(("TORCHELASTIC", "GROUP_"))}
         assert [variables[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == list("1122")
@@ -214,6 +215,40 @@ def test_repeats_and_environment(tmp_path):
         assert [variables[name] for name in names] == ["7 of mine", "1", ""]
         prefixes.add(variables["MEGABENCH_STORE_PREFIX"])
     assert len(prefixes) == 2
+
+
+def test_repeats_are_interleaved_and_resume_runs_only_the_missing_ones(tmp_path):
+    study = write(tmp_path, BASE + "trials: [{name: a, repeats: 2}, {name: b, seed: 1}]")
+    out = tmp_path / "out"
+    status, stdout, stderr = compare(study, "--out", out, "--nproc", 1)
+    assert status == 0, stdout + stderr
+    kept = {path: path.read_text() for path in out.glob("logs/**/pid-0")}
+    assert {path.parent.relative_to(out).as_posix() for path in kept} == {"logs/a", "logs/b", "logs/a/repeat-1"}
+
+    status, stdout, stderr = compare(study, "--out", out, "--nproc", 1, "--resume", "--repeats", 3)
+    assert status == 0, stdout + stderr
+    starts = re.findall(r"^\[(\d)/3\] (\S+) …$", stdout, re.M)
+    assert starts == [("1", "b/repeat-1"), ("2", "a/repeat-2"), ("3", "b/repeat-2")]
+    assert all(path.read_text() == text for path, text in kept.items()), "the earlier runs stay as they are"
+    found = [(record.trial, record.repeat) for record in read_records(out / "results.jsonl")]
+    assert found == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert {path.parent.name for path in (out / "tensorboard").rglob("*.hparams")} == {"a", "b", "repeat-1", "repeat-2"}
+
+    status, stdout, stderr = compare(study, "--out", out, "--nproc", 1, "--resume")
+    assert status == 0 and " …\n" not in stdout, "a smaller number of repeats runs nothing and drops nothing"
+    assert len(read_records(out / "results.jsonl")) == 6 and not (out / "results-of-others.jsonl").exists()
+
+
+def test_a_first_run_that_runs_again_keeps_the_logs_of_its_repeats(tmp_path):
+    study = write(tmp_path, BASE + "repeats: 2\ntrials: [{name: a}]")
+    out = tmp_path / "out"
+    assert compare(study, "--out", out, "--nproc", 1)[0] == 0
+    lines = (out / "results.jsonl").read_text().splitlines()
+    (out / "results.jsonl").write_text(lines[1] + "\n")
+    pid, second = (out / "logs/a/pid-0").read_text(), (out / "logs/a/repeat-1/pid-0").read_text()
+    status, stdout, _ = compare(study, "--out", out, "--nproc", 1, "--resume")
+    assert status == 0 and "[1/1] a ok" in stdout
+    assert (out / "logs/a/pid-0").read_text() != pid and (out / "logs/a/repeat-1/pid-0").read_text() == second
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -89,12 +89,14 @@ def test_nothing_is_fetched_from_elsewhere():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("normal", ["tp8-pp2 trains fastest: 9,050 tokens/s per GPU, 1.50 × ZeRO-3 (zero3: 6,040)."]),
+        ("normal", ["tp8-pp2 trains fastest: 9,050 tokens/s per GPU, 1.50 × ZeRO-3 (zero3: 6,040). "
+                    "Confirmed by 3 runs of each trial."]),
         ("zero3_wins", ["zero3 (ZeRO-3) trains fastest: 8,000 tokens/s per GPU. No layout beat it; the next, tp8-pp2, "
-                        "reached 0.88 × ZeRO-3."]),
+                        "reached 0.88 × ZeRO-3. Not confirmed: each trial ran once."]),
         ("tie", ["tp8-pp2 and tp8 are equal within their spread, at 7,000 and 6,995 tokens/s per GPU, 1.17 × and "
-                 "1.17 × ZeRO-3."]),
-        ("two_classes", ["tp8 trains fastest: 8,000 tokens/s per GPU, 1.33 × ZeRO-3 (zero3: 6,000)."]),
+                 "1.17 × ZeRO-3. Not confirmed: each trial ran once."]),
+        ("two_classes", ["tp8 trains fastest: 8,000 tokens/s per GPU, 1.33 × ZeRO-3 (zero3: 6,000). "
+                         "Not confirmed: each trial ran once."]),
         ("alone", ["tp8 is the only trial with a result: 8,000 tokens/s per GPU. "
                    "There was nothing to compare it with."]),
         ("all_failed", ["No trial has a result that counts: zero3 ran out of memory, tp8 failed."]),
@@ -108,7 +110,8 @@ def test_the_verdict_in_a_sentence(name, words):
 def test_the_first_headline_compares_fp8_with_bf16():
     text = page(STUDIES["fp8_layouts"]())
     assert headlines(text) == [
-        "fp8 trains 1.33 × as fast as bf16, but the runs are too short to show whether it learns as well.",
+        "fp8 trains 1.33 × as fast as bf16, but the runs are too short to show whether it learns as well. "
+        "The difference in speed is not confirmed: each trial ran once.",
     ]
     assert "tp8-pp2 trains fastest: 9,000 tokens/s per GPU, 1.50 × ZeRO-3 (zero3: 6,000)." in text
     assert "tp8-pp2-fp8 trains fastest: 12,000 tokens/s per GPU, 1.62 × ZeRO-3 (zero3-fp8: 7,400)." in text
@@ -123,7 +126,8 @@ def test_the_first_headline_compares_fp8_with_bf16():
 def test_losses_of_all_precisions_and_seeds_are_in_one_chart():
     text = page(STUDIES["fp8_losses"]())
     assert headlines(text) == [
-        "fp8 trains 1.33 × as fast as bf16, and its loss is 3.0% higher, outside the range of 3 bf16 seeds.",
+        "fp8 trains 1.33 × as fast as bf16, and its loss is 3.0% higher, outside the range of 3 bf16 seeds. "
+        "The difference in speed is not confirmed: each trial ran once.",
     ]
     assert "seed-1 is the only trial of this workload with a result: 9,000 tokens/s per GPU." in text
     assert "seed-1-fp8 is the only trial of this workload with a result: 12,000 tokens/s per GPU." in text
@@ -138,7 +142,9 @@ def test_losses_of_all_precisions_and_seeds_are_in_one_chart():
 
 def test_failures_are_named_with_their_reason_and_never_ranked():
     text = page(STUDIES["faults"]())
-    assert headlines(text) == ["tp8 trains fastest: 8,000 tokens/s per GPU, 1.33 × ZeRO-3 (zero3: 6,000)."]
+    assert headlines(text) == [
+        "tp8 trains fastest: 8,000 tokens/s per GPU, 1.33 × ZeRO-3 (zero3: 6,000). Not confirmed: each trial ran once."
+    ]
     assert "Not ranked: tp4-lr diverged, dp16 ran out of memory, pp4-hung hit its time limit." in text
     for reason in ("CUDA out of memory", "its losses differ from those of zero3", "rank 3 is in all_reduce"):
         assert reason in text

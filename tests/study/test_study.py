@@ -142,13 +142,20 @@ def test_identity_is_of_all_that_shapes_the_run_and_nothing_else(plan):
 def test_attempts_have_folders_of_their_own(plan):
     study = plan(BASE + "repeats: 2\ntrials: [{tp: 2}, {tp: 4}]")
     folders = [attempt.folder.as_posix() for attempt in study.attempts]
-    assert folders == ["tp2-dp2/repeat-0", "tp2-dp2/repeat-1", "tp4/repeat-0", "tp4/repeat-1"]
+    assert folders == ["tp2-dp2", "tp4", "tp2-dp2/repeat-1", "tp4/repeat-1"]
 
 
 def test_a_trial_may_be_repeated_by_itself(plan):
     study = plan(BASE + "trials: [{tp: 2}, {tp: 4, repeats: 2}]")
     folders = [attempt.folder.as_posix() for attempt in study.attempts]
-    assert folders == ["tp2-dp2", "tp4/repeat-0", "tp4/repeat-1"]
+    assert folders == ["tp2-dp2", "tp4", "tp4/repeat-1"]
+
+
+def test_repeats_run_in_rounds_of_all_trials_that_have_so_many(plan):
+    """A B C A B C removes slow changes of the machine from the comparison, which A A B B C C does not."""
+    study = plan(BASE + "repeats: 2\ntrials: [{name: a, repeats: 3}, {name: b, tp: 2}, {name: c, tp: 4, repeats: 4}]")
+    runs = [(attempt.trial.name, attempt.repeat) for attempt in study.attempts]
+    assert runs == [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("c", 1), ("a", 2), ("c", 2), ("c", 3)]
 
 
 @pytest.mark.parametrize(
@@ -301,6 +308,37 @@ def test_the_command_line_sets_fields_of_the_base(tmp_path):
     assert study.name == "study" and StudyFile.read(path).base["model"] == "llama-tiny"
     emulated = Request(path, tmp_path, emulate_hosts=2).plan_here(2)[0]
     assert emulated.as_run and "emulate_hosts: 2" in emulated.as_run
+
+
+def test_the_command_line_sets_the_repeats_of_all_trials(tmp_path):
+    path = tmp_path / "study.yaml"
+    path.write_text(
+        "base: {model: llama-tiny, repeats: 2}\ntrials: [{name: one}, {name: two, tp: 2, repeats: 7}]\nrepeats: 4"
+    )
+    study, _ = Request(path, tmp_path, repeats=3).plan_here(2)
+    assert [trial.repeats for trial in study.trials] == [3, 3]
+    path.write_text(study.as_run)
+    again = Request(path, tmp_path).plan_launched(2)
+    assert [trial.repeats for trial in again.trials] == [3, 3], "the copy in the output directory says so, too"
+    assert Request(path, tmp_path).plan_launched(2).digest != Request(path, tmp_path, repeats=5).plan_launched(2).digest
+
+
+@pytest.mark.parametrize(
+    ("repeats", "settings", "words"),
+    [
+        (0, (), "--repeats 0 must be a whole number of runs from 1 to 1000, e.g. 3"),
+        (1001, (), "--repeats 1001 must be a whole number of runs from 1 to 1000, e.g. 3"),
+        (2.0, (), "--repeats 2.0 must be"),
+        (3, ("repeats=2",), "--repeats 3 and --set repeats=2 both set the repeats; use one of them"),
+        (3, ("tp=1", "one.repeats=2"), "--repeats 3 and --set one.repeats=2 both set the repeats; use one of them"),
+    ],
+)
+def test_repeats_that_the_command_line_cannot_set(tmp_path, repeats, settings, words):
+    path = tmp_path / "study.yaml"
+    path.write_text("base: {model: llama-tiny}\ntrials: [{name: one}]")
+    for plan in (lambda request: request.plan_here(1), lambda request: request.plan_launched(1)):
+        with pytest.raises(StudyError, match=re.escape(words)):
+            plan(Request(path, tmp_path, settings=settings, repeats=repeats))
 
 
 @pytest.mark.parametrize(
