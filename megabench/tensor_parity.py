@@ -147,7 +147,7 @@ def _compare(
         found = sketch.compare(mine, expected, kind, step)
         problems += _problems(found, tolerance)
         for one in found:
-            part = max(one.relative, one.of_block) / tolerance
+            part = one.judged / tolerance
             if worst is None or part > worst[0]:
                 worst = part, one
     assert worst is not None, "there are tensors"
@@ -162,7 +162,7 @@ def _compare(
 
 def _problems(found: Sequence[sketch.Difference], tolerance: float) -> list[str]:
     """Return a sentence about the tensors of one kind and step that differ by more than the tolerance."""
-    wrong = [one for one in found if max(one.relative, one.of_block) > tolerance]
+    wrong = [one for one in found if one.judged > tolerance]
     if not wrong:
         return []
     first = min(wrong, key=lambda one: _distance_from_loss(one.name))

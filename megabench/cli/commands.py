@@ -148,6 +148,14 @@ def compare(
     max_minutes: Annotated[
         float | None, typer.Option(metavar="M", help="Time for the additional runs of --confirm [default: 60].")
     ] = None,
+    locate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRIAL",
+            help="Run this trial and the reference for four steps, also in fp32 and with the reference kernels, to "
+            "tell rounding from an error.",
+        ),
+    ] = None,
     plan: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Also run the N layouts that are predicted to be fastest.")
     ] = None,
@@ -191,9 +199,12 @@ def compare(
         raise UserError(f"{'--cluster' if cluster else '--profile'} works only with --plan N.")
     planning = Planning(plan, cluster, profile) if plan else None
     source = find_study(study)
+    excluded = {"--only": only, "--plan": plan, "--repeats": repeats, "--confirm": confirm} if locate else {}
+    if given := [name for name, value in excluded.items() if value]:
+        raise UserError(f"--locate {locate} runs only this trial and the reference; leave out {given[0]}")
     request = Request(
         source,
-        out or Path("runs", source.stem),
+        out or Path("runs", f"{source.stem}-locate-{locate}" if locate else source.stem),
         resume,
         tuple(only or ()),
         emulate_hosts,
@@ -202,6 +213,7 @@ def compare(
         repeats,
         confirm,
         max_minutes,
+        locate,
     )
     if launcher_rank() is not None:
         if planning and not cluster:

@@ -110,7 +110,7 @@ class Results:
     def _compare_tensors(self, records: Sequence[RunRecord]) -> None:
         """Compare the sketches of each run with those of its reference, once."""
         standards = standards_of(records, self.study.reference)
-        files = {attempt.key: self.sketches(attempt) for attempt in self.attempts}
+        files: dict[Key, Path] = {attempt.key: self.sketches(attempt) for attempt in self.attempts}
         for record in records:
             if not record.work_class or not (standard := standards.get(record.work_class.id)) or record is standard:
                 continue

@@ -17,6 +17,7 @@ from megabench.errors import UserError
 from megabench.record import RunFailure, RunRecord
 from megabench.runtime.run_lock import RunLockedError
 from megabench.study.compare_request import Request
+from megabench.study.locate import located
 from megabench.study.planned_trials import regret_sentence
 from megabench.study.results_directory import how_to_confirm
 from megabench.study.study import Attempt, Study
@@ -168,6 +169,8 @@ def _run_all(queue: TrialQueue, request: Request, results: Results, attempts: Se
         console.print(results.study.question, markup=False, highlight=False, soft_wrap=True)
     records, reference = results.records, results.study.reference
     show(console, records, reference, results.study.answers, confirm=how_to_confirm(results.out, records))
+    if request.locate:
+        console.print(located(records), markup=False, highlight=False, soft_wrap=True)
     write_head(console, records, reference, results.out)
     if sentence := regret_sentence(records):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from megabench.hardware.facts import gpu_names
 from megabench.settings.bounds import NumRepeats
 from megabench.settings.reading import parse_yaml
 from megabench.study.expand import expand, list_fields
+from megabench.study.locate import locating_file
 from megabench.study.planned_trials import Planning
 from megabench.study.study import (
     TRIAL_SETTINGS,
@@ -75,6 +76,7 @@ class Request:
     repeats: int | None = None
     confirm: bool = False
     max_minutes: float | None = None
+    locate: str | None = None
 
     @property
     def minutes_to_confirm(self) -> float:
@@ -155,6 +157,10 @@ class Request:
         device: Literal["cpu", "cuda"] = "cuda" if gpu_names() or file.needs_gpus else "cpu"
         predictor = None
         file = self._with_trial_settings(file, num_processes, device)
+        if self.locate:
+            # the trials that are not located may be larger than this launch
+            enough = max(num_processes, file.largest_world_size or 0)
+            file = locating_file(plan_study(file, self.source, enough, device), self.locate)
         if self.planning:
             file, predictor = self.planning.extend(file, self.source, num_processes)
         study = plan_study(file, self.source, num_processes, device, self.only)
@@ -164,7 +170,7 @@ class Request:
                 f"--only selects none of the {len(planned)} trials that --plan added; add --only 'plan-*' to run them, "
                 f"or remove --plan"
             )
-        if not self.planning and not self.settings and not self.emulate_hosts and self.repeats is None:
+        if not (self.planning or self.settings or self.emulate_hosts or self.repeats or self.locate):
             return study
         named = file.model_copy(update={"name": study.name})
         as_run = yaml.safe_dump(named.model_dump(exclude_defaults=True), sort_keys=False)
