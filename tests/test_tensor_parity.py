@@ -98,6 +98,11 @@ EXPECTED = {
     "a stale weight": "the first is model.layers.1.mlp.down_proj.weight",
     "clipping without the output layer": "the clipping omits or repeats some of them",
 }
+# errors that change every tensor, so that no place can be named
+WITHOUT_PLACE = (
+    *("gradients not divided by dp", "another beta2", "a learning rate 5% too high", "eps outside the root"),
+    *("no clipping", "a dropped micro-batch"),
+)
 
 
 def train(run: ResolvedConfig, path: Path, error: str | None = None) -> Series:
@@ -147,19 +152,30 @@ def _stale(engine: Engine) -> Iterator[None]:
         weight.copy_(before)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Series]]:
-    folder = tmp_path_factory.mktemp("sketches")
-    made: dict[str, tuple[Path, Series]] = {}
+class Sketched:
+    """The files of sketches, losses and gradient norms of runs by name. Each run is trained once."""
 
-    def of(name: str, world_size: int = 1, error: str | None = None, **fields: Any) -> tuple[Path, Series]:
-        if name not in made:
-            path = folder / f"{len(made)}.safetensors"
+    def __init__(self, folder: Path, job: Callable[[ResolvedConfig, Path, str | None], Series]) -> None:
+        self._folder, self._job = folder, job
+        self._made: dict[str, tuple[Path, Series]] = {}
+
+    def __call__(self, name: str, world_size: int = 1, error: str | None = None, **fields: Any) -> tuple[Path, Series]:
+        if name not in self._made:
+            path = self._folder / f"{len(self._made)}.safetensors"
             run = resolve(world_size, **BASE | fields)
-            made[name] = path, distributed.run(train, world_size, run, path, error)[0]
-        return made[name]
+            self._made[name] = path, distributed.run(self._job, world_size, run, path, error)[0]
+        return self._made[name]
 
-    return of
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Sketched:
+    return Sketched(tmp_path_factory.mktemp("sketches"), train)
+
+
+def print_row(error: str, layout: str, by_losses: bool, found: TensorParity, place: str) -> None:
+    """Print a row of the table in docs/comparing.md: error, layout, who sees it, and whether the place is named."""
+    seen = ("no", "yes")
+    print(f"\n| {error} | {layout} | {seen[by_losses]} | {seen[bool(found.problems)]} | {place} |")
 
 
 def seen_by_losses(ours: Series, theirs: Series, precision: str = "fp32") -> bool:
@@ -170,17 +186,18 @@ def seen_by_losses(ours: Series, theirs: Series, precision: str = "fp32") -> boo
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("error", [*EDITS, *SETTINGS, *EXPECTED])
-def test_a_planted_error_is_placed(trained: Callable[..., Any], error: str) -> None:
+def test_a_planted_error_is_placed(trained: Sketched, error: str) -> None:
     settings, words = SETTINGS.get(error, ({}, EDITS[error][1] if error in EDITS else EXPECTED.get(error, "")))
     path, series = trained(error, error=error, engine="ddp", **settings)
     reference, other = trained("reference", engine="ddp")
     found = compare_files(path, reference)
-    print(f"{error}: losses and norms see it: {seen_by_losses(series, other)}; {found.problems[:1]}")
     assert found.problems and words in " ".join(found.problems), found
+    place = "every tensor" if error in WITHOUT_PLACE else "yes"
+    print_row(error, "one process, ddp", seen_by_losses(series, other), found, place)
 
 
 @pytest.mark.distributed
-def test_a_missing_weight_decay_of_small_weights_is_seen_in_the_settings_alone(trained: Callable[..., Any]) -> None:
+def test_a_missing_weight_decay_of_small_weights_is_seen_in_the_settings_alone(trained: Sketched) -> None:
     """It changes the first updates by 0.2%, less than the signs of small gradients that rounding changes may."""
     path, series = trained("no weight decay", engine="ddp", weight_decay=0.0)
     reference, other = trained("reference", engine="ddp")
@@ -192,7 +209,7 @@ def test_a_missing_weight_decay_of_small_weights_is_seen_in_the_settings_alone(t
 
 
 @pytest.mark.distributed
-def test_gradients_do_not_depend_on_the_betas_of_a_group(trained: Callable[..., Any]) -> None:
+def test_gradients_do_not_depend_on_the_betas_of_a_group(trained: Sketched) -> None:
     path, _ = trained("a group", engine="ddp", param_groups="norm: beta1=0.5")
     problems = compare_files(path, trained("reference", engine="ddp")[0]).problems
     assert not [problem for problem in problems if "step 1" in problem], problems
@@ -212,7 +229,7 @@ def test_gradients_do_not_depend_on_the_betas_of_a_group(trained: Callable[..., 
     ],
     ids=lambda value: str(value),
 )
-def test_rounding_is_no_error(trained: Callable[..., Any], world_size: int, fields: dict[str, Any]) -> None:
+def test_rounding_is_no_error(trained: Sketched, world_size: int, fields: dict[str, Any]) -> None:
     path, _ = trained(str(fields), world_size, **fields)
     found = compare_files(path, trained("reference", engine="ddp")[0])
     print(f"{fields}: {found.part_of_tolerance:.2g} times the tolerance of {found.largest}")
