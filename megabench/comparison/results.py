@@ -124,6 +124,11 @@ class Results:
                     self._tensors[pair] = compare_files(ours, theirs)
 
     @property
+    def how_to_confirm(self) -> str | None:
+        """A sentence with the command that confirms the ranking, if the copy of the study can run."""
+        return how_to_confirm(self.out, self.study, list(self._by_key.values()))
+
+    @property
     def by_folder(self) -> dict[Path, RunRecord]:
         """The records so far by the directories of their runs under `logs` and `tensorboard`."""
         return {attempt.folder: self._by_key[attempt.key] for attempt in self.attempts if attempt.key in self._by_key}
@@ -266,8 +271,9 @@ class Results:
         """Write the report of the records so far, and return its path."""
         path, study, records = self.out / "report.html", self.study, tuple(self.records)
         findings = examine(records, study.reference)
-        confirm = how_to_confirm(self.out, records)
-        shown = StudyRecords(study.name, study.question, study.reference, records, study.answers, confirm=confirm)
+        shown = StudyRecords(
+            study.name, study.question, study.reference, records, study.answers, confirm=self.how_to_confirm
+        )
         write_report(path, shown, findings)
         return path
 

@@ -19,7 +19,6 @@ from megabench.runtime.run_lock import RunLockedError
 from megabench.study.compare_request import Request
 from megabench.study.locate import located
 from megabench.study.planned_trials import regret_sentence
-from megabench.study.results_directory import how_to_confirm
 from megabench.study.study import Attempt, Study
 from megabench.study.table import show
 from megabench.supervisor.coordinator import Coordinator, StudyStopped, note_signals
@@ -168,7 +167,7 @@ def _run_all(queue: TrialQueue, request: Request, results: Results, attempts: Se
     if results.study.question:
         console.print(results.study.question, markup=False, highlight=False, soft_wrap=True)
     records, reference = results.records, results.study.reference
-    show(console, records, reference, results.study.answers, confirm=how_to_confirm(results.out, records))
+    show(console, records, reference, results.study.answers, confirm=results.how_to_confirm)
     if request.locate:
         console.print(located(records), markup=False, highlight=False, soft_wrap=True)
     write_head(console, records, reference, results.out)

@@ -97,6 +97,11 @@ def test_data_parallel_engines_read_directories(folders: dict[str, str], family:
     assert_equal_to_reference(2, model=folders[family], num_layers=None, engine=engine, **OPTIMIZERS["adamw"])
 
 
+@pytest.mark.parametrize("engine", DATA_PARALLEL)
+def test_tied_embeddings_whose_rows_the_ranks_do_not_divide(engine: str) -> None:
+    assert_equal_to_reference(2, model="llama32-tiny", num_layers=2, engine=engine, **OPTIMIZERS["adamw"])
+
+
 @pytest.mark.parametrize("engine", [name for name, spec in ENGINES.items() if not spec.needs_blocks])
 @pytest.mark.parametrize("family", ["gpt2-tiny", "bloom-tiny"])
 def test_families_without_parallel_blocks(family: str, engine: str) -> None:

@@ -54,6 +54,7 @@ class FsdpEngine(TransformersEngine):
         """Build the sharded model with its initial weights. No rank ever stores the whole model."""
         run = self.run
         model = shared.build_on_meta(shared.model_config(run), run, torch.float32)
+        model.tie_weights()  # before FSDP2 shards the tied tensors, which it would otherwise shard separately
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[run.precision], reduce_dtype=DTYPES[run.grad_dtype])
         mesh = self._mesh()
         offload = CPUOffloadPolicy(pin_memory=run.device == "cuda") if self.own.offload == "all" else OffloadPolicy()
