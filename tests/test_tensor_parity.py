@@ -202,7 +202,9 @@ def test_a_missing_weight_decay_of_small_weights_is_seen_in_the_settings_alone(t
     path, series = trained("no weight decay", engine="ddp", weight_decay=0.0)
     reference, other = trained("reference", engine="ddp")
     assert not seen_by_losses(series, other)
-    (problem,) = compare_files(path, reference).problems
+    found = compare_files(path, reference)
+    print_row("no weight decay", "one process, ddp", False, found, "yes")
+    (problem,) = found.problems
     assert problem.startswith(
         "weight_decay of 30 of 39 tensors is not that of the other run, such as 0.0 instead of 0.1"
     )

@@ -416,7 +416,7 @@ ERRORS: dict[str, Error] = {
         {"pp": 2, **QWEN2}, words_of("model.embed_tokens.weight"), patches=_separate_embeddings
     ),
     "the output layer's tied weights not updated": Error(
-        {"pp": 2, **QWEN2}, words_of("", 50, "gradients of step 2"), _stale_output_layer, place="no"
+        {"pp": 2, **QWEN2}, "copies of the weight of model.embed_tokens.weight differ", _stale_output_layer
     ),
     "layers loaded into each other's stage": Error(
         {"pp": 2}, words_of("model.layers.2.", 14, "weights of step 0"), patches=_swapped_layers
@@ -431,7 +431,9 @@ ERRORS: dict[str, Error] = {
     "a gradient not reduced": Error(
         {"engine": "ddp"}, words_of(f"{LAYER}mlp.down_proj.weight"), patches=_unreduced_tensor
     ),
-    "a replica not updated": Error({"engine": "ddp"}, SECOND_STEP, _stale_replica, place="no"),
+    "a replica not updated": Error(
+        {"engine": "ddp"}, f"copies of the weight of {LAYER}mlp.down_proj.weight differ", _stale_replica
+    ),
     "two ranks read the same data": Error(FSDP, ALL_GRADIENTS, patches=_same_data, place="every tensor"),
     "gradients summed instead of averaged": Error(
         FSDP, "All gradients of step 1 are 2 times", _sum_instead_of_mean, place="every tensor"
@@ -451,7 +453,9 @@ ERRORS: dict[str, Error] = {
         {**ZERO, "zero_stage": 2}, ALL_GRADIENTS, _dropped_micro_batch, place="every tensor"
     ),
     "a partition not copied from the masters": Error(
-        {**ZERO, "zero_stage": 3, "zero_persistence": 100}, SECOND_STEP, _stale_partition, place="no"
+        {**ZERO, "zero_stage": 3, "zero_persistence": 100},
+        f"the forward pass uses are not those of the optimizer: {LAYER}mlp.down_proj.weight",
+        _stale_partition,
     ),
     "a learning rate 5% too high on one rank": Error(
         {"engine": "megatron_fsdp"}, words_of("", 19, "updates of step 1"), _other_learning_rate

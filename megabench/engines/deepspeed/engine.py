@@ -162,7 +162,7 @@ class DeepSpeedEngine(TransformersEngine):
                 parameter.partition()
 
     def compute_weights(self) -> list[StateShard]:
-        return self.state.compute_weights() if self.run.policy.has_masters else []
+        return self.state.compute_weights()
 
     @property
     def optimizer_groups(self) -> Sequence[Mapping[str, Any]]:
