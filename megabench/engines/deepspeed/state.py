@@ -72,7 +72,7 @@ class ZeroState:
         ]
 
     def compute_weights(self) -> list[StateShard]:
-        """Return the weights of the forward pass: whole ones under ZeRO 1 and 2, and this rank's partitions under ZeRO-3."""
+        """Return the weights of the forward pass, of which ZeRO-3 keeps a partition on each rank."""
         shapes = hugging_face_shapes(self._run.shape)
         found = []
         for name, parameter in self._engine.module.named_parameters() if self._stage else ():
