@@ -192,6 +192,11 @@ class Difference:
         return self.relative if self.is_vector else max(self.relative, self.of_block)
 
 
+def smallest_norm(tensors: Mapping[str, Tensor]) -> float:
+    """Return the norm below which a gradient counts as rounding: 1/1000 of the tensors' root mean square norm."""
+    return _FLOOR * math.sqrt(sum(estimated_norm(one) ** 2 for one in tensors.values()) / max(1, len(tensors)))
+
+
 def compare(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], kind: str, step: int) -> list[Difference]:
     """Return the difference of each tensor, the largest first. Both mappings have the same names.
 
@@ -199,7 +204,7 @@ def compare(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], kind: str,
     at least `_FLOOR` times as large as the root mean square of all tensors, and blocks as at least as large as the root
     mean square of the tensor's blocks.
     """
-    floor = _FLOOR * math.sqrt(sum(estimated_norm(one) ** 2 for one in theirs.values()) / max(1, len(theirs)))
+    floor = smallest_norm(theirs)
     found = []
     for name, theirs_one in theirs.items():
         difference = ours[name] - theirs_one
