@@ -287,7 +287,7 @@ class PlacementUsed(_Part):
 
 
 class Rollback(_Part):
-    """The return of a run to the healthy checkpoint of step `restored_step` after a problem at step `step`.
+    """A rollback: after a problem at step `step`, the run was restored from the checkpoint of step `restored_step`.
 
     `next_batch` is the index of the global batch that step `restored_step` + 1 uses afterwards, counted from 0. Batches
     from the restored step to the problem are skipped.

@@ -9,10 +9,10 @@ error of 18%.
 Any trainer can use this module; it needs only torch and safetensors. On each rank, add up the sketches of the rank's
 parts of each tensor, with each element on one rank only. Then sum over the ranks, and write the file on one of them::
 
-    sketches = {("exp_avg", 1, name): sketch(name, shape, part, start) for name, shape, part, start in my_parts}
+    sketches = {("gradient", 1, name): sketch(name, shape, part, start) for name, shape, part, start in my_parts}
     for values in sketches.values():  # in the same order on all ranks
         torch.distributed.all_reduce(values)
-    write("sketches.safetensors", sketches)
+    write("sketches.safetensors", sketches, precision="bf16")
 
 `megabench parity A B` compares two files.
 """
@@ -35,7 +35,8 @@ _CHUNK, _CHUNK_ON_CPU = 1 << 19, 1 << 14
 _VERSION = "1"
 _FLOOR = 1e-3
 
-# a kind of tensor such as "exp_avg", the number of optimizer steps before it was read, and the Hugging Face name
+# a kind of tensor ("weight", "gradient", "exp_avg_sq" or "update"), the number of optimizer steps before it was read,
+# and the Hugging Face name
 Key = tuple[str, int, str]
 
 
@@ -43,8 +44,14 @@ class SketchError(ValueError):
     """Raised if a file of sketches cannot be read."""
 
 
-def sketch(name: str, shape: tuple[int, ...], part: Tensor, start: tuple[int, ...] = (0, 0)) -> Tensor:
-    """Return the sketch of a rectangular part of a tensor, fp64 [2, 32, 65] on the part's device.
+def sketch(
+    name: str,
+    shape: tuple[int, ...],
+    part: Tensor,
+    start: tuple[int, ...] = (0, 0),
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return the sketch of a rectangular part of a tensor, fp64 [2, 32, 65] on `device`.
 
     The sketch has blocks of rows and blocks of columns, and for each block the squared norm and 64 projections. A
     vector has no blocks of columns.
@@ -54,20 +61,22 @@ def sketch(name: str, shape: tuple[int, ...], part: Tensor, start: tuple[int, ..
         shape: The shape of the whole tensor, 1 or 2 dimensions.
         part: The elements, with as many dimensions as `shape`.
         start: The index of the part's first element in the whole tensor.
+        device: The device that computes the sketch, to which the part is copied in chunks. By default that of the part.
     """
     rows, columns = (*shape, 1)[:2]
     top, left = (*start, 0)[:2]
     part = part.detach().reshape(part.shape[0], -1)
-    found = torch.zeros(2, NUM_BLOCKS, 1 + NUM_SIGNS, dtype=torch.float64, device=part.device)
-    chunk = _CHUNK_ON_CPU if part.device.type == "cpu" else _CHUNK
+    device = device or part.device
+    found = torch.zeros(2, NUM_BLOCKS, 1 + NUM_SIGNS, dtype=torch.float64, device=device)
+    chunk = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK
     width = min(part.shape[1], chunk)
     height = chunk // width
     for first_column in range(0, part.shape[1], width):
         for first_row in range(0, part.shape[0], height):
-            values = part[first_row : first_row + height, first_column : first_column + width].float()
-            row = torch.arange(len(values), device=part.device) + top + first_row
-            column = torch.arange(values.shape[1], device=part.device) + left + first_column
-            terms = torch.empty(*values.shape, 1 + NUM_SIGNS, device=part.device)
+            values = part[first_row : first_row + height, first_column : first_column + width].to(device, torch.float32)
+            row = torch.arange(len(values), device=device) + top + first_row
+            column = torch.arange(values.shape[1], device=device) + left + first_column
+            terms = torch.empty(*values.shape, 1 + NUM_SIGNS, device=device)
             torch.square(values, out=terms[..., 0])
             torch.mul(_signs(name, row.unsqueeze(-1) * columns + column), values.unsqueeze(-1), out=terms[..., 1:])
             found[0].index_add_(0, row * NUM_BLOCKS // rows, terms.sum(1).double())
@@ -192,19 +201,19 @@ class Difference:
         return self.relative if self.is_vector else max(self.relative, self.of_block)
 
 
-def smallest_norm(tensors: Mapping[str, Tensor]) -> float:
-    """Return the norm below which a gradient counts as rounding: 1/1000 of the tensors' root mean square norm."""
-    return _FLOOR * math.sqrt(sum(estimated_norm(one) ** 2 for one in tensors.values()) / max(1, len(tensors)))
+def smallest_norm(tensors: Mapping[str, Tensor], part: float = _FLOOR) -> float:
+    """Return `part` of the root mean square of the tensors' norms. Smaller gradients count as rounding."""
+    return part * math.sqrt(sum(estimated_norm(one) ** 2 for one in tensors.values()) / max(1, len(tensors)))
 
 
 def compare(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], kind: str, step: int) -> list[Difference]:
     """Return the difference of each tensor, the largest first. Both mappings have the same names.
 
     Some gradients are zero in theory, such as those of the keys' biases, and consist of rounding. So tensors count as
-    at least `_FLOOR` times as large as the root mean square of all tensors, and blocks as at least as large as the root
-    mean square of the tensor's blocks.
+    at least `_FLOOR` times as large as the root mean square of all tensors (squared for second moments), and blocks as
+    at least as large as the root mean square of the tensor's blocks.
     """
-    floor = smallest_norm(theirs)
+    floor = smallest_norm(theirs, _FLOOR**2 if kind == "exp_avg_sq" else _FLOOR)
     found = []
     for name, theirs_one in theirs.items():
         difference = ours[name] - theirs_one

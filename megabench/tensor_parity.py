@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,10 +45,7 @@ def compare_files(ours: Path, theirs: Path) -> TensorParity:
 
     Raises ParityError if a file cannot be read, or if the runs have other tensors, steps or precisions.
     """
-    try:
-        (mine, facts), (expected, other_facts) = sketch.read(ours), sketch.read(theirs)
-    except sketch.SketchError as error:
-        raise ParityError(str(error)) from None
+    (mine, facts), (expected, other_facts) = _read(ours), _read(theirs)
     if (precision := facts.get("precision")) != (other := other_facts.get("precision")):
         raise ParityError(f"{ours} is of a run in {precision} and {theirs} in {other}; compare runs of one precision")
     if precision not in _TOLERANCES:
@@ -58,28 +56,60 @@ def compare_files(ours: Path, theirs: Path) -> TensorParity:
     if missing := sorted(mine.keys() ^ expected.keys()):
         kind, step, name = missing[0]
         raise ParityError(
-            f"{len(missing)} tensors are in only one of {ours} and {theirs}, such as the {_TITLES.get(kind, kind)} "
-            f"of step {step} of {name}; compare runs of one model"
+            f"{len(missing)} tensors are in only one of {ours} and {theirs}, such as the {_TITLES[kind]} of step "
+            f"{step} of {name}; compare runs of one model"
         )
     if not expected:
         raise ParityError(f"{ours} and {theirs} have no tensors in common; write them again")
     tolerances = _TOLERANCES[precision]
     if facts.get("optimizer") == "muon":  # torch's Muon computes the updates of matrices in bf16
         tolerances = tolerances | {"update": max(tolerances["update"], _TOLERANCES["bf16"]["update"])}
-    found = _compare(mine, expected, tolerances)
-    own = [*_fact(ours, facts, "problems", []), *_norm_problems(mine, facts)]
-    used = _hyper_parameter_problems(
+    problems = _without_non_finite(mine, expected)
+    if not problems:
+        problems += _norm_problems(mine, facts)
+    problems += _fact(ours, facts, "problems", [])
+    problems += _hyper_parameter_problems(
         _fact(ours, facts, "hyper_parameters", {}), _fact(theirs, other_facts, "hyper_parameters", {})
     )
-    return found.model_copy(update={"problems": [*own, *used, *found.problems]})
+    found = _compare(mine, expected, tolerances)
+    return found.model_copy(update={"problems": [*problems, *found.problems]})
+
+
+def _read(path: Path) -> tuple[dict[sketch.Key, Tensor], dict[str, str]]:
+    """Return the sketches and the facts of a file."""
+    try:
+        sketches, facts = sketch.read(path)
+    except sketch.SketchError as error:
+        raise ParityError(str(error)) from None
+    if unknown := sorted({kind for kind, _, _ in sketches} - _TITLES.keys()):
+        raise ParityError(f"{path} has tensors of kind {unknown[0]!r}; use {', '.join(_TITLES)}")
+    return sketches, facts
+
+
+def _without_non_finite(mine: dict[sketch.Key, Tensor], theirs: dict[sketch.Key, Tensor]) -> list[str]:
+    """Remove the tensors that are not finite in one of the runs, and return a sentence for each run that has some."""
+    problems = []
+    for sketches, whose in ((mine, "this run"), (theirs, "the other run")):
+        if wrong := [key for key, one in sketches.items() if not one.isfinite().all()]:
+            kind, step, name = min(wrong, key=lambda key: key[1])
+            problems.append(
+                f"{len(wrong)} tensors of {whose} are not finite, such as the {_TITLES[kind]} of {name} in step {step}."
+            )
+        for key in wrong:
+            del mine[key], theirs[key]
+    return problems
 
 
 def _fact(path: Path, facts: Mapping[str, str], name: str, default: Any) -> Any:
+    """Return a fact that is a list of strings or a mapping of mappings, as `default` is."""
+    item = str if isinstance(default, list) else dict
     try:
         value = parse_json(facts[name]) if name in facts else default
     except ValueError as error:
         raise ParityError(f"{name} of {path} is not JSON: {error}") from None
-    if type(value) is not type(default):
+    if type(value) is not type(default) or not all(
+        isinstance(one, item) for one in (value.values() if isinstance(value, dict) else value)
+    ):
         raise ParityError(f"{name} of {path} is not what megabench writes; write the file again")
     return value
 
@@ -115,7 +145,8 @@ def _hyper_parameter_problems(mine: dict[str, dict[str, Any]], theirs: dict[str,
     problems = []
     common = [name for name in mine if name in theirs]
     for value in sorted({value for name in common for value in (mine[name].keys() | theirs[name].keys())}):
-        wrong = [name for name in common if mine[name].get(value) != theirs[name].get(value)]
+        # as text, in which a NaN equals itself
+        wrong = [name for name in common if repr(mine[name].get(value)) != repr(theirs[name].get(value))]
         if wrong:
             first = wrong[0]
             problems.append(
@@ -158,12 +189,13 @@ def _compare(
             part = one.judged / tolerance
             if worst is None or part > worst[0]:
                 worst = part, one
-    assert worst is not None, "there are tensors"
-    part, largest = worst
+    part, largest = worst or (0.0, None)
     return TensorParity(
         num_tensors=len({name for _, _, name in theirs}),
-        largest=f"the {_TITLES[largest.kind]} of {largest.name} in step {largest.step}",
-        part_of_tolerance=part,
+        largest=f"the {_TITLES[largest.kind]} of {largest.name} in step {largest.step}"
+        if largest
+        else "none is finite",
+        part_of_tolerance=min(part, sys.float_info.max),
         problems=problems,
     )
 

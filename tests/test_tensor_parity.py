@@ -110,7 +110,14 @@ def train(run: ResolvedConfig, path: Path, error: str | None = None) -> Series:
     engine = build_engine(run, torch.device("cpu"))
     source, rank = open_source(run), dist.get_rank()
     observer = TensorSketches(path)
-    trainer: Any = SimpleNamespace(run=run, engine=engine, device=torch.device("cpu"), rank=rank, num_before=0)
+    trainer: Any = SimpleNamespace(
+        run=run,
+        engine=engine,
+        device=torch.device("cpu"),
+        rank=rank,
+        num_before=0,
+        watchdog=SimpleNamespace(touch=lambda: None),
+    )
     observer.on_ready(trainer)
     losses, norms = [], []
     for step in range(NUM_STEPS):
@@ -293,3 +300,55 @@ def test_equal_files_are_equal(tmp_path: Path) -> None:
     good = _file(tmp_path, precision="fp32")
     found = compare_files(good, good)
     assert isinstance(found, TensorParity) and found.problems == [] and found.part_of_tolerance == 0
+
+
+def _written(path: Path, value: float, **facts: str) -> Path:
+    names = ("a.weight", "b.weight")
+    vectors = {name: torch.ones(8) for name in names} | {"b.weight": torch.full((8,), value)}
+    sketches = {
+        (kind, step, name): sketch.sketch(name, (8,), vector)
+        for kind, step in (("weight", 0), ("gradient", 2))
+        for name, vector in vectors.items()
+    }
+    sketch.write(path, sketches, precision="fp32", **facts)
+    return path
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_tensors_that_are_not_finite_are_not_equal(tmp_path: Path, value: float) -> None:
+    good, bad = _written(tmp_path / "good", 1.0), _written(tmp_path / "bad", value)
+    for ours, theirs, whose in ((bad, good, "this run"), (good, bad, "the other run")):
+        found = compare_files(ours, theirs)
+        assert found.problems[0] == f"2 tensors of {whose} are not finite, such as the weight of b.weight in step 0."
+        assert TensorParity.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"hyper_parameters": '{"a": 1}'}, "hyper_parameters of .* is not what megabench writes"),
+        ({"problems": "[1]"}, "problems of .* is not what megabench writes"),
+        ({"problems": "["}, "problems of .* is not JSON"),
+    ],
+)
+def test_files_with_odd_facts(tmp_path: Path, facts: dict[str, str], words: str) -> None:
+    with pytest.raises(ParityError, match=words):
+        compare_files(_written(tmp_path / "odd", 1.0, **facts), _written(tmp_path / "good", 1.0))
+
+
+def test_files_with_an_unknown_kind_of_tensor(tmp_path: Path) -> None:
+    sketch.write(tmp_path / "a", {("exp_avg", 1, "a"): sketch.sketch("a", (8,), torch.ones(8))}, precision="fp32")
+    with pytest.raises(ParityError, match="has tensors of kind 'exp_avg'; use weight, gradient, exp_avg_sq, update"):
+        compare_files(tmp_path / "a", tmp_path / "a")
+
+
+def test_a_small_tensor_has_a_small_second_moment() -> None:
+    """The floor of gradients is relative to the norms of all tensors, and that of their squares to the squares."""
+    torch.manual_seed(0)
+    scales = {"large": 1.0, "small": 0.008}
+    moments = {
+        name: sketch.sketch(name, (64, 64), (scale * torch.randn(64, 64)).square()) for name, scale in scales.items()
+    }
+    wrong = moments | {"small": torch.zeros_like(moments["small"])}
+    found = {one.name: one for one in sketch.compare(wrong, moments, "exp_avg_sq", 1)}
+    assert found["small"].relative == pytest.approx(1)

@@ -2,7 +2,8 @@
 
 The noise is the difference of a tensor between two runs of equal work. The tool prints how large an error must be, as a
 multiple of the noise, to be found with a probability of 99.9%, if equal runs are to be called different with a
-probability of 1e-6 per tensor. It simulates the same errors, and counts how many are found.
+probability of 1e-6 per tensor. A simulation then counts how many errors of this
+size are found.
 
 With the sketches of two equal runs, `python -m tools.sketch_power OURS THEIRS` also adds errors of 1 to 100 times the
 measured noise to one gradient of step 1, and prints how many are found.

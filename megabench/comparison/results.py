@@ -6,7 +6,6 @@ import platform
 import re
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -120,8 +119,12 @@ class Results:
                 # importing torch takes seconds, and not every study needs it
                 from megabench.tensor_parity import ParityError, compare_files
 
-                with suppress(ParityError):  # written by another version
+                try:
                     self._tensors[pair] = compare_files(ours, theirs)
+                except ParityError as error:
+                    self._tensors[pair] = TensorParity(
+                        num_tensors=0, largest="none", part_of_tolerance=0.0, problems=[str(error)]
+                    )
 
     @property
     def how_to_confirm(self) -> str | None:
@@ -219,7 +222,11 @@ class Results:
         return None
 
     def clear(self, attempt: Attempt) -> None:
-        """Remove the logs of an earlier attempt of this run, so that they are not mistaken for new ones."""
+        """Forget an earlier attempt of this run, and remove its logs, so that they are not mistaken for new ones."""
+        self._tensors = {pair: found for pair, found in self._tensors.items() if attempt.key not in pair}
+        for key, record in self._by_key.items():  # comparisons with this run, whose sketches no longer exist
+            if record.parity and record.parity.reference == attempt.trial.name:
+                self._by_key[key] = record.model_copy(update={"parity": None})
         for folder in (self.logs(attempt), self.tensorboard(attempt)):
             for path in folder.glob("*"):
                 if path.is_dir() and not path.is_symlink():

@@ -227,7 +227,7 @@ def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display:
     except NothingFitsError as error:
         record = failed_record(trial, error.verdict, error.num_hosts, probes=error.probes)
     except StudyStopped as stopped:
-        if not stopped.signal:  # the failure of the coordinator may be a consequence of this run
+        if not stopped.signal:  # a rank of this run may have ended the coordinator
             lost = Verdict("failed", str(stopped), RunFailure(kind="error", rank=stopped.rank))
             record = failed_record(trial, lost, None, found, probes)
             display.end(results.add(attempt, record))

@@ -48,11 +48,12 @@ def t_quantile(degrees_of_freedom: int) -> float:
 
 
 def paired_ratio(speeds: Mapping[int, float], others: Mapping[int, float]) -> RatioInterval | None:
-    """Return the interval of the ratio `speeds` ÷ `others`, which map the round of each run to its speed.
+    """Return the confidence interval of the speed ratio `speeds` ÷ `others`.
 
-    The runs of a round are compared with each other, because what slows the machine for a while slows all runs of the
-    round. The interval is the t-interval of the mean logarithm of the ratios of the rounds that both have. With fewer
-    than three such rounds, return None: the interval of two rounds is 13 times as wide as their difference.
+    Both arguments map the number of a round to the speed of the run in this round. The runs of a round are compared
+    with each other, because what slows the machine for a while slows all runs of the round. The interval is the
+    t-interval of the mean logarithm of the ratios of the rounds that both have. With fewer than three such rounds,
+    return None: the interval of two rounds is 13 times as wide as their difference.
     """
     logs = [math.log(speeds[number] / others[number]) for number in sorted(set(speeds) & set(others))]
     if len(logs) < FEWEST_RUNS:

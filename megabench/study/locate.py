@@ -11,19 +11,32 @@ from megabench.study.verdict import STATUS_WORDS
 
 _STEPS, _WARMUP_STEPS = 4, 3  # the runs are compared by the sketches of their first steps
 _FP32, _REFERENCE_KERNELS, _AS_IT_IS = "fp32", "reference-kernels", "as-it-is"
-# without these, the trial's own values would contradict the precision fp32
+# a setting that is None is left out, because the trial's own value would contradict the precision fp32
 _VARIANTS: dict[str, dict[str, Any]] = {
-    _FP32: {"precision": "fp32", "grad_dtype": "fp32", "fp8_recipe": None},
+    _FP32: {
+        "precision": "fp32",
+        "grad_dtype": "fp32",
+        "fp8_recipe": None,
+        "num_layers_at_start_in_bf16": None,
+        "num_layers_at_end_in_bf16": None,
+    },
     _REFERENCE_KERNELS: {"kernels": "reference"},
     _AS_IT_IS: {},
 }
 
+_PLACES = {
+    _FP32: "in fp32",
+    _REFERENCE_KERNELS: "with the reference kernels",
+    _AS_IT_IS: "with the trial's own kernels",
+}
+_CAUSES = {_FP32: ", so this is not rounding", _REFERENCE_KERNELS: "", _AS_IT_IS: ", so a kernel is the cause"}
+
 
 def locating_file(study: Study, name: str) -> StudyFile:
-    """Return the study that runs the trial `name` and the reference for a few steps, in each of three ways.
+    """Return the study that runs the trial `name` and the reference for a few steps, in up to three variants.
 
-    The ways are: in fp32; in the precision of the trial with the reference kernels; and in this precision with the
-    trial's own kernels. A way that is impossible or equal to an earlier one is left out.
+    The variants are: in fp32; in the precision of the trial with the reference kernels; and in this precision with the
+    trial's own kernels. A variant that is impossible or equal to an earlier one is left out.
 
     Raises StudyError if `name` is not one trial, or if the trial is the reference.
     """
@@ -35,11 +48,15 @@ def locating_file(study: Study, name: str) -> StudyFile:
         raise StudyError(f"--locate {name} is the reference of the study; name the trial to compare with it")
     reference = next(other for other in study.trials if other.name == study.reference)
     entries: list[dict[str, Any]] = []
-    for way, changes in _VARIANTS.items():
-        pair = [_entry(one, trial, way, changes) for one in (reference, trial)]
+    for variant, changes in _VARIANTS.items():
+        pair = [_entry(source, trial, variant, changes) for source in (reference, trial)]
         is_new = all(_without_name(entry) not in map(_without_name, entries) for entry in pair)
         if is_new and all(_is_valid(entry, trial) for entry in pair):
             entries += pair
+    if not entries:
+        raise StudyError(
+            f"--locate {name}: {trial.name} and {reference.name} cannot run for {_STEPS} steps on their own"
+        )
     return StudyFile(
         name=f"{study.name}-locate-{trial.name}",
         question=f"Is the difference between {trial.name} and {reference.name} rounding?",
@@ -49,15 +66,16 @@ def locating_file(study: Study, name: str) -> StudyFile:
     )
 
 
-def _entry(one: Trial, trial: Trial, way: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `one`, the trial or the reference, in this way of running both."""
-    config, resolved = one.config, one.resolved
+def _entry(source: Trial, trial: Trial, variant: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run in this variant. `source` is the reference or the trial to locate, `trial`."""
+    config, resolved = source.config, source.resolved
     found = {field: getattr(resolved, field) for field in config.auto_settings}
     settings = config.given() | found | {"steps": _STEPS, "warmup_steps": _WARMUP_STEPS, "profile": False}
+    settings |= {"schedule": None, "decay_steps": None}  # which may need more steps
     settings |= {"precision": trial.resolved.precision, "grad_dtype": trial.resolved.grad_dtype, **changes}
-    plan = {"env": one.env, "world_size": one.world_size, "timeout_seconds": one.timeout_seconds}
+    plan = {"env": source.env, "world_size": source.world_size, "timeout_seconds": source.timeout_seconds}
     given = {field: value for field, value in (settings | plan).items() if value is not None}
-    return given | {"name": f"{one.name}-{way}"}
+    return given | {"name": f"{source.name}-{variant}"}
 
 
 def _without_name(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,19 +94,17 @@ def _is_valid(entry: Mapping[str, Any], trial: Trial) -> bool:
 
 def located(records: Sequence[RunRecord]) -> str:
     """Return the conclusion from the records of a study that `locating_file` returned."""
-    bad = [record for record in records if record.status not in ("ok", "diverged")]
-    if bad:
+    if bad := [record for record in records if record.status not in ("ok", "diverged")]:
         return f"Not known: {bad[0].trial} {STATUS_WORDS[bad[0].status]}. Fewer layers may suffice: --set num_layers=N."
-    different = {way: record for way in _VARIANTS for record in records if _is_of(way, record)}
-    if record := different.get(_FP32):
-        return f"This is not rounding, because the trial differs in fp32, too: {record.error}"
-    equal = "In fp32, the tensors of the first steps are equal"
-    if record := different.get(_REFERENCE_KERNELS):
-        return f"{equal}. In {record.precision} with the reference kernels, {record.trial} differs: {record.error}"
-    if record := different.get(_AS_IT_IS):
-        return f"{equal}, also in {record.precision} with the reference kernels. So a kernel differs: {record.error}"
-    return f"{equal}, and in the trial's own precision they differ by no more than rounding."
-
-
-def _is_of(way: str, record: RunRecord) -> bool:
-    return record.status == "diverged" and record.trial.endswith(f"-{way}")
+    compared = [record for record in records if record.parity and record.parity.tensors]
+    equal: list[str] = []
+    for variant, place in _PLACES.items():
+        of_variant = [record for record in compared if record.trial.endswith(f"-{variant}")]
+        if different := [record for record in of_variant if record.status == "diverged"]:
+            before = f"The tensors of the first steps are equal {' and '.join(equal)}. " if equal else ""
+            cause = _CAUSES[variant] if equal or variant == _FP32 else ""
+            return f"{before}{place.capitalize()}, {different[0].trial} differs{cause}: {different[0].error}"
+        equal += [place] if of_variant else []
+    if not equal:
+        return "Not known: the runs wrote no sketches of their tensors."
+    return f"This is rounding: the tensors of the first steps are equal {' and '.join(equal)}."

@@ -238,7 +238,7 @@ def _difference(parity: Parity, record: RunRecord, standard: RunRecord | None) -
 
 def _difference_of_tensors(parity: Parity, record: RunRecord) -> str | None:
     if problems := record.sketches.problems if record.sketches else []:
-        return f"its ranks disagree: {problems[0]}"
+        return f"its state is wrong: {problems[0]}"
     if parity.tensors is None or not parity.tensors.problems:
         return None
     return f"its tensors differ from those of {parity.reference}: {parity.tensors.problems[0]}"

@@ -9,12 +9,15 @@ from torch import Tensor
 
 from megabench.checkpoint.shards import StateShard, num_elements, view
 from megabench.engines.base import Engine
+from megabench.optim.optimizers import StateKind
 from megabench.runtime.rendezvous import gather_objects
 
 Shapes = Mapping[str, tuple[int, ...]]  # by the names of tensors, in the same order on all ranks
 
 _USED = ("lr", "weight_decay", "betas", "eps")  # the values of an optimizer's parameter groups that are compared
-_CHUNK = 1 << 24  # elements whose checksum is computed at a time
+_CHUNK = 1 << 20  # elements whose checksum is computed at a time
+# the state with one value per weight; Adafactor's sums have other shapes than the weight
+_ELEMENTWISE: tuple[StateKind, ...] = ("weight", "exp_avg", "exp_avg_sq", "variance", "momentum_buffer")
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
@@ -25,7 +28,8 @@ def state_problems(engine: Engine, shapes: Shapes) -> list[str]:
     master weights. `shapes` are those of all tensors of the training state. Collective. Call this function between
     `accumulate` and `update`, where the compute weights are those of the last forward pass.
     """
-    shards, weights = engine.training_state().shards, engine.compute_weights()
+    shards = [shard for shard in engine.training_state().shards if shard.kind in _ELEMENTWISE]
+    weights = engine.compute_weights()
     problems = []
     for kind in _agreed({shard.kind for shard in shards}):
         of_kind = [shard for shard in shards if shard.kind == kind]
@@ -93,23 +97,26 @@ def _checksums(
             columns = piece.columns or (0, 1)
             width = shapes[piece.name][1] if piece.columns else 1
             values = view(shard.values, block).reshape(-1, columns[1] - columns[0])
-            values = values.to(device, dtype or values.dtype)
-            found[0, rows[piece.name]] += _checksum(values, piece.rows[0], columns[0], width)
+            checksum = _checksum(values, piece.rows[0], columns[0], width, device, dtype or values.dtype)
+            found[0, rows[piece.name]] += checksum
             found[1, rows[piece.name]] += num_elements(piece)
     dist.all_reduce(found)
     return found
 
 
-def _checksum(values: Tensor, top: int, left: int, width: int) -> Tensor:
-    """Return the sum of the elements' bits, each times an odd number that depends on the element's index, int64."""
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
+def _checksum(values: Tensor, top: int, left: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the sum of the elements' bits, each times an odd number that depends on the element's index, int64.
+
+    The values are copied to `device` and rounded to `dtype` in chunks.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=device)
     height = max(1, _CHUNK // values.shape[1])
     for first in range(0, len(values), height):
-        chunk = values[first : first + height].contiguous()
-        row = torch.arange(len(chunk), device=values.device) + top + first
-        column = torch.arange(chunk.shape[1], device=values.device) + left
+        chunk = values[first : first + height].to(device, dtype).contiguous()
+        row = torch.arange(len(chunk), device=device) + top + first
+        column = torch.arange(chunk.shape[1], device=device) + left
         factors = (row.unsqueeze(-1) * width + column) * 0x5851F42D4C957F2D | 1
-        total += (chunk.view(_INTEGERS[chunk.dtype]) * factors).sum()
+        total += (chunk.view(_INTEGERS[dtype]) * factors).sum()
     return total
 
 

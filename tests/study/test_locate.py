@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megabench.record import Parity, TensorParity
 from megabench.study.locate import located, locating_file
 from megabench.study.study import StudyError, StudyFile, plan_study
 from tests.study.records import make_record
@@ -37,6 +38,13 @@ def test_the_pair_runs_in_three_ways():
     assert all(trial.resolved.why_no_sketches is None for trial in planned.trials)
 
 
+def test_settings_that_need_other_steps_or_fp8_are_left_out():
+    long = study_of(ZERO3, TP2, schedule="wsd", decay_steps=10, steps=40)
+    assert len(locating_file(long, "tp2").trials) == 6
+    fp8 = study_of({"name": "zero3", "tp": 1}, TP2, precision="fp8", num_layers_at_start_in_bf16=1)
+    assert locating_file(fp8, "tp2").trials[0]["name"] == "zero3-fp32"
+
+
 def test_equal_ways_run_once():
     file = locating_file(study_of(ZERO3, TP2, precision="fp32", kernels="reference"), "tp2")
     assert [trial["name"] for trial in file.trials] == ["zero3-fp32", "tp2-fp32"]
@@ -53,17 +61,23 @@ def test_one_trial_is_located(name: str, words: str):
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("fp32", "This is not rounding, because the trial differs in fp32, too: lm_head"),
-        ("reference-kernels", "with the reference kernels, tp2-reference-kernels differs: lm_head"),
-        ("as-it-is", "So a kernel differs: lm_head"),
-        (None, "no more than rounding"),
+        ("fp32", "In fp32, tp2-fp32 differs, so this is not rounding: lm_head"),
+        ("reference-kernels", "equal in fp32. With the reference kernels, tp2-reference-kernels differs: lm_head"),
+        ("as-it-is", "With the trial's own kernels, tp2-as-it-is differs, so a kernel is the cause: lm_head"),
+        (None, "This is rounding: the tensors of the first steps are equal in fp32 and with the reference kernels and"),
     ],
 )
 def test_the_conclusion(way: str | None, words: str):
+    tensors = TensorParity(num_tensors=21, largest="lm_head", part_of_tolerance=0.5)
+    parity = Parity(
+        reference="zero3-fp32", max_relative_difference=0.0, tolerance=1.0, tensors=tensors, verdict="equal"
+    )
     records = []
     for each in ("fp32", "reference-kernels", "as-it-is"):
         bad: dict[str, Any] = {"status": "diverged", "error": "lm_head"} if each == way else {}
-        records += [make_record(LOSSES, trial=f"zero3-{each}"), make_record(LOSSES, trial=f"tp2-{each}", **bad)]
+        records.append(make_record(LOSSES, trial=f"zero3-{each}"))
+        records.append(make_record(LOSSES, trial=f"tp2-{each}", parity=parity, **bad))
     assert words in located(records)
+    assert located(records[:1]) == "Not known: the runs wrote no sketches of their tensors."
     records[0] = make_record([], trial="zero3-fp32", status="oom", work_class=None)
     assert located(records).startswith("Not known: zero3-fp32 ran out of memory.")

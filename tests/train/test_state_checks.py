@@ -72,6 +72,14 @@ def test_a_correct_state_has_no_problem(name: str) -> None:
         }
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "sgd"])
+def test_other_optimizers_have_no_problem(optimizer: str) -> None:
+    world_size, run = run_of("ddp", optimizer=optimizer, eps=1e-8)
+    problems, used = distributed.run(checked, world_size, run)[0]
+    assert problems == [] and used.keys() == hugging_face_shapes(run.shape).keys()
+
+
 def _change(shards: Iterable[StateShard], is_here: bool) -> None:
     for shard in shards:
         if is_here and shard.kind == "weight" and any(NORM.search(block.piece.name) for block in shard.blocks):

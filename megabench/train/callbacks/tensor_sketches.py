@@ -59,13 +59,16 @@ class TensorSketches(Callback):
 
     def before_update(self, step: int) -> None:
         run = self._trainer.run
-        # the first step in which the forward pass uses updated weights, unless the step is timed
-        if step == 2 <= run.warmup_steps and run.has_readable_state and self._num_updates < STEPS_OF_SKETCHES:
+        # the first step in which the forward pass uses updated weights
+        if self._num_updates == 1 and run.has_readable_state and step == 2 <= run.warmup_steps:
             with self._timed():
                 self._check_state()
-        if self._num_updates < STEPS_OF_SKETCHES and not self._trainer.run.has_readable_moments:
-            with self._timed():
-                self._gathered = self._sketch_gradients()
+        if not run.has_readable_moments and self._num_updates < STEPS_OF_SKETCHES:
+            if step <= run.warmup_steps:
+                with self._timed():
+                    self._gathered = self._sketch_gradients()
+            else:  # fp16 has skipped steps, and gathering would change the time of this step
+                self._num_updates = STEPS_OF_SKETCHES
 
     def between_steps(self, step: Step) -> None:
         if self._num_updates == STEPS_OF_SKETCHES or step.result.skipped:
@@ -77,7 +80,7 @@ class TensorSketches(Callback):
                 self._finish()
 
     def section(self, by_rank: Sequence[Any]) -> Mapping[str, Any]:
-        if not self._num_bytes:
+        if not self._num_bytes and not self._problems:
             return {}
         return {
             "sketches": Sketches(
@@ -126,19 +129,25 @@ class TensorSketches(Callback):
         for number, (name, gradient) in enumerate(self._trainer.engine.full_tensors("gradients")):
             matrix = gradient.reshape(len(gradient), -1) if gradient.ndim > 1 else gradient
             is_mine = number % dist.get_world_size() == rank
-            found[name] = sketch.sketch(name, matrix.shape, matrix.to(device)) if is_mine else _empty(device)
+            found[name] = sketch.sketch(name, matrix.shape, matrix, device=device) if is_mine else _empty(device)
+        self._trainer.watchdog.touch()
         return _summed(found)
 
     def _check_state(self) -> None:
         engine = self._trainer.engine
-        used, unequal = hyper_parameters_in_use(engine)
-        self._hyper_parameters = used
-        self._problems = [*state_problems(engine, _shapes(engine.training_state().shards)), *unequal]
+        shapes = _shapes([shard for shard in engine.training_state().shards if shard.kind == "weight"])
+        self._hyper_parameters, unequal = hyper_parameters_in_use(engine)
+        self._problems = [*state_problems(engine, shapes), *unequal]
+        self._trainer.watchdog.touch()
 
     def _finish(self) -> None:
-        """Write the file."""
-        if self._trainer.rank:
-            return
+        """Write the file on rank 0, while the other ranks wait. Collective."""
+        if self._trainer.rank == 0:
+            self._write()
+        self._weights, self._first_moments, self._gathered = {}, {}, {}
+        dist.barrier()  # otherwise the next step of the other ranks would include the time of writing
+
+    def _write(self) -> None:
         run = self._trainer.run
         try:
             sketch.write(
@@ -167,8 +176,9 @@ class TensorSketches(Callback):
             for block in shard.blocks:
                 piece = block.piece
                 start = (piece.rows[0], *(piece.columns or ())[:1])
-                values = view(shard.values, block).to(device)  # offloaded state is in host memory
-                found[piece.name] += sketch.sketch(piece.name, shapes[piece.name], values, start)
+                values = view(shard.values, block)
+                found[piece.name] += sketch.sketch(piece.name, shapes[piece.name], values, start, device)
+        self._trainer.watchdog.touch()  # a pass over the weights of a large model takes long
         return _summed(found)
 
 
@@ -177,12 +187,12 @@ def _empty(device: torch.device) -> Tensor:
 
 
 def _summed(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sums of all ranks' sketches on CPU. Collective."""
+    """Return the sums of all ranks' sketches on CPU of rank 0, and nothing on other ranks. Collective."""
     if not found:
         return {}
     everything = torch.stack(list(found.values()))
     dist.all_reduce(everything)
-    return dict(zip(found, everything.cpu(), strict=True))
+    return dict(zip(found, everything.cpu(), strict=True)) if dist.get_rank() == 0 else {}
 
 
 def _shapes(shards: Iterable[StateShard]) -> dict[str, tuple[int, ...]]:
@@ -201,4 +211,4 @@ def _shapes(shards: Iterable[StateShard]) -> dict[str, tuple[int, ...]]:
 
 
 def _larger(one: tuple[int, ...], other: tuple[int, ...] | None) -> tuple[int, ...]:
-    return tuple(map(max, one, other)) if other else one
+    return tuple(max(pair) for pair in zip(one, other, strict=True)) if other else one
