@@ -16,12 +16,9 @@ from megabench.inputs import parse_json
 from megabench.record import TensorParity
 
 # Largest relative difference of a tensor or a block, (in the first step, in later steps). The gradient of step 1 is
-# computed from equal weights; every later tensor also contains what rounding changed before.
-# Adam's first update is nearly the sign of the gradient, so rounding changes much of the updates of small gradients.
-# "factor" is the factor by which all gradients differ. The largest differences that were seen between runs of equal
-# work: fp32 (llama-tiny on CPU, seven layouts and engines) 1.2e-6 for gradients and second moments of step 1, 2.4e-4
-# for later ones; bf16 and fp8 (benchmarks/README.md) 0.096 and 0.44 in step 1, 0.14 and 0.63 later,
-# 0.36 and 0.88 for updates, and 0.0024 and 0.05 for the factor.
+# computed from equal weights; every later tensor also contains what rounding changed before. Adam's first update is
+# nearly the sign of the gradient, so rounding changes much of the updates of small gradients. "factor" is the factor by
+# which all gradients differ. docs/comparing.md has the largest differences between correct runs.
 _TOLERANCES: dict[str, dict[str, tuple[float, float]]] = {
     "fp32": {"gradient": (1e-5, 2e-3), "exp_avg_sq": (1e-5, 2e-3), "update": (0.02, 0.02), "factor": (1e-5, 2e-3)},
     "bf16": {"gradient": (0.15, 0.3), "exp_avg_sq": (0.15, 0.3), "update": (0.8, 0.8), "factor": (0.01, 0.02)},
