@@ -30,7 +30,7 @@ from torch import Tensor
 
 NUM_BLOCKS = 32
 NUM_SIGNS = 64
-# elements whose signs exist at a time; on a GPU they take 0.25 GiB, and on a CPU they stay in its cache
+# number of elements per chunk; the signs of a chunk take 0.25 GiB on a GPU, and stay in the cache of a CPU
 _CHUNK, _CHUNK_ON_CPU = 1 << 19, 1 << 14
 _VERSION = "1"
 _FLOOR = 1e-3

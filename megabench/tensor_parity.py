@@ -163,7 +163,7 @@ def _compare(
     moments = sorted({key[:2] for key in theirs}, key=lambda moment: (moment[1], list(_TITLES).index(moment[0])))
     gradients = {name: one for (kind, step, name), one in theirs.items() if (kind, step) == ("gradient", 1)}
     smallest = sketch.smallest_norm(gradients)
-    # gradients that are zero in theory, whose updates consist of the signs of rounding
+    # Gradients that are zero in theory consist of rounding errors, and Adam's updates then depend on the errors' signs.
     are_rounding = {name for name, one in gradients.items() if sketch.estimated_norm(one) < smallest}
     for kind, step in moments:
         mine, expected = (

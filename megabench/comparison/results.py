@@ -181,7 +181,8 @@ class Results:
     def start(self) -> str | None:
         """Lock the directory, and write the study file and the environment before the first run.
 
-        Return a message about records of changed or removed trials that were moved to another file, or None.
+        If the study no longer contains the trials of some records, these records are moved to another file. Return a
+        message about them, or None.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         self._claim = RunLock(self.out)

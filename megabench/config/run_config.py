@@ -167,8 +167,8 @@ class RunConfig(RunSettings):
             )
         if OPTIMIZERS[self.optimizer].needs_layers and not shape.table.layer:
             raise ConfigError(
-                f"optimizer={self.optimizer} updates the matrices of layers in its own way, but megabench has no table "
-                f"of the layers of {self.model}; use optimizer=adamw"
+                f"optimizer={self.optimizer} updates the weight matrices of layers differently from other parameters, "
+                f"but megabench does not know which parameters of {self.model} they are; use optimizer=adamw"
             )
         self._check_groups(shape)
         if self.grad_dtype not in policy.grad_dtypes:

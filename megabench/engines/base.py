@@ -38,7 +38,7 @@ class StepResult:
 
 
 class Engine(ABC):
-    """A model on its ranks, with its optimizer. Every engine inherits from this class.
+    """Holds this rank's part of a model and its optimizer. Every engine inherits from this class.
 
     All methods except `training_state` are collective: every rank must call them in the same order. The properties are
     not collective.

@@ -66,7 +66,7 @@ class StudyView:
 
     @cached_property
     def classes(self) -> list[WorkClassOfTrials]:
-        """Return the work classes, starting with the class of the reference.
+        """Return the trials in work classes, which did equal work, starting with the class of the reference.
 
         If the study has a single work class, trials without a result become its last rows. Otherwise, trials without
         a result form a separate class.

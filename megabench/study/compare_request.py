@@ -177,7 +177,7 @@ class Request:
         return replace(study, predictor=predictor, as_run=as_run)
 
     def _with_trial_settings(self, file: StudyFile, num_processes: int, device: Literal["cpu", "cuda"]) -> StudyFile:
-        """Return `file` with the settings that the command line gives for single trials (--set TRIAL.FIELD=VALUE)."""
+        """Return `file` with the command line's settings of individual trials (--set TRIAL.FIELD=VALUE)."""
         given = [setting for setting in map(_setting, self.settings) if setting[0]]
         if not given:
             return file

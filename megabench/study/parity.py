@@ -58,7 +58,8 @@ def loss_problem(
     """Return how finite losses differ from `expected`, or None if rounding explains the difference.
 
     The losses and learning rates are those of the same steps, from `first_step` on. If the tensors of the first steps
-    are equal, including what the optimizer changed, the losses of steps with a small learning rate need not prove it.
+    are equal, including the updates of the weights, only FIRST_STEPS steps must agree to `loss_rounding`. Otherwise,
+    more steps must agree while the learning rate warms up, because an error of the optimizer hardly shows in them.
     """
     policy = POLICIES[precision]
     differences = [difference or 0.0 for difference in relative_differences(losses, expected)]

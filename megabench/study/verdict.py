@@ -220,7 +220,7 @@ def particulars(decision: Decision, device: str) -> list[str]:
     said = by_place(decision, device)
     if len({row.world_size for row in decision.good}) > 1:
         units = devices_word(device)
-        said.insert(0, f"Trials ran on different numbers of {units}, and the figures are of one {device}.")
+        said.insert(0, f"Trials ran on different numbers of {units}, so all figures are per {device}.")
     best, reference = decision.best, decision.reference
     zero3 = next((row for row in decision.good if _is_zero3(row)), None)
     if best and zero3 and reference and zero3 not in (best, reference) and not _is_zero3(best):

@@ -15,7 +15,7 @@ from megabench.runtime.rendezvous import gather_objects
 Shapes = Mapping[str, tuple[int, ...]]  # by the names of tensors, in the same order on all ranks
 
 _USED = ("lr", "weight_decay", "betas", "eps")  # the values of an optimizer's parameter groups that are compared
-_CHUNK = 1 << 20  # elements whose checksum is computed at a time
+_CHUNK = 1 << 20  # number of elements per chunk in the computation of a checksum
 # the state with one value per weight; Adafactor's sums have other shapes than the weight
 _ELEMENTWISE: tuple[StateKind, ...] = ("weight", "exp_avg", "exp_avg_sq", "variance", "momentum_buffer")
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

@@ -205,7 +205,7 @@ class Trainer:
 
     def _find_auto_settings(self) -> None:
         if self.given.auto_settings and self._find:
-            self.watchdog.close()  # during the search, the processes supervise each other
+            self.watchdog.close()  # during the search, the supervisors detect hangs
             self.given, self.probes = self._find(self.given, self.rendezvous, self.run.device)
             self.run = self.given.resolve(self.rendezvous.world_size, self.run.device)
             self.watchdog = self._watch()
@@ -539,5 +539,5 @@ def _convert_metrics(step: Step) -> None:
             step.metrics[tag] = float(value)
         except (TypeError, ValueError):
             raise TypeError(
-                f"the metric {tag} of step {step.number} is {value!r}; callbacks must add numbers"
+                f"the metric {tag} of step {step.number} is {value!r}, which is not a number; add only numbers"
             ) from None

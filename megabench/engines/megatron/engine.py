@@ -201,8 +201,8 @@ class MegatronEngine(Engine):
         skipped = self.optimizer.prepare_grads()
         for_norm = gradients_for_norm(self.optimizer)
         squared_norm = torch.nn.utils.get_total_norm(for_norm).double().square().to(self.device)
-        # the ranks of a tensor-parallel group report the same losses, which cancels in the mean;
-        # the gradient shards of all ranks together are the gradient, once for each copy of the optimizer state
+        # All ranks of a tensor-parallel group report the same losses, which does not change the mean. The gradient
+        # shards of all ranks contain the whole gradient as many times as there are copies of the optimizer state.
         totals = torch.cat([self.loss_and_count, squared_norm.reshape(1) / self.copies])
         dist.all_reduce(totals)
         loss_sum, loss_count, squared_norm_sum = totals.tolist()
