@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = "95%"
-FEWEST_RUNS = 3  # of each of two trials, for an interval of their ratio
+FEWEST_RUNS = 3  # runs that two trials need each for an interval of their ratio
 # Two-sided 95% quantiles of Student's t distribution for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook of
 # Statistical Methods, section 1.3.6.7.2). Python's statistics module has only the normal distribution.
 _T_QUANTILES = (

@@ -71,7 +71,7 @@ def _entry(source: Trial, trial: Trial, variant: str, changes: Mapping[str, Any]
     config, resolved = source.config, source.resolved
     found = {field: getattr(resolved, field) for field in config.auto_settings}
     settings = config.given() | found | {"steps": _STEPS, "warmup_steps": _WARMUP_STEPS, "profile": False}
-    settings |= {"schedule": None, "decay_steps": None}  # which may need more steps
+    settings |= {"schedule": None, "decay_steps": None}  # a decay may need more steps
     settings |= {"precision": trial.resolved.precision, "grad_dtype": trial.resolved.grad_dtype, **changes}
     plan = {"env": source.env, "world_size": source.world_size, "timeout_seconds": source.timeout_seconds}
     given = {field: value for field, value in (settings | plan).items() if value is not None}
