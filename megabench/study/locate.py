@@ -55,7 +55,8 @@ def locating_file(study: Study, name: str) -> StudyFile:
             entries += pair
     if not entries:
         raise StudyError(
-            f"--locate {name}: {trial.name} and {reference.name} cannot run for {_STEPS} steps on their own"
+            f"--locate {name}: the settings of {trial.name} and {reference.name} allow no run of {_STEPS} steps; use a "
+            f"trial without settings that depend on the number of steps"
         )
     return StudyFile(
         name=f"{study.name}-locate-{trial.name}",

@@ -262,7 +262,7 @@ def _row(
     losses = compare_runs_with_bf16(measured, records)
     verdicts = {parity.verdict for parity in parities}
     if len(runs) == 1 and runs[0].trial != reference and verdicts and parities[0].reference == runs[0].trial:
-        verdicts = set()  # exclude the run itself from its evidence
+        verdicts = set()  # a run cannot confirm itself
     first = runs[0]
 
     def median(read: Callable[[RunRecord], float | None]) -> float | None:
