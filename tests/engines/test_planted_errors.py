@@ -404,7 +404,7 @@ ERRORS: dict[str, Error] = {
     "one rank's embedding rows looked up shifted": Error({"tp": 2}, ALL_GRADIENTS, _shifted_lookup, place="no"),
     "a reduce-scatter left out": Error({"tp": 2}, ALL_GRADIENTS, _unreduced_output, place="no"),
     "norms counted tp times in the clipping": Error(
-        {"tp": 2}, words_of("", 38, "second moments of step 1"), patches=_repeated_norms, place="no"
+        {"tp": 2}, words_of("", 39, "second moments of step 1"), patches=_repeated_norms, place="no"
     ),
     "another beta2 of the norms": Error(
         {"tp": 2}, words_of("model.norm.weight", 9, "second moments of step 1"), _other_beta2
