@@ -93,7 +93,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 def test_the_report_names_every_end(faults):
     page = html.unescape((faults.out / "report.html").read_text())
     assert f"report: {faults.out / 'report.html'}" in faults.stdout
-    assert "No: drifted reached other losses" in page and "hung hit its time limit" in page
+    assert "No: drifted did not do the same work" in page and "hung hit its time limit" in page
     assert all(name in page and (error or name) in page for name, (_, error) in ENDS.items())
 
 
