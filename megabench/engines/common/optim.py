@@ -1,6 +1,6 @@
 """Optimizers, their parameter groups and the loss scale, which several engines share."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,6 +34,17 @@ def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
     """Set the learning rate of the next step in all groups of an optimizer that `parameter_groups` returned."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_scale"]
+
+
+def squared_norm(grads: Sequence[Tensor]) -> Tensor:
+    """Return the squared L2 norm of all gradients together, fp64.
+
+    On CPU, the squares are added in fp64, because torch's fp32 norm of many elements is inexact there: by 0.3% for the
+    38 million elements of GPT-2's embedding.
+    """
+    if grads and grads[0].device.type == "cpu":
+        return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]).square().sum()
+    return torch.nn.utils.get_total_norm(grads).double().square()
 
 
 def apex_adam() -> type[torch.optim.Optimizer] | None:

@@ -16,7 +16,7 @@ from megabench.config import ResolvedConfig
 from megabench.data.batch import Batch
 from megabench.engines.base import Engine, StepResult, TensorKind
 from megabench.engines.common import kernels
-from megabench.engines.common.optim import LossScale, set_learning_rate
+from megabench.engines.common.optim import LossScale, set_learning_rate, squared_norm
 from megabench.engines.common.transformers_model import PersistentBuffers, build_optimizer, mean_loss
 from megabench.models.causal_lm import UnsupportedModelError
 from megabench.models.foreign import unused_words
@@ -158,7 +158,7 @@ class TransformersEngine(Engine):
     def update(self, learning_rate: float) -> StepResult:
         grads = self._gradients()
         # all ranks together have each element of the gradient `num_copies` times
-        totals = torch.stack([self.loss, self._squared_norm(grads) / self.num_copies])
+        totals = torch.stack([self.loss.double(), self._squared_norm(grads).double() / self.num_copies])
         dist.all_reduce(totals)
         loss, squared_norm = totals.tolist()
         return self._step_optimizer(grads, loss / dist.get_world_size(), squared_norm**0.5, learning_rate)
@@ -180,7 +180,7 @@ class TransformersEngine(Engine):
 
     def _squared_norm(self, grads: list[Tensor]) -> Tensor:
         """Return the squared L2 norm of this rank's gradients on the device."""
-        return torch.nn.utils.get_total_norm(grads).square().to(self.device)
+        return squared_norm(grads).to(self.device)
 
     def _step_optimizer(self, grads: list[Tensor], loss: float, grad_norm: float, learning_rate: float) -> StepResult:
         """Clip the gradients of this rank by the global norm and step the optimizer, unless the norm is not finite.

@@ -23,11 +23,7 @@ from megabench.engines.base import EngineError, StepResult, TensorKind
 from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8 import forget_casts
-from megabench.engines.common.optim import (
-    NamedParameter,
-    parameter_groups,
-    set_learning_rate,
-)
+from megabench.engines.common.optim import NamedParameter, parameter_groups, set_learning_rate, squared_norm
 from megabench.engines.common.transformers_engine import TransformersEngine
 from megabench.engines.deepspeed.state import ZeroState
 from megabench.models.causal_lm import build_model
@@ -133,7 +129,7 @@ class DeepSpeedEngine(TransformersEngine):
     def _plain_grad_norm(self) -> float:
         """Return the gradient norm without ZeRO, where every rank has all reduced gradients."""
         grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(grads).item()
+        return squared_norm(grads).sqrt().item()
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:

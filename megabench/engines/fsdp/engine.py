@@ -125,7 +125,7 @@ class FsdpEngine(TransformersEngine):
     def _squared_norm(self, grads: list[Tensor]) -> Tensor:
         if self.own.offload != "all":
             return super()._squared_norm(grads)
-        # norms of single tensors on the device, because one fp32 norm of all gradients on CPU is off by 0.1%
+        # norms of single tensors on the device, which is faster than fp64 norms on CPU
         norms = [torch.linalg.vector_norm(grad.to(self.device)) for grad in grads]
         return torch.stack(norms).square().sum()
 

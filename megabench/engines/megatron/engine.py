@@ -22,7 +22,7 @@ from megabench.engines.base import Engine, StepResult, TensorKind
 from megabench.engines.common import kernels
 from megabench.engines.common.fp8 import forget_casts
 from megabench.engines.common.initial_weights import initial_weights
-from megabench.engines.common.optim import apex_adam, set_learning_rate
+from megabench.engines.common.optim import apex_adam, set_learning_rate, squared_norm
 from megabench.engines.megatron.blocks import zigzag_slice
 from megabench.engines.megatron.gather import full_tensors
 from megabench.engines.megatron.model import (
@@ -200,10 +200,10 @@ class MegatronEngine(Engine):
     def update(self, learning_rate: float) -> StepResult:
         skipped = self.optimizer.prepare_grads()
         for_norm = gradients_for_norm(self.optimizer)
-        squared_norm = torch.nn.utils.get_total_norm(for_norm).double().square().to(self.device)
+        mine = squared_norm(for_norm).to(self.device)
         # All ranks of a tensor-parallel group report the same losses, which does not change the mean. The gradient
         # shards of all ranks contain the whole gradient as many times as there are copies of the optimizer state.
-        totals = torch.cat([self.loss_and_count, squared_norm.reshape(1) / self.copies])
+        totals = torch.cat([self.loss_and_count, mine.reshape(1) / self.copies])
         dist.all_reduce(totals)
         loss_sum, loss_count, squared_norm_sum = totals.tolist()
         grad_norm = squared_norm_sum**0.5
