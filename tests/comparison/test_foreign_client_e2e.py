@@ -120,9 +120,12 @@ def test_replayed_messages_are_ignored(tmp_path):
 
 def test_deleted_messages_end_the_study_with_one_sentence(tmp_path):
     def act(store: TCPStore) -> None:
-        for number in range(1, 4):
-            store.delete_key(f"{COORDINATOR}/announced/task/{number}")
+        until = time.monotonic() + 0.2  # a supervisor may read a task between two deletions
+        while time.monotonic() < until:
+            for number in range(1, 4):
+                store.delete_key(f"{COORDINATOR}/announced/task/{number}")
 
     statuses, said, out = study_under(tmp_path, act)
     assert all(statuses) and said.count("Stopped: ") >= 1
-    assert [record.trial for record in read_records(out / "results.jsonl") if record.status == "ok"] == ["a"]
+    ok = [record.trial for record in read_records(out / "results.jsonl") if record.status == "ok"]
+    assert ok in (["a"], ["a", "b"]), "the trials before the first deletion that comes in time"
