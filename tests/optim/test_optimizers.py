@@ -49,5 +49,5 @@ def test_muon_and_adamw_follow_the_learning_rate_of_a_step(learning_rate: float)
 def test_muon_refuses_a_model_whose_layers_no_table_lists(tmp_path: Path) -> None:
     save_model(tmp_path, MODELS["falcon"])
     run = RunConfig.parse({"model": str(tmp_path), "engine": "ddp", "optimizer": "muon", "seq_length": 16})
-    with pytest.raises(ConfigError, match="does not know which parameters of .* they are"):
+    with pytest.raises(ConfigError, match=r"does not know which parameters of .* they are"):
         run.resolve(1, "cpu")
