@@ -1,5 +1,6 @@
 """Checks of an engine's training state that need no other run: copies, compute weights and hyper-parameters."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -33,8 +34,11 @@ def state_problems(engine: Engine, shapes: Shapes) -> list[str]:
     problems = []
     for kind in _agreed({shard.kind for shard in shards}):
         of_kind = [shard for shard in shards if shard.kind == kind]
-        owned = _checksums([shard for shard in of_kind if shard.is_owner], shapes, engine.device)
-        if names := _unequal(owned, _checksums(of_kind, shapes, engine.device), shapes):
+        owned, copies = (
+            _checksums([shard for shard in of_kind if shard.is_owner == is_owner], shapes, engine.device)
+            for is_owner in (True, False)
+        )
+        if names := _unequal(owned, copies, shapes):
             problems.append(f"The copies of the {kind} of {_some(names)} differ between ranks.")
     for dtype in _agreed({shard.values.dtype for shard in weights}):
         masters = [shard for shard in shards if shard.kind == "weight" and shard.is_owner]
@@ -73,7 +77,7 @@ def _agreed(mine: set[Any]) -> list[Any]:
 
 def _unequal(owned: Tensor, copies: Tensor, shapes: Shapes) -> list[str]:
     """Return the names of the tensors whose copies, summed over all ranks, are no multiple of the owners' tensor."""
-    sizes = torch.tensor([_size(shape) for shape in shapes.values()])
+    sizes = torch.tensor([math.prod(shape) for shape in shapes.values()])
     (expected, num_owned), (total, num_elements_of_copies) = owned.cpu(), copies.cpu()
     num_copies = num_elements_of_copies // sizes
     # an owner's tensor that is not complete has no checksum to compare with
@@ -118,10 +122,6 @@ def _checksum(values: Tensor, top: int, left: int, width: int, device: torch.dev
         factors = (row.unsqueeze(-1) * width + column) * 0x5851F42D4C957F2D | 1
         total += (chunk.view(_INTEGERS[dtype]) * factors).sum()
     return total
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return shape[0] * (shape[1] if len(shape) > 1 else 1)
 
 
 def _some(names: list[str]) -> str:
