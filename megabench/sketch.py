@@ -30,8 +30,8 @@ from torch import Tensor
 
 NUM_BLOCKS = 32
 NUM_SIGNS = 64
-# number of elements per chunk; the signs of a chunk take 0.25 GiB on a GPU, and stay in the cache of a CPU
-_CHUNK, _CHUNK_ON_CPU = 1 << 19, 1 << 14
+_CHUNK = 1 << 14  # elements whose signs stay in the cache of a CPU
+_COPIED = 1 << 26  # elements that are copied to a GPU at a time
 _VERSION = "1"
 _FLOOR = 1e-3
 
@@ -67,16 +67,19 @@ def sketch(
     top, left = (*start, 0)[:2]
     part = part.detach().reshape(part.shape[0], -1)
     device = device or part.device
-    found = torch.zeros(2, NUM_BLOCKS, 1 + NUM_SIGNS, dtype=torch.float64, device=device)
-    chunk = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK
-    width = min(part.shape[1], chunk)
-    height = chunk // width
+    if device.type == "cuda":
+        cells = _sums_of_cells(name, (rows, columns), part, (top, left), device)
+        by_columns = cells.sum(0) if len(shape) == 2 else torch.zeros_like(cells[0])
+        return torch.stack([cells.sum(1), by_columns])
+    found = torch.zeros(2, NUM_BLOCKS, 1 + NUM_SIGNS, dtype=torch.float64)
+    width = min(part.shape[1], _CHUNK)
+    height = _CHUNK // width
     for first_column in range(0, part.shape[1], width):
         for first_row in range(0, part.shape[0], height):
             values = part[first_row : first_row + height, first_column : first_column + width].to(device, torch.float32)
-            row = torch.arange(len(values), device=device) + top + first_row
-            column = torch.arange(values.shape[1], device=device) + left + first_column
-            terms = torch.empty(*values.shape, 1 + NUM_SIGNS, device=device)
+            row = torch.arange(len(values)) + top + first_row
+            column = torch.arange(values.shape[1]) + left + first_column
+            terms = torch.empty(*values.shape, 1 + NUM_SIGNS)
             torch.square(values, out=terms[..., 0])
             torch.mul(_signs(name, row.unsqueeze(-1) * columns + column), values.unsqueeze(-1), out=terms[..., 1:])
             found[0].index_add_(0, row * NUM_BLOCKS // rows, terms.sum(1).double())
@@ -85,21 +88,39 @@ def sketch(
     return found
 
 
+def _sums_of_cells(
+    name: str, shape: tuple[int, int], part: Tensor, start: tuple[int, int], device: torch.device
+) -> Tensor:
+    """Return the squared norm and the projections of each block of rows and columns, fp64 [32, 32, 65]."""
+    from megabench.sketch_kernel import sums_of_cells  # only GPU builds of torch include Triton
+
+    height = max(1, _COPIED // part.shape[1]) if part.device != device else len(part)
+    found = torch.zeros(NUM_BLOCKS, NUM_BLOCKS, 1 + NUM_SIGNS, dtype=torch.float64, device=device)
+    for first in range(0, len(part), height):
+        rows = part[first : first + height].to(device)
+        found += sums_of_cells(rows, shape, (start[0] + first, start[1]), _seed(name), NUM_BLOCKS)
+    return found
+
+
 @cache
-def _signs_of_bytes(device: torch.device) -> Tensor:
+def _signs_of_bytes() -> Tensor:
     """Return the signs that each byte stands for, [256, 8]."""
-    bits = torch.arange(256, device=device).unsqueeze(-1) >> torch.arange(8, device=device)
+    bits = torch.arange(256).unsqueeze(-1) >> torch.arange(8)
     return 1.0 - 2.0 * (bits & 1)
 
 
 def _signs(name: str, index: Tensor) -> Tensor:
     """Return 64 signs for each element, fp32 [*index.shape, 64]: the bits of one hash (SplitMix64)."""
-    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
-    mixed = index * _signed(0x9E3779B97F4A7C15) + seed
+    mixed = index * _signed(0x9E3779B97F4A7C15) + _seed(name)
     mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
     mixed = mixed ^ _shifted(mixed, 31)
-    return _signs_of_bytes(index.device)[mixed.view(torch.uint8).int()].view(*index.shape, NUM_SIGNS)
+    return _signs_of_bytes()[mixed.view(torch.uint8).int()].view(*index.shape, NUM_SIGNS)
+
+
+def _seed(name: str) -> int:
+    """Return a signed integer of 64 bits, from which the signs of a tensor are hashed."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _signed(number: int) -> int:

@@ -24,7 +24,7 @@ from megabench.study.parity import compare_grad_norms, loss_problem
 from megabench.tensor_parity import ParityError, TensorParity, compare_files
 from megabench.train.callbacks.tensor_sketches import TensorSketches
 from tests import distributed
-from tests.engines.equivalence import resolve
+from tests.engines.equivalence import device_of, resolve
 
 BASE: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-3, "eps": 1e-8, "seq_length": 64, "clip_grad": 1.0}
 NUM_STEPS = 3
@@ -107,13 +107,14 @@ WITHOUT_PLACE = (
 
 def train(run: ResolvedConfig, path: Path, error: str | None = None) -> Series:
     """Write the sketches of a few steps. Returns losses and gradient norms."""
-    engine = build_engine(run, torch.device("cpu"))
+    device = device_of(run)
+    engine = build_engine(run, device)
     source, rank = open_source(run), dist.get_rank()
     observer = TensorSketches(path)
     trainer: Any = SimpleNamespace(
         run=run,
         engine=engine,
-        device=torch.device("cpu"),
+        device=device,
         rank=rank,
         num_before=0,
         watchdog=SimpleNamespace(touch=lambda: None),
@@ -252,6 +253,23 @@ def test_parts_add_up_to_the_sketch_of_the_tensor() -> None:
     total = torch.stack([sketch.sketch("a", (90, 70), whole[a:b, c:d], (a, c)) for a, b, c, d in parts]).sum(0)
     torch.testing.assert_close(total, sketch.sketch("a", (90, 70), whole), rtol=1e-4, atol=1e-4)
     assert sketch.norm(total) == pytest.approx(whole.norm().item(), rel=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+@pytest.mark.parametrize(
+    ("shape", "start", "size"),
+    [((9000, 700), (4000, 300), (5000, 370)), ((5, 300), (1, 20), (3, 200)), ((5000,), (100,), (4900,))],
+)
+def test_a_gpu_computes_the_same_sketch(
+    shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], where: str, dtype: torch.dtype
+) -> None:
+    part = torch.randn(*size, 2, dtype=dtype)[..., 0]  # not contiguous
+    expected = sketch.sketch("a", shape, part, start)
+    found = sketch.sketch("a", shape, part.to(where), start, torch.device("cuda"))
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
 def test_the_signs_are_even_and_independent() -> None:
