@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from typer.core import TyperCommand
@@ -13,7 +13,7 @@ from megabench import __version__, shipped
 from megabench.cli.suggestions import SuggestingGroup
 from megabench.errors import UserError, error_message
 from megabench.runtime.launcher import check_launcher, forget_single_pod, launcher_rank, refuse_num_processes
-from megabench.runtime.process import set_up_process
+from megabench.runtime.process import end, set_up_process
 
 # base class of command-line errors, which typer does not export
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)
@@ -555,22 +555,25 @@ def plan(
     sys.exit(0 if found.ranked else 1)
 
 
-def main(command: str | None = None) -> None:
-    """Run the command line, or the arguments of one command. A UserError is printed as one message.
+def main(command: str | None = None) -> NoReturn:
+    """Run the command line, or the arguments of one command, and exit. A UserError is printed as one message.
 
     Under a launcher, all ranks have the same command line, so only rank 0 prints the message.
     """
     arguments = [command, *sys.argv[1:]] if command else None
     prints_errors = True
+    status: Any = 0
     try:
         forget_single_pod()
         prints_errors = launcher_rank() in (None, 0)
         set_up_process(sys.argv[1:])
         app(arguments, prog_name="megabench", standalone_mode=prints_errors)
     except (UserError, OSError) as error:
-        message = error_message(error)
         if prints_errors:
-            print(f"Error: {message}", file=sys.stderr)
-        sys.exit(error.exit_status if isinstance(error, UserError) else 2)
+            print(f"Error: {error_message(error)}", file=sys.stderr)
+        status = error.exit_status if isinstance(error, UserError) else 2
     except _UsageError:
-        sys.exit(2)
+        status = 2
+    except SystemExit as ended:
+        status = ended.code or 0
+    end(status)

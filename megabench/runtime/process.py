@@ -17,6 +17,8 @@ from megabench.errors import UserError, printable
 # variable from torchrun, too.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
+_skips_shutdown = False
+
 
 class ArgumentError(UserError):
     """Raised for an argument that cannot be decoded."""
@@ -58,6 +60,19 @@ def killer_hint(number: int) -> str:
 def exit_on_sigterm() -> None:
     """Exit normally after SIGTERM, so that temporary files are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def skip_shutdown() -> None:
+    """Note that this process has created process groups, so that `end` must use `exit_process`."""
+    global _skips_shutdown
+    _skips_shutdown = True
+
+
+def end(status: int) -> NoReturn:
+    """End the process of a command with `status`."""
+    if _skips_shutdown:
+        exit_process(status)
+    sys.exit(status)
 
 
 def exit_process(status: int) -> NoReturn:

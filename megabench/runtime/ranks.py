@@ -15,6 +15,7 @@ from megabench.errors import UserError
 from megabench.runtime import rendezvous
 from megabench.runtime.child import Child, end_all, without_launcher
 from megabench.runtime.device import DeviceKind, initialize
+from megabench.runtime.process import skip_shutdown
 
 _PATIENCE = timedelta(hours=12)  # the other ranks wait while rank 0 reads large files
 
@@ -32,6 +33,7 @@ def joined(world_size: int, device: DeviceKind = "cpu") -> Iterator[int]:
     RanksError if a launcher started another number of processes.
     """
     launched = rendezvous.world_size_from_environment()
+    skip_shutdown()
     if "RANK" in os.environ:
         if launched != world_size:
             raise RanksError(
