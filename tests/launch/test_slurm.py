@@ -49,13 +49,13 @@ def jobs(cluster: slurm.Cluster, tmp_path_factory: pytest.TempPathFactory) -> di
     Slurm looks at both only every 30 s, so one fixture starts both.
     """
     limited, preempted = tmp_path_factory.mktemp("limited"), tmp_path_factory.mktemp("preempted")
-    options = ("--time", "10", "--signal", "USR1@60", "--")
+    options = ("--time", "10", "--signal", "USR1@120", "--")
     first = cluster.submit(SCRIPT, *options, "launch/pretrain.py", *endless(limited), folder=limited, processes=2)
     command = ("--", "-m", "megabench.train", *endless(preempted))
     second = cluster.submit(SCRIPT, *command, folder=preempted, processes=1)
     wait_for_text(cluster, first, limited, r"^step ")
     wait_for_text(cluster, second, preempted, r"^step ")
-    minutes = int(cluster.state(first)["RunTime"].split(":")[1]) + 1
+    minutes = int(cluster.state(first)["RunTime"].split(":")[1]) + 2  # one to two minutes from now
     cluster.run("scontrol", "update", f"JobId={first}", f"TimeLimit={minutes}")  # the signal is due at once
     urgent = ("--partition", "urgent", "--nodelist", cluster.state(second)["NodeList"], "--output", "/dev/null")
     cluster.run("sbatch", "--exclusive", *urgent, "--wrap", "sleep 1")
