@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megabench.config import ResolvedConfig
 from megabench.models.catalog import CATALOG
+from megabench.precision import POLICIES
 from tests import distributed
 from tests.engines.cases import cases
 from tests.engines.equivalence import ANY_MODEL, OPTIMIZERS, Trace, differences, resolve, train, train_reference, worst
@@ -104,7 +105,7 @@ def test_evaluations_change_no_bit(name: str) -> None:
     for changed, evaluated, losses in ranks:
         assert changed == []
         assert evaluated == ranks[0][1], "ranks evaluate different losses"
-        assert evaluated == pytest.approx(losses, rel=1e-4)
+        assert evaluated == pytest.approx(losses, rel=POLICIES["bf16"].loss_tolerance)
 
 
 def test_another_update_shows(reference: Callable[[str], Path]) -> None:

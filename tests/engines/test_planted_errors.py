@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -177,14 +178,15 @@ def _keys_by_rank() -> Iterator[None]:
 @contextmanager
 def _one_layer_not_summed() -> Iterator[None]:
     """The gradients of one layer's matrices on the second rank are not added to those of the first rank."""
-    from megabench.engines.megatron import linear
+    from megabench.engines.megatron import fp8_linear, linear
 
-    add = linear._add_weight_gradient
-
-    def skip(weight: Any, *args: Any) -> Tensor:
+    def skip(add: Callable[..., Tensor], weight: Any, *args: Any) -> Tensor:
         return linear.added(weight) if rank() == 1 and getattr(weight, "is_skipped", False) else add(weight, *args)
 
-    with patch.object(linear, "_add_weight_gradient", skip):
+    with (
+        patch.object(linear, "_add_weight_gradient", partial(skip, linear._add_weight_gradient)),
+        patch.object(fp8_linear, "_add_weight_gradient", partial(skip, fp8_linear._add_weight_gradient)),
+    ):
         yield
 
 
@@ -410,6 +412,7 @@ ERRORS: dict[str, Error] = {
         {"tp": 2}, words_of("model.norm.weight", 9, "second moments of step 1"), _other_beta2
     ),
     "one layer's matrices not summed over cp": Error({"cp": 2}, words_of(LAYER, 7), _skip_layer, _one_layer_not_summed),
+    "one layer's matrices not summed over dp": Error({}, words_of(LAYER, 7), _skip_layer, _one_layer_not_summed),
     "rotary positions of the first cp rank": Error({"cp": 2}, ALL_GRADIENTS, patches=_same_positions, place="no"),
     "keys in the order of the cp ranks": Error({"cp": 2}, ALL_GRADIENTS, patches=_keys_by_rank, place="no"),
     "tied embeddings not summed over stages": Error(
