@@ -6,7 +6,8 @@ sum of the sketches of disjoint parts is the sketch of the tensor, whatever rank
 64 differences between the projections of two tensors estimates the squared norm of their difference, with a standard
 error of 18%.
 
-Any trainer can use this module; it needs only torch and safetensors. On each rank, add up the sketches of the rank's
+Any trainer can use this module. It needs only torch and safetensors, and for tensors on CUDA GPUs also sketch_kernel.py
+beside it, with Triton. On each rank, add up the sketches of the rank's
 parts of each tensor, with each element on one rank only. Then sum over the ranks, and write the file on one of them::
 
     sketches = {("gradient", 1, name): sketch(name, shape, part, start) for name, shape, part, start in my_parts}
@@ -61,7 +62,8 @@ def sketch(
         shape: The shape of the whole tensor, 1 or 2 dimensions.
         part: The elements, with as many dimensions as `shape`.
         start: The index of the part's first element in the whole tensor.
-        device: The device that computes the sketch, to which the part is copied in chunks. By default that of the part.
+        device: The CPU or CUDA GPU that computes the sketch, to which the part is copied in chunks. By default that of
+            the part.
     """
     rows, columns = (*shape, 1)[:2]
     top, left = (*start, 0)[:2]

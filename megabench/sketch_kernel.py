@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 128  # elements that a program reads at a time
-_BLOCKS = 128  # blocks of a program, whose sums are in fp32
+_TILE = 128  # elements that a program reads at a time
+_TILES = 128  # tiles of a program, which it sums up in fp32
 _SIZES = ("row_stride", "num_rows", "num_columns", "top", "left", "whole_rows", "whole_columns", "num_splits")
 
 
@@ -18,20 +18,18 @@ def sums_of_cells(part: Tensor, shape: tuple[int, int], start: tuple[int, int], 
     """
     part = part if part.stride(1) == 1 else part.contiguous()
     most = triton.cdiv(shape[0], num_blocks) * triton.cdiv(shape[1], num_blocks)  # elements of a cell
-    num_splits = triton.cdiv(min(most, part.numel()), _BLOCK * _BLOCKS)
+    num_splits = triton.cdiv(min(most, part.numel()), _TILE * _TILES)
     found = torch.empty(num_blocks, num_blocks, num_splits, 65, dtype=torch.float64, device=part.device)
     grid = (num_blocks * num_blocks, num_splits)
     with torch.cuda.device(part.device):
-        _sums_of_cells[grid](
-            part, part.stride(0), *part.shape, *start, *shape, seed, found, num_splits, num_blocks, _BLOCK
-        )
+        _sum_cells[grid](part, part.stride(0), *part.shape, *start, *shape, seed, found, num_splits, num_blocks, _TILE)
     return found.sum(2)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "seed"])
-def _sums_of_cells(  # type: ignore[no-untyped-def]
+def _sum_cells(  # type: ignore[no-untyped-def]
     part, row_stride, num_rows, num_columns, top, left, whole_rows, whole_columns, seed, found, num_splits,
-    NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     cell, split = tl.program_id(0), tl.program_id(1)
     # the rows r with r * NUM_BLOCKS // whole_rows == cell // NUM_BLOCKS that the part has; columns likewise
@@ -40,11 +38,11 @@ def _sums_of_cells(  # type: ignore[no-untyped-def]
     width = tl.maximum(last_column - first_column, 0).to(tl.int32)
     size = (tl.maximum(last_row - first_row, 0) * width).to(tl.int32)
     bits = tl.arange(0, 32)
-    squares = tl.zeros([BLOCK], tl.float32)
-    low_sums = tl.zeros([BLOCK, 32], tl.float32)
-    high_sums = tl.zeros([BLOCK, 32], tl.float32)
-    for begin in range(split * BLOCK, size, num_splits * BLOCK):
-        at = begin + tl.arange(0, BLOCK)
+    squares = tl.zeros([TILE], tl.float32)
+    low_sums = tl.zeros([TILE, 32], tl.float32)
+    high_sums = tl.zeros([TILE, 32], tl.float32)
+    for begin in range(split * TILE, size, num_splits * TILE):
+        at = begin + tl.arange(0, TILE)
         row = first_row + at // width
         column = first_column + at % width
         values = tl.load(part + (row - top) * row_stride + (column - left), mask=at < size, other=0.0).to(tl.float32)
@@ -75,6 +73,6 @@ def _splitmix64(index, seed):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _signed(values, hashed, bits):  # type: ignore[no-untyped-def]
-    """Return the values with the signs of 32 bits, [BLOCK, 32]: a bit of 1 turns the sign."""
+    """Return the values with the signs of 32 bits, [TILE, 32]: a bit of 1 turns the sign."""
     turned = ((hashed[:, None] >> bits[None, :]) & 1) << 31
     return (values.to(tl.uint32, bitcast=True)[:, None] ^ turned).to(tl.float32, bitcast=True)

@@ -261,14 +261,24 @@ def test_parts_add_up_to_the_sketch_of_the_tensor() -> None:
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
 @pytest.mark.parametrize(
     ("shape", "start", "size"),
-    [((9000, 700), (4000, 300), (5000, 370)), ((5, 300), (1, 20), (3, 200)), ((5000,), (100,), (4900,))],
+    [((8200, 2100), (100, 50), (8000, 2000)), ((5, 300), (1, 20), (3, 200)), ((5000,), (100,), (4900,))],
 )
+@pytest.mark.parametrize("has_row_stride", [True, False])
 def test_a_gpu_computes_the_same_sketch(
-    shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], where: str, dtype: torch.dtype
+    shape: tuple[int, ...],
+    start: tuple[int, ...],
+    size: tuple[int, ...],
+    where: str,
+    dtype: torch.dtype,
+    has_row_stride: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    part = torch.randn(*size, 2, dtype=dtype)[..., 0]  # not contiguous
+    monkeypatch.setattr(sketch, "_COPIED", 1 << 20)
+    whole = torch.randn(*size[:-1], 2 * size[-1], dtype=dtype)
+    # one of two columns has a stride, and the first half of the columns has rows that do not follow each other
+    part, same = ((one[..., : size[-1]] if has_row_stride else one[..., ::2]) for one in (whole, whole.to(where)))
     expected = sketch.sketch("a", shape, part, start)
-    found = sketch.sketch("a", shape, part.to(where), start, torch.device("cuda"))
+    found = sketch.sketch("a", shape, same, start, torch.device("cuda"))
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 

@@ -562,7 +562,7 @@ def main(command: str | None = None) -> NoReturn:
     """
     arguments = [command, *sys.argv[1:]] if command else None
     prints_errors = True
-    status: Any = 0
+    status = 0
     try:
         forget_single_pod()
         prints_errors = launcher_rank() in (None, 0)
@@ -575,5 +575,7 @@ def main(command: str | None = None) -> NoReturn:
     except _UsageError:
         status = 2
     except SystemExit as ended:
-        status = ended.code or 0
+        if not isinstance(ended.code, int):
+            raise
+        status = ended.code
     end(status)

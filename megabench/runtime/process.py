@@ -63,7 +63,7 @@ def exit_on_sigterm() -> None:
 
 
 def skip_shutdown() -> None:
-    """Note that this process has created process groups, so that `end` must use `exit_process`."""
+    """Note that this process may create process groups, so that `end` must use `exit_process`."""
     global _skips_shutdown
     _skips_shutdown = True
 

@@ -105,7 +105,7 @@ def test_evaluations_change_no_bit(name: str) -> None:
     for changed, evaluated, losses in ranks:
         assert changed == []
         assert evaluated == ranks[0][1], "ranks evaluate different losses"
-        assert evaluated == pytest.approx(losses, rel=POLICIES["bf16"].loss_tolerance)
+        assert evaluated == pytest.approx(losses, rel=POLICIES["bf16"].loss_rounding)
 
 
 def test_another_update_shows(reference: Callable[[str], Path]) -> None:

@@ -185,7 +185,7 @@ import atexit, ctypes, sys, threading, time
 atexit.register(ctypes.PyDLL(None).usleep, 1_500_000)
 import torch
 import torch.distributed as dist
-from megabench.runtime.process import exit_process
+from megabench.runtime.process import end, exit_process, skip_shutdown
 
 class Waits:
     def __del__(self, sleep=time.sleep):
@@ -212,13 +212,15 @@ def run_busy(last_line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", BUSY + last_line], capture_output=True, text=True, check=False)
 
 
-def test_a_process_that_gloo_still_works_in_ends_with_its_status() -> None:
-    left = run_busy("exit_process(3)")
+@pytest.mark.parametrize("last_line", ["exit_process(3)", "skip_shutdown(); end(3)"])
+def test_a_process_that_gloo_still_works_in_ends_with_its_status(last_line: str) -> None:
+    left = run_busy(last_line)
     assert (left.returncode, left.stdout) == (3, "done\nexit function\n"), left.stderr
 
 
-def test_taking_the_interpreter_down_would_abort_it() -> None:
-    ended = run_busy("sys.exit(3)")
+@pytest.mark.parametrize("last_line", ["sys.exit(3)", "end(3)"])
+def test_taking_the_interpreter_down_would_abort_it(last_line: str) -> None:
+    ended = run_busy(last_line)
     assert ended.returncode == -6 and "terminate called" in ended.stderr
 
 
