@@ -14,7 +14,7 @@ quickstart: versions
 	$(VENV)/bin/megabench compare quickstart --out $(OUT)
 
 test: versions $(TOOLS)
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # the tests that start no processes and open no pages
 test-fast: versions $(TOOLS)

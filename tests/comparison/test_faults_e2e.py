@@ -15,7 +15,7 @@ trials:
   - {{name: before, tp: 2}}
   - {{name: raises, tp: 2, seed: 1, env: {{FAULT: raise, FAULT_RANK: 1, PYTHONPATH: {path}}}}}
   - {{name: killed, tp: 2, seed: 2, env: {{FAULT: kill, FAULT_RANK: 0, PYTHONPATH: {path}}}}}
-  - {{name: hangs, timeout_seconds: 90, tp: 2, seed: 3, env: {{FAULT: hang, FAULT_RANK: 1, PYTHONPATH: {path}}}}}
+  - {{name: hangs, timeout_seconds: 60, tp: 2, seed: 3, env: {{FAULT: hang, FAULT_RANK: 1, PYTHONPATH: {path}}}}}
   - {{name: stands, stall_seconds: 8, tp: 2, seed: 4, env: {{FAULT: hang, FAULT_RANK: 1, PYTHONPATH: {path}}}}}
   - {{name: after, pp: 2}}
 reference: before
