@@ -6,9 +6,9 @@ sum of the sketches of disjoint parts is the sketch of the tensor, whatever rank
 64 differences between the projections of two tensors estimates the squared norm of their difference, with a standard
 error of 18%.
 
-Any trainer can use this module. It needs only torch and safetensors, and for tensors on CUDA GPUs also sketch_kernel.py
-beside it, with Triton. On each rank, add up the sketches of the rank's
-parts of each tensor, with each element on one rank only. Then sum over the ranks, and write the file on one of them::
+Any trainer can use this module. It needs only torch and safetensors; tensors on CUDA GPUs also need Triton and
+sketch_kernel.py, which is beside this file. Each rank adds up the sketches of the parts that it holds. An element that
+several ranks hold is counted on one of them. Then the sketches are summed over the ranks, and one rank writes the file::
 
     sketches = {("gradient", 1, name): sketch(name, shape, part, start) for name, shape, part, start in my_parts}
     for values in sketches.values():  # in the same order on all ranks
@@ -31,13 +31,13 @@ from torch import Tensor
 
 NUM_BLOCKS = 32
 NUM_SIGNS = 64
-_CHUNK = 1 << 14  # elements whose signs stay in the cache of a CPU
-_COPIED = 1 << 26  # elements that are copied to a GPU at a time
+_CHUNK = 1 << 14  # number of elements at a time on a CPU, so that their signs fit in the cache
+_COPIED = 1 << 26  # number of elements that are copied to a GPU at a time
 _VERSION = "1"
 _FLOOR = 1e-3
 
-# a kind of tensor ("weight", "gradient", "exp_avg_sq" or "update"), the number of optimizer steps before it was read,
-# and the Hugging Face name
+# the kind of a tensor ("weight", "gradient", "exp_avg_sq" or "update"), the number of optimizer steps before the tensor
+# was read, and the Hugging Face name of the tensor
 Key = tuple[str, int, str]
 
 
@@ -54,8 +54,8 @@ def sketch(
 ) -> Tensor:
     """Return the sketch of a rectangular part of a tensor, fp64 [2, 32, 65] on `device`.
 
-    The sketch has blocks of rows and blocks of columns, and for each block the squared norm and 64 projections. A
-    vector has no blocks of columns.
+    The tensor is divided once into 32 blocks of rows and once into 32 blocks of columns. The sketch holds the squared
+    norm and 64 projections of each block. A vector has no blocks of columns.
 
     Args:
         name: The Hugging Face name of the tensor, from which the signs are hashed.

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 128  # elements that a program reads at a time
-_TILES = 128  # tiles of a program, which it sums up in fp32
+_TILE = 128  # number of elements that a program reads at a time
+_TILES = 128  # number of tiles that each program adds up, in fp32
 _SIZES = ("row_stride", "num_rows", "num_columns", "top", "left", "whole_rows", "whole_columns", "num_splits")
 
 
@@ -14,7 +14,7 @@ def sums_of_cells(part: Tensor, shape: tuple[int, int], start: tuple[int, int], 
     """Return the squared norm and 64 projections of each cell of a part: fp64 [num_blocks, num_blocks, 65].
 
     A cell has the elements of one block of rows and one block of columns of the whole tensor. `shape` is that of the
-    whole tensor, and `start` is the index of the part's first element. `seed` is a signed integer of 64 bits.
+    whole tensor, and `start` is the index of the part's first element. `seed` is a signed 64-bit integer.
     """
     part = part if part.stride(1) == 1 else part.contiguous()
     most = triton.cdiv(shape[0], num_blocks) * triton.cdiv(shape[1], num_blocks)  # elements of a cell
@@ -73,6 +73,6 @@ def _splitmix64(index, seed):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _signed(values, hashed, bits):  # type: ignore[no-untyped-def]
-    """Return the values with the signs of 32 bits, [TILE, 32]: a bit of 1 turns the sign."""
+    """Return each value with 32 signs, [TILE, 32]. A bit of `hashed` that is 1 negates the value."""
     turned = ((hashed[:, None] >> bits[None, :]) & 1) << 31
     return (values.to(tl.uint32, bitcast=True)[:, None] ^ turned).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""What every process of megabench sets before it reads its settings, and how it exits. Loads no torch."""
+"""The set-up of every process of megabench before it reads its settings, and its exit. This module loads no torch."""
 
 import atexit
 import contextlib
@@ -30,7 +30,7 @@ def host_name() -> str:
 
 
 def set_up_process(arguments: Sequence[str]) -> None:
-    """Protect the child processes of a command from modules of the working directory, and check its arguments.
+    """Keep child processes from importing modules of the working directory, and check the arguments of the command.
 
     Characters that standard output cannot encode are escaped. Raises ArgumentError for an argument that is not valid
     text, because records, event files and report pages could not contain it.
