@@ -8,7 +8,8 @@ error of 18%.
 
 Any trainer can use this module. It needs only torch and safetensors; tensors on CUDA GPUs also need Triton and
 sketch_kernel.py, which is beside this file. Each rank adds up the sketches of the parts that it holds. An element that
-several ranks hold is counted on one of them. Then the sketches are summed over the ranks, and one rank writes the file::
+several ranks hold is counted on one of them. Then the sketches are summed over the ranks, and one rank writes the
+file::
 
     sketches = {("gradient", 1, name): sketch(name, shape, part, start) for name, shape, part, start in my_parts}
     for values in sketches.values():  # in the same order on all ranks
