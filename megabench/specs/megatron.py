@@ -24,6 +24,11 @@ class MegatronSettings(EngineSettings):
     keep_gathered: bool = setting(False, "Engine and layout", "option", "free", label="gathered kept")
     """Keep the inputs that TP gathered for the backward pass: a fifth less TP communication, more memory."""
 
+    tp_overlap: Literal["nccl", "copy-engines"] | None = setting(
+        None, "Engine and layout", "option", "free", label="TP by {}"
+    )
+    """How TP exchanges activations: nccl (default), or copy-engines (copies that overlap with products)."""
+
     shard_size: NumRanks | None = SHARD_SIZE
     keep_transposed: bool = KEEP_TRANSPOSED
 
@@ -66,6 +71,16 @@ class Megatron(EngineSpec):
                 "keep_gathered does not work with fp8_recipe=bf16-gradients, which gathers inputs again in bf16 for "
                 "the backward pass; omit keep_gathered, or use fp8_recipe=tensorwise"
             )
+        if own.tp_overlap == "copy-engines" and (run.layout.tp == 1 or run.kernels == "reference"):
+            raise ConfigError(
+                "tp_overlap=copy-engines needs megabench's tensor-parallel layers; use tp=2 or more and kernels=auto, "
+                "or omit tp_overlap"
+            )
+        if own.tp_overlap == "copy-engines" and own.keep_gathered:
+            raise ConfigError(
+                "keep_gathered does not work with tp_overlap=copy-engines, because all layers share the memory of "
+                "gathered inputs; omit one of them"
+            )
         check_keep_transposed(run, own.keep_transposed, keeps_casts=True)
         _check_shard_size(run, own.shard_size)
         if run.param_groups:
@@ -74,9 +89,10 @@ class Megatron(EngineSpec):
     def environment(self, run: RunSettings) -> Mapping[str, str]:
         """Use one hardware queue under TP and CP, so that collectives start before the GEMMs that overlap them.
 
-        Runs without TP and CP need several hardware queues.
+        Runs without TP and CP need several hardware queues, and so do copies that wait for signals of other ranks.
         """
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if run.tp > 1 or run.cp > 1 else {}
+        has_one_queue = (run.tp > 1 or run.cp > 1) and MegatronSettings.of(run).tp_overlap != "copy-engines"
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if has_one_queue else {}
 
     def less_memory(self, options: Options) -> str:
         return "a larger tp inside a host, or pp across hosts"

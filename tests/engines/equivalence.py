@@ -23,7 +23,15 @@ ANY_MODEL = next(name for name, spec in ENGINES.items() if not spec.needs_blocks
 TOLERANCE = 1e-5  # relative L2 difference of any tensor, fp32
 NUM_STEPS = 3
 # what changes no result
-ENGINE_OPTIONS = ("offload", "hpz_size", "zero_prefetch", "zero_persistence", "zero_leaf_layers", "compile")
+ENGINE_OPTIONS = (
+    "offload",
+    "hpz_size",
+    "zero_prefetch",
+    "zero_persistence",
+    "zero_leaf_layers",
+    "compile",
+    "tp_overlap",
+)
 BASE: dict[str, Any] = {
     "model": "llama-tiny",
     "num_layers": 4,

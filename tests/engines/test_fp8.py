@@ -30,6 +30,8 @@ MEGATRON = {
     **{name: case for name, case in (LAYOUTS | COMBINATIONS).items() if "vocabulary" not in case[1].get("model", "")},
     "tp2-keep-gathered": (2, {"tp": 2, "keep_gathered": True}),
     "tp2-transposed-in-backward": (2, {"tp": 2, "keep_transposed": False}),
+    "tp2-copy-engines": (2, {"tp": 2, "tp_overlap": "copy-engines"}),
+    "tp4-copy-engines": (4, {"tp": 4, "tp_overlap": "copy-engines", "keep_transposed": False}),
     "tp2-recompute": (2, {"tp": 2, "recompute": "full"}),
     "tp2-recompute-selective": (2, {"tp": 2, "recompute": "selective"}),
     "qwen2": (2, {"tp": 2, "model": "qwen2-tiny"}),
@@ -59,7 +61,8 @@ RECIPES: list[dict[str, Any]] = [
 
 LAYOUTS_IN_CI = (
     *("tp2", "tp2-dp2", "cp2", "pp2-vp2", "tp2-pp2-vp2", "cp3-chunks", "dp4-shards-of-2"),
-    *("tp2-keep-gathered", "tp2-transposed-in-backward", "tp2-recompute-selective", "qwen3"),
+    *("tp2-keep-gathered", "tp2-copy-engines", "tp4-copy-engines", "tp2-transposed-in-backward"),
+    *("tp2-recompute-selective", "qwen3"),
 )
 ENGINES_IN_CI = (*("zero-2", "zero-3", "zero-3-recompute", "fsdp", "fsdp-offload", "hsdp", "ddp", "megatron-fsdp"),)
 

@@ -94,20 +94,13 @@ def _summed_bias(engine: Any) -> None:
 
 
 def _unreduced_output(engine: Any) -> None:
-    from megabench.engines.megatron import linear
-
     layer = engine.chunks[0].module.decoder.layers[1].mlp.linear_fc2
-    multiply = layer.multiply
 
-    def own_part(input_: Tensor, group: Any) -> Tensor:
-        def scatter(whole: Tensor, group: Any) -> tuple[Tensor, None]:
-            return whole.chunk(group.size())[group.rank()].clone(), None
+    def own_part(product: Callable[[slice], Tensor], num_rows: int) -> Callable[[], Tensor]:
+        part = product(slice(0, num_rows)).chunk(layer.tp_group.size())[layer.tp_group.rank()].clone()
+        return lambda: part
 
-        with patch.object(linear, "scatter", scatter):
-            result: Tensor = multiply(input_, group)
-        return result
-
-    layer.multiply = own_part
+    layer.exchange.reduce_scatter = own_part
 
 
 def _shifted_lookup(engine: Any) -> None:

@@ -16,6 +16,8 @@ from megabench.models.shape import ModelShape, RopeScaling
 CATALOG["llama-odd"] = replace(CATALOG["llama-tiny"], name="llama-odd", vocab_size=509)
 # an output layer that takes as long as 2.5 layers
 CATALOG["llama-vocabulary"] = replace(CATALOG["llama-tiny"], name="llama-vocabulary", vocab_size=4096)
+# one head for each of eight tensor-parallel ranks
+CATALOG["llama-eight-heads"] = replace(CATALOG["llama-tiny"], name="llama-eight-heads", num_heads=8, num_kv_heads=8)
 # the other families, in small
 _SCALING = RopeScaling(8.0, 1.0, 4.0, 32)
 CATALOG["llama31-tiny"] = replace(CATALOG["llama-tiny"], name="llama31-tiny", rope_scaling=_SCALING)

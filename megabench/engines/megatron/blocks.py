@@ -307,8 +307,8 @@ def _linear_layers(number: int, run: ResolvedConfig) -> tuple[ModuleSpec, Module
     if not fuses_blocks(run):
         return ModuleSpec(module=ColumnParallelLinear), ModuleSpec(module=RowParallelLinear)
     own = MegatronSettings.of(run)
-    params = {"keeps_gathered": own.keep_gathered}
+    of_column, of_row = {"keeps_gathered": own.keep_gathered}, dict[str, Any](way=own.tp_overlap or "nccl")
     if number not in run.fp8_layers:
-        return ModuleSpec(module=ColumnLinear, params=params), ModuleSpec(module=RowLinear)
-    recipe = {"has_bf16_gradients": run.fp8_recipe == "bf16-gradients", "keeps_transposed": own.keep_transposed}
-    return ModuleSpec(module=Fp8ColumnLinear, params=params | recipe), ModuleSpec(module=Fp8RowLinear, params=recipe)
+        return ModuleSpec(module=ColumnLinear, params=of_row | of_column), ModuleSpec(module=RowLinear, params=of_row)
+    of_row |= {"has_bf16_gradients": run.fp8_recipe == "bf16-gradients", "keeps_transposed": own.keep_transposed}
+    return ModuleSpec(module=Fp8ColumnLinear, params=of_row | of_column), ModuleSpec(module=Fp8RowLinear, params=of_row)

@@ -12,16 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megabench.engines.common.fp8 import CastsWeight, Quantized, add_product, columns_of, product, quantize, transposed
-from megabench.engines.megatron.linear import (
-    ColumnLinear,
-    ColumnProduct,
-    RowLinear,
-    RowProduct,
-    added,
-    gather,
-    scatter,
-    wait,
-)
+from megabench.engines.megatron.exchange import Alone, Exchange, Gathering
+from megabench.engines.megatron.linear import ColumnLinear, ColumnProduct, RowLinear, RowProduct, added, multiplied
 
 
 class _Fp8Layer(CastsWeight):
@@ -37,63 +29,71 @@ class _Fp8Layer(CastsWeight):
 class Fp8ColumnLinear(_Fp8Layer, ColumnLinear):
     """ColumnLinear with fp8 products, [S/T, B, H] -> [S, B, F/T]."""
 
-    def multiply(self, part: Tensor, group: ProcessGroup | None) -> Tensor:
+    def multiply(self, part: Tensor, exchange: Exchange) -> Tensor:
         function = _Fp8ForwardColumn if self.has_bf16_gradients else _Fp8Column
-        output: Tensor = function.apply(part, self.weight, group, self)
+        output: Tensor = function.apply(part, self.weight, exchange, self)
         return output
 
 
 class Fp8RowLinear(_Fp8Layer, RowLinear):
     """RowLinear with fp8 products, [S, B, F/T] -> [S/T, B, H]."""
 
-    def multiply(self, input_: Tensor, group: ProcessGroup | None) -> Tensor:
+    def multiply(self, input_: Tensor, exchange: Exchange) -> Tensor:
         function = _Fp8ForwardRow if self.has_bf16_gradients else _Fp8Row
-        output: Tensor = function.apply(input_, self.weight, group, self)
+        output: Tensor = function.apply(input_, self.weight, exchange, self)
         return output
 
 
 class _Fp8Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8ColumnLinear) -> Tensor:
-        mine, whole = _gathered(part, group, layer.whole_tensor)
-        ctx.weight, ctx.cast, ctx.group, ctx.dtype = weight, _cast(layer, part), group, part.dtype
-        ctx.whole_tensor = layer.whole_tensor
-        ctx.gathers_again = group is not None and not layer.keeps_gathered
-        ctx.save_for_backward(mine.columns if group is None else mine.rows if ctx.gathers_again else whole, mine.scale)
-        return _multiply(whole, mine.scale, ctx.cast, part)
+    def forward(ctx: Any, part: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8ColumnLinear) -> Tensor:
+        ctx.is_alone = isinstance(exchange, Alone)
+        mine = quantize(part, columns=ctx.is_alone, group=layer.whole_tensor)
+        gathering = _gather(mine, exchange)
+        ctx.weight, ctx.cast, ctx.exchange, ctx.dtype = weight, _cast(layer, part), exchange, part.dtype
+        ctx.whole_tensor, ctx.keeps_gathered = layer.whole_tensor, layer.keeps_gathered
+        own = mine.columns if ctx.is_alone else mine.rows
+        saved = gathering.whole.view(own.dtype) if layer.keeps_gathered and not ctx.is_alone else own
+        ctx.save_for_backward(saved, mine.scale)
+        return _products(gathering, mine, ctx.cast.rows, ctx.cast.scale, part, is_fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (saved, scale), group = ctx.saved_tensors, ctx.group
+        (saved, scale), cast, exchange = ctx.saved_tensors, ctx.cast, ctx.exchange
         grads = quantize(grad, group=ctx.whole_tensor)
         # the gather overlaps with the product that does not need the gathered input
-        whole, gathering = gather(saved.view(torch.uint8), group if ctx.gathers_again else None)
-        grad_whole = _input_gradient(grads, ctx.cast, grad.shape, ctx.dtype)
-        wait(gathering)
-        grad_part, scattering = scatter(grad_whole, group)
-        columns = saved if group is None else transposed(whole.view(saved.dtype))
+        gathering = (Alone() if ctx.keeps_gathered else exchange).gather(saved.view(torch.uint8))
+
+        weight_columns = columns_of(cast)
+
+        def input_gradient(rows: slice) -> Tensor:
+            return product(grads.rows[rows], grads.scale, weight_columns, cast.scale, ctx.dtype)
+
+        finish = exchange.reduce_scatter(input_gradient, len(grads.rows))
+        columns = saved if ctx.is_alone else transposed(gathering.wait().view(saved.dtype))
         unused = _add_weight_gradient(ctx.weight, grads, columns, scale)
-        wait(scattering)
-        return grad_part, unused, None, None
+        grad_part = finish()
+        return grad_part.view(-1, grad.shape[1], grad_part.shape[1]), unused, None, None
 
 
 class _Fp8Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8RowLinear) -> Tensor:
+    def forward(ctx: Any, input_: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8RowLinear) -> Tensor:
         inputs = quantize(input_, group=layer.whole_tensor)
         ctx.save_for_backward(inputs.columns, inputs.scale)
-        ctx.weight, ctx.cast, ctx.group, ctx.shape = weight, _cast(layer, input_), group, input_.shape
+        ctx.weight, ctx.cast, ctx.exchange, ctx.shape = weight, _cast(layer, input_), exchange, input_.shape
         ctx.whole_tensor = layer.whole_tensor
-        part, scattering = scatter(_multiply(inputs.rows, inputs.scale, ctx.cast, input_), group)
-        wait(scattering)
-        return part
+        return _summed(inputs, ctx.cast, exchange, input_)
 
     @staticmethod
     def backward(ctx: Any, grad_part: Tensor) -> tuple[Tensor | None, ...]:
-        columns, scale = ctx.saved_tensors
-        mine, whole = _gathered(grad_part, ctx.group, ctx.whole_tensor)
-        grads = Quantized(whole, mine.columns if ctx.group is None else transposed(whole), mine.scale)
-        grad_input = _input_gradient(grads, ctx.cast, ctx.shape, grad_part.dtype)
+        (columns, scale), cast = ctx.saved_tensors, ctx.cast
+        is_alone = isinstance(ctx.exchange, Alone)
+        mine = quantize(grad_part, columns=is_alone, group=ctx.whole_tensor)
+        gathering = _gather(mine, ctx.exchange)
+        grad_input = _products(gathering, mine, columns_of(cast), cast.scale, grad_part)
+        whole = gathering.whole.view(mine.rows.dtype)
+        grads = Quantized(whole, mine.columns if is_alone else transposed(whole), mine.scale)
         return grad_input, _add_weight_gradient(ctx.weight, grads, columns, scale), None, None
 
 
@@ -101,11 +101,12 @@ class _Fp8ForwardColumn(torch.autograd.Function):
     """ColumnProduct with its forward product in fp8."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8ColumnLinear) -> Tensor:
-        mine, whole = _gathered(part, group, layer.whole_tensor, columns=False)
+    def forward(ctx: Any, part: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8ColumnLinear) -> Tensor:
+        mine = quantize(part, columns=False, group=layer.whole_tensor)
         ctx.save_for_backward(part)
-        ctx.weight, ctx.group, ctx.keeps_gathered = weight, group, False  # backward gathers the input in bf16
-        return _multiply(whole, mine.scale, _cast(layer, part), part)
+        ctx.weight, ctx.exchange, ctx.keeps_gathered = weight, exchange, False  # backward gathers the input in bf16
+        cast = _cast(layer, part)
+        return _products(_gather(mine, exchange), mine, cast.rows, cast.scale, part, is_fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -116,13 +117,11 @@ class _Fp8ForwardRow(torch.autograd.Function):
     """RowProduct with its forward product in fp8."""
 
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None, layer: Fp8RowLinear) -> Tensor:
+    def forward(ctx: Any, input_: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8RowLinear) -> Tensor:
         inputs = quantize(input_, columns=False, group=layer.whole_tensor)
         ctx.save_for_backward(input_)
-        ctx.weight, ctx.group = weight, group
-        part, scattering = scatter(_multiply(inputs.rows, inputs.scale, _cast(layer, input_), input_), group)
-        wait(scattering)
-        return part
+        ctx.weight, ctx.exchange = weight, exchange
+        return _summed(inputs, _cast(layer, input_), exchange, input_)
 
     @staticmethod
     def backward(ctx: Any, grad_part: Tensor) -> tuple[Tensor | None, ...]:
@@ -134,29 +133,37 @@ def _cast(layer: _Fp8Layer, like: Tensor) -> Quantized:
     return layer.quantized_weight(like.dtype, layer.whole_tensor)
 
 
-def _gathered(
-    part: Tensor, group: ProcessGroup | None, whole_tensor: ProcessGroup | None, columns: bool = True
-) -> tuple[Quantized, Tensor]:
-    """Quantize a part [S/T, B, H] under the scale of the whole tensor, and gather the rows of all parts [S·B, H].
+def _gather(mine: Quantized, exchange: Exchange) -> Gathering:
+    """Start to gather the rows [S/T·B, K] of all ranks, as bytes, because gloo cannot send fp8."""
+    return exchange.gather(mine.rows.view(torch.uint8))
 
-    The result has transposed columns only without a group, because gathered rows are transposed later.
+
+def _products(
+    gathering: Gathering, mine: Quantized, right: Tensor, right_scale: Tensor, like: Tensor, is_fast: bool = False
+) -> Tensor:
+    """Multiply gathered rows [S·B, K] with `right` [N, K] in fp8, each part when it has arrived.
+
+    Return [S, B, N]. B and the dtype are those of `like`, and the scale of all rows is that of this rank's rows.
     """
-    mine = quantize(part, columns=columns and group is None, group=whole_tensor)
-    whole, gathering = gather(mine.rows.view(torch.uint8), group)  # gloo cannot send fp8
-    wait(gathering)
-    return mine, whole.view(mine.rows.dtype)
+
+    def multiply(rows: Tensor, output: Tensor) -> None:
+        product(rows.view(mine.rows.dtype), mine.scale, right, right_scale, like.dtype, is_fast, output)
+
+    output = multiplied(gathering, multiply, (len(gathering.whole), len(right)), like.dtype)
+    return output.view(-1, like.shape[1], len(right))
 
 
-def _multiply(rows: Tensor, scale: Tensor, cast: Quantized, like: Tensor) -> Tensor:
-    """Return the output [S, B, N] of a layer, given its input [S·B, K] in fp8. B and the dtype are those of `like`."""
-    output = product(rows, scale, cast.rows, cast.scale, like.dtype, is_fast=True)
-    return output.view(-1, like.shape[1], output.shape[1])
+def _summed(inputs: Quantized, cast: Quantized, exchange: Exchange, like: Tensor) -> Tensor:
+    """Multiply rows [S·B, K] with the weight in fp8, and sum the products of all ranks: [S/T, B, N].
 
+    B and the dtype are those of `like`.
+    """
 
-def _input_gradient(grads: Quantized, cast: Quantized, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the gradient [S, B, K] of a layer's input."""
-    grad = product(grads.rows, grads.scale, columns_of(cast), cast.scale, dtype)
-    return grad.view(-1, shape[1], grad.shape[1])
+    def multiply(rows: slice) -> Tensor:
+        return product(inputs.rows[rows], inputs.scale, cast.rows, cast.scale, like.dtype, is_fast=True)
+
+    part = exchange.reduce_scatter(multiply, len(inputs.rows))()
+    return part.view(-1, like.shape[1], part.shape[1])
 
 
 def _add_weight_gradient(weight: Any, grads: Quantized, columns: Tensor, scale: Tensor) -> Tensor:

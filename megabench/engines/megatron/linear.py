@@ -7,7 +7,8 @@ Sizes: Symbols: S sequence length, B micro-batch, H and F sizes of input and out
 group.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megabench.engines.common.kernels import accumulate
+from megabench.engines.megatron.exchange import Alone, Collectives, Exchange, Gathering, Messages
+
+Way = Literal["nccl", "copy-engines"]
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -24,98 +28,102 @@ class ColumnLinear(ColumnParallelLinear):
     The input is gathered again for the backward pass, unless the layer `keeps_gathered`.
     """
 
-    def __init__(self, *args: Any, keeps_gathered: bool, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, keeps_gathered: bool, way: Way, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.keeps_gathered = keeps_gathered
+        self.exchange = _exchange_of(self.tp_group if self.sequence_parallel else None, way)
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         assert weight is None and not runtime_gather_output
-        output = self.multiply(input_, self.tp_group if self.sequence_parallel else None)
+        output = self.multiply(input_, self.exchange)
         return output if self.bias is None else output + self.bias, None
 
-    def multiply(self, part: Tensor, group: ProcessGroup | None) -> Tensor:
-        output: Tensor = ColumnProduct.apply(part, self.weight, group, self.keeps_gathered)
+    def multiply(self, part: Tensor, exchange: Exchange) -> Tensor:
+        output: Tensor = ColumnProduct.apply(part, self.weight, exchange, self.keeps_gathered)
         return output
 
 
 class RowLinear(RowParallelLinear):
     """Row-parallel layer, [S, B, F/T] -> [S/T, B, H]: multiply with this rank's rows, then reduce-scatter."""
 
+    def __init__(self, *args: Any, way: Way, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.exchange = _exchange_of(self.tp_group if self.sequence_parallel else None, way)
+
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         assert self.bias is None
-        return self.multiply(input_, self.tp_group if self.sequence_parallel else None), None
+        return self.multiply(input_, self.exchange), None
 
-    def multiply(self, input_: Tensor, group: ProcessGroup | None) -> Tensor:
-        output: Tensor = RowProduct.apply(input_, self.weight, group)
+    def multiply(self, input_: Tensor, exchange: Exchange) -> Tensor:
+        output: Tensor = RowProduct.apply(input_, self.weight, exchange)
         return output
+
+
+def _exchange_of(group: ProcessGroup | None, way: Way) -> Exchange:
+    """Return the exchange between the ranks of a group, or that of one rank without a group."""
+    if group is None:
+        return Alone()
+    if way == "nccl":
+        return Collectives(group)
+    if dist.get_backend(group) != "nccl":
+        return Messages(group)
+    from megabench.engines.megatron.copy_engines import copy_engines  # only GPU builds of torch have symmetric memory
+
+    return copy_engines(group)
 
 
 class ColumnProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, weight: Tensor, group: ProcessGroup | None, keeps_gathered: bool) -> Tensor:
-        whole = _gathered(part, group)
-        ctx.save_for_backward(whole if keeps_gathered else part)
-        ctx.weight, ctx.group, ctx.keeps_gathered = weight, group, keeps_gathered
-        return whole @ weight.t()
+    def forward(ctx: Any, part: Tensor, weight: Tensor, exchange: Exchange, keeps_gathered: bool) -> Tensor:
+        gathering = exchange.gather(part)
+        ctx.save_for_backward(gathering.whole if keeps_gathered else part)
+        ctx.weight, ctx.exchange, ctx.keeps_gathered = weight, exchange, keeps_gathered
+        return _products(gathering, weight.t())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (saved,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
+        (saved,), weight, exchange = ctx.saved_tensors, ctx.weight, ctx.exchange
         # the gather overlaps with the product that does not need the gathered input
-        whole, gathering = gather(saved, None if ctx.keeps_gathered else group)
-        grad_whole = grad @ weight
-        wait(gathering)
-        grad_part, scattering = scatter(grad_whole, group)
-        unused = _add_weight_gradient(weight, grad, whole)
-        wait(scattering)
-        return grad_part, unused, None, None
+        gathering = (Alone() if ctx.keeps_gathered else exchange).gather(saved)
+        finish = exchange.reduce_scatter(lambda rows: grad[rows] @ weight, len(grad))
+        unused = _add_weight_gradient(weight, grad, gathering.wait())
+        return finish(), unused, None, None
 
 
 class RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, input_: Tensor, weight: Tensor, exchange: Exchange) -> Tensor:
         ctx.save_for_backward(input_)
-        ctx.weight, ctx.group = weight, group
-        part, scattering = scatter(input_ @ weight.t(), group)
-        wait(scattering)
-        return part
+        ctx.weight, ctx.exchange = weight, exchange
+        return exchange.reduce_scatter(lambda rows: input_[rows] @ weight.t(), len(input_))()
 
     @staticmethod
     def backward(ctx: Any, grad_part: Tensor) -> tuple[Tensor | None, ...]:
         (input_,), weight = ctx.saved_tensors, ctx.weight
-        grad = _gathered(grad_part, ctx.group)
-        grad_input = grad @ weight
-        return grad_input, _add_weight_gradient(weight, grad, input_), None
+        gathering = ctx.exchange.gather(grad_part)
+        grad_input = _products(gathering, weight)
+        return grad_input, _add_weight_gradient(weight, gathering.whole, input_), None
 
 
-def _gathered(part: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gather the parts of all ranks, [S/T, B, H] -> [S, B, H]."""
-    whole, gathering = gather(part, group)
-    wait(gathering)
-    return whole
+def _products(gathering: Gathering, matrix: Tensor) -> Tensor:
+    """Multiply a tensor [S, B, K] with a matrix [K, N], each part when it has arrived."""
+
+    def multiply(rows: Tensor, output: Tensor) -> None:
+        torch.mm(rows.flatten(0, 1), matrix, out=output.flatten(0, 1))
+
+    return multiplied(gathering, multiply, (*gathering.whole.shape[:-1], matrix.shape[1]), gathering.whole.dtype)
 
 
-def gather(part: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
-    """Start to gather the parts of all ranks, or return the part itself without a group."""
-    if group is None:
-        return part, None
-    whole = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
-    return whole, dist.all_gather_into_tensor(whole, part.contiguous(), group=group, async_op=True)
-
-
-def scatter(whole: Tensor, group: ProcessGroup | None) -> tuple[Tensor, dist.Work | None]:
-    """Start to sum the tensors of all ranks into one part per rank, or return the tensor itself without a group."""
-    if group is None:
-        return whole, None
-    part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
-    return part, dist.reduce_scatter_tensor(part, whole.contiguous(), group=group, async_op=True)
-
-
-def wait(work: dist.Work | None) -> None:
-    if work:
-        work.wait()
+def multiplied(
+    gathering: Gathering, multiply: Callable[[Tensor, Tensor], None], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Return a tensor of this shape. `multiply` computes its rows from the same rows of the gathered tensor."""
+    output = torch.empty(shape, dtype=dtype, device=gathering.whole.device)
+    for rows in gathering:
+        multiply(gathering.whole[rows], output[rows])
+    return output
 
 
 def _add_weight_gradient(weight: Any, grad: Tensor, inputs: Tensor) -> Tensor:

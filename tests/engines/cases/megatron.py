@@ -16,7 +16,9 @@ ON_GPUS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2-in-chunks": (2, {"model": "llama3-8b-wide-mqa", "cp": 2}),
     "tp2-reference-kernels": (2, {"tp": 2, "kernels": "reference"}),
     "tp2-keep-gathered": (2, {"tp": 2, "keep_gathered": True}),
+    "tp2-copy-engines": (2, {"tp": 2, "tp_overlap": "copy-engines"}),
     "tp4": (4, {"tp": 4}),
+    "tp4-copy-engines": (4, {"tp": 4, "tp_overlap": "copy-engines"}),
     "tp4-keep-gathered": (4, {"tp": 4, "keep_gathered": True}),
     "pp4": (4, {"pp": 4}),
     "cp4": (4, {"cp": 4}),
@@ -38,6 +40,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "muon"}, "optimizer=muon needs whole matrices on every rank, but the megatron engine shards them"),
     ({"keep_gathered": True}, "use tp=2 or more and kernels=auto"),
     ({"tp": 2, "keep_gathered": True, "kernels": "reference"}, "use tp=2 or more and kernels=auto"),
+    ({"tp_overlap": "copy-engines"}, "tp_overlap=copy-engines needs .* use tp=2 or more and kernels=auto"),
+    ({"tp": 2, "tp_overlap": "copy-engines", "keep_gathered": True}, "share the memory .* omit one of them"),
     (
         {"tp": 2, "keep_gathered": True, "precision": "fp8", "fp8_recipe": "bf16-gradients"},
         "omit keep_gathered, or use fp8_recipe=tensorwise",
