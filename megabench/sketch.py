@@ -32,7 +32,7 @@ from torch import Tensor
 
 NUM_BLOCKS = 32
 NUM_SIGNS = 64
-_CHUNK = 1 << 14  # number of elements at a time on a CPU, so that their signs fit in the cache
+_CHUNK = 1 << 14  # number of elements that a CPU processes at a time, so that their signs fit in the cache
 _COPIED = 1 << 26  # number of elements that are copied to a GPU at a time
 _VERSION = "1"
 _FLOOR = 1e-3
@@ -113,7 +113,7 @@ def _signs_of_bytes() -> Tensor:
 
 
 def _signs(name: str, index: Tensor) -> Tensor:
-    """Return 64 signs for each element, fp32 [*index.shape, 64]: the bits of one hash (SplitMix64)."""
+    """Return 64 signs (1 or -1) for each element, fp32 [*index.shape, 64]: one for each bit of a hash (SplitMix64)."""
     mixed = index * _signed(0x9E3779B97F4A7C15) + _seed(name)
     mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
@@ -202,7 +202,7 @@ def read(path: Path) -> tuple[dict[Key, Tensor], dict[str, str]]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one tensor of a run is from that of another run.
+    """The difference between a tensor of one run and the same tensor of another run.
 
     `relative` is the norm of the difference divided by the norm of the other tensor, and `block` is the axis and number
     of the block that differs most, of NUM_BLOCKS blocks, by `of_block` of the norm of a block.

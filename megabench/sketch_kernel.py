@@ -32,7 +32,8 @@ def _sum_cells(  # type: ignore[no-untyped-def]
     NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     cell, split = tl.program_id(0), tl.program_id(1)
-    # the rows r with r * NUM_BLOCKS // whole_rows == cell // NUM_BLOCKS that the part has; columns likewise
+    # the part's rows r for which r * NUM_BLOCKS // whole_rows == cell // NUM_BLOCKS, and its columns c for which
+    # c * NUM_BLOCKS // whole_columns == cell % NUM_BLOCKS
     first_row, last_row = _range(cell // NUM_BLOCKS, whole_rows, top, num_rows, NUM_BLOCKS)
     first_column, last_column = _range(cell % NUM_BLOCKS, whole_columns, left, num_columns, NUM_BLOCKS)
     width = tl.maximum(last_column - first_column, 0).to(tl.int32)

@@ -70,6 +70,7 @@ def _work(rank: int, jobs: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from megabench.config import ResolvedConfig
     from megabench.runtime import megatron_cpu
 
     torch.set_num_threads(1)
@@ -79,7 +80,8 @@ def _work(rank: int, jobs: Connection) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         try:
             if backend == "nccl":
-                os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core wants it for TP
+                for run in [each for each in args if isinstance(each, ResolvedConfig)]:
+                    os.environ |= run.spec.environment(run)
                 torch.cuda.set_device(rank)
             store = dist.FileStore(store_file, world_size)
             dist.init_process_group(

@@ -146,7 +146,7 @@ def compare(
         ),
     ] = False,
     max_minutes: Annotated[
-        float | None, typer.Option(metavar="M", help="Time for the additional runs of --confirm [default: 60].")
+        float | None, typer.Option(metavar="M", help="Minutes for the additional runs of --confirm [default: 60].")
     ] = None,
     locate: Annotated[
         str | None,

@@ -94,7 +94,7 @@ def changed_by_evaluations(run: ResolvedConfig) -> tuple[list[str], list[float],
     return changed, trace.evaluated, trace.losses
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero3", "fsdp", "megatron-fsdp", "tp2"])
+@pytest.mark.parametrize("name", ["ddp", "zero3", "fsdp", "megatron-fsdp", "tp2", "tp2-copy-engines"])
 def test_evaluations_change_no_bit(name: str) -> None:
     """With sequences of one block of the attention kernels, which add the gradients of several blocks in any order."""
     world_size, fields = RUNS[name]

@@ -118,7 +118,7 @@ def add_product(total: Tensor, left: Tensor, left_scale: Tensor, right: Tensor, 
 def _accumulate_product(total: Tensor, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> None:
     """Add a product of fp8 matrices to `total` through nvmath-python, on the current stream."""
     a, b, scales = left, right.t(), {"a": left_scale.reshape(1), "b": right_scale.reshape(1)}
-    # cuBLASLt chooses the algorithm of a plan by the alignment of the sum
+    # cuBLASLt chooses the algorithm of a plan by the memory alignment of `total`
     key = (total.shape, left.shape[1], total.dtype, total.device, total.data_ptr() % 256)
     if key in _plans:
         _plans[key].reset_operands_unchecked(a=a, b=b, c=total, quantization_scales=scales)

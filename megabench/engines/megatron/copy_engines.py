@@ -2,10 +2,11 @@
 
 A rank writes its part into the memory of another rank (torch's symmetric memory) on a second stream, and then sets a
 signal there. The multiprocessors are free for the products meanwhile. CUDA_DEVICE_MAX_CONNECTIONS must not be 1: with
-one hardware queue, products would wait behind copies that wait for signals.
+one hardware queue, products would wait behind copies and signals.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
@@ -28,6 +29,7 @@ class CopyEngines(Messages):
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
+        assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1", "copies need a hardware queue of their own"
         self._gathered, self._received = _Buffers(group, channel=0), _Buffers(group, channel=1)
         self._stream = torch.cuda.Stream(priority=-1)
 
@@ -65,7 +67,7 @@ class CopyEngines(Messages):
         return finish
 
     def _send(self, part: Tensor, place: Tensor, buffers: "_Buffers", target: int) -> None:
-        """Copy a part to its place in the memory of `target`, after the work that has been launched so far."""
+        """Copy a part to its place in the memory of `target`, after all work that has been launched so far."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             place.copy_(part)
@@ -77,7 +79,8 @@ class _Buffers:
     """Two buffers of each rank, used in turn.
 
     A rank writes into the buffer of exchange k + 2 after it has received the parts of exchange k + 1, which the other
-    ranks send after they have read exchange k. No rank therefore needs to wait before it writes.
+    ranks send after they have read exchange k. No rank therefore needs to wait before it writes. So a rank must await
+    all parts of an exchange, and launch all work that reads them, before it begins the next exchange.
     """
 
     def __init__(self, group: ProcessGroup, channel: int) -> None:
@@ -104,5 +107,5 @@ class _Buffers:
         dist.barrier(self._group)  # no rank writes into the old buffers any more
         self._num_bytes = math.ceil(num_bytes / 256) * 256
         device = torch.device("cuda", torch.cuda.current_device())
-        own = _symmetric_memory.empty(2 * self._num_bytes, dtype=torch.uint8, device=device)
-        self._memory = _symmetric_memory.rendezvous(own, self._group.group_name)
+        self._own = _symmetric_memory.empty(2 * self._num_bytes, dtype=torch.uint8, device=device)
+        self._memory = _symmetric_memory.rendezvous(self._own, self._group.group_name)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-Product = Callable[[slice], Tensor]  # from rows of the whole tensor to the product of these rows
+Product = Callable[[slice], Tensor]  # returns the product of some rows of the whole tensor
 
 
 class Gathering:

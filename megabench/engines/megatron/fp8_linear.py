@@ -1,7 +1,7 @@
 """Tensor-parallel linear layers with fp8 products; linear.py describes the layers.
 
-Gathers send fp8 values under one scale of the whole group. Reduce-scatters send the dtype of the activations, because
-sums of fp8 values would lose bits. The inputs of layers are saved in fp8.
+All-gathers send fp8 values, which have one scale in the whole group. Reduce-scatters send the dtype of the activations,
+because sums of fp8 values would lose bits. The inputs of layers are saved in fp8.
 """
 
 from typing import Any
@@ -49,8 +49,8 @@ class _Fp8Column(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8ColumnLinear) -> Tensor:
         ctx.is_alone = isinstance(exchange, Alone)
         mine = quantize(part, columns=ctx.is_alone, group=layer.whole_tensor)
-        gathering = _gather(mine, exchange)
         ctx.weight, ctx.cast, ctx.exchange, ctx.dtype = weight, _cast(layer, part), exchange, part.dtype
+        gathering = _gather(mine, exchange)
         ctx.whole_tensor, ctx.keeps_gathered = layer.whole_tensor, layer.keeps_gathered
         own = mine.columns if ctx.is_alone else mine.rows
         saved = gathering.whole.view(own.dtype) if layer.keeps_gathered and not ctx.is_alone else own
@@ -81,7 +81,7 @@ class _Fp8Row(torch.autograd.Function):
     def forward(ctx: Any, input_: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8RowLinear) -> Tensor:
         inputs = quantize(input_, group=layer.whole_tensor)
         ctx.save_for_backward(inputs.columns, inputs.scale)
-        ctx.weight, ctx.cast, ctx.exchange, ctx.shape = weight, _cast(layer, input_), exchange, input_.shape
+        ctx.weight, ctx.cast, ctx.exchange = weight, _cast(layer, input_), exchange
         ctx.whole_tensor = layer.whole_tensor
         return _summed(inputs, ctx.cast, exchange, input_)
 
@@ -141,7 +141,7 @@ def _gather(mine: Quantized, exchange: Exchange) -> Gathering:
 def _products(
     gathering: Gathering, mine: Quantized, right: Tensor, right_scale: Tensor, like: Tensor, is_fast: bool = False
 ) -> Tensor:
-    """Multiply gathered rows [S·B, K] with `right` [N, K] in fp8, each part when it has arrived.
+    """Multiply rows [S·B, K] that are being gathered by `right` [N, K] in fp8, each part when it has arrived.
 
     Return [S, B, N]. B and the dtype are those of `like`, and the scale of all rows is that of this rank's rows.
     """
@@ -154,7 +154,7 @@ def _products(
 
 
 def _summed(inputs: Quantized, cast: Quantized, exchange: Exchange, like: Tensor) -> Tensor:
-    """Multiply rows [S·B, K] with the weight in fp8, and sum the products of all ranks: [S/T, B, N].
+    """Multiply rows [S·B, K] by the weight in fp8, and reduce-scatter the products of all ranks: [S/T, B, N].
 
     B and the dtype are those of `like`.
     """

@@ -69,7 +69,7 @@ def _exchange_of(group: ProcessGroup | None, way: Way) -> Exchange:
         return Collectives(group)
     if dist.get_backend(group) != "nccl":
         return Messages(group)
-    from megabench.engines.megatron.copy_engines import copy_engines  # only GPU builds of torch have symmetric memory
+    from megabench.engines.megatron.copy_engines import copy_engines  # only for GPUs
 
     return copy_engines(group)
 
@@ -108,7 +108,7 @@ class RowProduct(torch.autograd.Function):
 
 
 def _products(gathering: Gathering, matrix: Tensor) -> Tensor:
-    """Multiply a tensor [S, B, K] with a matrix [K, N], each part when it has arrived."""
+    """Multiply a tensor [S, B, K] that is being gathered by a matrix [K, N], each part when it has arrived."""
 
     def multiply(rows: Tensor, output: Tensor) -> None:
         torch.mm(rows.flatten(0, 1), matrix, out=output.flatten(0, 1))

@@ -17,6 +17,7 @@ ON_GPUS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-reference-kernels": (2, {"tp": 2, "kernels": "reference"}),
     "tp2-keep-gathered": (2, {"tp": 2, "keep_gathered": True}),
     "tp2-copy-engines": (2, {"tp": 2, "tp_overlap": "copy-engines"}),
+    "tp2-recompute-copy-engines": (2, {"tp": 2, "recompute": "full", "tp_overlap": "copy-engines"}),
     "tp4": (4, {"tp": 4}),
     "tp4-copy-engines": (4, {"tp": 4, "tp_overlap": "copy-engines"}),
     "tp4-keep-gathered": (4, {"tp": 4, "keep_gathered": True}),
