@@ -71,7 +71,7 @@ def sketch(
     part = part.detach().reshape(part.shape[0], -1)
     device = device or part.device
     if device.type == "cuda":
-        cells = _sums_of_cells(name, (rows, columns), part, (top, left), device)
+        cells = _cells_on_gpu(name, (rows, columns), part, (top, left), device)
         by_columns = cells.sum(0) if len(shape) == 2 else torch.zeros_like(cells[0])
         return torch.stack([cells.sum(1), by_columns])
     found = torch.zeros(2, NUM_BLOCKS, 1 + NUM_SIGNS, dtype=torch.float64)
@@ -91,10 +91,13 @@ def sketch(
     return found
 
 
-def _sums_of_cells(
+def _cells_on_gpu(
     name: str, shape: tuple[int, int], part: Tensor, start: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """Return the squared norm and the projections of each block of rows and columns, fp64 [32, 32, 65]."""
+    """Return the squared norm and 64 projections of each block of rows in each block of columns, fp64 [32, 32, 65].
+
+    A part in the memory of the host or of another GPU is copied in chunks of rows.
+    """
     from megabench.sketch_kernel import sums_of_cells  # only GPU builds of torch include Triton
 
     height = max(1, _COPIED // part.shape[1]) if part.device != device else len(part)

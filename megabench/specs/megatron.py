@@ -89,7 +89,7 @@ class Megatron(EngineSpec):
     def environment(self, run: RunSettings) -> Mapping[str, str]:
         """Use one hardware queue under TP and CP, so that collectives start before the GEMMs that overlap them.
 
-        Runs without TP and CP need several hardware queues, and so do copies that wait for signals of other ranks.
+        Runs without TP and CP need several hardware queues, and so do copies between the GPUs of a TP group.
         """
         has_one_queue = (run.tp > 1 or run.cp > 1) and MegatronSettings.of(run).tp_overlap != "copy-engines"
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if has_one_queue else {}

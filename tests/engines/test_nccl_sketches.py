@@ -85,6 +85,6 @@ def test_only_the_planted_error_differs(
 
 
 def print_row(what: str, precision: str, found: TensorParity, by_losses: bool = False) -> None:
-    """Print a row of the table in benchmarks/README.md."""
+    """Print figures of the table of two H200s in benchmarks/README.md."""
     largest = f"{found.part_of_tolerance:.2g} × | {found.largest}"
     print(f"\n| {what} | {precision} | {largest} | {by_losses} | {' '.join(found.problems)} |")

@@ -307,8 +307,11 @@ def _linear_layers(number: int, run: ResolvedConfig) -> tuple[ModuleSpec, Module
     if not fuses_blocks(run):
         return ModuleSpec(module=ColumnParallelLinear), ModuleSpec(module=RowParallelLinear)
     own = MegatronSettings.of(run)
-    of_column, of_row = {"keeps_gathered": own.keep_gathered}, dict[str, Any](way=own.tp_overlap or "nccl")
-    if number not in run.fp8_layers:
-        return ModuleSpec(module=ColumnLinear, params=of_row | of_column), ModuleSpec(module=RowLinear, params=of_row)
-    of_row |= {"has_bf16_gradients": run.fp8_recipe == "bf16-gradients", "keeps_transposed": own.keep_transposed}
-    return ModuleSpec(module=Fp8ColumnLinear, params=of_row | of_column), ModuleSpec(module=Fp8RowLinear, params=of_row)
+    params: dict[str, Any] = {"way": own.tp_overlap or "nccl"}
+    column: type[ColumnParallelLinear] = ColumnLinear
+    row: type[RowParallelLinear] = RowLinear
+    if number in run.fp8_layers:
+        params |= {"has_bf16_gradients": run.fp8_recipe == "bf16-gradients", "keeps_transposed": own.keep_transposed}
+        column, row = Fp8ColumnLinear, Fp8RowLinear
+    of_column = params | {"keeps_gathered": own.keep_gathered}
+    return ModuleSpec(module=column, params=of_column), ModuleSpec(module=row, params=params)

@@ -9,7 +9,6 @@ product.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -112,8 +111,7 @@ class Messages(Exchange):
         def arriving() -> Iterator[slice]:
             yield self._rows_of(self._rank, len(part))
             for rows, sent, received in works:
-                _wait(received)
-                _wait(sent)
+                _wait(received, sent)
                 yield rows
 
         return Gathering(whole, arriving())
@@ -130,8 +128,7 @@ class Messages(Exchange):
 
         def finish() -> Tensor:
             for part, sent, received in works:
-                _wait(received)
-                _wait(sent)
+                _wait(received, sent)
                 total.add_(part)
             return total
 
@@ -146,6 +143,7 @@ class Messages(Exchange):
         return slice(rank * num_rows, (rank + 1) * num_rows)
 
 
-def _wait(work: Any) -> None:
-    assert work is not None, "this rank belongs to the group"
-    work.wait()
+def _wait(*works: dist.Work | None) -> None:
+    for work in works:
+        assert work is not None, "this rank belongs to the group"
+        work.wait()
