@@ -53,6 +53,7 @@ def _stack_of(record: RunRecord) -> Stack:
         fuses_fp8_weight_gradient=traits.fuses_fp8_weight_gradient,
         adds_output_gradient=traits.adds_output_gradient,
         stages=stages,
+        copies=record.options.get("tp_overlap") == "copy-engines",
         keeps_gathered=bool(record.options.get("keep_gathered")),
         keeps_transposed=bool(record.options.get("keep_transposed", True)),
     )

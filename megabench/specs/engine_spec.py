@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from megabench.hardware.topology import Topology
 from megabench.models.shape import ModelShape
 from megabench.optim.parameter_groups import HyperParameters
 from megabench.parallel.layout import Layout, divisors
@@ -101,6 +102,14 @@ class EngineSpec:
 
     def check(self, run: ResolvedRun) -> None:
         """Raise ConfigError for settings that the engine cannot combine."""
+
+    def settle(self, run: ResolvedRun, topology: Topology) -> tuple[Mapping[str, Any], str | None]:
+        """Return the engine's settings whose values depend on the links between ranks, and a sentence about them.
+
+        The sentence is None if there is nothing to say. Raise ConfigError if a given value does not work on these
+        links. `topology` is indexed by the run's ranks.
+        """
+        return {}, None
 
     def why_not_saved(self, run: ResolvedRun) -> str | None:
         """Return the reason why a checkpoint cannot hold the training state, or None if it can."""

@@ -1,11 +1,15 @@
 """The engine for TP × PP × CP × DP with megatron-core."""
 
+import os
 from collections.abc import Mapping
-from typing import Literal
+from itertools import combinations
+from typing import Any, Literal
 
+from megabench.hardware.topology import Topology
 from megabench.metrics import output_layer_cost
 from megabench.models.mapping import hugging_face_shapes, parallel_parameters, shard
-from megabench.parallel.layout import divisors
+from megabench.models.shape import ModelShape
+from megabench.parallel.layout import divisors, rank_groups
 from megabench.settings.bounds import NumRanks
 from megabench.settings.reading import ConfigError
 from megabench.settings.run_settings import RunSettings
@@ -24,13 +28,18 @@ class MegatronSettings(EngineSettings):
     keep_gathered: bool = setting(False, "Engine and layout", "option", "free", label="gathered kept")
     """Keep the inputs that TP gathered for the backward pass: a fifth less TP communication, more memory."""
 
-    tp_overlap: Literal["nccl", "copy-engines"] | None = setting(
+    tp_overlap: Literal["auto", "copy-engines", "nccl"] | None = setting(
         None, "Engine and layout", "option", "free", label="TP by {}"
     )
-    """How TP exchanges activations: nccl (default), or copy-engines (copies that overlap with products)."""
+    """How TP exchanges activations: copy-engines (overlaps products), nccl, or auto (default: the faster one)."""
 
     shard_size: NumRanks | None = SHARD_SIZE
     keep_transposed: bool = KEEP_TRANSPOSED
+
+
+def tp_overlap(run: ResolvedRun) -> Literal["copy-engines", "nccl"]:
+    """Return how tensor-parallel ranks exchange activations. On CPU, "auto" means collectives."""
+    return "copy-engines" if MegatronSettings.of(run).tp_overlap == "copy-engines" else "nccl"
 
 
 def optimizer_copies(run: ResolvedRun) -> int:
@@ -86,6 +95,19 @@ class Megatron(EngineSpec):
         if run.param_groups:
             _check_fused_parameters(run)
 
+    def settle(self, run: ResolvedRun, topology: Topology) -> tuple[Mapping[str, Any], str | None]:
+        given = MegatronSettings.of(run).tp_overlap
+        if run.layout.tp == 1 or given == "nccl":
+            return {}, None
+        obstacle = _obstacle_to_copies(run, topology)
+        if given == "copy-engines":
+            if obstacle:
+                raise ConfigError(f"tp_overlap=copy-engines is impossible, because {obstacle}; use tp_overlap=nccl")
+            return {}, None
+        if why := _other_kernels(run) or obstacle or _too_short_products(run):
+            return {"tp_overlap": "nccl"}, f"tensor parallelism uses NCCL (tp_overlap=nccl), because {why}"
+        return {"tp_overlap": "copy-engines"}, None
+
     def environment(self, run: RunSettings) -> Mapping[str, str]:
         """Use one hardware queue under TP and CP, so that collectives start before the GEMMs that overlap them.
 
@@ -96,6 +118,46 @@ class Megatron(EngineSpec):
 
     def less_memory(self, options: Options) -> str:
         return "a larger tp inside a host, or pp across hosts"
+
+
+def _other_kernels(run: ResolvedRun) -> str | None:
+    """Say which setting selects layers that do not copy."""
+    if run.kernels == "reference":
+        return "kernels=reference uses megatron-core's layers"
+    return "keep_gathered keeps what is gathered" if MegatronSettings.of(run).keep_gathered else None
+
+
+def _obstacle_to_copies(run: ResolvedRun, topology: Topology) -> str | None:
+    """Say why the GPUs of a tensor-parallel group cannot write into each other's memory over NVLink."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        return "the environment sets CUDA_DEVICE_MAX_CONNECTIONS=1, and copies need a hardware queue of their own"
+    for ranks in rank_groups(run.layout)["tp"]:
+        link = topology.slowest_link(combinations(ranks, 2))
+        if len({topology.host_of[rank] for rank in ranks}) > 1:
+            return f"the TP group of ranks {ranks[0]} to {ranks[-1]} spans several hosts"
+        if link != "nvlink":
+            return f"the TP group of ranks {ranks[0]} to {ranks[-1]} communicates over {link}"
+    return None
+
+
+def _too_short_products(run: ResolvedRun) -> str | None:
+    """Say that the products of a layer are too short for copies."""
+    tokens = run.micro_batch * run.seq_length // run.layout.cp
+    if copies_pay(run.shape, tokens, run.layout.tp, run.policy.has_fp8_products):
+        return None
+    return f"the products of {tokens} tokens end before the host has launched the copies that they would overlap with"
+
+
+def copies_pay(shape: ModelShape, num_tokens: float, tp: int, has_fp8_products: bool) -> bool:
+    """Return whether copy engines exchange the activations of a layer in less time than NCCL.
+
+    The host launches one copy and one product for each other rank, so it needs longer with a larger tp. Copies pay if
+    the GPU needs as long for a layer. The limits follow from the measured times of one MLP (benchmarks/README.md, "Copy
+    engines by size"), which take the host 2.0 ms with tp=2 and 3.4 ms with tp=4. A layer in fp8 takes two thirds of the
+    time of one in bf16.
+    """
+    flops_of_mlp = 18 * num_tokens * shape.hidden_size * shape.ffn_size / tp
+    return flops_of_mlp >= (1.2e12 + 0.6e12 * tp) * (1.5 if has_fp8_products else 1)
 
 
 def _check_fused_parameters(run: ResolvedRun) -> None:

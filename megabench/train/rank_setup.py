@@ -19,6 +19,18 @@ def set_environment(run: ResolvedConfig) -> None:
             os.environ.setdefault(name, value)
 
 
+def settle(run: ResolvedConfig, placement: Placement) -> tuple[ResolvedConfig, str | None]:
+    """Return the run with the values of settings that depend on the links between its GPUs, and a sentence about them.
+
+    The sentence is None if there is nothing to say. All ranks get the same result. Raises ConfigError if a given value
+    does not work on these links.
+    """
+    if run.device != "cuda":
+        return run, None
+    values, sentence = run.spec.settle(run, placement.topology)
+    return run.model_copy(update={"own": run.own.model_copy(update=dict(values))}), sentence
+
+
 def set_threads(run: ResolvedConfig) -> None:
     """Divide the host's cores among its processes if their optimizers run on the host.
 

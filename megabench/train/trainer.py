@@ -46,7 +46,7 @@ from megabench.train.exits import Exits
 from megabench.train.launch_commands import launch_commands, small_run_command
 from megabench.train.memory_check import MemoryCheckError, check_memory
 from megabench.train.nan_guard import NanGuard
-from megabench.train.rank_setup import place_ranks, set_environment, set_threads
+from megabench.train.rank_setup import place_ranks, set_environment, set_threads, settle
 from megabench.train.resume import Resume, batch_of_step, find_resume
 from megabench.train.run_record import build_record, json_section, write_record
 from megabench.train.stopping import SignalledError, StoppedError, StopSignal
@@ -212,12 +212,15 @@ class Trainer:
 
     def _set_up(self) -> None:
         """Set up this process for its rank. The device and the process group do not exist yet."""
-        run = self.run
         self.watchdog.at("starting", self.num_before)
         self._stop_signal.install()
+        self.placement = place_ranks(self.run, self.rendezvous)
+        self.run, note = settle(self.run, self.placement)
+        run = self.run
+        if note and self.rendezvous.rank == 0:
+            print(note, flush=True)
         set_environment(run)
         set_threads(run)
-        self.placement = place_ranks(run, self.rendezvous)
         if run.device == "cuda":
             write_nccl_log(run.out, self.rendezvous.rank)
         self.rank = self.placement.rank_of(self.rendezvous.rank)

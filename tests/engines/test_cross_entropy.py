@@ -145,7 +145,7 @@ def test_which_runs_add_the_output_gradient(fields: dict[str, str], expected_ans
 
 
 def test_a_wrong_factor_is_an_error() -> None:
-    from megabench.engines.megatron.model import _WithAddedGradient
+    from megabench.engines.megatron.ends import _WithAddedGradient
 
     loss = torch.ones((), requires_grad=True)
     weight: Any = torch.nn.Parameter(torch.ones(2))

@@ -51,7 +51,7 @@ def exchanged(num_rows: int) -> dict[str, tuple[list[int], Tensor, Tensor]]:
     for way in (Collectives(group), Messages(group)):
         gathering = way.gather(part)
         finish = way.reduce_scatter(lambda rows: whole[rows] + 1, num_rows * size)
-        found[type(way).__name__] = ([rows.start for rows in gathering], gathering.wait(), finish())
+        found[type(way).__name__] = ([rows.start for rows, _ in gathering], gathering.wait(), finish())
     return found
 
 
@@ -80,7 +80,7 @@ def test_products_in_parts(layout: str) -> None:
 def gather_swapped(self: Messages, part: Tensor) -> Gathering:
     """Each of two ranks takes the other rank's part for its own."""
     whole = torch.cat(GATHER(self, part).wait().chunk(2)[::-1])
-    return Gathering(whole, iter([slice(0, len(whole))]))
+    return Gathering(whole, iter([(slice(0, len(whole)), whole)]))
 
 
 def reduce_swapped(self: Messages, product: Product, num_rows: int) -> Callable[[], Tensor]:

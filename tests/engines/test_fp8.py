@@ -18,6 +18,7 @@ from megabench.engines.common.kernels import names_for_megatron, names_for_trans
 from megabench.engines.common.swiglu import swiglu
 from megabench.engines.common.transformers_blocks import Fp8SwiGLUMLP
 from megabench.engines.fsdp import fp8_gather
+from megabench.engines.megatron.exchange import Collectives
 from megabench.precision import POLICIES
 from megabench.runtime.device import DeviceError, check_precision
 from tests.engines.equivalence import OPTIMIZERS, Trace, resolve
@@ -98,8 +99,8 @@ def _stale_amax() -> AbstractContextManager[Any]:
     compute = fp8.largest_value
     last: list[Tensor] = []
 
-    def stale(tensor: Tensor, group: Any = None) -> Tensor:
-        last.append(compute(tensor, group))
+    def stale(tensor: Tensor) -> Tensor:
+        last.append(compute(tensor))
         return last[max(0, len(last) - 2)]
 
     return patch.object(fp8, "largest_value", stale)
@@ -107,8 +108,7 @@ def _stale_amax() -> AbstractContextManager[Any]:
 
 def _amax_of_one_rank() -> AbstractContextManager[Any]:
     """Each rank has a scale of its own, but the gathered parts have the scale of the first rank."""
-    compute = fp8.largest_value
-    return patch.object(fp8, "largest_value", lambda tensor, group=None: compute(tensor))
+    return patch.object(Collectives, "largest", lambda self, value: value)
 
 
 def _stale_weights() -> AbstractContextManager[Any]:

@@ -126,9 +126,9 @@ def _trained_padding() -> Any:
     """An embedding that trains the row of the padding token, which transformers' embedding does not train."""
     from megatron.core.tensor_parallel import VocabParallelEmbedding
 
-    from megabench.engines.megatron.model import PaddedEmbedding
+    from megabench.engines.megatron.ends import ParallelEmbedding
 
-    return patch.object(PaddedEmbedding, "forward", VocabParallelEmbedding.forward)
+    return patch.object(ParallelEmbedding, "forward", VocabParallelEmbedding.forward)
 
 
 def _same_data_everywhere() -> Any:

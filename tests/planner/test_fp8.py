@@ -8,7 +8,7 @@ import pytest
 from megabench.config import ConfigError
 from megabench.cost import compute, network
 from megabench.cost.compute import GpuModel
-from megabench.cost.job import FUSED_LOSS_CHUNK, Candidate, Job, Product
+from megabench.cost.job import FUSED_LOSS_CHUNK, Candidate, Job, Product, Stack
 from megabench.cost.profile import profile_for
 from megabench.engines.common import cross_entropy
 from megabench.parallel.layout import Layout
@@ -177,7 +177,7 @@ def test_compiled_ddp_repeats_casts_and_is_slower_in_fp8_alone():
 
 def test_tensor_parallel_gathers_are_halved_and_reductions_are_not():
     topology, tp = hosts(1, 2, nvlink_gb_per_s=1), 2  # so slow that products cannot hide what is sent
-    work = in_fp8(seq_length=65536)
+    work = in_fp8(seq_length=65536, stack=Stack(copies=False))
     candidate = megatron(topology, tp=tp)
     found = {}
     works = {recipe: replace(work, fp8_recipe=recipe) for recipe in get_args(Fp8Recipe)}

@@ -14,7 +14,7 @@ from tests.planner.jobs import costs, hosts, job, megatron, zero
 def test_only_the_megatron_engine_adds_gradients_to_their_buffers():
     topology = hosts(1, 8)
     adding, plain = (costs(work, topology) for work in (job(), job().without_added_gradients()))
-    candidate = megatron(topology, tp=2)
+    candidate = megatron(topology, 2, tp=2)
     assert adding.estimate(candidate).step_seconds < plain.estimate(candidate).step_seconds
     assert adding.memory(candidate).logits < plain.memory(candidate).logits
     for engine in (zero(topology), replace(zero(topology), engine="fsdp"), replace(zero(topology, 0), engine="ddp")):

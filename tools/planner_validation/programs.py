@@ -43,6 +43,7 @@ class Program(Stack):
       rank broadcasts the weights that it has updated.
     """
 
+    copies: bool = False
     fused_loss: bool = False
     stages: Literal["balanced", "even"] = "even"
     flash_version: Literal[1, 2, "cudnn"] = "cudnn"

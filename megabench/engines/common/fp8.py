@@ -16,9 +16,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megabench.engines.common.fp8_format import DTYPE, LARGEST, quantization_scale
 
@@ -38,32 +36,22 @@ class Quantized(NamedTuple):
     scale: Tensor
 
 
-def quantize(
-    tensor: Tensor,
-    rows: bool = True,
-    columns: bool = True,
-    amax: Tensor | None = None,
-    group: ProcessGroup | None = None,
-) -> Quantized:
+def quantize(tensor: Tensor, rows: bool = True, columns: bool = True, amax: Tensor | None = None) -> Quantized:
     """Quantize a tensor [..., N] as a matrix [M, N], into the layouts `rows` and `columns`.
 
-    On GPUs, the tensor must be bf16 or fp16. `amax` is the largest absolute value, an fp32 scalar, if it is known. If
-    the ranks of `group` have parts of one tensor, all parts get the scale of the whole tensor. An element that is not
-    finite makes the whole matrix NaN.
+    On GPUs, the tensor must be bf16 or fp16. `amax` is the largest absolute value, an fp32 scalar, if it is known. It
+    is that of the whole tensor if ranks have parts of one tensor. An element that is not finite makes the whole matrix
+    NaN.
     """
-    amax = largest_value(tensor, group) if amax is None else amax
+    amax = largest_value(tensor) if amax is None else amax
     return Quantized(*_quantize(tensor.flatten(0, -2).contiguous(), amax, rows, columns))
 
 
-def largest_value(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Return the largest absolute value of a tensor, over all ranks of `group`, as an fp32 scalar."""
+def largest_value(tensor: Tensor) -> Tensor:
+    """Return the largest absolute value of a tensor as an fp32 scalar."""
     version, amax = (None, None) if torch.compiler.is_compiling() else getattr(tensor, _AMAX, (None, None))
     if amax is None or version != tensor._version:
         amax = _largest_value(tensor.contiguous())
-    elif group is not None:
-        amax = amax.clone()
-    if group is not None:
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     return amax
 
 
@@ -151,14 +139,22 @@ class CastsWeight(nn.Module):
     keeps_transposed: bool
     _cast: Quantized | None = None
 
-    def quantized_weight(self, dtype: torch.dtype, group: ProcessGroup | None = None) -> Quantized:
-        """Return the weight in fp8. The ranks of `group` have parts of it.
+    def largest_value(self, tensor: Tensor) -> Tensor:
+        """Return the largest absolute value of a tensor that this layer quantizes, as an fp32 scalar.
+
+        A layer that is divided over ranks overrides this method, because all parts of a tensor have one scale.
+        """
+        return largest_value(tensor)
+
+    def quantized_weight(self, dtype: torch.dtype) -> Quantized:
+        """Return the weight in fp8.
 
         The weight is rounded to `dtype` first, so that the result does not depend on the dtype of its storage.
         """
         if self._cast is None:
             columns = self.keeps_transposed and not self.has_bf16_gradients
-            self._cast = quantize(self.weight.detach().to(dtype), columns=columns, group=group)
+            weight = self.weight.detach().to(dtype)
+            self._cast = quantize(weight, columns=columns, amax=self.largest_value(weight))
         return self._cast
 
 

@@ -32,7 +32,7 @@ from megabench.engines.common.swiglu import swiglu
 from megabench.engines.megatron.fp8_linear import Fp8ColumnLinear, Fp8RowLinear
 from megabench.engines.megatron.linear import ColumnLinear, RowLinear
 from megabench.runtime.megatron_core import mlp_spec
-from megabench.specs.megatron import MegatronSettings
+from megabench.specs.megatron import MegatronSettings, tp_overlap
 
 
 class RMSNorm(nn.Module):
@@ -307,7 +307,7 @@ def _linear_layers(number: int, run: ResolvedConfig) -> tuple[ModuleSpec, Module
     if not fuses_blocks(run):
         return ModuleSpec(module=ColumnParallelLinear), ModuleSpec(module=RowParallelLinear)
     own = MegatronSettings.of(run)
-    params: dict[str, Any] = {"way": own.tp_overlap or "nccl"}
+    params: dict[str, Any] = {"way": tp_overlap(run)}
     column: type[ColumnParallelLinear] = ColumnLinear
     row: type[RowParallelLinear] = RowLinear
     if number in run.fp8_layers:

@@ -18,13 +18,16 @@ Product = Callable[[slice], Tensor]  # returns the product of some rows of the w
 
 
 class Gathering:
-    """A whole tensor whose parts arrive in an order that depends on the rank. It yields the rows that have arrived."""
+    """A whole tensor whose parts arrive in an order that depends on the rank.
 
-    def __init__(self, whole: Tensor, arriving: Iterator[slice]) -> None:
+    It yields the parts as they arrive, each with its rows in the whole tensor.
+    """
+
+    def __init__(self, whole: Tensor, arriving: Iterator[tuple[slice, Tensor]]) -> None:
         self.whole = whole
         self._arriving = arriving
 
-    def __iter__(self) -> Iterator[slice]:
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         return self._arriving
 
     def wait(self) -> Tensor:
@@ -48,37 +51,58 @@ class Exchange(ABC):
         Return a function that waits for this rank's part of the sum.
         """
 
+    @abstractmethod
+    def largest(self, value: Tensor) -> Tensor:
+        """Return the largest of an fp32 scalar of all ranks. The scalar is not negative. NaN counts as the largest."""
+
 
 class Alone(Exchange):
     """The exchange of one rank, which has the whole sequence."""
 
     def gather(self, part: Tensor) -> Gathering:
-        return Gathering(part, iter([slice(0, len(part))]))
+        return Gathering(part, iter([(slice(0, len(part)), part)]))
 
     def reduce_scatter(self, product: Product, num_rows: int) -> Callable[[], Tensor]:
         whole = product(slice(0, num_rows))
         return lambda: whole
 
+    def largest(self, value: Tensor) -> Tensor:
+        return value
 
-class Collectives(Exchange):
-    """One all-gather or reduce-scatter per tensor."""
+
+class _OfGroup(Exchange):
+    """An exchange between the ranks of a process group."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+
+    def largest(self, value: Tensor) -> Tensor:
+        return largest_of(value, self._group)
+
+
+def largest_of(value: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the largest value of a tensor of all ranks of a group, element by element."""
+    largest = value.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
+
+
+class Collectives(_OfGroup):
+    """One all-gather or reduce-scatter per tensor."""
 
     def gather(self, part: Tensor) -> Gathering:
-        whole = part.new_empty(self._group.size() * len(part), *part.shape[1:])
+        whole = part.new_empty(self._size * len(part), *part.shape[1:])
         work = dist.all_gather_into_tensor(whole, part.contiguous(), group=self._group, async_op=True)
 
-        def arriving() -> Iterator[slice]:
+        def arriving() -> Iterator[tuple[slice, Tensor]]:
             work.wait()
-            yield slice(0, len(whole))
+            yield slice(0, len(whole)), whole
 
         return Gathering(whole, arriving())
 
     def reduce_scatter(self, product: Product, num_rows: int) -> Callable[[], Tensor]:
         whole = product(slice(0, num_rows)).contiguous()
-        part = whole.new_empty(len(whole) // self._group.size(), *whole.shape[1:])
+        part = whole.new_empty(len(whole) // self._size, *whole.shape[1:])
         work = dist.reduce_scatter_tensor(part, whole, group=self._group, async_op=True)
 
         def finish() -> Tensor:
@@ -88,15 +112,12 @@ class Collectives(Exchange):
         return finish
 
 
-class Messages(Exchange):
+class Messages(_OfGroup):
     """One message of the process group per part.
 
     Step i sends to the rank i places further and receives from the rank i places before, so that each rank sends and
     receives one part at a time. The sum adds the own part first, and then the others in the order of the steps.
     """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group, self._rank, self._size = group, group.rank(), group.size()
 
     def gather(self, part: Tensor) -> Gathering:
         part = part.contiguous()
@@ -108,11 +129,11 @@ class Messages(Exchange):
             rows = self._rows_of(source, len(part))
             works.append((rows, sent, dist.irecv(whole[rows], group=self._group, group_src=source)))
 
-        def arriving() -> Iterator[slice]:
-            yield self._rows_of(self._rank, len(part))
+        def arriving() -> Iterator[tuple[slice, Tensor]]:
+            yield self._rows_of(self._rank, len(part)), part
             for rows, sent, received in works:
                 _wait(received, sent)
-                yield rows
+                yield rows, whole[rows]
 
         return Gathering(whole, arriving())
 
@@ -127,9 +148,10 @@ class Messages(Exchange):
         total = product(self._rows_of(self._rank, num_own))
 
         def finish() -> Tensor:
+            nonlocal total
             for part, sent, received in works:
                 _wait(received, sent)
-                total.add_(part)
+                total = total + part
             return total
 
         return finish

@@ -11,19 +11,39 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megabench.engines.common.fp8 import CastsWeight, Quantized, add_product, columns_of, product, quantize, transposed
-from megabench.engines.megatron.exchange import Alone, Exchange, Gathering
+from megabench.engines.common.fp8 import (
+    CastsWeight,
+    Quantized,
+    add_product,
+    columns_of,
+    product,
+    quantize,
+    transposed,
+)
+from megabench.engines.megatron.exchange import Alone, Exchange, Gathering, largest_of
 from megabench.engines.megatron.linear import ColumnLinear, ColumnProduct, RowLinear, RowProduct, added, multiplied
 
 
 class _Fp8Layer(CastsWeight):
-    """What both layers share. The ranks of `whole_tensor` have parts of each weight, input and gradient."""
+    """What both layers share. The ranks have parts of each weight, input and gradient."""
+
+    exchange: Exchange
 
     def __init__(self, *args: Any, has_bf16_gradients: bool, keeps_transposed: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.has_bf16_gradients, self.keeps_transposed = has_bf16_gradients, keeps_transposed
-        group = parallel_state.get_tensor_and_context_parallel_group()
-        self.whole_tensor: ProcessGroup | None = group if group.size() > 1 else None
+        # with context parallelism, an input or a gradient is divided over more ranks than exchange its parts
+        self._more_ranks: ProcessGroup | None = None
+        if parallel_state.get_context_parallel_world_size() > 1:
+            self._more_ranks = parallel_state.get_tensor_and_context_parallel_group()
+
+    def largest_value(self, tensor: Tensor) -> Tensor:
+        mine = super().largest_value(tensor)
+        return largest_of(mine, self._more_ranks) if self._more_ranks else self.exchange.largest(mine)
+
+    def quantize(self, tensor: Tensor, columns: bool = True) -> Quantized:
+        """Quantize a part of an input or of a gradient with the scale of the whole tensor."""
+        return quantize(tensor, columns=columns, amax=self.largest_value(tensor))
 
 
 class Fp8ColumnLinear(_Fp8Layer, ColumnLinear):
@@ -48,10 +68,10 @@ class _Fp8Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8ColumnLinear) -> Tensor:
         ctx.is_alone = isinstance(exchange, Alone)
-        mine = quantize(part, columns=ctx.is_alone, group=layer.whole_tensor)
+        mine = layer.quantize(part, columns=ctx.is_alone)
         ctx.weight, ctx.cast, ctx.exchange, ctx.dtype = weight, _cast(layer, part), exchange, part.dtype
         gathering = _gather(mine, exchange)
-        ctx.whole_tensor, ctx.keeps_gathered = layer.whole_tensor, layer.keeps_gathered
+        ctx.layer, ctx.keeps_gathered = layer, layer.keeps_gathered
         own = mine.columns if ctx.is_alone else mine.rows
         saved = gathering.whole.view(own.dtype) if layer.keeps_gathered and not ctx.is_alone else own
         ctx.save_for_backward(saved, mine.scale)
@@ -60,7 +80,7 @@ class _Fp8Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (saved, scale), cast, exchange = ctx.saved_tensors, ctx.cast, ctx.exchange
-        grads = quantize(grad, group=ctx.whole_tensor)
+        grads = ctx.layer.quantize(grad)
         # the gather overlaps with the product that does not need the gathered input
         gathering = (Alone() if ctx.keeps_gathered else exchange).gather(saved.view(torch.uint8))
 
@@ -79,17 +99,17 @@ class _Fp8Column(torch.autograd.Function):
 class _Fp8Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8RowLinear) -> Tensor:
-        inputs = quantize(input_, group=layer.whole_tensor)
+        inputs = layer.quantize(input_)
         ctx.save_for_backward(inputs.columns, inputs.scale)
         ctx.weight, ctx.cast, ctx.exchange = weight, _cast(layer, input_), exchange
-        ctx.whole_tensor = layer.whole_tensor
+        ctx.layer = layer
         return _summed(inputs, ctx.cast, exchange, input_)
 
     @staticmethod
     def backward(ctx: Any, grad_part: Tensor) -> tuple[Tensor | None, ...]:
         (columns, scale), cast = ctx.saved_tensors, ctx.cast
         is_alone = isinstance(ctx.exchange, Alone)
-        mine = quantize(grad_part, columns=is_alone, group=ctx.whole_tensor)
+        mine = ctx.layer.quantize(grad_part, columns=is_alone)
         gathering = _gather(mine, ctx.exchange)
         grad_input = _products(gathering, mine, columns_of(cast), cast.scale, grad_part)
         whole = gathering.whole.view(mine.rows.dtype)
@@ -102,7 +122,7 @@ class _Fp8ForwardColumn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8ColumnLinear) -> Tensor:
-        mine = quantize(part, columns=False, group=layer.whole_tensor)
+        mine = layer.quantize(part, columns=False)
         ctx.save_for_backward(part)
         ctx.weight, ctx.exchange, ctx.keeps_gathered = weight, exchange, False  # backward gathers the input in bf16
         cast = _cast(layer, part)
@@ -118,7 +138,7 @@ class _Fp8ForwardRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8RowLinear) -> Tensor:
-        inputs = quantize(input_, columns=False, group=layer.whole_tensor)
+        inputs = layer.quantize(input_, columns=False)
         ctx.save_for_backward(input_)
         ctx.weight, ctx.exchange = weight, exchange
         return _summed(inputs, _cast(layer, input_), exchange, input_)
@@ -130,7 +150,7 @@ class _Fp8ForwardRow(torch.autograd.Function):
 
 def _cast(layer: _Fp8Layer, like: Tensor) -> Quantized:
     """Return the weight in fp8, whose parts are on the tensor-parallel ranks. All context-parallel ranks agree."""
-    return layer.quantized_weight(like.dtype, layer.whole_tensor)
+    return layer.quantized_weight(like.dtype)
 
 
 def _gather(mine: Quantized, exchange: Exchange) -> Gathering:

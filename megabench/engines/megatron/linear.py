@@ -31,7 +31,7 @@ class ColumnLinear(ColumnParallelLinear):
     def __init__(self, *args: Any, keeps_gathered: bool, way: Way, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.keeps_gathered = keeps_gathered
-        self.exchange = _exchange_of(self.tp_group if self.sequence_parallel else None, way)
+        self.exchange = exchange_of(self.tp_group if self.sequence_parallel else None, way)
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -50,7 +50,7 @@ class RowLinear(RowParallelLinear):
 
     def __init__(self, *args: Any, way: Way, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.exchange = _exchange_of(self.tp_group if self.sequence_parallel else None, way)
+        self.exchange = exchange_of(self.tp_group if self.sequence_parallel else None, way)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         assert self.bias is None
@@ -61,7 +61,7 @@ class RowLinear(RowParallelLinear):
         return output
 
 
-def _exchange_of(group: ProcessGroup | None, way: Way) -> Exchange:
+def exchange_of(group: ProcessGroup | None, way: Way) -> Exchange:
     """Return the exchange between the ranks of a group, or that of one rank without a group."""
     if group is None:
         return Alone()
@@ -119,10 +119,10 @@ def _products(gathering: Gathering, matrix: Tensor) -> Tensor:
 def multiplied(
     gathering: Gathering, multiply: Callable[[Tensor, Tensor], None], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Return a tensor of this shape. `multiply` computes its rows from the same rows of the gathered tensor."""
+    """Return a tensor of this shape. `multiply` computes some of its rows from the same rows of the gathered tensor."""
     output = torch.empty(shape, dtype=dtype, device=gathering.whole.device)
-    for rows in gathering:
-        multiply(gathering.whole[rows], output[rows])
+    for rows, part in gathering:
+        multiply(part, output[rows])
     return output
 
 

@@ -1,7 +1,6 @@
 """A rank's part of the model: process groups, megatron-core's configuration, model chunks and initial weights."""
 
 import warnings
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,22 +8,21 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding, vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megabench.config import ResolvedConfig
-from megabench.engines.common.cross_entropy import linear_cross_entropy
 from megabench.engines.common.kernels import adds_output_gradient, fuses_blocks, fuses_cross_entropy
 from megabench.engines.megatron.blocks import llama_blocks
-from megabench.engines.megatron.linear import added
+from megabench.engines.megatron.ends import ParallelEmbedding, ParallelLossHead
+from megabench.engines.megatron.linear import exchange_of
 from megabench.models.mapping import padded_vocab_size, shard
 from megabench.models.rotary import rotary_frequencies
 from megabench.models.weights import Weights, read_shard
 from megabench.parallel.layout import Layout
 from megabench.runtime.device import DTYPES
-from megabench.specs.megatron import chunk_layers
+from megabench.specs.megatron import chunk_layers, tp_overlap
 
 
 def create_process_groups(layout: Layout, optimizer_copies: int = 1) -> ProcessGroupCollection:
@@ -47,66 +45,6 @@ def create_process_groups(layout: Layout, optimizer_copies: int = 1) -> ProcessG
     sizes = (groups.tp.size(), groups.cp.size(), groups.pp.size(), groups.dp.size())
     assert sizes == (layout.tp, layout.cp, layout.pp, layout.dp), "one process, one layout"
     return groups
-
-
-class ParallelLossHead(ColumnParallelLinear):
-    """An output layer fused with the loss: [S/tp, B, H] -> the mean cross-entropy of `labels` [B, S].
-
-    The model calls this layer like any other, so that megatron-core's hooks handle its weight.
-    """
-
-    labels: Tensor
-    num_real_rows: int
-    # the factor by which the engine multiplies the loss before the backward pass; None if the factor is not constant
-    loss_factor: float | None = None
-
-    def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, None]:
-        if self.sequence_parallel:
-            input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
-        hidden = input_.transpose(0, 1).flatten(0, 1)
-        weight = self.weight if weight is None else weight
-        compute = partial(
-            linear_cross_entropy, labels=self.labels.flatten(), group=self.tp_group, num_real_rows=self.num_real_rows
-        )
-        if self.loss_factor is None or not torch.is_grad_enabled():
-            return compute(hidden, weight), None
-        main_grad: Tensor = weight.main_grad  # type: ignore[union-attr]
-        loss = compute(hidden, weight.detach(), weight_gradient=main_grad, weight_factor=self.loss_factor)
-        return _WithAddedGradient.apply(loss, weight, self.loss_factor), None
-
-
-class _WithAddedGradient(torch.autograd.Function):
-    """Returns the loss. The backward pass tells megatron-core that `main_grad` contains the gradient of the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, weight: Tensor, factor: float) -> Tensor:
-        ctx.weight, ctx.factor = weight, factor
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        # another factor would make the gradient of the weight wrong; the host does not wait for this check
-        torch._assert_async(torch.isclose(grad_loss, torch.full_like(grad_loss, ctx.factor)))
-        return grad_loss, added(ctx.weight), None
-
-
-class PaddedEmbedding(VocabParallelEmbedding):
-    """An embedding in which the row of the padding token gets no gradient, like transformers' nn.Embedding.
-
-    The output layer still updates this row of a tied weight.
-    """
-
-    padding_token: int
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, S] -> [S/tp, B, H] under sequence parallelism, else [B, S, H]."""
-        hidden: Tensor = super().forward(tokens)
-        is_padding = tokens == self.padding_token
-        if self.reduce_scatter_embeddings:
-            is_padding = is_padding.transpose(0, 1).chunk(self.tp_group.size())[self.tp_group.rank()]
-        return torch.where(is_padding.unsqueeze(-1), hidden.detach(), hidden)
 
 
 class ParallelLlama(GPTModel):
@@ -140,13 +78,16 @@ class ParallelLlama(GPTModel):
             vp_stage=chunk if layout.vp > 1 else None,
         )
         self.rotary_pos_emb.inv_freq = rotary_frequencies(shape).to(self.rotary_pos_emb.inv_freq.device)
-        if has_embedding and shape.pad_token_id is not None:
-            self.embedding.word_embeddings.__class__ = PaddedEmbedding
-            self.embedding.word_embeddings.padding_token = shape.pad_token_id
+        exchange = exchange_of(groups.tp if layout.tp > 1 else None, tp_overlap(run))
+        if has_embedding:
+            embedding = self.embedding.word_embeddings
+            embedding.__class__ = ParallelEmbedding
+            embedding.exchange, embedding.padding_token = exchange, shape.pad_token_id
         held = shape.vocab_size - self.vocab_size // layout.tp * groups.tp.rank()
         self.num_real_rows = max(0, min(held, self.vocab_size // layout.tp))
         if self.post_process and fuses_cross_entropy(run):
             self.output_layer.__class__ = ParallelLossHead  # tied weights share one name
+            self.output_layer.exchange = exchange
             if adds_output_gradient(run):
                 self.output_layer.loss_factor = loss_factor(run, groups)
 

@@ -9,7 +9,16 @@ from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate, Product
 from megabench.cost.network import Span
 from megabench.cost.shared_costs import Base, Sizes
-from megabench.planner.engines.megatron_memory import megatron_variant, stage_layers, stage_parameters
+from megabench.planner.engines.megatron_memory import (
+    copies_between_products,
+    megatron_variant,
+    stage_layers,
+    stage_parameters,
+)
+
+# Seconds by which a copy engine slows products down, per second of a copy beside them. Derived from a step of 12 layers
+# of Llama-3-8B with tp=2 on two H200s (benchmarks/README.md, "Copy engines by size").
+_COPY_INTERFERENCE = 0.4
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,8 @@ class Pipeline:
         elif cp_size > 1:
             keys = 2 * values * job.shape.num_kv_heads * job.shape.head_dim / tp
             cp = network.gather_seconds(self.profile, geometry.cp, keys)
-        collectives: float = (tp > 1) * 4 + (exchanges or cp_size > 1)
+        messages = tp - 1 if self._copies(sizes, micro_batch) else 1  # launching one takes the host as long
+        collectives: float = (tp > 1) * 4 * messages + (exchanges or cp_size > 1)
         cp_forward = cp_backward = cp
         if fp8_forward and tp * cp_size > 1:
             where, amaxes = geometry.neighbours(tp * cp_size), self.reduced_amaxes
@@ -82,6 +92,8 @@ class Pipeline:
         input gradients, and reduce-scatters, overlapped with the weight gradients (arXiv 2205.05198, figure 5;
         megatron-core's layers).
         """
+        if self._copies(sizes, micro_batch):
+            return self._copy_seconds(sizes, micro_batch)
         job, layer, where = self.job, self.base.layer(*sizes[:2], micro_batch), self.base.geometry(*sizes).tp
         sequence = self._sequence_bytes(sizes, micro_batch)
         scatter = network.gather_seconds(self.profile, where, sequence)
@@ -90,6 +102,39 @@ class Pipeline:
         backward = 2 * gather + self._overlapped(where, again, 2 * sequence, layer.input_gradients)
         backward += self._overlapped(where, 2 * scatter, 2 * sequence, layer.weight_gradients)
         return 2 * self._gather_seconds(where, sequence, "forward") + 2 * scatter, backward
+
+    def _copies(self, sizes: Sizes, micro_batch: int) -> bool:
+        """Return whether copy engines exchange the activations of tensor parallelism, as `tp_overlap=auto` decides."""
+        (tp, *_), topology, where = sizes, self.base.topology, self.base.geometry(*sizes).tp
+        is_on_one_host = where.across is None and tp <= topology.world_size // len(topology.hosts)
+        return (
+            is_on_one_host and where.inside == "nvlink" and copies_between_products(self.job, tp, sizes[1], micro_batch)
+        )
+
+    def _copy_seconds(self, sizes: Sizes, micro_batch: int) -> tuple[float, float]:
+        """Return the same if copy engines exchange the parts of the sequence (engines/megatron/copy_engines.py).
+
+        Half of a layer's products overlap with the gathers of their inputs, and the other half with the reduce-scatters
+        of their outputs, part by part. In backward, gathers of inputs and reduce-scatters also overlap with the weight
+        gradients. After a reduce-scatter, its T parts are read and added.
+        """
+        job, layer, where = self.job, self.base.layer(*sizes[:2], micro_batch), self.base.geometry(*sizes).tp
+        sequence, others = self._sequence_bytes(sizes, micro_batch), (where.size - 1) / where.size
+        rate = network.inner_bandwidth(where.host, "nvlink", self.profile.links["nvlink"])
+        scatter = 2 * others * sequence / rate
+        gather_forward, gather = (
+            scatter * (share / job.bytes_of_value + 1 - share)
+            for share in (job.fp8_share("forward"), job.fp8_share("input_gradient"))
+        )
+        overlapping = others * layer.input_gradients / 2  # forward products take as long
+
+        def exposed(work: float, communicate: float) -> float:
+            return max(0.0, communicate - work) + _COPY_INTERFERENCE * min(communicate, work)
+
+        add = 2 * 3 * others * sequence / (1e9 * self.profile.memory_gb_per_s)
+        forward = exposed(overlapping, gather_forward) + exposed(overlapping, scatter) + add
+        backward = exposed(overlapping, gather) + exposed(layer.weight_gradients, gather + scatter) + add
+        return forward, backward
 
     def _sequence_bytes(self, sizes: Sizes, micro_batch: int) -> float:
         """Return the bytes of a layer's input, 2·B·S·H/C in 16 bits, which the ranks of tensor parallelism share."""

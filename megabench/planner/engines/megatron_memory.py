@@ -16,6 +16,7 @@ from megabench.cost.memory import (
 )
 from megabench.cost.profile import Profile
 from megabench.parallel.layout import Layout
+from megabench.specs.megatron import copies_pay
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,12 @@ def stage_layers(job: Job, candidate: Candidate, stage: int) -> int:
     return sum(job.chunk_layers(candidate.layout)[stage])
 
 
+def copies_between_products(job: Job, tp: int, cp: int, micro_batch: int) -> bool:
+    """Return whether copy engines exchange the activations of a layer, if its ranks share an NVLink domain."""
+    is_possible = tp > 1 and job.stack.copies and not job.stack.keeps_gathered
+    return is_possible and copies_pay(job.shape, micro_batch * job.seq_length / cp, tp, job.has_fp8_products)
+
+
 def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -> Memory:
     """Return the memory of a rank on one stage."""
     layout = candidate.layout
@@ -130,8 +137,10 @@ def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -
     hidden = tokens * job.shape.hidden_size * job.bytes_of_value
     activations += hidden / layout.tp * micro_batches * (stage == 0)
     activations += recomputed_bytes(job, candidate)
-    # the gathered sequence of a layer's matrix products, and the tensors received from neighbouring stages
-    buffers = 2 * hidden * (layout.tp > 1) + 2 * hidden / layout.tp * (layout.pp > 1)
+    # the gathered sequence of a layer's matrix products, or the buffers of copy engines (for two exchanges each way),
+    # and the tensors received from neighbouring stages
+    copies = copies_between_products(job, layout.tp, layout.cp, candidate.micro_batch)
+    buffers = (4 if copies else 2) * hidden * (layout.tp > 1) + 2 * hidden / layout.tp * (layout.pp > 1)
     return with_allocator(
         profile.allocator_share,
         weights=job.bytes_of_value * parameters + weight_cast_bytes(job, layers * job.layer_parameters / layout.tp),
