@@ -14,6 +14,12 @@ NVLINK = hosts(1, 2)
 LONG: dict[str, Any] = {"model": "llama3-8b", "tp": 2, "seq_length": 8192, "micro_batch": 1, "global_batch": 1}
 
 
+@pytest.fixture(autouse=True)
+def unset_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core on CPU sets the variable for the whole process."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+
+
 def resolve(topology: Topology, **fields: Any) -> ResolvedConfig:
     return RunConfig(**LONG | fields).resolve(topology.world_size, "cuda")
 
