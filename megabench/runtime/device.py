@@ -18,6 +18,8 @@ from megabench.runtime.rendezvous import Rendezvous, share_of_cores
 # torch 2.13 renames these collectives; older supported versions have only the old names
 warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
 
+_symmetric_bytes = 0
+
 DeviceKind = Literal["cpu", "cuda"]
 _DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # the dtype of weights and activations during compute, by precision
@@ -109,8 +111,14 @@ def memory_gib(device: torch.device) -> float | None:
     return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
 
 
+def count_symmetric_memory(num_bytes: int) -> None:
+    """Count more GPU memory, or less, that torch's allocator does not report: symmetric memory."""
+    global _symmetric_bytes
+    _symmetric_bytes += num_bytes
+
+
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory so far in GiB: reserved by torch's allocator on a GPU, resident set size on CPU."""
+    """Return the peak memory so far in GiB: reserved by torch's allocators on a GPU, resident set size on CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
+        return (torch.cuda.max_memory_reserved(device) + _symmetric_bytes) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

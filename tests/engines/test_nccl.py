@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -106,6 +108,35 @@ def test_evaluations_change_no_bit(name: str) -> None:
         assert changed == []
         assert evaluated == ranks[0][1], "ranks evaluate different losses"
         assert evaluated == pytest.approx(losses, rel=POLICIES["bf16"].loss_rounding)
+
+
+def compare_too_early(run: ResolvedConfig, path: Path) -> dict[str, float]:
+    """Copies take 5 ms longer, and parts are read before they have arrived."""
+    from megabench.engines.megatron.copy_engines import CopyEngines, _Buffers
+
+    launch, await_signal, elsewhere = CopyEngines._copying, _Buffers.await_signal, torch.cuda.Stream()
+
+    @contextmanager
+    def late(exchange: CopyEngines) -> Iterator[None]:
+        with launch(exchange):
+            torch.cuda._sleep(10_000_000)
+            yield
+
+    def read_at_once(buffers: _Buffers, rank: int) -> None:
+        with torch.cuda.stream(elsewhere):
+            await_signal(buffers, rank)
+
+    with patch.object(CopyEngines, "_copying", late), patch.object(_Buffers, "await_signal", read_at_once):
+        return compare(run, path)
+
+
+def test_parts_that_are_read_too_early_show(reference: Callable[[str], Path]) -> None:
+    world_size, fields = RUNS["tp2-copy-engines"]
+    if world_size > NUM_GPUS:
+        pytest.skip(f"needs {world_size} GPUs, and there are {NUM_GPUS}")
+    run = resolve(world_size, **BASE | fields)
+    found = distributed.run(compare_too_early, world_size, run, reference(BASE["model"]), backend="nccl")[0]
+    assert not worst(found)[1] < 100 * TOLERANCE
 
 
 def test_another_update_shows(reference: Callable[[str], Path]) -> None:

@@ -1,4 +1,4 @@
-"""On GPUs, the sketches of seven layouts and engines are those of one GPU in bf16 and fp8, but for a planted error."""
+"""On GPUs, the sketches of eight layouts and engines are those of one GPU in bf16 and fp8, but for a planted error."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -26,6 +26,7 @@ WORK = BASE | {"optimizer": "adamw", "lr": 3e-4, "eps": 1e-8, "seq_length": 2048
 # for each layout of two ranks, an error that rounding does not hide
 ERRORS: dict[str, str] = {
     "tp2": "a norm not summed over tp",
+    "tp2, copies": "a norm not summed over tp",
     "pp2": "layers loaded into each other's stage",
     "cp2": "one layer's matrices not summed over cp",
     "dp2": "one layer's matrices not summed over dp",
@@ -33,6 +34,7 @@ ERRORS: dict[str, str] = {
     "fsdp": "gradients summed instead of averaged",
     "megatron_fsdp": "two ranks read the same data",
 }
+EXCHANGES = {"tp2, copies": {"tp_overlap": "copy-engines"}}
 
 
 def train_both(run: ResolvedConfig, folder: Path, error: str | None) -> list[Series]:
@@ -71,7 +73,7 @@ def test_only_the_planted_error_differs(
     layout: str, precision: str, reference: Callable[[str], tuple[Path, Series]], tmp_path: Path
 ) -> None:
     error = SHARED_ERRORS[ERRORS[layout]]
-    run = resolve(2, **WORK | error.fields | {"precision": precision})
+    run = resolve(2, **WORK | error.fields | {"precision": precision} | EXCHANGES.get(layout, {}))
     expected, losses = reference(precision)
     right, wrong = distributed.run(train_both, 2, run, tmp_path, ERRORS[layout], backend="nccl")[0]
     found, with_error = (compare_files(tmp_path / name, expected) for name in ("right", "wrong"))

@@ -8,7 +8,8 @@ from megabench.cost import compute
 from megabench.cost.compute import GpuModel
 from megabench.cost.job import Stack
 from megabench.cost.profile import profile_for, shipped_profiles
-from tests.planner.jobs import costs, hosts, job, megatron, zero
+from megabench.planner.engines.sharding import Sharding
+from tests.planner.jobs import cluster, costs, hosts, job, megatron, zero
 
 
 def test_only_the_megatron_engine_adds_gradients_to_their_buffers():
@@ -22,6 +23,36 @@ def test_only_the_megatron_engine_adds_gradients_to_their_buffers():
         assert adding.memory(engine) == plain.memory(engine)
     tied = job("gpt2", seq_length=1024)
     assert not tied.adds_output_gradient and not job(bytes_of_gradient=2).adds_output_gradient
+
+
+def test_copies_hide_tensor_parallel_communication_inside_a_host():
+    def tp_seconds(num_hosts: int, copies: bool, precision: str = "bf16") -> float:
+        topology = hosts(num_hosts, 2 // num_hosts)
+        work = job(seq_length=8192, global_batch=16, precision=precision, stack=Stack(copies=copies))
+        return costs(work, topology).estimate(megatron(topology, 2, tp=2)).parts["tp"]
+
+    for precision in ("bf16", "fp8"):
+        assert tp_seconds(1, copies=True, precision=precision) < 0.7 * tp_seconds(1, copies=False, precision=precision)
+    assert tp_seconds(2, copies=True) == tp_seconds(2, copies=False), "hosts exchange by NCCL"
+
+
+def test_copies_change_the_order_of_layouts():
+    topology = cluster("p5.48xlarge:2")
+    fsdp = replace(zero(topology), engine="fsdp", variant=Sharding(3, keeps_weights=True))
+    for copies in (True, False):
+        found = costs(job(seq_length=8192, global_batch=32, stack=Stack(copies=copies)), topology)
+        tp4, dp16 = (found.estimate(each).step_seconds for each in (megatron(topology, 4, tp=4), fsdp))
+        assert (tp4 < dp16) == copies
+
+
+def test_buffers_of_copies_are_memory():
+    """Two buffers of each of a gather and a reduce-scatter, instead of one tensor each."""
+    topology = hosts(1, 2)
+    with_copies, without = (
+        costs(job(seq_length=8192, stack=Stack(copies=copies)), topology).memory(megatron(topology, 2, tp=2))
+        for copies in (True, False)
+    )
+    assert with_copies.buffers - without.buffers == pytest.approx(4 * 2 * 8192 * 4096, rel=0.3)
 
 
 def test_short_sequences_and_few_heads_slow_attention_down():

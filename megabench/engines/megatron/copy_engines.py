@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, _symmetric_memory
 
 from megabench.engines.megatron.exchange import Gathering, Messages, Product
+from megabench.runtime.device import count_symmetric_memory
 
 
 @cache
@@ -158,7 +159,9 @@ class _Buffers:
         torch.cuda.synchronize()
         dist.barrier(self._group)  # no rank writes into the old buffers any more
         self._buffers.clear()
-        self._num_bytes = math.ceil(num_bytes / 256) * 256
+        num_bytes = math.ceil(num_bytes / 256) * 256
+        count_symmetric_memory(2 * (num_bytes - self._num_bytes))
+        self._num_bytes = num_bytes
         device = torch.device("cuda", torch.cuda.current_device())
         self._own = _symmetric_memory.empty(2 * self._num_bytes, dtype=torch.uint8, device=device)
         self._memory = _symmetric_memory.rendezvous(self._own, self._group.group_name)

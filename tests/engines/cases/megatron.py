@@ -20,6 +20,7 @@ ON_GPUS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-recompute-copy-engines": (2, {"tp": 2, "recompute": "full", "tp_overlap": "copy-engines"}),
     "tp4": (4, {"tp": 4}),
     "tp4-copy-engines": (4, {"tp": 4, "tp_overlap": "copy-engines"}),
+    "tp2-pp2-vp2-copy-engines": (4, {"tp": 2, "pp": 2, "vp": 2, "tp_overlap": "copy-engines"}),
     "tp4-keep-gathered": (4, {"tp": 4, "keep_gathered": True}),
     "pp4": (4, {"pp": 4}),
     "cp4": (4, {"cp": 4}),
