@@ -1,6 +1,8 @@
 """Fixtures that several rooms share."""
 
+import gc
 import os
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +14,13 @@ from tools.planner_validation.own import measured_studies
 # The processes that tests start import tests and tools. A command that a test calls sets PYTHONSAFEPATH for the tests
 # that follow, so that the working directory alone does not suffice.
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+
+
+@pytest.fixture(autouse=True)
+def collecting_garbage() -> Iterator[None]:
+    """A command that a test calls in its own process stops the collection of garbage."""
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

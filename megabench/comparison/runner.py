@@ -15,6 +15,7 @@ from megabench.config.auto import apply_setting
 from megabench.doctor.write_findings import write_head
 from megabench.errors import UserError
 from megabench.record import RunFailure, RunRecord
+from megabench.runtime.process import collect_garbage
 from megabench.runtime.run_lock import RunLockedError
 from megabench.study.compare_request import Request
 from megabench.study.locate import located
@@ -55,6 +56,7 @@ def run_launched(request: Request, trainer: Sequence[str] = TRAINER) -> int:
 
 def _to_the_end(coordinator: Coordinator, run: Callable[[], int]) -> int:
     """Return the exit status of `run`, also if the study stops early."""
+    collect_garbage()
     try:
         return coordinator.to_the_end(run)
     except StudyStopped as stopped:

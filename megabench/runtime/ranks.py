@@ -15,7 +15,7 @@ from megabench.errors import UserError
 from megabench.runtime import rendezvous
 from megabench.runtime.child import Child, end_all, without_launcher
 from megabench.runtime.device import DeviceKind, initialize
-from megabench.runtime.process import skip_shutdown
+from megabench.runtime.process import collect_garbage, skip_shutdown
 
 _PATIENCE = timedelta(hours=12)  # the other ranks wait while rank 0 reads large files
 
@@ -32,6 +32,7 @@ def joined(world_size: int, device: DeviceKind = "cpu") -> Iterator[int]:
     processes end when rank 0 ends. If one of them fails, the error shows the last line that it printed. Raises
     RanksError if a launcher started another number of processes.
     """
+    collect_garbage()
     launched = rendezvous.world_size_from_environment()
     skip_shutdown()
     if "RANK" in os.environ:

@@ -29,6 +29,7 @@ from megabench.record import LoadTimes, Probe, Rollback, RunRecord, SaveTimes
 from megabench.runtime import device as devices
 from megabench.runtime.device import DeviceKind
 from megabench.runtime.messages import meet, outlast
+from megabench.runtime.process import collect_garbage
 from megabench.runtime.rendezvous import Rendezvous, gather_objects, is_supervised, join
 from megabench.runtime.run_lock import RunLock
 from megabench.train import checks
@@ -305,6 +306,7 @@ class Trainer:
         )
         for callback in self.callbacks:
             callback.on_network(self, self.network)
+        collect_garbage()  # the modules of the engine have been imported
         self.engine = build_engine(run, self.device)
         if self.resume.found and self.resume.training:
             self.watchdog.at("loading", self.resume.num_done)

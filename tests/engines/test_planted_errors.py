@@ -349,10 +349,9 @@ def _own_fp8_scales() -> Iterator[None]:
 @contextmanager
 def _own_fp8_amaxes() -> Iterator[None]:
     """Each tp rank casts its part of an activation under the scale of this part, and uses the first rank's scale."""
-    from megabench.engines.common import fp8
+    from megabench.engines.megatron.exchange import Collectives
 
-    compute = fp8.largest_value
-    with patch.object(fp8, "largest_value", lambda tensor, group=None: compute(tensor)):
+    with patch.object(Collectives, "largest", lambda self, value: value):
         yield
 
 

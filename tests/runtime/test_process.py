@@ -3,6 +3,7 @@
 A process also ends with its status while gloo still works in it.
 """
 
+import gc
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from megabench.errors import printable
 from megabench.record import Environment, RunRecord
 from megabench.runtime import environment
 from megabench.runtime.child import Child
-from megabench.runtime.process import ArgumentError, host_name, set_up_process
+from megabench.runtime.process import ArgumentError, collect_garbage, host_name, set_up_process
 from tests.study.records import make_record
 
 BAD = os.fsdecode(b"a\xff")  # as Python decodes a byte that is not valid text
@@ -39,6 +41,25 @@ def test_an_argument_that_is_not_valid_text_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"the argument runs/a\\udcff contains a byte that is not valid utf-8"):
         set_up_process(["--out", f"runs/{BAD}"])
     set_up_process(["--out", "runs/é"])
+
+
+def test_garbage_is_collected_after_the_imports() -> None:
+    class Node:
+        itself: "Node"
+
+    def circle() -> weakref.ref[Node]:
+        node = Node()
+        node.itself = node
+        return weakref.ref(node)
+
+    set_up_process([])
+    assert not gc.isenabled()
+    collect_garbage()
+    assert gc.isenabled()
+    left = circle()
+    gc.collect()
+    assert left() is None
+    gc.unfreeze()
 
 
 def test_standard_output_escapes_what_it_cannot_encode(monkeypatch: pytest.MonkeyPatch) -> None:
