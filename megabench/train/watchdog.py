@@ -23,7 +23,7 @@ SLOWEST_STEP = 5.0  # a step may take up to this multiple of the slowest step so
 
 # functions in which a rank waits for others: torch's collectives, and calls that wait for the device
 _WAITING_FILES = ("torch/distributed/", "torch/autograd/graph.py")
-_WAITING_CALLS = ("synchronize", "update")
+_WAITING_CALLS = ("synchronize", "update", "wait_for_ranks")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megabench.engines.common.fp8_format import DTYPE, LARGEST, quantization_scale
 
-# the plan of each product that cuBLASLt accumulates, by shape and device: an nvmath.linalg.advanced.Matmul
+# cuBLASLt's plan for each product that is added to a tensor, by shape and device: an nvmath.linalg.advanced.Matmul
 _plans: dict[tuple[Any, ...], Any] = {}
 _AMAX = "_megabench_amax"  # attribute of a tensor: its version and its largest absolute value
 

@@ -95,7 +95,7 @@ class Collectives(_OfGroup):
         work = dist.all_gather_into_tensor(whole, part.contiguous(), group=self._group, async_op=True)
 
         def arriving() -> Iterator[tuple[slice, Tensor]]:
-            work.wait()
+            wait_for_ranks(work)
             yield slice(0, len(whole)), whole
 
         return Gathering(whole, arriving())
@@ -106,7 +106,7 @@ class Collectives(_OfGroup):
         work = dist.reduce_scatter_tensor(part, whole, group=self._group, async_op=True)
 
         def finish() -> Tensor:
-            work.wait()
+            wait_for_ranks(work)
             return part
 
         return finish
@@ -132,7 +132,7 @@ class Messages(_OfGroup):
         def arriving() -> Iterator[tuple[slice, Tensor]]:
             yield self._rows_of(self._rank, len(part)), part
             for rows, sent, received in works:
-                _wait(received, sent)
+                wait_for_ranks(received, sent)
                 yield rows, whole[rows]
 
         return Gathering(whole, arriving())
@@ -150,7 +150,7 @@ class Messages(_OfGroup):
         def finish() -> Tensor:
             nonlocal total
             for part, sent, received in works:
-                _wait(received, sent)
+                wait_for_ranks(received, sent)
                 total = total + part
             return total
 
@@ -165,7 +165,8 @@ class Messages(_OfGroup):
         return slice(rank * num_rows, (rank + 1) * num_rows)
 
 
-def _wait(*works: dist.Work | None) -> None:
+def wait_for_ranks(*works: dist.Work | None) -> None:
+    """Wait for messages or collectives. The watchdog knows this function by its name."""
     for work in works:
         assert work is not None, "this rank belongs to the group"
         work.wait()

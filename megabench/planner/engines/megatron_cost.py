@@ -16,8 +16,8 @@ from megabench.planner.engines.megatron_memory import (
     stage_parameters,
 )
 
-# Seconds by which a copy engine slows products down, per second of a copy beside them. Derived from a step of 12 layers
-# of Llama-3-8B with tp=2 on two H200s (benchmarks/README.md, "Copy engines by size").
+# Seconds by which a copy engine slows products down, per second of a copy beside them. With this value, the predicted
+# step of 12 layers of Llama-3-8B with tp=2 takes as long as the measured one ("Copy engines by size", benchmarks/README.md).
 _COPY_INTERFERENCE = 0.4
 
 
@@ -56,8 +56,8 @@ class Pipeline:
         Context parallelism either exchanges queries, keys, values and the attention output, 4·B·S/C·(N + K)·D/T bytes
         in total, or gathers keys and values, 4·B·S·K·D/T bytes.
 
-        In fp8 layers, each pass all-reduces the largest values of `reduced_amaxes` tensors over the tp·cp ranks that
-        have parts of them (engines/megatron/fp8_linear.py). With bf16 gradients, only the forward pass does.
+        In fp8 layers, each pass all-reduces `reduced_amaxes` scalars: the largest values of tensors that are divided
+        over the tp·cp ranks (engines/megatron/fp8_linear.py). With bf16 gradients, only the forward pass does.
         """
         job, geometry, (tp, cp_size, *_) = self.job, self.base.geometry(*sizes), sizes
         fp8_forward, fp8_backward = job.fp8_share("forward"), job.fp8_share("input_gradient")
@@ -71,7 +71,8 @@ class Pipeline:
         elif cp_size > 1:
             keys = 2 * values * job.shape.num_kv_heads * job.shape.head_dim / tp
             cp = network.gather_seconds(self.profile, geometry.cp, keys)
-        messages = tp - 1 if self._copies(sizes, micro_batch) else 1  # launching one takes the host as long
+        # the host needs as long to launch the copy of a part as to launch a collective
+        messages = tp - 1 if self._copies(sizes, micro_batch) else 1
         collectives: float = (tp > 1) * 4 * messages + (exchanges or cp_size > 1)
         cp_forward = cp_backward = cp
         if fp8_forward and tp * cp_size > 1:
@@ -202,7 +203,7 @@ class Pipeline:
         )
 
     def _is_blocking(self, candidate: Candidate) -> bool:
-        """Return whether pipeline stages wait for their sends, as they do except with interleaving."""
+        """Return whether pipeline stages wait for their sends. Only interleaved stages do not wait."""
         return candidate.layout.vp == 1
 
     def _send(self, candidate: Candidate) -> float:
