@@ -17,7 +17,8 @@ from megabench.planner.engines.megatron_memory import (
 )
 
 # Seconds by which a copy engine slows products down, per second of a copy beside them. With this value, the predicted
-# step of 12 layers of Llama-3-8B with tp=2 takes as long as the measured one ("Copy engines by size", benchmarks/README.md).
+# step of 12 layers of Llama-3-8B with tp=2 takes as long as the measured one ("Copy engines by size" in
+# benchmarks/README.md).
 _COPY_INTERFERENCE = 0.4
 
 
