@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, Literal
 
+from megabench.hardware.facts import visible_gpus
 from megabench.hardware.topology import Topology
 from megabench.metrics import output_layer_cost
 from megabench.models.mapping import hugging_face_shapes, parallel_parameters, shard
@@ -131,6 +132,8 @@ def _obstacle_to_copies(run: ResolvedRun, topology: Topology) -> str | None:
     """Say why the GPUs of a tensor-parallel group cannot write into each other's memory over NVLink."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         return "the environment sets CUDA_DEVICE_MAX_CONNECTIONS=1, and copies need a hardware queue of their own"
+    if len(visible_gpus()) == 1:
+        return "each process sees only its own GPU, and torch's symmetric memory needs to see those of the group"
     for ranks in rank_groups(run.layout)["tp"]:
         link = topology.slowest_link(combinations(ranks, 2))
         if len({topology.host_of[rank] for rank in ranks}) > 1:

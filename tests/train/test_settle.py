@@ -67,6 +67,12 @@ def test_one_hardware_queue_leaves_no_room_for_copies(monkeypatch: pytest.Monkey
         settled(NVLINK, tp_overlap="copy-engines")
 
 
+def test_processes_that_see_only_their_own_gpu_use_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megabench.specs.megatron.visible_gpus", lambda: ["GPU-1"])
+    run, sentence = settled(NVLINK)
+    assert run.options["tp_overlap"] == "nccl" and sentence and "sees only its own GPU" in sentence
+
+
 def test_copies_across_hosts_are_refused() -> None:
     with pytest.raises(ConfigError, match="because the TP group of ranks 0 to 1 spans several hosts; use tp_overlap=n"):
         settled(hosts(2, 1), tp_overlap="copy-engines")
