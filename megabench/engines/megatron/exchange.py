@@ -53,7 +53,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def largest(self, value: Tensor) -> Tensor:
-        """Return the largest of an fp32 scalar of all ranks. The scalar is not negative. NaN counts as the largest."""
+        """Return the largest of an fp32 scalar of all ranks. The scalar is not negative."""
 
 
 class Alone(Exchange):

@@ -49,29 +49,28 @@ class _Fp8Layer(CastsWeight):
 class Fp8ColumnLinear(_Fp8Layer, ColumnLinear):
     """ColumnLinear with fp8 products, [S/T, B, H] -> [S, B, F/T]."""
 
-    def multiply(self, part: Tensor, exchange: Exchange) -> Tensor:
+    def multiply(self, part: Tensor) -> Tensor:
         function = _Fp8ForwardColumn if self.has_bf16_gradients else _Fp8Column
-        output: Tensor = function.apply(part, self.weight, exchange, self)
+        output: Tensor = function.apply(part, self.weight, self)
         return output
 
 
 class Fp8RowLinear(_Fp8Layer, RowLinear):
     """RowLinear with fp8 products, [S, B, F/T] -> [S/T, B, H]."""
 
-    def multiply(self, input_: Tensor, exchange: Exchange) -> Tensor:
+    def multiply(self, input_: Tensor) -> Tensor:
         function = _Fp8ForwardRow if self.has_bf16_gradients else _Fp8Row
-        output: Tensor = function.apply(input_, self.weight, exchange, self)
+        output: Tensor = function.apply(input_, self.weight, self)
         return output
 
 
 class _Fp8Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8ColumnLinear) -> Tensor:
-        ctx.is_alone = isinstance(exchange, Alone)
+    def forward(ctx: Any, part: Tensor, weight: Tensor, layer: Fp8ColumnLinear) -> Tensor:
+        ctx.is_alone = isinstance(layer.exchange, Alone)
         mine = layer.quantize(part, columns=ctx.is_alone)
-        ctx.weight, ctx.cast, ctx.exchange, ctx.dtype = weight, _cast(layer, part), exchange, part.dtype
-        gathering = _gather(mine, exchange)
-        ctx.layer, ctx.keeps_gathered = layer, layer.keeps_gathered
+        ctx.weight, ctx.layer, ctx.cast, ctx.dtype = weight, layer, layer.quantized_weight(part.dtype), part.dtype
+        gathering = _gather(mine, layer.exchange)
         own = mine.columns if ctx.is_alone else mine.rows
         saved = gathering.whole.view(own.dtype) if layer.keeps_gathered and not ctx.is_alone else own
         ctx.save_for_backward(saved, mine.scale)
@@ -79,78 +78,72 @@ class _Fp8Column(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (saved, scale), cast, exchange = ctx.saved_tensors, ctx.cast, ctx.exchange
-        grads = ctx.layer.quantize(grad)
+        (saved, scale), cast, layer = ctx.saved_tensors, ctx.cast, ctx.layer
+        grads = layer.quantize(grad)
         # the gather overlaps with the product that does not need the gathered input
-        gathering = (Alone() if ctx.keeps_gathered else exchange).gather(saved.view(torch.uint8))
+        gathering = (Alone() if layer.keeps_gathered else layer.exchange).gather(saved.view(torch.uint8))
 
         weight_columns = columns_of(cast)
 
         def input_gradient(rows: slice) -> Tensor:
             return product(grads.rows[rows], grads.scale, weight_columns, cast.scale, ctx.dtype)
 
-        finish = exchange.reduce_scatter(input_gradient, len(grads.rows))
+        finish = layer.exchange.reduce_scatter(input_gradient, len(grads.rows))
         columns = saved if ctx.is_alone else transposed(gathering.wait().view(saved.dtype))
         unused = _add_weight_gradient(ctx.weight, grads, columns, scale)
         grad_part = finish()
-        return grad_part.view(-1, grad.shape[1], grad_part.shape[1]), unused, None, None
+        return grad_part.view(-1, grad.shape[1], grad_part.shape[1]), unused, None
 
 
 class _Fp8Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8RowLinear) -> Tensor:
+    def forward(ctx: Any, input_: Tensor, weight: Tensor, layer: Fp8RowLinear) -> Tensor:
         inputs = layer.quantize(input_)
         ctx.save_for_backward(inputs.columns, inputs.scale)
-        ctx.weight, ctx.cast, ctx.exchange = weight, _cast(layer, input_), exchange
-        ctx.layer = layer
-        return _summed(inputs, ctx.cast, exchange, input_)
+        ctx.weight, ctx.layer, ctx.cast = weight, layer, layer.quantized_weight(input_.dtype)
+        return _summed(inputs, ctx.cast, layer.exchange, input_)
 
     @staticmethod
     def backward(ctx: Any, grad_part: Tensor) -> tuple[Tensor | None, ...]:
-        (columns, scale), cast = ctx.saved_tensors, ctx.cast
-        is_alone = isinstance(ctx.exchange, Alone)
-        mine = ctx.layer.quantize(grad_part, columns=is_alone)
-        gathering = _gather(mine, ctx.exchange)
+        (columns, scale), cast, layer = ctx.saved_tensors, ctx.cast, ctx.layer
+        is_alone = isinstance(layer.exchange, Alone)
+        mine = layer.quantize(grad_part, columns=is_alone)
+        gathering = _gather(mine, layer.exchange)
         grad_input = _products(gathering, mine, columns_of(cast), cast.scale, grad_part)
         whole = gathering.whole.view(mine.rows.dtype)
         grads = Quantized(whole, mine.columns if is_alone else transposed(whole), mine.scale)
-        return grad_input, _add_weight_gradient(ctx.weight, grads, columns, scale), None, None
+        return grad_input, _add_weight_gradient(ctx.weight, grads, columns, scale), None
 
 
 class _Fp8ForwardColumn(torch.autograd.Function):
     """ColumnProduct with its forward product in fp8."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8ColumnLinear) -> Tensor:
+    def forward(ctx: Any, part: Tensor, weight: Tensor, layer: Fp8ColumnLinear) -> Tensor:
         mine = layer.quantize(part, columns=False)
         ctx.save_for_backward(part)
-        ctx.weight, ctx.exchange, ctx.keeps_gathered = weight, exchange, False  # backward gathers the input in bf16
-        cast = _cast(layer, part)
-        return _products(_gather(mine, exchange), mine, cast.rows, cast.scale, part, is_fast=True)
+        ctx.weight, ctx.exchange, ctx.keeps_gathered = weight, layer.exchange, False  # backward gathers in bf16
+        cast = layer.quantized_weight(part.dtype)
+        return _products(_gather(mine, layer.exchange), mine, cast.rows, cast.scale, part, is_fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ColumnProduct.backward(ctx, grad)
+        return ColumnProduct.backward(ctx, grad)[:3]
 
 
 class _Fp8ForwardRow(torch.autograd.Function):
     """RowProduct with its forward product in fp8."""
 
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, weight: Tensor, exchange: Exchange, layer: Fp8RowLinear) -> Tensor:
+    def forward(ctx: Any, input_: Tensor, weight: Tensor, layer: Fp8RowLinear) -> Tensor:
         inputs = layer.quantize(input_, columns=False)
         ctx.save_for_backward(input_)
-        ctx.weight, ctx.exchange = weight, exchange
-        return _summed(inputs, _cast(layer, input_), exchange, input_)
+        ctx.weight, ctx.exchange = weight, layer.exchange
+        return _summed(inputs, layer.quantized_weight(input_.dtype), layer.exchange, input_)
 
     @staticmethod
     def backward(ctx: Any, grad_part: Tensor) -> tuple[Tensor | None, ...]:
-        return *RowProduct.backward(ctx, grad_part), None
-
-
-def _cast(layer: _Fp8Layer, like: Tensor) -> Quantized:
-    """Return the weight in fp8, whose parts are on the tensor-parallel ranks. All context-parallel ranks agree."""
-    return layer.quantized_weight(like.dtype)
+        return RowProduct.backward(ctx, grad_part)
 
 
 def _gather(mine: Quantized, exchange: Exchange) -> Gathering:

@@ -37,11 +37,11 @@ class ColumnLinear(ColumnParallelLinear):
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         assert weight is None and not runtime_gather_output
-        output = self.multiply(input_, self.exchange)
+        output = self.multiply(input_)
         return output if self.bias is None else output + self.bias, None
 
-    def multiply(self, part: Tensor, exchange: Exchange) -> Tensor:
-        output: Tensor = ColumnProduct.apply(part, self.weight, exchange, self.keeps_gathered)
+    def multiply(self, part: Tensor) -> Tensor:
+        output: Tensor = ColumnProduct.apply(part, self.weight, self.exchange, self.keeps_gathered)
         return output
 
 
@@ -54,10 +54,10 @@ class RowLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         assert self.bias is None
-        return self.multiply(input_, self.exchange), None
+        return self.multiply(input_), None
 
-    def multiply(self, input_: Tensor, exchange: Exchange) -> Tensor:
-        output: Tensor = RowProduct.apply(input_, self.weight, exchange)
+    def multiply(self, input_: Tensor) -> Tensor:
+        output: Tensor = RowProduct.apply(input_, self.weight, self.exchange)
         return output
 
 
