@@ -32,7 +32,7 @@ class MegatronSettings(EngineSettings):
     tp_overlap: Literal["auto", "copy-engines", "nccl"] | None = setting(
         None, "Engine and layout", "option", "free", label="TP by {}"
     )
-    """How TP exchanges activations: copy-engines (overlaps products), nccl, or auto (default: the faster one)."""
+    """How TP exchanges activations: copy-engines (overlaps products), nccl, or auto (default: by links and sizes)."""
 
     shard_size: NumRanks | None = SHARD_SIZE
     keep_transposed: bool = KEEP_TRANSPOSED
