@@ -28,7 +28,8 @@ class Stack:
     - `fused_loss`: the output layer and cross-entropy are computed in chunks.
     - `adds_output_gradient`: the products of the fused loss add the output layer's gradient to the gradient buffer.
     - `fuses_weight_gradient`, and `fuses_fp8_weight_gradient` in fp8: the products of the other layers do so as well.
-    - `copies`: copy engines exchange the activations of tensor parallelism over NVLink, where this is faster.
+    - `copies`: copy engines exchange the activations of tensor parallelism over NVLink: where this is faster, always,
+      or never.
     - `keeps_gathered`: inputs of tensor-parallel layers are not gathered again for backward.
     - `keeps_transposed`: kept fp8 weights are kept transposed as well, and not transposed in each backward pass.
     - `stages`: stages have equal numbers of layers, or fewer next to the output layer.
@@ -41,7 +42,7 @@ class Stack:
     adds_output_gradient: bool = True
     fuses_weight_gradient: bool = True
     fuses_fp8_weight_gradient: bool = False
-    copies: bool = True
+    copies: Literal["auto", "always", "never"] = "auto"
     keeps_gathered: bool = False
     keeps_transposed: bool = True
     stages: Literal["balanced", "even"] = "balanced"

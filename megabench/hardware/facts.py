@@ -49,6 +49,8 @@ class RankFacts(_Facts):
 
     `nccl_hostid` is the environment variable NCCL_HOSTID, which replaces hostname and boot id as NCCL's identity of the
     host. `shm_device` is the device number of /dev/shm. `network_gbits` is the total bandwidth of the NICs.
+    `sees_one_gpu` means that CUDA_VISIBLE_DEVICES leaves this process one GPU. `max_connections` is the environment
+    variable CUDA_DEVICE_MAX_CONNECTIONS.
     """
 
     hostname: str
@@ -60,6 +62,8 @@ class RankFacts(_Facts):
     network: Network = "socket"
     network_gbits: float | None = None
     gpu: GpuFacts | None = None
+    sees_one_gpu: bool = False
+    max_connections: str | None = None
 
 
 def read_facts(local_rank: int, gpu_uuid: str | None) -> RankFacts:
@@ -75,6 +79,8 @@ def read_facts(local_rank: int, gpu_uuid: str | None) -> RankFacts:
         network=network,
         network_gbits=gbits,
         gpu=read_gpu(gpu_uuid) if gpu_uuid else None,
+        sees_one_gpu=len(visible_gpus()) == 1,
+        max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
     )
 
 

@@ -44,7 +44,8 @@ class Host:
     `inside` is the link between GPUs of the host that are in different NVLink domains. `nvlink_gb_per_s` is the NVLink
     bandwidth of one GPU in one direction. `network_gbits` is the total bandwidth of all NICs. `ring_gbits` is the part
     of `network_gbits` that one ring of ranks can use. Unknown bandwidths are None. `instance_type` is the name of the
-    host's type in the catalogue, or None.
+    host's type in the catalogue, or None. `sees_one_gpu` means that a process of the host sees only its own GPU, and
+    `has_one_queue` that the environment of a process sets CUDA_DEVICE_MAX_CONNECTIONS=1.
     """
 
     name: str
@@ -55,6 +56,8 @@ class Host:
     nvlink_gb_per_s: float | None = None
     ring_gbits: float | None = None
     instance_type: str | None = None
+    sees_one_gpu: bool = False
+    has_one_queue: bool = False
 
 
 @dataclass(frozen=True)
@@ -403,6 +406,8 @@ def _host(name: str, facts: Sequence[RankFacts]) -> Host:
         nvlink_gb_per_s=(gpus[0].nvlink_gb_per_s if gpus else None)
         or (instance.nvlink_gb_per_s or None if gpus and instance else None),
         instance_type=instance.name if instance else None,
+        sees_one_gpu=any(fact.sees_one_gpu for fact in facts),
+        has_one_queue=any(fact.max_connections == "1" for fact in facts),
     )
 
 

@@ -43,6 +43,11 @@ def job_of(record: RunRecord) -> Job:
 def _stack_of(record: RunRecord) -> Stack:
     """Return the kernels of a record, or the default ones for a run that failed before recording them."""
     stages: Literal["balanced", "even"] = record.options.get("stages", "balanced")
+    copies: Literal["auto", "always", "never"] = "auto"  # a run that recorded no kernels decides as the planner does
+    if record.kernel_traits:
+        copies = "always" if record.kernel_traits.copies_tp else "never"
+    elif record.options.get("tp_overlap") in ("copy-engines", "nccl"):
+        copies = "always" if record.options["tp_overlap"] == "copy-engines" else "never"
     traits = record.kernel_traits or KernelTraits()
     return Stack(
         flash_attention=traits.flash_attention is not False,
@@ -53,7 +58,7 @@ def _stack_of(record: RunRecord) -> Stack:
         fuses_fp8_weight_gradient=traits.fuses_fp8_weight_gradient,
         adds_output_gradient=traits.adds_output_gradient,
         stages=stages,
-        copies=record.options.get("tp_overlap") == "copy-engines",
+        copies=copies,
         keeps_gathered=bool(record.options.get("keep_gathered")),
         keeps_transposed=bool(record.options.get("keep_transposed", True)),
     )

@@ -1,11 +1,9 @@
 """The engine for TP × PP × CP × DP with megatron-core."""
 
-import os
 from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, Literal
 
-from megabench.hardware.facts import visible_gpus
 from megabench.hardware.topology import Topology
 from megabench.metrics import output_layer_cost
 from megabench.models.mapping import hugging_face_shapes, parallel_parameters, shard
@@ -130,9 +128,9 @@ def _other_kernels(run: ResolvedRun) -> str | None:
 
 def _obstacle_to_copies(run: ResolvedRun, topology: Topology) -> str | None:
     """Say why the GPUs of a tensor-parallel group cannot write into each other's memory over NVLink."""
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if any(host.has_one_queue for host in topology.hosts):
         return "the environment sets CUDA_DEVICE_MAX_CONNECTIONS=1, and copies need a hardware queue of their own"
-    if len(visible_gpus()) == 1:
+    if any(host.sees_one_gpu for host in topology.hosts):
         return "each process sees only its own GPU, and torch's symmetric memory needs to see those of the group"
     for ranks in rank_groups(run.layout)["tp"]:
         link = topology.slowest_link(combinations(ranks, 2))
@@ -152,7 +150,7 @@ def _too_short_products(run: ResolvedRun) -> str | None:
 
 
 def copies_pay(shape: ModelShape, num_tokens: float, tp: int, has_fp8_products: bool) -> bool:
-    """Return whether copy engines exchange the activations of a layer in less time than NCCL.
+    """Return whether copy engines exchange the activations of a layer in less time than NCCL, as measured on H200s.
 
     The host launches one copy and one product for each other rank, so it needs longer with a larger tp. Copies pay if
     the GPU needs as long for a layer. The limits follow from the measured times of one MLP (benchmarks/README.md, "Copy

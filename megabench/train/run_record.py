@@ -42,7 +42,7 @@ def build_record(
     run, placement, network = trainer.run, trainer.placement, trainer.network
     results, saves = [step.result for step in trainer.steps], trainer.saves
     return RunRecord(
-        **requested_fields(run, trainer.given),
+        **requested_fields(trainer.requested, trainer.given),
         **auto_fields(trainer.given),
         trial=run.out.name if run.out else f"{run.engine}-{run.layout}",
         work_class=work_class(run, trainer.source),

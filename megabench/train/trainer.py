@@ -216,7 +216,8 @@ class Trainer:
         self.watchdog.at("starting", self.num_before)
         self._stop_signal.install()
         self.placement = place_ranks(self.run, self.rendezvous)
-        self.run, note = settle(self.run, self.placement)
+        self.requested = self.run
+        self.run, note = settle(self.requested, self.placement)
         run = self.run
         if note and self.rendezvous.rank == 0:
             print(note, flush=True)

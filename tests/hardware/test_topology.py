@@ -150,9 +150,21 @@ def test_hosts_talk_over_what_both_have(networks, link):
     assert from_facts(facts).link(0, 1) == link
 
 
-def test_facts_of_this_process():
+def test_one_process_decides_for_its_host():
+    facts = [
+        RankFacts(hostname=f"n{n // 2}", boot_id="b", sees_one_gpu=n == 1, max_connections="1" if n == 3 else "8")
+        for n in range(4)
+    ]
+    hosts = from_facts(facts).hosts
+    assert [(host.sees_one_gpu, host.has_one_queue) for host in hosts] == [(True, False), (False, True)]
+
+
+def test_facts_of_this_process(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr("megabench.hardware.facts.visible_gpus", lambda: [("GPU-1", "NVIDIA H200")])
     fact = read_facts(3, None)
     assert fact.hostname and fact.boot_id and fact.local_rank == 3 and fact.gpu is None
+    assert fact.sees_one_gpu and fact.max_connections == "1"
     assert RankFacts.model_validate_json(fact.model_dump_json()) == fact
 
 

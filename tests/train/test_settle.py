@@ -1,5 +1,6 @@
 """How tensor-parallel ranks exchange activations is decided from the links between their GPUs, before CUDA starts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,6 @@ from tests.planner.jobs import cluster, hosts
 
 NVLINK = hosts(1, 2)
 LONG: dict[str, Any] = {"model": "llama3-8b", "tp": 2, "seq_length": 8192, "micro_batch": 1, "global_batch": 1}
-
-
-@pytest.fixture(autouse=True)
-def unset_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """megatron-core on CPU sets the variable for the whole process."""
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
 
 
 def resolve(topology: Topology, **fields: Any) -> ResolvedConfig:
@@ -59,17 +54,22 @@ def test_nccl_where_copies_do_not_pay(case: str) -> None:
     assert run.spec.environment(run) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
-def test_one_hardware_queue_leaves_no_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    run, sentence = settled(NVLINK)
-    assert run.options["tp_overlap"] == "nccl" and sentence and "sets CUDA_DEVICE_MAX_CONNECTIONS=1" in sentence
+def with_last_host(topology: Topology, **facts: bool) -> Topology:
+    *others, last = topology.hosts
+    return replace(topology, hosts=(*others, replace(last, **facts)))
+
+
+def test_one_hardware_queue_leaves_no_room_for_copies() -> None:
+    """On any host, because all ranks must decide alike."""
+    for several in (hosts(1, 2), hosts(2, 2)):
+        run, sentence = settled(with_last_host(several, has_one_queue=True), global_batch=2)
+        assert run.options["tp_overlap"] == "nccl" and sentence and "sets CUDA_DEVICE_MAX_CONNECTIONS=1" in sentence
     with pytest.raises(ConfigError, match=r"is impossible, because the environment sets .*; use tp_over"):
-        settled(NVLINK, tp_overlap="copy-engines")
+        settled(with_last_host(NVLINK, has_one_queue=True), tp_overlap="copy-engines")
 
 
-def test_processes_that_see_only_their_own_gpu_use_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megabench.specs.megatron.visible_gpus", lambda: ["GPU-1"])
-    run, sentence = settled(NVLINK)
+def test_processes_that_see_only_their_own_gpu_use_nccl() -> None:
+    run, sentence = settled(with_last_host(NVLINK, sees_one_gpu=True))
     assert run.options["tp_overlap"] == "nccl" and sentence and "sees only its own GPU" in sentence
 
 

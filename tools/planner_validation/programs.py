@@ -43,7 +43,7 @@ class Program(Stack):
       rank broadcasts the weights that it has updated.
     """
 
-    copies: bool = False
+    copies: Literal["auto", "always", "never"] = "never"
     fused_loss: bool = False
     stages: Literal["balanced", "even"] = "even"
     flash_version: Literal[1, 2, "cudnn"] = "cudnn"

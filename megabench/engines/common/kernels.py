@@ -21,6 +21,7 @@ from megabench.engines.common.norm import NARROW
 from megabench.record import KernelTraits
 from megabench.runtime.attention import FLASH_2, kernel_name
 from megabench.runtime.device import DTYPES
+from megabench.specs.megatron import tp_overlap
 
 BLOOM_CHANNELS = 8  # extra channels for ALiBi, because flash attention needs head sizes that are multiples of 8
 _SDPA = "torch scaled_dot_product_attention"
@@ -160,8 +161,17 @@ def names_for_megatron(run: ResolvedConfig) -> dict[str, str]:
         if fuses_cross_entropy(run)
         else "megatron-core vocab-parallel, fp32 logits",
         "weight_gradient": weight_gradient,
+        **_tp_exchange(run),
         **_fp8_products(run),
     }
+
+
+def _tp_exchange(run: ResolvedConfig) -> dict[str, str]:
+    if run.layout.tp == 1:
+        return {}
+    if tp_overlap(run) == "copy-engines":
+        return {"tp_exchange": "copy engines" if run.device == "cuda" else "messages between products, by gloo"}
+    return {"tp_exchange": "NCCL collectives" if run.device == "cuda" else "gloo collectives"}
 
 
 def _fp8_products(run: ResolvedConfig) -> dict[str, str]:
@@ -200,6 +210,7 @@ def traits_for_megatron(run: ResolvedConfig) -> KernelTraits:
         fuses_weight_gradient=fuses_blocks(run),
         fuses_fp8_weight_gradient=fuses_fp8_weight_gradient(run),
         adds_output_gradient=adds_output_gradient(run),
+        copies_tp=tp_overlap(run) == "copy-engines",
     )
 
 

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup, _symmetric_memory
 
 from megabench.engines.megatron.exchange import Gathering, Messages, Product
 from megabench.runtime.device import count_symmetric_memory
+from megabench.runtime.peer_copies import count_copy
 
 
 @cache
@@ -33,7 +34,7 @@ class CopyEngines(Messages):
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
         assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1", "copies need a hardware queue of their own"
-        self._order = list(self._steps())
+        self._order, self._ranks = list(self._steps()), tuple(dist.get_process_group_ranks(group))
         self._gathered = _Buffers(group, self._order, channel=0)
         self._summed = _Buffers(group, self._order, channel=1)
         self._scalars = _Scalars(group)
@@ -44,7 +45,7 @@ class CopyEngines(Messages):
         buffer = self._gathered.next(part.shape, part.dtype)
         with self._copying():
             for (target, _), place in zip(self._order, buffer.places, strict=True):
-                place.copy_(part)
+                self._copy(part, place)
                 self._gathered.signal(target)
             buffer.own_place.copy_(part)
             copied = self._stream.record_event()
@@ -66,7 +67,7 @@ class CopyEngines(Messages):
             theirs = product(self._rows_of(target, num_own))
             buffer = buffer or self._summed.next(theirs.shape, theirs.dtype)
             with self._copying():
-                buffer.places[step].copy_(theirs)
+                self._copy(theirs, buffer.places[step])
                 self._summed.signal(target)
                 sent.append((theirs, self._stream.record_event()))
         total = product(self._rows_of(self._rank, num_own))
@@ -85,6 +86,10 @@ class CopyEngines(Messages):
 
     def largest(self, value: Tensor) -> Tensor:
         return self._scalars.largest(value)
+
+    def _copy(self, part: Tensor, place: Tensor) -> None:
+        place.copy_(part)
+        count_copy(self._ranks, part.nbytes)
 
     @contextmanager
     def _copying(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ product.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -53,7 +54,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def largest(self, value: Tensor) -> Tensor:
-        """Return the largest of an fp32 scalar of all ranks. The scalar is not negative."""
+        """Return the largest magnitude of an fp32 scalar of all ranks, or NaN if a rank has NaN."""
 
 
 class Alone(Exchange):
@@ -81,10 +82,14 @@ class _OfGroup(Exchange):
 
 
 def largest_of(value: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the largest value of a tensor of all ranks of a group, element by element."""
-    largest = value.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return largest
+    """Return the largest magnitude of an fp32 tensor of all ranks of a group, element by element.
+
+    NCCL's maximum of NaN and a number is the number. The bits of magnitudes are ordered as the magnitudes, and NaN comes
+    last.
+    """
+    bits = value.view(torch.int32) & 0x7FFFFFFF
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    return bits.view(torch.float32)
 
 
 class Collectives(_OfGroup):

@@ -17,12 +17,12 @@ def largest(value: Tensor, addresses: Tensor, rank: int, size: int, number: int)
     `addresses` [size] are the addresses of the slots of each rank: two times `size` messages of 8 bytes, zero at first.
     """
     result = torch.empty_like(value)
-    _largest[(1,)](value.view(torch.int32), result.view(torch.int32), addresses, rank, number, SIZE=size)
+    exchange_largest[(1,)](value.view(torch.int32), result.view(torch.int32), addresses, rank, number, SIZE=size)
     return result
 
 
 @triton.jit(do_not_specialize=["rank", "number"])
-def _largest(value, result, addresses, rank, number, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def exchange_largest(value, result, addresses, rank, number, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     mine = tl.load(value) & _MAGNITUDE
     message = (number.to(tl.int64) << 32) | mine.to(tl.int64)
     first = (number % 2) * SIZE

@@ -119,8 +119,10 @@ def stage_layers(job: Job, candidate: Candidate, stage: int) -> int:
 
 def copies_between_products(job: Job, tp: int, cp: int, micro_batch: int) -> bool:
     """Return whether copy engines exchange the activations of a layer, if its ranks share an NVLink domain."""
-    is_possible = tp > 1 and job.stack.copies and not job.stack.keeps_gathered
-    return is_possible and copies_pay(job.shape, micro_batch * job.seq_length / cp, tp, job.has_fp8_products)
+    if tp == 1 or job.stack.copies == "never" or job.stack.keeps_gathered:
+        return False
+    tokens = micro_batch * job.seq_length / cp
+    return job.stack.copies == "always" or copies_pay(job.shape, tokens, tp, job.has_fp8_products)
 
 
 def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -> Memory:
@@ -137,10 +139,11 @@ def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -
     hidden = tokens * job.shape.hidden_size * job.bytes_of_value
     activations += hidden / layout.tp * micro_batches * (stage == 0)
     activations += recomputed_bytes(job, candidate)
-    # the gathered sequence of a layer's matrix products, or the buffers of copy engines (for two exchanges each way),
-    # and the tensors received from neighbouring stages
+    # The gathered sequence of a layer's matrix products, the buffers of copy engines (for two exchanges each way), and
+    # the tensors received from neighbouring stages. The buffers count even if a TP group spans several hosts, where no
+    # fast layout has it.
     copies = copies_between_products(job, layout.tp, layout.cp, candidate.micro_batch)
-    buffers = (4 if copies else 2) * hidden * (layout.tp > 1) + 2 * hidden / layout.tp * (layout.pp > 1)
+    buffers = (2 + 4 * copies) * hidden * (layout.tp > 1) + 2 * hidden / layout.tp * (layout.pp > 1)
     return with_allocator(
         profile.allocator_share,
         weights=job.bytes_of_value * parameters + weight_cast_bytes(job, layers * job.layer_parameters / layout.tp),

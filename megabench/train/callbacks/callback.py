@@ -46,12 +46,14 @@ class TrainerState(Protocol):
 
     `network` is available from `on_network` on, `engine` and `load` from `on_ready` on.
 
-    `given` is the configuration as the user gave it, `hosts` the host of each rank, and `peak_tflops` the dense peak of
-    the device in the run's precision if it is known. `steps` are the steps of this start, after the `num_before` steps
-    of earlier starts.
+    `given` is the configuration as the user gave it, and `requested` its resolved form. In `run`, the engine has also
+    decided the settings that depend on the links between ranks. `hosts` is the host of each rank, and `peak_tflops` the
+    dense peak of the device in the run's precision if it is known. `steps` are the steps of this start, after the
+    `num_before` steps of earlier starts.
     """
 
     run: ResolvedConfig
+    requested: ResolvedConfig
     given: RunConfig
     source: TokenSource
     rendezvous: Rendezvous

@@ -1,9 +1,9 @@
-"""Count the bytes that a training step of any engine sends, by intercepting torch.distributed's operations."""
+"""Count the bytes that a training step of any engine sends: by torch.distributed's operations and by copy engines."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabench.parallel.layout import Layout, differing_axes
+from megabench.runtime.peer_copies import copied_bytes
 from megabench.train.callbacks.callback import Callback
 
 # For each collective: the position of an argument, and the bytes that each of n ranks sends with a ring algorithm as a
@@ -45,6 +46,16 @@ class SentBytes(TorchDispatchMode):
         super().__init__()
         self._layout = layout
         self.sent: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        self._copied = copied_bytes()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for ranks, num_bytes in (copied_bytes() - self._copied).items():
+            self.sent[differing_axes(self._layout, ranks)] += num_bytes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

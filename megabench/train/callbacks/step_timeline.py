@@ -20,6 +20,10 @@ MATMUL, ATTENTION, OPTIMIZER, OTHER, COPIES = "matrix products", "attention", "o
 _COMPUTE = (ATTENTION, MATMUL, OPTIMIZER, OTHER, COPIES)
 IDLE = "idle"
 UNKNOWN_GROUP = "a group"  # gloo's events do not name the process group
+# The kernels of copy engines between the GPUs of a tensor-parallel group: signals of torch's symmetric memory, and the
+# exchange of scalars (engines/megatron/scalar_kernel.py). All copies on a stream that sends signals go to these GPUs.
+_EXCHANGE, _SENDS_SIGNAL = re.compile(r"(put|wait)_signal|exchange_largest"), "put_signal"
+_COPYING_AXIS = "tp"
 _GROUP = "Process Group Name"  # the name of the profiler's field for the process group of an NCCL kernel
 
 
@@ -80,11 +84,14 @@ def _parts(
         if event["cat"] in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
     calls = _Calls(events)
+    copying = {_stream(event) for event in on_gpu if _SENDS_SIGNAL in event["name"]}
     for event in on_gpu:
         arguments = event.get("args", {})
         launch = launches.get(arguments.get("correlation"), event)
         if event["name"].startswith("nccl"):
             yield event, _axes(arguments if _GROUP in arguments else calls.before(launch), names, axes_of)
+        elif _EXCHANGE.search(event["name"]) or (event["cat"] == "gpu_memcpy" and _stream(event) in copying):
+            yield event, _COPYING_AXIS
         elif begin <= launch["ts"] < end:
             yield event, OPTIMIZER
         else:
@@ -115,6 +122,10 @@ class _Calls:
         calls = self._by_thread[launch.get("tid")]
         position = bisect(calls, launch["ts"], key=lambda call: call[0])
         return calls[position - 1][1] if position else {}
+
+
+def _stream(event: Mapping[str, Any]) -> Any:
+    return event.get("args", {}).get("stream", event.get("tid"))
 
 
 def _compute(name: str) -> str:

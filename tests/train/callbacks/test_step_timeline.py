@@ -68,6 +68,20 @@ def test_kernels_are_told_apart_by_name_and_the_optimizer_by_who_launched_it():
     }
 
 
+def test_copy_engines_and_their_signals_are_communication():
+    """Other copies, and copies beside products, are not exposed communication."""
+    parts, communication, _ = split_events(
+        event("nvjet_tst_128x256", 10, 20, stream=7),
+        event("Memcpy PtoP (Device -> Device)", 12, 22, "gpu_memcpy", stream=30),
+        event("void c10d::symmetric_memory::put_signal_kernel<true>", 22, 23, stream=30),
+        event("void c10d::symmetric_memory::wait_signal_kernel<true>", 20, 24, stream=7),
+        event("exchange_largest", 24, 25, stream=7),
+        event("Memcpy DtoD (Device -> Device)", 30, 33, "gpu_memcpy", stream=7),
+    )
+    assert parts == {"matrix products": 10, "copies": 3, "exposed tp": 5, "idle": 82}
+    assert communication == {"tp": 13}
+
+
 def test_what_lies_outside_the_step_does_not_count():
     parts, _, _ = split_events(event("gemm", -10, 5), event("gemm", 90, 130), event("gemm", 200, 300))
     assert parts == {"matrix products": 5, "optimizer": 10, "idle": 85}
