@@ -18,9 +18,10 @@ os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
 
 @pytest.fixture(autouse=True)
 def collecting_garbage() -> Iterator[None]:
-    """A command that a test calls in its own process stops the collection of garbage."""
+    """A command that a test calls in its own process stops the collection of garbage, or freezes what exists."""
     yield
     gc.enable()
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from megabench.data.tokenizer import (
     tokenize,
 )
 from megabench.models.find import find_model
-from megabench.runtime.process import exit_on_sigterm
+from megabench.runtime.process import collect_garbage, exit_on_sigterm
 
 PIECES_PER_TASK = 16
 tokenizer_of = cache(open_tokenizer)  # each process opens the tokenizer once
@@ -63,6 +63,7 @@ def preprocess(
 ) -> None:
     """Tokenize text into a token file, for training with `--data PREFIX`."""
     exit_on_sigterm()
+    collect_garbage()
     started = time.perf_counter()
     if tokenizer is None and model is not None:
         find_model(model)

@@ -17,6 +17,9 @@ FUSED_LOSS_CHUNK = 2**28  # elements of logits per chunk, as in engines/common/c
 Product = Literal["forward", "input_gradient", "weight_gradient"]
 
 
+Copies = Literal["auto", "always", "never"]
+
+
 @dataclass(frozen=True)
 class Stack:
     """Kernels and options of megabench's engines that affect the cost. The defaults are those on GPUs.
@@ -42,7 +45,7 @@ class Stack:
     adds_output_gradient: bool = True
     fuses_weight_gradient: bool = True
     fuses_fp8_weight_gradient: bool = False
-    copies: Literal["auto", "always", "never"] = "auto"
+    copies: Copies = "auto"
     keeps_gathered: bool = False
     keeps_transposed: bool = True
     stages: Literal["balanced", "even"] = "balanced"

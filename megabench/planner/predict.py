@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from megabench.cost.job import Candidate, Job, Recompute, Stack
+from megabench.cost.job import Candidate, Copies, Job, Recompute, Stack
 from megabench.cost.profile import Profile
 from megabench.errors import UserError
 from megabench.hardware.topology import Topology
@@ -43,7 +43,7 @@ def job_of(record: RunRecord) -> Job:
 def _stack_of(record: RunRecord) -> Stack:
     """Return the kernels of a record, or the default ones for a run that failed before recording them."""
     stages: Literal["balanced", "even"] = record.options.get("stages", "balanced")
-    copies: Literal["auto", "always", "never"] = "auto"  # a run that recorded no kernels decides as the planner does
+    copies: Copies = "auto"  # a run that recorded no kernels decides as the planner does
     if record.kernel_traits:
         copies = "always" if record.kernel_traits.copies_tp else "never"
     elif record.options.get("tp_overlap") in ("copy-engines", "nccl"):

@@ -1,7 +1,6 @@
-"""Count the bytes that this process copies into the memory of other GPUs. No collective of torch.distributed has them."""
+"""Count the bytes that this process copies into the memory of other GPUs without torch.distributed."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 _sent: Counter[tuple[int, ...]] = Counter()
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabench.config import ResolvedConfig
-from megabench.engines.megatron.exchange import Alone, Collectives, Gathering, Messages, Product
+from megabench.engines.megatron.exchange import Alone, Collectives, Gathering, Messages, Product, largest_of
 from tests import distributed
 from tests.engines.equivalence import (
     OPTIMIZERS,
@@ -53,6 +53,16 @@ def exchanged(num_rows: int) -> dict[str, tuple[list[int], Tensor, Tensor]]:
         finish = way.reduce_scatter(lambda rows: whole[rows] + 1, num_rows * size)
         found[type(way).__name__] = ([rows.start for rows, _ in gathering], gathering.wait(), finish())
     return found
+
+
+def largest(values: tuple[float, ...]) -> float:
+    return largest_of(torch.tensor(values[dist.get_rank()]), dist.group.WORLD).item()
+
+
+@pytest.mark.parametrize("values", [(1.5, -2.0), (0.0, float("inf")), (3.0, float("nan")), (float("nan"), 3.0)])
+def test_the_largest_magnitude_is_not_a_number_if_a_rank_has_none(values: tuple[float, float]) -> None:
+    expected = float(torch.tensor(values).abs().max())  # torch's maximum keeps NaN
+    assert distributed.run(largest, 2, values) == pytest.approx([expected] * 2, nan_ok=True)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -177,7 +177,7 @@ def test_compiled_ddp_repeats_casts_and_is_slower_in_fp8_alone():
 
 def test_tensor_parallel_gathers_are_halved_and_reductions_are_not():
     topology, tp = hosts(1, 2, nvlink_gb_per_s=1), 2  # so slow that products cannot hide what is sent
-    work = in_fp8(seq_length=65536, stack=Stack(copies=False))
+    work = in_fp8(seq_length=65536, stack=Stack(copies="never"))
     candidate = megatron(topology, tp=tp)
     found = {}
     works = {recipe: replace(work, fp8_recipe=recipe) for recipe in get_args(Fp8Recipe)}

@@ -34,7 +34,7 @@ def parts(topology, program: Program, precision: str = "bf16", **sizes: int) -> 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_program_like_megabench_costs_the_same(precision: str):
     topology = hosts(2, 4)
-    like = Program(copies=True, fused_loss=True, stages="balanced", launches_forward=85, launches_fp8=55)
+    like = Program(copies="auto", fused_loss=True, stages="balanced", launches_forward=85, launches_fp8=55)
     ours, theirs = costs(job(precision=precision), topology), program_costs(like, topology, precision=precision)
     compared = [each for each in candidates(job(precision=precision), topology) if each.engine in ("megatron", "fsdp")]
     assert len({each.layout for each in compared}) > 10

@@ -6,10 +6,13 @@ import pytest
 
 from megabench.cost import compute
 from megabench.cost.compute import GpuModel
-from megabench.cost.job import Stack
+from megabench.cost.job import Copies, Stack
 from megabench.cost.profile import profile_for, shipped_profiles
 from megabench.planner.engines.sharding import Sharding
+from megabench.planner.predict import job_of
+from megabench.record import KernelTraits
 from tests.planner.jobs import cluster, costs, hosts, job, megatron, zero
+from tests.study.records import make_record
 
 
 def test_only_the_megatron_engine_adds_gradients_to_their_buffers():
@@ -26,33 +29,40 @@ def test_only_the_megatron_engine_adds_gradients_to_their_buffers():
 
 
 def test_copies_hide_tensor_parallel_communication_inside_a_host():
-    def tp_seconds(num_hosts: int, copies: bool, precision: str = "bf16") -> float:
+    def tp_seconds(num_hosts: int, copies: Copies, precision: str = "bf16") -> float:
         topology = hosts(num_hosts, 2 // num_hosts)
         work = job(seq_length=8192, global_batch=16, precision=precision, stack=Stack(copies=copies))
         return costs(work, topology).estimate(megatron(topology, 2, tp=2)).parts["tp"]
 
     for precision in ("bf16", "fp8"):
-        assert tp_seconds(1, copies=True, precision=precision) < 0.7 * tp_seconds(1, copies=False, precision=precision)
-    assert tp_seconds(2, copies=True) == tp_seconds(2, copies=False), "hosts exchange by NCCL"
+        assert tp_seconds(1, "auto", precision) < 0.7 * tp_seconds(1, "never", precision)
+    assert tp_seconds(2, "always") == tp_seconds(2, "never"), "hosts exchange by NCCL"
 
 
 def test_copies_change_the_order_of_layouts():
     topology = cluster("p5.48xlarge:2")
     fsdp = replace(zero(topology), engine="fsdp", variant=Sharding(3, keeps_weights=True))
-    for copies in (True, False):
+    both: list[Copies] = ["auto", "never"]
+    for copies in both:
         found = costs(job(seq_length=8192, global_batch=32, stack=Stack(copies=copies)), topology)
         tp4, dp16 = (found.estimate(each).step_seconds for each in (megatron(topology, 4, tp=4), fsdp))
-        assert (tp4 < dp16) == copies
+        assert (tp4 < dp16) == (copies == "auto")
 
 
 def test_buffers_of_copies_are_memory():
-    """Two buffers of each of a gather and a reduce-scatter, instead of one tensor each."""
-    topology = hosts(1, 2)
-    with_copies, without = (
-        costs(job(seq_length=8192, stack=Stack(copies=copies)), topology).memory(megatron(topology, 2, tp=2))
-        for copies in (True, False)
-    )
-    assert with_copies.buffers - without.buffers == pytest.approx(4 * 2 * 8192 * 4096, rel=0.3)
+    """Two buffers of each of a gather and a reduce-scatter. Short products use copies only if a run asks for them."""
+    topology, buffers = hosts(1, 2), 4 * 2 * 4096  # bytes per token
+
+    def added(copies: Copies, tokens: int) -> float:
+        with_copies, without = (
+            costs(job(seq_length=tokens, stack=Stack(copies=each)), topology).memory(megatron(topology, 1, tp=2))
+            for each in (copies, "never")
+        )
+        return with_copies.buffers - without.buffers
+
+    assert added("auto", 8192) == pytest.approx(buffers * 8192, rel=0.3)
+    assert added("auto", 512) == 0
+    assert added("always", 512) == pytest.approx(buffers * 512, rel=0.3)
 
 
 def test_short_sequences_and_few_heads_slow_attention_down():
@@ -90,3 +100,24 @@ def test_unmeasured_gpus_take_what_their_origin_says():
         assert getattr(profiles["blackwell"], name) == getattr(profiles["h200"], name)
     for name in ("generic", "l40s"):
         assert profiles[name].attention_half_length == profiles["h100"].attention_half_length
+
+
+@pytest.mark.parametrize(
+    ("traits", "given", "expected"),
+    [
+        (KernelTraits(copies_tp=True), None, "always"),
+        (KernelTraits(), "auto", "never"),
+        (None, None, "auto"),
+        (None, "auto", "auto"),
+        (None, "nccl", "never"),
+        (None, "copy-engines", "always"),
+    ],
+)
+def test_a_run_is_predicted_with_the_exchange_that_it_used(
+    traits: KernelTraits | None, given: str | None, expected: Copies
+) -> None:
+    """A run that recorded no kernels decides as the planner does."""
+    options = {"tp_overlap": given}
+    record = make_record([5.0], engine="megatron", options=options, kernel_traits=traits)
+    work = job_of(record)
+    assert work is not None and work.stack.copies == expected

@@ -54,7 +54,7 @@ def test_nccl_where_copies_do_not_pay(case: str) -> None:
     assert run.spec.environment(run) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
-def with_last_host(topology: Topology, **facts: bool) -> Topology:
+def with_last_host(topology: Topology, **facts: Any) -> Topology:
     *others, last = topology.hosts
     return replace(topology, hosts=(*others, replace(last, **facts)))
 

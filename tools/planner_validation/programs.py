@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from megabench.cost.compute import LOSS_BYTES
-from megabench.cost.job import Job, Stack
+from megabench.cost.job import Copies, Job, Stack
 from megabench.cost.profile import Profile
 from megabench.parallel.layout import Layout
 
@@ -43,7 +43,7 @@ class Program(Stack):
       rank broadcasts the weights that it has updated.
     """
 
-    copies: Literal["auto", "always", "never"] = "never"
+    copies: Copies = "never"
     fused_loss: bool = False
     stages: Literal["balanced", "even"] = "even"
     flash_version: Literal[1, 2, "cudnn"] = "cudnn"

@@ -84,8 +84,8 @@ class _OfGroup(Exchange):
 def largest_of(value: Tensor, group: ProcessGroup) -> Tensor:
     """Return the largest magnitude of an fp32 tensor of all ranks of a group, element by element.
 
-    NCCL's maximum of NaN and a number is the number. The bits of magnitudes are ordered as the magnitudes, and NaN comes
-    last.
+    NCCL's maximum of NaN and a number is the number. The bits of magnitudes are ordered as the magnitudes, and those of
+    NaN are the largest.
     """
     bits = value.view(torch.int32) & 0x7FFFFFFF
     dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)

@@ -13,6 +13,8 @@ from megabench.data.batch import micro_batches
 from megabench.data.source import open_source
 from megabench.engines.build import build_engine
 from megabench.engines.deepspeed.engine import deepspeed_settings
+from megabench.parallel.layout import Layout
+from megabench.runtime.peer_copies import count_copy
 from megabench.train.callbacks.comm_volume import CommVolume, SentBytes
 from tests import distributed
 from tests.engines.equivalence import resolve
@@ -38,6 +40,14 @@ def counted(world_size: int, **fields: Any) -> dict[str, float]:
     run = resolve(world_size, **SMALL | fields)
     by_rank = distributed.run(count, world_size, run)
     return CommVolume(run.layout, first_step=1, warmup_steps=2).section(by_rank)["wire_bytes"]
+
+
+def test_copies_between_gpus_count() -> None:
+    count_copy((0, 1), 5)
+    with SentBytes(Layout(tp=2, pp=2).with_world_size(4)) as counted:
+        count_copy((0, 1), 100)
+        count_copy((0, 2), 30)
+    assert counted.sent == {"tp": 100, "pp": 30}
 
 
 def test_the_distributed_optimizer_scatters_and_gathers() -> None:
