@@ -211,6 +211,11 @@ class Results:
         """The path of the sketches that the run writes."""
         return self.logs(attempt) / "sketches.safetensors"
 
+    @property
+    def initial_models(self) -> Path:
+        """The directory for initial weights that programs load. It exists only while the study runs."""
+        return self.out / "initial-models"
+
     def tensorboard(self, attempt: Attempt) -> Path:
         return self.out / "tensorboard" / attempt.folder
 
@@ -271,7 +276,8 @@ class Results:
             self.not_written = f"the results in {self.out} could not be written: {error.strerror}"
 
     def close(self) -> None:
-        """Release the lock of the directory."""
+        """Remove the initial weights of programs, and release the lock of the directory."""
+        shutil.rmtree(self.initial_models, ignore_errors=True)
         if self._claim:
             self._claim.release()
 

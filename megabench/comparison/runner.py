@@ -17,6 +17,7 @@ from megabench.errors import UserError
 from megabench.record import RunFailure, RunRecord
 from megabench.runtime.process import collect_garbage
 from megabench.runtime.run_lock import RunLockedError
+from megabench.specs.registry import PROGRAMS
 from megabench.study.compare_request import Request
 from megabench.study.locate import located
 from megabench.study.planned_trials import regret_sentence
@@ -216,6 +217,8 @@ def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display:
         output = {"tensorboard": results.tensorboard(attempt), "sketches": results.sketches(attempt)}
         if trial.resolved.why_no_sketches:
             del output["sketches"]
+        if trial.resolved.engine in PROGRAMS:
+            output["initial_models"] = results.initial_models
         task = task_of(trial, config.model_copy(update=output), logs)
         result = queue.run(task, display.update)
         if result.record:

@@ -32,7 +32,7 @@ from megabench.specs.all_settings import FIELDS, SETTINGS, engines_with, is_defa
 from megabench.specs.engine_spec import EngineSpec
 from megabench.specs.fp8_check import check_fp8
 from megabench.specs.hints import TABLES, better_value, hint
-from megabench.specs.registry import ENGINES
+from megabench.specs.registry import ENGINES, ENGINES_AND_PROGRAMS, PROGRAMS
 
 assert {*names(SETTINGS, role="size")} == {*GIVEN_SIZES}, "every size of a layout has a setting"
 
@@ -68,13 +68,13 @@ class RunConfig(RunSettings):
             raise PydanticCustomError("sentence", "unknown setting 'own'")
         engine = str(fields.get("engine", RunSettings.model_fields["engine"].default))
         common = {name: value for name, value in fields.items() if name not in SETTINGS or not engines_with(name)}
-        if engine not in ENGINES:
+        if engine not in ENGINES_AND_PROGRAMS:
             return common | {"own": EngineSettings()}  # the validator of `engine` rejects an unknown name later
         given = {name: fields[name] for name in fields.keys() - common.keys()}
         for name in [name for name in given if engine not in engines_with(name)]:
             if not is_default(name, given.pop(name)):
                 raise PydanticCustomError("sentence", "{text}", {"text": _not_its_setting(name, engine, fields)})
-        return common | {"own": ENGINES[engine].settings.model_validate(given)}
+        return common | {"own": ENGINES_AND_PROGRAMS[engine].settings.model_validate(given)}
 
     def flat(self, **dump: Any) -> dict[str, Any]:
         """Return all settings by name, including those in `own`. `dump` is passed to pydantic's `model_dump`."""
@@ -102,8 +102,8 @@ class RunConfig(RunSettings):
 
     @property
     def spec(self) -> EngineSpec:
-        """The description of the engine."""
-        return ENGINES[self.engine]
+        """The description of the engine, or of the program."""
+        return ENGINES_AND_PROGRAMS[self.engine]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -367,6 +367,8 @@ class ResolvedConfig(RunConfig):
     @property
     def why_no_sketches(self) -> str | None:
         """What the run lacks to write sketches of its tensors, or None."""
+        if self.engine in PROGRAMS and not self.has_readable_moments:
+            return f"a program whose optimizer state can be read, and {self._mode} has none"
         if self.steps < STEPS_OF_SKETCHES:
             return f"{STEPS_OF_SKETCHES} steps; use steps={STEPS_OF_SKETCHES} or more"
         if not self.has_readable_moments and self.warmup_steps < STEPS_OF_SKETCHES:
@@ -379,7 +381,7 @@ class ResolvedConfig(RunConfig):
     @property
     def has_readable_state(self) -> bool:
         """Whether each rank can read its part of the master weights and of the optimizer's state."""
-        return self.spec.why_not_saved(self) is None
+        return self.spec.reads_state(self)
 
     @property
     def has_readable_moments(self) -> bool:
@@ -408,7 +410,7 @@ def _hint(word: str, known: list[str], value: object) -> str:
 def _not_its_setting(name: str, engine: str, fields: Mapping[str, Any]) -> str:
     """Return the error message for a setting that belongs to another engine."""
     engines = engines_with(name)
-    sizes = " with tp=1 and pp=1" if ENGINES[engines[0]].is_data_parallel else ""
+    sizes = " with tp=1 and pp=1" if ENGINES_AND_PROGRAMS[engines[0]].is_data_parallel else ""
     return (
         f"{name} is a setting of the {_listed(engines)} engine{'s' * (len(engines) > 1)}, and the engine is {engine} "
         f"(tp={fields.get('tp', 1)}, pp={fields.get('pp', 1)}); add --engine {engines[0]}{sizes}, or leave it out"

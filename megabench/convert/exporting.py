@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megabench.checkpoint.assets import listed_assets
@@ -19,11 +17,11 @@ from megabench.convert.verifying import Advance
 from megabench.models.find import ASSETS
 from megabench.models.hugging_face import CONFIG_NAME, read_config
 from megabench.models.mapping import Piece, stored_shapes, whole_piece
-from megabench.models.model_directory import INDEX, HuggingFaceWeights, names_in_files
+from megabench.models.model_directory import HuggingFaceWeights
 from megabench.models.shape import ModelShape
+from megabench.models.write_directory import SHARD_BYTES, write_weights
 from megabench.runtime.device import DTYPES
 
-SHARD_BYTES = 5_000_000_000  # the default of transformers
 _MOST_NOTES = 8
 _DTYPE_FIELDS = ("torch_dtype", "dtype")  # the field of older versions of transformers, and of newer versions
 _CONFIG_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -77,7 +75,7 @@ def export_model(
         shutil.rmtree(partial, ignore_errors=True)
         notes = _copy_assets(weights.folder, partial)
         _say_dtype(partial, {rounded.dtype(name) for name in sizes})
-        _write(rounded, partial, shape, shard_bytes, advance)
+        write_weights(rounded, partial, shape, shard_bytes, advance)
         written = time.perf_counter()
         exported = HuggingFaceWeights(partial)
         for name, size in sizes.items():
@@ -131,31 +129,6 @@ def _copy_assets(checkpoint: Path, out: Path) -> list[str]:
             f"transformers 4 would use its default rotary embedding. Load the export with transformers 5"
         )
     return notes
-
-
-def _write(weights: Rounded, folder: Path, shape: ModelShape, shard_bytes: int, advance: Advance) -> None:
-    """Write the tensors to files of at most about `shard_bytes` bytes. Write an index if there are several files."""
-    sizes = stored_shapes(shape)
-    in_model = {stored: name for name, stored in names_in_files(shape).items()}
-    planned = split_torch_state_dict_into_shards(
-        {
-            stored: torch.empty(sizes[name], dtype=weights.dtype(name), device="meta")
-            for stored, name in in_model.items()
-        },
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=shard_bytes,
-    )
-    for file, names in planned.filename_to_tensors.items():
-        tensors = {}
-        for stored in names:
-            name = in_model[stored]
-            tensors[stored] = weights.read(whole_piece(name, sizes[name])).view(sizes[name]).contiguous()
-            advance(f"writing {name}")
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        shutil.copymode(folder / CONFIG_NAME, folder / file)  # safetensors ignores the umask: only the owner could read
-    if planned.is_sharded:
-        index = {"metadata": planned.metadata, "weight_map": planned.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _say_dtype(folder: Path, dtypes: set[torch.dtype]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megabench.doctor.finding import Case, Finding, is_on_gpu, variants
 from megabench.record import RunRecord
-from megabench.specs.registry import ENGINES
+from megabench.specs.registry import ENGINES_AND_PROGRAMS
 
 
 def lost_reference(case: Case) -> Iterator[Finding]:
@@ -113,7 +113,7 @@ def _less_memory(record: RunRecord) -> str:
         ways.append(f"micro_batch below {record.micro_batch} (micro_batch: auto finds one that fits)")
     if options.get("recompute", "none") != "full" and "recompute" not in record.auto_settings:
         ways.append("recompute: full (recompute: auto tries less recomputation first)")
-    spec = ENGINES.get(record.engine)
+    spec = ENGINES_AND_PROGRAMS.get(record.engine)
     ways.append(spec.less_memory(options) if spec and record.world_size > 1 else "more GPUs")
     if not is_on_gpu(record):
         ways.append("run fewer processes on this machine")

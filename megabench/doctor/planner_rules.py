@@ -21,7 +21,7 @@ from megabench.planner.engines.registry import PLANNED_ENGINES
 from megabench.planner.predict import candidate_of, job_of
 from megabench.record import RunRecord
 from megabench.specs.all_settings import engines_with
-from megabench.specs.registry import ENGINES
+from megabench.specs.registry import ENGINES_AND_PROGRAMS
 
 # Smallest predicted gain to report, unless the error of the profile is larger.
 _LEAST_GAIN = 1.1
@@ -55,7 +55,7 @@ def rules_for(trials: Sequence[PlannedTrial]) -> tuple[Rule, ...]:
         """Report sharding if DDP is as fast and fits. A study that already trains unsharded replicas is silent."""
         if replicated and all(
             # the ranks share the state or the layers of a replica
-            ENGINES[record.engine].stage_of(record.options) > 0 or record.layout.dp < record.world_size
+            ENGINES_AND_PROGRAMS[record.engine].stage_of(record.options) > 0 or record.layout.dp < record.world_size
             for record in case.records
         ):
             for adviser in advisers:
@@ -147,7 +147,7 @@ class _Adviser:
         """Compare a sharded trial with the engine `replicated`, with otherwise equal settings."""
         other = replicated.spec
         record = self.trial.record
-        spec = ENGINES[record.engine]
+        spec = ENGINES_AND_PROGRAMS[record.engine]
         if not spec.is_data_parallel or record.world_size == 1:
             return
         here = self.estimate.candidate

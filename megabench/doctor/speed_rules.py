@@ -7,7 +7,7 @@ from megabench.doctor.finding import Case, Finding, is_tried_larger, sequences_o
 from megabench.hardware.gpus import find_gpu
 from megabench.precision import POLICIES
 from megabench.record import RunRecord
-from megabench.specs.registry import ENGINES
+from megabench.specs.registry import ENGINES, ENGINES_AND_PROGRAMS
 from megabench.study.summary import layout_name
 
 # Below this fraction of used GPU memory, twice the micro-batch certainly fits.
@@ -108,7 +108,7 @@ def environment(case: Case) -> Iterator[Finding]:
             yield Finding("slow", tuple(have), f"{name} is set: {why}", f"{name}={value}", f"unset {name}")
     for record in case.on_gpus:
         found = variables.get(record.trial, {})
-        spec = ENGINES.get(record.engine)
+        spec = ENGINES_AND_PROGRAMS.get(record.engine)
         if spec and spec.wants_queues and found.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             yield Finding(
                 "slow",
@@ -235,12 +235,12 @@ def needless_sharding(case: Case) -> Iterator[Finding]:
 
 def _is_whole(record: RunRecord) -> bool:
     """Return whether each GPU holds all weights. Return True for an unknown engine."""
-    spec, layout = ENGINES.get(record.engine), record.layout
+    spec, layout = ENGINES_AND_PROGRAMS.get(record.engine), record.layout
     return spec is None or (layout.tp == layout.pp == 1 and not spec.gathers_weights(record.options))
 
 
 def _cut(record: RunRecord) -> str:
-    spec = ENGINES.get(record.engine)
+    spec = ENGINES_AND_PROGRAMS.get(record.engine)
     if not spec or not spec.gathers_weights(record.options):
         return layout_name(record)
     return spec.mode(record.options) or record.engine

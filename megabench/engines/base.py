@@ -37,8 +37,8 @@ class StepResult:
     skipped: bool
 
 
-class Engine(ABC):
-    """Holds this rank's part of a model and its optimizer. Every engine inherits from this class.
+class InTraining(ABC):
+    """This rank's part of a model and its optimizer, which an engine or a program trains.
 
     All methods except `training_state` are collective: every rank must call them in the same order. The properties are
     not collective.
@@ -56,6 +56,40 @@ class Engine(ABC):
         world = dist.group.WORLD
         assert world is not None, "the default process group is initialized"
         return {"dp": world}
+
+    @abstractmethod
+    def training_state(self) -> TrainingState:
+        """Return this rank's part of the training state, between two steps.
+
+        The tensors belong to the engine. Call `restored` after writing into them.
+        """
+
+    def compute_weights(self) -> list[StateShard]:
+        """Return the weights that the last forward pass used on this rank, between `accumulate` and `update`.
+
+        The list contains all copies that the rank holds. It is empty if the engine casts the master weights in each
+        forward pass.
+        """
+        return []
+
+    @property
+    @abstractmethod
+    def optimizer_groups(self) -> Sequence[Mapping[str, Any]]:
+        """The parameter groups that torch's optimizer of this rank uses, with the values of the last step."""
+
+    @property
+    @abstractmethod
+    def kernels(self) -> dict[str, str]:
+        """The implementation of each operation, for the record."""
+
+    @property
+    @abstractmethod
+    def kernel_traits(self) -> KernelTraits:
+        """The traits of the kernels in use, for the record."""
+
+
+class Engine(InTraining):
+    """Holds this rank's part of a model and its optimizer. Every engine inherits from this class."""
 
     def train_step(
         self, batches: Sequence[Batch], learning_rate: float, before_update: Callable[[], None] = lambda: None
@@ -98,26 +132,6 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def training_state(self) -> TrainingState:
-        """Return this rank's part of the training state, between two steps.
-
-        The tensors belong to the engine. Call `restored` after writing into them.
-        """
-
-    def compute_weights(self) -> list[StateShard]:
-        """Return the weights that the last forward pass used on this rank, between `accumulate` and `update`.
-
-        The list contains all copies that the rank holds. It is empty if the engine casts the master weights in each
-        forward pass.
-        """
-        return []
-
-    @property
-    @abstractmethod
-    def optimizer_groups(self) -> Sequence[Mapping[str, Any]]:
-        """The parameter groups that torch's optimizer of this rank uses, with the values of the last step."""
-
-    @abstractmethod
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
         """Continue from the state that was written into the tensors of `training_state`."""
 
@@ -125,16 +139,6 @@ class Engine(ABC):
     @abstractmethod
     def rank_loss(self) -> float:
         """The mean loss over this rank's tokens in the last step, or 0 if the rank computes no loss."""
-
-    @property
-    @abstractmethod
-    def kernels(self) -> dict[str, str]:
-        """The implementation of each operation, for the record."""
-
-    @property
-    @abstractmethod
-    def kernel_traits(self) -> KernelTraits:
-        """The traits of the kernels in use, for the record."""
 
     def _step_result(self, loss: float, grad_norm: float, skipped: bool) -> StepResult:
         return StepResult(

@@ -4,7 +4,7 @@ import re
 
 from megabench.models.catalog import CATALOG
 from megabench.record import RunRecord
-from megabench.specs.registry import ENGINES
+from megabench.specs.registry import ENGINES_AND_PROGRAMS
 
 _SHARED_BY_ZERO = {
     1: "the optimizer state is sharded across the data-parallel ranks",
@@ -41,7 +41,7 @@ def explain_layout(record: RunRecord, device: str) -> list[tuple[str, str]]:
 
 
 def _data_parallel(record: RunRecord, units: str) -> str:
-    dp, spec = record.layout.dp, ENGINES.get(record.engine)
+    dp, spec = record.layout.dp, ENGINES_AND_PROGRAMS.get(record.engine)
     who = f"{dp} {units}" if record.world_size == dp else f"{dp} replicas of the model"
     work = f"{who} train on different sequences"
     if spec is None:
@@ -54,7 +54,7 @@ def _data_parallel(record: RunRecord, units: str) -> str:
 
 def explain_engine(record: RunRecord) -> str:
     """Return a short description of the engine. Return only the name of an unknown engine."""
-    spec = ENGINES.get(record.engine)
+    spec = ENGINES_AND_PROGRAMS.get(record.engine)
     return spec.summary if spec else record.engine
 
 

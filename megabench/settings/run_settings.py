@@ -294,5 +294,8 @@ class RunSettings(Settings):
     sketches: Path | None = setting(None, "Run", "output", "free")
     """File for sketches of the first steps' gradients, weights and moments, which megabench parity compares."""
 
+    initial_models: Path | None = setting(None, "Run", "output", "free")
+    """Directory for the initial weights that programs such as hf_trainer load [default: below the temporary one]."""
+
     out: Path | None = setting(None, "Run", "output", "free")
     """Directory for record.json and TensorBoard files."""

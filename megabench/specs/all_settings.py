@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import Setting, fields_of, metadata
-from megabench.specs.registry import ENGINES
+from megabench.specs.registry import ENGINES_AND_PROGRAMS
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ def _all_declared() -> dict[str, _Declared]:
     """Return the settings of all engines. In each panel, engine-specific settings follow the common ones."""
     common = {name: _Declared(field) for name, field in fields_of(RunSettings).items()}
     own: dict[str, _Declared] = {}
-    for spec in ENGINES.values():
+    for spec in ENGINES_AND_PROGRAMS.values():
         for name, field in fields_of(spec.settings).items():
             assert name not in common, f"{spec.name} declares {name}, which all engines have"
             declared = own.get(name, _Declared(field))

@@ -15,7 +15,7 @@ from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.deepspeed_json import check_deepspeed_json, names_batch, read_deepspeed_json, settings_of_run
 from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun, check_divides, more_offload
 from megabench.specs.fp8_check import check_keep_transposed
-from megabench.specs.shared_settings import KEEP_TRANSPOSED, OFFLOAD, RESHARD_AFTER_FORWARD
+from megabench.specs.shared_settings import DEEPSPEED_CONFIG, KEEP_TRANSPOSED, OFFLOAD, RESHARD_AFTER_FORWARD
 
 REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in elements
 _DEFAULT_STAGE = 3
@@ -47,8 +47,7 @@ class DeepSpeedSettings(EngineSettings):
 
     reshard_after_forward: bool = RESHARD_AFTER_FORWARD
     keep_transposed: bool = KEEP_TRANSPOSED
-    deepspeed_config: Path | None = setting(None, "Engine and layout", "option", "free", label="own JSON")
-    """A DeepSpeed JSON file, or the name of a shipped one (reduce-to-owner); its settings override megabench's."""
+    deepspeed_config: Path | None = DEEPSPEED_CONFIG
 
     @property
     def stage(self) -> int:

@@ -115,6 +115,10 @@ class EngineSpec:
         """Return the reason why a checkpoint cannot hold the training state, or None if it can."""
         return None
 
+    def reads_state(self, run: ResolvedRun) -> bool:
+        """Return whether each rank can read its part of the master weights and of the optimizer's state."""
+        return self.why_not_saved(run) is None
+
     def environment(self, run: RunSettings) -> Mapping[str, str]:
         """Return environment variables to set before CUDA starts, unless the user set them."""
         return {}

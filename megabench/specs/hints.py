@@ -15,12 +15,12 @@ from megabench.settings.other_programs import ANSWERS, SettingNamed, parts, plai
 from megabench.settings.reading import literal_values
 from megabench.settings.setting import meant_by
 from megabench.specs.all_settings import FIELDS, SETTINGS
-from megabench.specs.registry import ENGINES
+from megabench.specs.registry import ENGINES_AND_PROGRAMS
 
 Spelling = Callable[..., str]  # formats the name of a setting, or its name and its value, as the user writes them
 # for settings whose values are the names in a table: this table
 TABLES: dict[str, Mapping[str, object]] = {
-    "engine": ENGINES,
+    "engine": ENGINES_AND_PROGRAMS,
     "precision": POLICIES,
     "schedule": SCHEDULES,
     "optimizer": OPTIMIZERS,

@@ -1,4 +1,4 @@
-"""Registry of all engines by name. Add one line here for a new engine."""
+"""Registry of all engines and programs by name. Add one line here for a new engine or program."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -8,6 +8,7 @@ from megabench.specs.ddp import Ddp
 from megabench.specs.deepspeed import DeepSpeed
 from megabench.specs.engine_spec import EngineSpec
 from megabench.specs.fsdp import Fsdp
+from megabench.specs.hf_trainer import HfTrainer
 from megabench.specs.megatron import Megatron
 from megabench.specs.megatron_fsdp import MegatronFsdp
 
@@ -19,6 +20,9 @@ _SPECS: tuple[EngineSpec, ...] = (
     Ddp(),
 )
 ENGINES: dict[str, EngineSpec] = {spec.name: spec for spec in _SPECS}
+# Training programs that people run. A study compares them with the engines.
+PROGRAMS: dict[str, EngineSpec] = {spec.name: spec for spec in (HfTrainer(),)}
+ENGINES_AND_PROGRAMS = ENGINES | PROGRAMS
 
 
 def is_zero3(engine: str, options: Mapping[str, Any]) -> bool:
@@ -28,6 +32,6 @@ def is_zero3(engine: str, options: Mapping[str, Any]) -> bool:
 
 
 def implementation_of(name: str) -> Any:
-    """Import and return the class of an engine."""
-    module, _, attribute = ENGINES[name].implementation.partition(":")
+    """Import and return the class of an engine or a program."""
+    module, _, attribute = ENGINES_AND_PROGRAMS[name].implementation.partition(":")
     return getattr(import_module(module), attribute)

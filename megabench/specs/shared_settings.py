@@ -30,6 +30,15 @@ OFFLOAD: Any = setting(
     description="State kept in host memory: the optimizer's (deepspeed), or all state (ZeRO-3 and fsdp).",
     label="offload {}",
 )
+DEEPSPEED_CONFIG: Any = setting(
+    None,
+    "Engine and layout",
+    "option",
+    "free",
+    description="A DeepSpeed JSON file, or the name of a shipped one (reduce-to-owner); its settings override "
+    "megabench's.",
+    label="own JSON",
+)
 KEEP_TRANSPOSED: Any = setting(
     True,
     "Precision and kernels",

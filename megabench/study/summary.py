@@ -16,7 +16,7 @@ from megabench.metrics import DEFAULT_TOKENS, token_words
 from megabench.parallel.layout import Layout
 from megabench.record import RunRecord, WorkClass
 from megabench.specs.all_settings import labels
-from megabench.specs.registry import ENGINES
+from megabench.specs.registry import ENGINES_AND_PROGRAMS
 from megabench.study.bf16_reference import compare_runs_with_bf16
 from megabench.study.parity import is_zero3
 
@@ -182,7 +182,7 @@ def layout_name(record: RunRecord) -> str:
 
 def engine_name(record: RunRecord) -> str:
     """Return the engine with its mode and its non-default options: "deepspeed ZeRO-3, hpz 4"."""
-    options, spec = record.options, ENGINES.get(record.engine)
+    options, spec = record.options, ENGINES_AND_PROGRAMS.get(record.engine)
     mode = spec.mode(options) if spec else None
     return ", ".join([f"{record.engine} {mode}" if mode else record.engine, *labels(options)])
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from megabench.record import RunRecord
-from megabench.specs.registry import ENGINES
+from megabench.specs.registry import ENGINES_AND_PROGRAMS
 from megabench.study.summary import Row, runs_by_trial
 from megabench.study.verdict import listed
 
@@ -144,7 +144,7 @@ def unless_repeated(names: Mapping[Key, str], distinct: Callable[[Key], str]) ->
 
 def setup_name(record: RunRecord) -> str:
     """Return the layout of a megatron run, and the name of the method of other engines: "ZeRO-2" or "DDP"."""
-    spec = ENGINES.get(record.engine)
+    spec = ENGINES_AND_PROGRAMS.get(record.engine)
     if spec is None:
         return record.engine
     sizes = {axis: size for axis, size in record.layout.model_dump().items() if size > 1}

@@ -18,7 +18,7 @@ from megabench.hardware.host_memory import available_host_bytes
 from megabench.models.catalog import CATALOG
 from megabench.models.find import is_directory
 from megabench.parallel.layout import divisors
-from megabench.planner.engines.registry import PLANNED_ENGINES, unplanned_engines
+from megabench.planner.engines.registry import PLANNED_ENGINES
 
 # A run is refused only if 95% of its estimated memory exceeds the available memory. For stages with unequal numbers of
 # layers, the estimate is too high.
@@ -38,7 +38,7 @@ def check_memory(run: ResolvedConfig, given: RunConfig, gpu: int, local_world_si
     user gave it. Activations are not counted, because their estimate may be too high for a run that fits. The formulas
     are those of the planner (`PlannedEngine.memory`). For an engine without them, return a sentence that says so.
     """
-    if run.engine in unplanned_engines():
+    if run.engine not in PLANNED_ENGINES:
         return f"The memory check cannot judge {run.spec.title}, because the planner has no memory model of it."
     of_gpu = torch.cuda.get_device_properties(gpu).total_memory if run.device == "cuda" else None
     of_host = available_host_bytes()

@@ -25,6 +25,7 @@ from megabench.metrics import speed_metrics, step_metrics, throughput
 from megabench.optim.schedules import learning_rate
 from megabench.parallel.layout import LayoutError
 from megabench.parallel.placement import Placement
+from megabench.programs.program import Follower, Program
 from megabench.record import LoadTimes, Probe, Rollback, RunRecord, SaveTimes
 from megabench.runtime import device as devices
 from megabench.runtime.device import DeviceKind
@@ -312,8 +313,8 @@ class Trainer:
         if self.resume.found and self.resume.training:
             self.watchdog.at("loading", self.resume.num_done)
             self.load = restore(self.engine, self.resume.found, self.device)
-        for callback in self.callbacks:
-            callback.on_ready(self)
+        if not isinstance(self.engine, Program):
+            self._tell_ready()
         if run.save:
             self._checkpoints = Checkpoints(
                 run,
@@ -330,45 +331,67 @@ class Trainer:
             )
             self._stop_signal.save_first()
 
+    def _tell_ready(self) -> None:
+        for callback in self.callbacks:
+            callback.on_ready(self)
+
     def _saved(self, save: SaveTimes) -> None:
         if self.rank == 0:
             for callback in self.callbacks:
                 callback.on_save(save)
 
     def _train_steps(self) -> None:
-        run = self.run
         dist.barrier()
         self.watchdog.at("first step", self.num_finished)
         clock = StepClock()
-        while self.num_finished < run.steps and not self.stopped_by:
-            if len(self.steps) == run.warmup_steps:
-                for callback in self.callbacks:
-                    callback.on_timing_start()
-            step = self._train_step(self.num_finished, clock)
+        if isinstance(self.engine, Program):
+            self.engine.train(self.source, _Following(self, clock))
+            return
+        while self.num_finished < self.run.steps and not self.stopped_by:
+            index = self.num_finished
+            batches, learning_rate = self.batches(index), self.learning_rate(index)
+            with self._around_step():
+                result = self.engine.train_step(batches, learning_rate, self._before_update)
+            self._end_step(result, learning_rate, clock)
+
+    def _around_step(self) -> ExitStack:
+        """Return the context of the next step. Callbacks are told when the first timed step begins."""
+        if len(self.steps) == self.run.warmup_steps:
             for callback in self.callbacks:
-                callback.on_step_end(step)
+                callback.on_timing_start()
+        with ExitStack() as around:
+            for callback in self.callbacks:
+                around.enter_context(callback.around_step(self.num_finished + 1))
+            return around.pop_all()
+
+    def _end_step(self, result: StepResult, learning_rate: float, clock: StepClock) -> None:
+        """Measure and check a step that has ended, and save after it if that is due. Collective."""
+        run = self.run
+        step = self._measured(result, learning_rate, clock)
+        for callback in self.callbacks:
+            callback.on_step_end(step)
+        with clock.paused():
+            for callback in self.callbacks:
+                callback.between_steps(step)
+        self.watchdog.touch()
+        _convert_metrics(step)
+        for callback in self.callbacks:
+            callback.on_metrics(step)
+        if run.out and step.number % _STEPS_BETWEEN_LOOKS == 0:
             with clock.paused():
-                for callback in self.callbacks:
-                    callback.between_steps(step)
-            self.watchdog.touch()
-            _convert_metrics(step)
-            for callback in self.callbacks:
-                callback.on_metrics(step)
-            if run.out and step.number % _STEPS_BETWEEN_LOOKS == 0:
+                self._check_out(run.out)
+        if problem := self._problem_of(step):
+            with clock.paused():
+                self._roll_back(step, problem)
+        elif self._checkpoints:
+            self._checkpoints.poll()
+            self.stopped_by = self._stop_signal.agreed(self.device)
+            is_last = self.stopped_by is not None or step.number == run.steps
+            if due_step := self._checkpoints.due_step(step.number, is_last):
+                self.watchdog.at("saving", step.number)
                 with clock.paused():
-                    self._check_out(run.out)
-            if problem := self._problem_of(step):
-                with clock.paused():
-                    self._roll_back(step, problem)
-            elif self._checkpoints:
-                self._checkpoints.poll()
-                self.stopped_by = self._stop_signal.agreed(self.device)
-                is_last = self.stopped_by is not None or step.number == run.steps
-                if due_step := self._checkpoints.due_step(step.number, is_last):
-                    self.watchdog.at("saving", step.number)
-                    with clock.paused():
-                        self._checkpoints.save(due_step)
-            self.watchdog.at("training", self.num_finished)
+                    self._checkpoints.save(due_step)
+        self.watchdog.at("training", self.num_finished)
 
     def _check_out(self, out: Path) -> None:
         """Raise StoppedError on every rank if rank 0 no longer finds the output directory. Collective."""
@@ -377,17 +400,12 @@ class Trainer:
         if is_gone.item():
             raise StoppedError(f"out={out} was deleted or unmounted during the run; start the run again")
 
-    def _train_step(self, index: int, clock: StepClock) -> Step:
-        """Train step `index`, counted from 0."""
-        batches, learning_rate = self.batches(index), self.learning_rate(index)
-        with ExitStack() as around:
-            for callback in self.callbacks:
-                around.enter_context(callback.around_step(index + 1))
-            result = self.engine.train_step(batches, learning_rate, partial(self._before_update, index + 1))
+    def _measured(self, result: StepResult, learning_rate: float, clock: StepClock) -> Step:
+        """Return the step that has ended with `result`."""
         devices.synchronize(self.device)
         seconds, peak_memory_gib = clock.lap(), devices.peak_memory_gib(self.device)
         step = Step(
-            number=index + 1,
+            number=self.num_finished + 1,
             result=result,
             learning_rate=learning_rate,
             seconds=seconds,
@@ -398,9 +416,9 @@ class Trainer:
         self.steps.append(step)
         return step
 
-    def _before_update(self, step: int) -> None:
+    def _before_update(self) -> None:
         for callback in self.callbacks:
-            callback.before_update(step)
+            callback.before_update(self.num_finished + 1)
 
     def _metrics(
         self, result: StepResult, learning_rate: float, seconds: float, peak_memory_gib: float
@@ -536,6 +554,29 @@ class Trainer:
             name = type(callback).__name__
             self._failed_hooks.append(f"callback {name} failed at the end of the run: {one_line(error)}")
             return None
+
+
+class _Following(Follower):
+    """Measures the steps of a program, which trains in its own loop."""
+
+    def __init__(self, trainer: Trainer, clock: StepClock) -> None:
+        self._trainer, self._clock = trainer, clock
+        self._around = ExitStack()
+
+    def ready(self) -> None:
+        with self._clock.paused():
+            self._trainer._tell_ready()
+
+    def begin_step(self) -> None:
+        self._around = self._trainer._around_step()
+
+    def before_update(self) -> None:
+        self._trainer._before_update()
+
+    def end_step(self, result: StepResult, learning_rate: float) -> bool:
+        self._around.close()
+        self._trainer._end_step(result, learning_rate, self._clock)
+        return self._trainer.stopped_by is not None
 
 
 def _convert_metrics(step: Step) -> None:

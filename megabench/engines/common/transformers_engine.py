@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from megabench.checkpoint.shards import StateShard, TrainingState, blocks_of, whole
@@ -49,6 +50,18 @@ class Held:
     values: nn.Parameter
     first: int
     is_owner: bool
+
+
+def first_element(tensor: Any) -> int:
+    """Return the position of this rank's first row of a DTensor, in elements of the whole tensor."""
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0] * math.prod(tensor.shape[1:])
+
+
+def local_part(tensor: Any) -> Tensor:
+    """Return this rank's part of a DTensor as a view."""
+    local: Tensor = tensor.detach().to_local()
+    return local
 
 
 class ReplicaState:

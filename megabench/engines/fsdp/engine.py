@@ -6,7 +6,6 @@ after every micro-batch. If `shard_size` is smaller than the world size, the mod
 `shard_size` neighbouring ranks and replicated over the groups (HSDP).
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from megabench.config import ResolvedConfig
@@ -24,7 +22,7 @@ from megabench.engines.base import TensorKind
 from megabench.engines.common import transformers_blocks
 from megabench.engines.common import transformers_model as shared
 from megabench.engines.common.fp8_linear import Fp8Linear
-from megabench.engines.common.transformers_engine import Held, TransformersEngine
+from megabench.engines.common.transformers_engine import Held, TransformersEngine, first_element, local_part
 from megabench.engines.fsdp.fp8_gather import Fp8Shards
 from megabench.runtime.device import DTYPES
 from megabench.specs.fsdp import FsdpSettings
@@ -39,13 +37,13 @@ class FsdpEngine(TransformersEngine):
         self.model = self.wrapped = self._build_model()
         self.fp8_shards = self._fp8_shards()
         # the optimizer updates plain tensors, which are the local shards
-        self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in self.model.named_parameters()}
+        self.shards = {name: nn.Parameter(local_part(parameter)) for name, parameter in self.model.named_parameters()}
         shard_size = self.own.shard_size or dist.get_world_size()
         self.num_copies = dist.get_world_size() // shard_size
         is_owner = dist.get_rank() < shard_size  # only the first HSDP replica saves
         self._build_optimizer(
             [
-                Held(name, self.shards[name], _first_element(parameter), is_owner)
+                Held(name, self.shards[name], first_element(parameter), is_owner)
                 for name, parameter in self.model.named_parameters()
             ]
         )
@@ -101,7 +99,7 @@ class FsdpEngine(TransformersEngine):
 
     @torch.no_grad()
     def _fill(self, name: str, parameter: nn.Parameter, values: shared.InitialValues) -> None:
-        local, start = _local(parameter), _first_element(parameter)
+        local, start = local_part(parameter), first_element(parameter)
         initial = values.read(name, start, start + local.numel())
         local.copy_(initial.to(DTYPES[self.run.precision]).view(local.shape))
 
@@ -117,7 +115,7 @@ class FsdpEngine(TransformersEngine):
         yield
 
     def _gradients(self) -> list[Tensor]:
-        grads = [_local(grad) for grad in super()._gradients()]
+        grads = [local_part(grad) for grad in super()._gradients()]
         for shard, grad in zip(self.shards.values(), grads, strict=True):
             shard.grad = grad
         return grads
@@ -158,15 +156,3 @@ class FsdpEngine(TransformersEngine):
                 # NCCL cannot gather an offloaded shard, because the shard is in host memory
                 tensor = tensor.detach().to(self.device).full_tensor()
             yield name, self._shown(name, tensor, kind)
-
-
-def _first_element(tensor: Any) -> int:
-    """Return the position of this rank's first row of a DTensor, in elements of the whole tensor."""
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return offset[0] * math.prod(tensor.shape[1:])
-
-
-def _local(tensor: Any) -> Tensor:
-    """Return this rank's part of a DTensor as a view."""
-    local: Tensor = tensor.detach().to_local()
-    return local

@@ -1,0 +1,1 @@
+"""Training programs that people run, as trials beside the engines: transformers' Trainer."""

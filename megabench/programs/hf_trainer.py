@@ -1,0 +1,227 @@
+"""transformers.Trainer as a trial. It trains in its own loop, as its users start it.
+
+The study's weights, sequences and learning rates reach it through `from_pretrained`, a dataset and `create_scheduler`.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import init_distributed
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from megabench.checkpoint.shards import StateShard, TrainingState, blocks_of, whole
+from megabench.config import ResolvedConfig
+from megabench.data.source import TokenSource
+from megabench.engines.base import EngineError, StepResult
+from megabench.engines.common.kernels import PLAIN
+from megabench.engines.common.transformers_engine import first_element, local_part
+from megabench.engines.deepspeed.state import ZeroState
+from megabench.models.mapping import hugging_face_shapes
+from megabench.optim.optimizers import StateKind
+from megabench.optim.schedules import learning_rate
+from megabench.programs.initial_model import initial_model
+from megabench.programs.program import Follower, Program
+from megabench.record import KernelTraits
+from megabench.runtime.device import DTYPES
+from megabench.settings.reading import read_json_object
+from megabench.specs.hf_trainer import REPLACED, HfTrainerSettings
+
+
+class HfTrainer(Program):
+    """transformers.Trainer; see `megabench.programs.program.Program`."""
+
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        own = HfTrainerSettings.of(config)
+        given = read_json_object(own.trainer_args) if own.trainer_args else {}
+        deepspeed = read_json_object(own.deepspeed_config) if own.deepspeed_config else None
+        self._zero_stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if deepspeed is not None else None
+        folder = initial_model(config, int(os.environ.get("LOCAL_RANK", "0")))
+        if deepspeed is not None:
+            init_distributed()  # accelerate does so on GPUs only, and ZeRO-3 divides the weights by these ranks
+        try:
+            # under ZeRO-3, from_pretrained divides the weights if the arguments exist already
+            self._arguments = TrainingArguments(**arguments(config, given, deepspeed))
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"transformers refuses the arguments of the trial: {error}") from None
+        if self._arguments.world_size != config.world_size:
+            raise EngineError(
+                f"transformers trains on {self._arguments.world_size} of {config.world_size} ranks with these arguments"
+            )
+        # DeepSpeed makes fp32 masters of 16-bit weights; the other programs compute in 16 bits with fp32 weights
+        dtype = DTYPES[config.precision] if deepspeed is not None else torch.float32
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_cache=False)
+        self._uses_liger = bool(given.get("use_liger_kernel"))
+
+    def train(self, source: TokenSource, follower: Follower) -> None:
+        trainer = _Trainer(
+            self.run,
+            model=self._model,
+            args=self._arguments,
+            train_dataset=_Sequences(source, self.run.steps * self.run.global_batch),
+            callbacks=[_Follow(self, follower)],
+        )
+        self._trainer = trainer
+        trainer.train()
+
+    def training_state(self) -> TrainingState:
+        if self._zero_stage is not None:
+            return ZeroState(self._trainer.deepspeed, self._zero_stage, self.run).read()
+        return TrainingState(list(self._shards()), optimizer_step=self._trainer.state.global_step, loss_scale=None)
+
+    def _shards(self) -> Iterator[StateShard]:
+        """Yield the tensors of torch's AdamW: whole ones under DDP, and this rank's parts under FSDP2."""
+        shapes = hugging_face_shapes(self.run.shape)
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
+        for name, parameter in model.named_parameters():
+            is_part = isinstance(parameter, DTensor)
+            first = first_element(parameter) if is_part else 0
+            state = self._optimizer.state[parameter]
+            tensors: dict[StateKind, Tensor] = {"weight": parameter}
+            tensors |= {kind: values for kind, values in state.items() if kind != "step"}
+            for kind, values in tensors.items():
+                mine = local_part(values) if is_part else values.detach()
+                blocks = blocks_of(whole(name, shapes[name]), first, first + mine.numel())
+                yield StateShard(kind, blocks, mine.view(-1), is_owner=is_part or dist.get_rank() == 0)
+
+    def compute_weights(self) -> list[StateShard]:
+        if self._zero_stage is None:
+            return []
+        return ZeroState(self._trainer.deepspeed, self._zero_stage, self.run).compute_weights()
+
+    @property
+    def optimizer_groups(self) -> list[Mapping[str, Any]]:
+        return [group | {"lr": rate} for group, rate in zip(self._groups, self._rates, strict=True)]
+
+    def note_rates(self) -> None:
+        """Keep the learning rates of the update that follows. The program changes them before its step ends."""
+        self._rates = [group["lr"] for group in self._groups]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        if self._zero_stage is not None:
+            return ZeroState(self._trainer.deepspeed, self._zero_stage, self.run).groups
+        return self._optimizer.param_groups
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """torch's optimizer inside accelerate's."""
+        wrapped: Any = self._trainer.optimizer
+        optimizer: torch.optim.Optimizer = getattr(wrapped, "optimizer", wrapped)
+        return optimizer
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        own = {"norm": "Liger", "rope": "Liger", "activation": "Liger", "cross_entropy": "Liger, in chunks"}
+        return {**PLAIN, **(own if self._uses_liger else {}), "optimizer": type(self._optimizer).__name__}
+
+    @property
+    def kernel_traits(self) -> KernelTraits:
+        is_fused = self._uses_liger
+        return KernelTraits(fused_norm=is_fused, fused_activation=is_fused, fused_loss=is_fused)
+
+
+def arguments(run: ResolvedConfig, given: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the TrainingArguments of a run: those of the user's file, and the settings of the run."""
+    fixed: dict[str, Any] = {
+        "output_dir": str((run.out or Path(".")) / "hf_trainer"),
+        "per_device_train_batch_size": run.micro_batch,
+        "gradient_accumulation_steps": run.num_micro_batches,
+        "max_steps": run.steps,
+        "learning_rate": run.lr,
+        "weight_decay": run.weight_decay,
+        "adam_beta1": run.betas[0],
+        "adam_beta2": run.betas[1],
+        "adam_epsilon": run.eps,
+        "max_grad_norm": run.clip_grad,
+        "bf16": run.precision == "bf16",
+        "fp16": run.precision == "fp16",
+        "gradient_checkpointing": run.recompute == "full",
+        "seed": run.seed % 2**32,
+        "use_cpu": run.device == "cpu",
+        "train_sampling_strategy": "sequential",
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+    }
+    if deepspeed is not None:
+        fixed["deepspeed"] = _with_dtypes(deepspeed, run)
+    return {name: value for name, value in given.items() if name not in REPLACED} | fixed
+
+
+def _with_dtypes(deepspeed: Mapping[str, Any], run: ResolvedConfig) -> dict[str, Any]:
+    """Return the DeepSpeed JSON with the run's dtype of gradients, unless the file has its own."""
+    dtypes = {"grad_accum_dtype": run.grad_dtype, **deepspeed.get("data_types", {})}
+    return {"communication_data_type": run.grad_dtype, **deepspeed, "data_types": dtypes}
+
+
+class _Sequences(Dataset[dict[str, Tensor]]):
+    """The sequences of the study, in its order. Every label is the token that follows an input token."""
+
+    def __init__(self, source: TokenSource, length: int) -> None:
+        self._source, self._length = source, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = self._source.sequence(index)
+        # with `shift_labels`, transformers' loss does not drop the last label
+        return {"input_ids": tokens[:-1], "labels": tokens[1:], "shift_labels": tokens[1:]}
+
+
+class _Trainer(Trainer):
+    """transformers.Trainer with the learning rates of the run."""
+
+    def __init__(self, run: ResolvedConfig, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._run = run
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+        run = self._run
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: learning_rate(run, step) / run.lr)
+        return self.lr_scheduler
+
+
+class _Follow(TrainerCallback):
+    """Tells the follower about the steps."""
+
+    def __init__(self, program: HfTrainer, follower: Follower) -> None:
+        self._program, self._follower = program, follower
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._program.note_rates()
+        self._follower.ready()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._follower.begin_step()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._follower.before_update()  # reads the learning rates of the update before
+        self._program.note_rates()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" not in logs:  # the summary at the end
+            return
+        grad_norm = float(logs["grad_norm"])
+        result = StepResult(
+            loss=logs["loss"],
+            grad_norm=grad_norm,
+            num_tokens=self._program.run.global_batch * self._program.run.seq_length,
+            skipped=grad_norm != grad_norm or grad_norm == float("inf"),
+        )
+        if self._follower.end_step(result, logs["learning_rate"]):
+            control.should_training_stop = True
