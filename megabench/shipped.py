@@ -1,10 +1,10 @@
-"""The studies, clusters and DeepSpeed configurations that come with megabench, which users can give by name."""
+"""The studies, clusters, DeepSpeed JSONs and arguments of HF Trainer that come with megabench, given by name."""
 
 from pathlib import Path
 from typing import Literal
 
 CONFIGS = Path(__file__).parent / "configs"
-Kind = Literal["studies", "clusters", "deepspeed"]
+Kind = Literal["studies", "clusters", "deepspeed", "trainer"]
 
 
 def names(kind: Kind) -> list[str]:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_every_shipped_file_is_found_by_its_name():
-    for kind in ("studies", "clusters", "deepspeed"):
+    for kind in ("studies", "clusters", "deepspeed", "trainer"):
         assert shipped.names(kind) == sorted(path.stem for path in (ROOT / "configs" / kind).iterdir())
         for name in shipped.names(kind):
             assert shipped.find(kind, name).stem == name and shipped.find(kind, name).is_file()

@@ -19,6 +19,7 @@ from megabench.runtime.process import end, set_up_process
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)
 
 _MOST_LOCAL_RANKS = 1024
+_LAYOUTS_BESIDE_TRAINER = 3
 
 # options of several commands
 _StudyProcesses = Annotated[
@@ -168,6 +169,20 @@ def compare(
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Profile written by megabench calibrate, for --plan.")
     ] = None,
+    trainer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instead of STUDY: compare the TrainingArguments in this JSON file, which HF Trainer runs, with the "
+            "same method at its best and with the 3 best predicted layouts.",
+        ),
+    ] = None,
+    deepspeed: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The DeepSpeed JSON of --trainer [default: the one it names].")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME|DIR", help="The model of --trainer [default: llama3-8b].")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the study and print each run's command.")] = False,
 ) -> None:
     """Run the trials of a study, each in fresh processes, and rank them against ZeRO-3.
@@ -178,6 +193,7 @@ def compare(
     … -m megabench compare STUDY --out DIR. The exit status is 0 if every trial is ok, 1 if any trial is not ok, and 2
     if the study cannot be run.
     """
+    from megabench.hardware.facts import gpu_names
     from megabench.study.compare_request import find_study, show_studies
 
     if show_list:
@@ -190,6 +206,14 @@ def compare(
         if launcher_rank() in (None, 0):
             show_studies(standard_output())
         return
+    if trainer:
+        if study:
+            raise UserError(f"--trainer makes a study of its own; leave out {study} or --trainer")
+        study = _trainer_study(trainer, deepspeed, model, out, nproc)
+        if plan is None and gpu_names():
+            plan = _LAYOUTS_BESIDE_TRAINER
+    elif deepspeed or model:
+        raise UserError(f"{'--deepspeed' if deepspeed else '--model'} works only with --trainer FILE.")
     if study is None:
         raise UserError("no study was given. Use a study file or a name, e.g. megabench compare quickstart, or --list.")
     from megabench.study.compare_request import Request
@@ -236,6 +260,27 @@ def compare(
     from megabench.comparison.runner import run_here
 
     sys.exit(run_here(request, planned, num_processes))
+
+
+def _trainer_study(
+    trainer: Path, deepspeed: Path | None, model: str | None, out: Path | None, nproc: int | None
+) -> Path:
+    """Write the study of a configuration of HF Trainer beside its output directory, and return its path."""
+    from megabench.hardware.facts import gpu_names
+    from megabench.study.from_trainer import write_trainer_study
+
+    if launcher_rank() is not None:
+        raise UserError(
+            "--trainer works on one machine. Write the study with --trainer, --nproc N and --dry-run, and give its "
+            "file to megabench compare under torchrun."
+        )
+    if not (size := nproc or len(gpu_names())):
+        raise UserError("--trainer needs the number of processes, because no NVIDIA GPU was found; add --nproc N")
+    folder = out or Path("runs", trainer.stem)
+    path = folder.with_name(f"{folder.name}.yaml")
+    write_trainer_study(path, trainer, deepspeed, model, size)
+    print(f"study: {path}")
+    return path
 
 
 @app.command()

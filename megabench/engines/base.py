@@ -87,6 +87,11 @@ class InTraining(ABC):
     def kernel_traits(self) -> KernelTraits:
         """The traits of the kernels in use, for the record."""
 
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What the record should say about the run."""
+        return ()
+
 
 class Engine(InTraining):
     """Holds this rank's part of a model and its optimizer. Every engine inherits from this class."""

@@ -31,8 +31,7 @@ from megabench.programs.initial_model import initial_model
 from megabench.programs.program import Follower, Program
 from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
-from megabench.settings.reading import read_json_object
-from megabench.specs.hf_trainer import REPLACED, HfTrainerSettings
+from megabench.specs.hf_trainer import REPLACED
 
 
 class HfTrainer(Program):
@@ -40,9 +39,8 @@ class HfTrainer(Program):
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        own = HfTrainerSettings.of(config)
-        given = read_json_object(own.trainer_args) if own.trainer_args else {}
-        deepspeed = read_json_object(own.deepspeed_config) if own.deepspeed_config else None
+        files = config.spec.recorded(config.options)
+        given, deepspeed = files["trainer_args"] or {}, files["deepspeed_config"]
         self._zero_stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if deepspeed is not None else None
         folder = initial_model(config, int(os.environ.get("LOCAL_RANK", "0")))
         if deepspeed is not None:
@@ -60,13 +58,14 @@ class HfTrainer(Program):
         dtype = DTYPES[config.precision] if deepspeed is not None else torch.float32
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_cache=False)
         self._uses_liger = bool(given.get("use_liger_kernel"))
+        self._unused = sorted(REPLACED & given.keys())
 
     def train(self, source: TokenSource, follower: Follower) -> None:
         trainer = _Trainer(
             self.run,
             model=self._model,
             args=self._arguments,
-            train_dataset=_Sequences(source, self.run.steps * self.run.global_batch),
+            train_dataset=_Sequences(source, self.num_steps * self.run.global_batch),
             callbacks=[_Follow(self, follower)],
         )
         self._trainer = trainer
@@ -119,9 +118,15 @@ class HfTrainer(Program):
         return optimizer
 
     @property
+    def warnings(self) -> list[str]:
+        return [f"arguments that a measured run replaces: {', '.join(self._unused)}"] if self._unused else []
+
+    @property
     def kernels(self) -> dict[str, str]:
         own = {"norm": "Liger", "rope": "Liger", "activation": "Liger", "cross_entropy": "Liger, in chunks"}
-        return {**PLAIN, **(own if self._uses_liger else {}), "optimizer": type(self._optimizer).__name__}
+        attention = f"transformers {self._model.config._attn_implementation}"
+        optimizer = type(self._optimizer).__name__
+        return {**PLAIN, "attention": attention, **(own if self._uses_liger else {}), "optimizer": optimizer}
 
     @property
     def kernel_traits(self) -> KernelTraits:
@@ -135,7 +140,7 @@ def arguments(run: ResolvedConfig, given: Mapping[str, Any], deepspeed: Mapping[
         "output_dir": str((run.out or Path(".")) / "hf_trainer"),
         "per_device_train_batch_size": run.micro_batch,
         "gradient_accumulation_steps": run.num_micro_batches,
-        "max_steps": run.steps,
+        "max_steps": run.steps + run.profile,
         "learning_rate": run.lr,
         "weight_decay": run.weight_decay,
         "adam_beta1": run.betas[0],
@@ -191,8 +196,10 @@ class _Trainer(Trainer):
         self._run = run
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
-        run = self._run
-        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: learning_rate(run, step) / run.lr)
+        run, last = self._run, self._run.steps - 1
+        self.lr_scheduler = LambdaLR(
+            optimizer or self.optimizer, lambda step: learning_rate(run, min(step, last)) / run.lr
+        )
         return self.lr_scheduler
 
 

@@ -31,6 +31,11 @@ class Program(InTraining):
     Nothing else in it is replaced.
     """
 
+    @property
+    def num_steps(self) -> int:
+        """The steps of the run, and one more that is profiled if the run asks for it."""
+        return self.run.steps + self.run.profile
+
     @abstractmethod
     def train(self, source: TokenSource, follower: Follower) -> None:
-        """Run the program's loop to the last step of the run, and tell `follower` about each step. Collective."""
+        """Run the program's loop for `num_steps` steps, and tell `follower` about each of them. Collective."""

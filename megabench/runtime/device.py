@@ -64,12 +64,16 @@ def gpu_uuid(index: int) -> str:
 
 
 def initialize(
-    rendezvous: Rendezvous, rank: int, device: DeviceKind, timeout: timedelta = timedelta(minutes=10)
+    rendezvous: Rendezvous,
+    rank: int,
+    device: DeviceKind,
+    timeout: timedelta = timedelta(minutes=10),
+    pins_attention: bool = True,
 ) -> torch.device:
     """Bind this process to its device and its share of the CPU cores, and create the default process group.
 
     This process is rank `rank` of the group. The backend is NCCL on GPUs and gloo on CPU. OMP_NUM_THREADS overrides the
-    cores.
+    cores. With `pins_attention`, torch tries the fastest attention kernels first.
     """
     torch.set_float32_matmul_precision("highest")  # disable TF32, so that an fp32 run computes in fp32
     if rendezvous.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -77,7 +81,8 @@ def initialize(
     if device == "cuda":
         where = torch.device("cuda", rendezvous.gpu)
         torch.cuda.set_device(where)
-        pin_kernel(where)
+        if pins_attention:
+            pin_kernel(where)
     else:
         where = torch.device("cpu")
     if rendezvous.local_world_size == rendezvous.world_size:

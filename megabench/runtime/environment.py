@@ -19,6 +19,7 @@ _PACKAGES = (
     "deepspeed",
     "transformers",
     "transformer-engine",
+    "accelerate",
     "liger-kernel",
     "triton",
     "numpy",

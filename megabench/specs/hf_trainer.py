@@ -1,9 +1,11 @@
 """The program hf_trainer: transformers.Trainer, with the files that its users have."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megabench import shipped
 from megabench.settings.reading import ConfigError, read_json_object
 from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import EngineSettings, setting
@@ -85,30 +87,26 @@ class HfTrainer(EngineSpec):
     wants_queues = True
 
     def read_file(self, run: RunSettings, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        own = HfTrainerSettings.of(run)
-        said: dict[str, Any] = {}
-        if own.trainer_args:
-            said = {
-                name: value
-                for name, value in _settings(read_json_object(own.trainer_args), own.trainer_args).items()
-                if not (name == "steps" and value < 0)  # transformers' default is -1: as many as the epochs have
-            }
-        for name in given.keys() & said.keys():
+        path = HfTrainerSettings.of(run).trainer_args
+        said = settings_of(_content(path, "trainer") or {}, path)
+        for name in given.keys() & said.keys() - {"steps"}:  # a measurement may be shorter
             if given[name] != said[name]:
                 raise ConfigError(
-                    f"{own.trainer_args} sets {name}={said[name]}, but the run sets {name}={given[name]}; change one "
-                    f"of them"
+                    f"{path} sets {name}={said[name]}, but the run sets {name}={given[name]}; change one of them"
                 )
-        return said
+        return {name: value for name, value in said.items() if name not in given}
 
     def check(self, run: ResolvedRun) -> None:
         own = HfTrainerSettings.of(run)
+        if find_spec("accelerate") is None:
+            raise ConfigError(
+                "hf_trainer needs accelerate, which is not installed; run pip install 'megabench[programs]'"
+            )
         if run.policy.has_fp8_products:
             raise ConfigError(f"hf_trainer has no precision={run.precision}; use bf16, fp16 or fp32")
         if run.param_groups:
             raise ConfigError("hf_trainer has no param_groups; omit them, or use an engine")
-        arguments = _content(own.trainer_args) or {}
-        steps = arguments.get("gradient_accumulation_steps")
+        steps = (_content(own.trainer_args, "trainer") or {}).get("gradient_accumulation_steps")
         if steps is not None and steps != run.num_micro_batches:
             raise ConfigError(
                 f"{own.trainer_args} sets gradient_accumulation_steps={steps}, but global_batch={run.global_batch} is "
@@ -125,7 +123,7 @@ class HfTrainer(EngineSpec):
     def mode(self, options: Options) -> str:
         if zero := _zero(options):
             return f"ZeRO-{zero.get('stage', 0)}"
-        arguments = _content(options.get("trainer_args")) or {}
+        arguments = _content(options.get("trainer_args"), "trainer") or {}
         if not arguments.get("fsdp"):
             return "DDP"
         return f"FSDP{(arguments.get('fsdp_config') or {}).get('version', 2)}"
@@ -136,23 +134,28 @@ class HfTrainer(EngineSpec):
         return 0 if self.mode(options) == "DDP" else 3
 
     def recorded(self, options: Options) -> Mapping[str, Any]:
-        return {name: _content(options.get(name)) for name in HfTrainerSettings.model_fields}
+        return {
+            "trainer_args": _content(options.get("trainer_args"), "trainer"),
+            "deepspeed_config": _content(options.get("deepspeed_config"), "deepspeed"),
+        }
 
 
 def _zero(options: Options) -> dict[str, Any] | None:
     """Return the section zero_optimization of the DeepSpeed JSON, or None without a DeepSpeed JSON."""
-    content = _content(options.get("deepspeed_config"))
+    content = _content(options.get("deepspeed_config"), "deepspeed")
     return None if content is None else content.get("zero_optimization", {})
 
 
-def _content(given: Any) -> dict[str, Any] | None:
-    """Return the content of a JSON file, from its path (in settings) or its content (in records)."""
-    return read_json_object(Path(given)) if isinstance(given, str | Path) else given
+def _content(given: Any, kind: shipped.Kind) -> dict[str, Any] | None:
+    """Return the content of a JSON file, from its path or name (in settings) or its content (in records)."""
+    return read_json_object(shipped.find(kind, given)) if isinstance(given, str | Path) else given
 
 
-def _settings(arguments: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the settings of a run that TrainingArguments contain."""
+def settings_of(arguments: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
+    """Return the settings of a run that the TrainingArguments of a file contain. Raises ConfigError."""
     said = {name: arguments[argument] for argument, name in _SETTINGS.items() if argument in arguments}
+    if said.get("steps", 0) < 0:
+        del said["steps"]  # transformers' default of -1: as many steps as the epochs have
     if "adam_beta1" in arguments or "adam_beta2" in arguments:
         said["betas"] = (arguments.get("adam_beta1", 0.9), arguments.get("adam_beta2", 0.999))
     if "gradient_checkpointing" in arguments:

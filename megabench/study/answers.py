@@ -7,6 +7,7 @@ from itertools import groupby
 from megabench.optim.optimizers import title_of
 from megabench.record import RunRecord
 from megabench.study.precision_verdict import precision_verdicts
+from megabench.study.program_answers import program_sentences
 from megabench.study.study import Question
 from megabench.study.summary import Budget, Row, class_titles, layout_name, reference_name, runs_by_trial, summarize
 from megabench.study.sweep import is_sweep, setup_name, sweep_sentences, unless_repeated
@@ -88,7 +89,8 @@ def answer(
     results = _Results(records, reference, budget or Budget(), summarize(records, reference), confirm)
     if not results.good:
         return Answer(f"No trial has a result that counts: {ends(results.lost)}.", ())
-    return _ANSWERS[question or question_of(records, results.rows)](results)
+    found = _ANSWERS[question or question_of(records, results.rows)](results)
+    return replace(found, particulars=(*found.particulars, *program_sentences(results.good, records)))
 
 
 def _single_run(record: RunRecord) -> Answer:

@@ -5,17 +5,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from megabench.config import ResolvedConfig
 from megabench.parallel.layout import GIVEN_SIZES
+from megabench.specs.registry import PROGRAMS
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 _IN_THE_LAYOUT = {"engine", "zero_stage", *GIVEN_SIZES}
 
 # a trial name contains only the values of these settings, because the values are clear without the setting's name
-_VALUE_ALONE = {"engine", "model", "optimizer", "precision"}
+_FILES = {"deepspeed_config", "trainer_args"}
+_VALUE_ALONE = {"engine", "model", "optimizer", "precision", *_FILES}
 # what a name has before the number of a setting
 _BEFORE_NUMBER = {
     **{name: name for name in (*GIVEN_SIZES, "lr", "seed", "steps")},
@@ -60,6 +63,8 @@ def automatic_name(config: ResolvedConfig, shown: Mapping[str, Any]) -> str:
     """Return a name from the layout, such as "tp2-pp2" or "zero3", and from the other fields in `shown`."""
     mode = config.spec.mode(config.options)
     stem = mode.lower().replace("-", "") if mode else str(config.layout).replace("·", "-")
+    if config.engine in PROGRAMS:
+        stem = f"{config.engine.replace('_', '-')}-{stem}"
     return with_fields(stem, {field: value for field, value in shown.items() if field not in _IN_THE_LAYOUT})
 
 
@@ -88,7 +93,8 @@ def with_fields(stem: str, fields: Mapping[str, Any], form: Callable[[str, str],
     """
     parts = []
     for field, value in fields.items():
-        part = form(field, re.sub(r"[^A-Za-z0-9._+=-]+", "_", str(value)).strip("_"))
+        word = Path(value).stem if field in _FILES else str(value)
+        part = form(field, re.sub(r"[^A-Za-z0-9._+=-]+", "_", word).strip("_"))
         last = stem.rpartition("-")[2]
         if last.isalpha() and part.startswith(last) and part[len(last) :][:1].isdigit():
             stem += part[len(last) :]

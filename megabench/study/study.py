@@ -27,7 +27,7 @@ from megabench.errors import UserError, near_names
 from megabench.planner.predict import Predictor
 from megabench.settings.bounds import NumRanks, NumRepeats, Seconds
 from megabench.specs.hints import is_known
-from megabench.specs.registry import is_zero3
+from megabench.specs.registry import PROGRAMS, is_zero3
 from megabench.study.expand import (
     SAFE_NAME,
     automatic_name,
@@ -45,7 +45,7 @@ _TRIAL_FIELDS = [name for name, about in SETTINGS.items() if about.role != "outp
 _LONGEST_NAME = 200
 _LONGEST_VARIABLE = 2**17 - 1  # Linux's limit MAX_ARG_STRLEN, which includes the final NUL byte
 _MOST_TRIALS = 2000
-_EXTRAS = ["name", "env", "world_size", "timeout_seconds", "repeats"]
+_EXTRAS = ["name", "program", "env", "world_size", "timeout_seconds", "repeats"]
 TRIAL_SETTINGS = _TRIAL_FIELDS + _EXTRAS  # settings that a trial may have
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -340,6 +340,8 @@ def _draft(
     for field in both:
         if field not in TRIAL_SETTINGS:
             raise StudyError(f"{where}: unknown setting {field!r}; {hint_in_trial(field, both[field])}")
+    if "program" in both:
+        both["engine"] = _program(both["program"], values, where)
     world_size = both.get("world_size", num_processes)
     if not is_valid(NumRanks, world_size):
         raise StudyError(f"{where}: world_size={world_size!r} must be a whole number of processes, e.g. 8")
@@ -379,6 +381,15 @@ def _draft(
         timeout_seconds=timeout,
         repeats=repeats,
     )
+
+
+def _program(program: object, values: Mapping[str, Any], where: str) -> str:
+    """Return the name of the program that a trial runs instead of an engine."""
+    if program not in PROGRAMS:
+        raise StudyError(f"{where}: program={program!r} is not known; {near_matches(str(program), [*PROGRAMS])}")
+    if "engine" in values:
+        raise StudyError(f"{where}: a trial runs a program or an engine; remove program, or engine={values['engine']}")
+    return str(program)
 
 
 def is_valid(kind: Any, value: object) -> bool:

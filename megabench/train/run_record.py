@@ -86,6 +86,7 @@ def build_record(
             *trainer.source.warnings,
             *placement.warnings,
             *network.warnings,
+            *trainer.engine.warnings,
             *unsaved(saves),
             *(rollback.sentence for rollback in trainer.rollbacks),
         ],

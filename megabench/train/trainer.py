@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from megabench.checkpoint.health import count_non_finite
 from megabench.config import ResolvedConfig, RunConfig
@@ -33,11 +34,13 @@ from megabench.runtime.messages import meet, outlast
 from megabench.runtime.process import collect_garbage
 from megabench.runtime.rendezvous import Rendezvous, gather_objects, is_supervised, join
 from megabench.runtime.run_lock import RunLock
+from megabench.specs.registry import ENGINES
 from megabench.train import checks
 from megabench.train.callbacks import Callback, Step
 from megabench.train.callbacks.comm_volume import CommVolume
 from megabench.train.callbacks.hardware_monitor import HardwareMonitor
 from megabench.train.callbacks.profiler import Profiler
+from megabench.train.callbacks.step_timeline import UPDATE
 from megabench.train.callbacks.straggler_detector import StragglerDetector
 from megabench.train.callbacks.supervisor_progress import SupervisorProgress
 from megabench.train.callbacks.tensor_sketches import TensorSketches
@@ -291,7 +294,8 @@ class Trainer:
         self._locks = {folder: RunLock(folder) for folder in folders}
         # The watchdog can name the rank that hangs, so it must act before the collectives time out.
         patience = timedelta(seconds=max(600.0, 2 * BEFORE_FIRST_STEP * run.stall_seconds))
-        self.device = devices.initialize(self.rendezvous, self.rank, run.device, patience)
+        is_engine = run.engine in ENGINES  # programs choose their own kernels
+        self.device = devices.initialize(self.rendezvous, self.rank, run.device, patience, pins_attention=is_engine)
         self.device_name = devices.device_name(self.device)
         gpu = find_gpu(self.device_name) if self.device.type == "cuda" else None
         self.peak_tflops = gpu.peak_tflops(run.precision) if gpu else None
@@ -562,20 +566,31 @@ class _Following(Follower):
     def __init__(self, trainer: Trainer, clock: StepClock) -> None:
         self._trainer, self._clock = trainer, clock
         self._around = ExitStack()
+        self._profiler: Profiler | None = None  # while it profiles the step after the last one
 
     def ready(self) -> None:
         with self._clock.paused():
             self._trainer._tell_ready()
 
     def begin_step(self) -> None:
-        self._around = self._trainer._around_step()
+        trainer = self._trainer
+        if trainer.num_finished < trainer.run.steps:
+            self._around = trainer._around_step()
+            return
+        self._profiler = next(callback for callback in trainer.callbacks if isinstance(callback, Profiler))
+        self._around = ExitStack()
+        self._around.enter_context(self._profiler.profiling(trainer))
 
     def before_update(self) -> None:
-        self._trainer._before_update()
+        if self._profiler:
+            self._around.enter_context(record_function(UPDATE))
+        else:
+            self._trainer._before_update()
 
     def end_step(self, result: StepResult, learning_rate: float) -> bool:
         self._around.close()
-        self._trainer._end_step(result, learning_rate, self._clock)
+        if not self._profiler:
+            self._trainer._end_step(result, learning_rate, self._clock)
         return self._trainer.stopped_by is not None
 
 

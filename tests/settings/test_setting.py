@@ -8,7 +8,7 @@ from pydantic import Field
 from megabench.config import FIELDS, SETTINGS, ConfigError, RunConfig, as_flag, hint
 from megabench.settings.setting import Settings, fields_of, meant_by, metadata, names, setting
 from megabench.specs.all_settings import engines_with
-from megabench.specs.registry import ENGINES
+from megabench.specs.registry import ENGINES, ENGINES_AND_PROGRAMS
 
 
 @pytest.mark.parametrize("left_out", ["panel", "role", "resume"])
@@ -29,14 +29,14 @@ def test_a_plain_field_is_no_setting() -> None:
 
 
 def test_every_field_of_a_run_is_a_setting() -> None:
-    own = {name for spec in ENGINES.values() for name in spec.settings.model_fields}
+    own = {name for spec in ENGINES_AND_PROGRAMS.values() for name in spec.settings.model_fields}
     assert {*SETTINGS} == {*RunConfig.model_fields} - {"own"} | own
     assert {"zero_stage", "recompute", "stages"} <= {*names(SETTINGS, role="option")}
     assert names(SETTINGS, searchable=True) == ("micro_batch", "recompute")
     assert names(SETTINGS, resume="same") == ("seq_length", "global_batch", "optimizer", "seed", "data_seed")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ENGINES_AND_PROGRAMS)
 def test_a_run_has_the_settings_of_its_engine_and_no_others(engine: str) -> None:
     own = {name for name in SETTINGS if engine in engines_with(name)}
     assert {*RunConfig.parse({"engine": engine}).options} == own

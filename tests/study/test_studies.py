@@ -20,6 +20,8 @@ def test_the_users_studies_are_there() -> None:
     assert LARGE == [
         "bloom-7b1-scale",
         "gpt2-zero",
+        "hf-trainer-offload-a",
+        "hf-trainer-offload-b",
         "llama3-8b-four-hosts",
         "llama3-8b-fp8",
         "llama3-8b-nvlink",

@@ -10,13 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megabench.data.batch import Batch
-from megabench.engines.base import Engine
-from megabench.parallel.layout import Layout, differing_axes
+from megabench.parallel.layout import differing_axes
+from megabench.programs.program import Program
 from megabench.record import Communication, StepProfile
 from megabench.runtime.device import synchronize
 from megabench.train.callbacks.callback import Callback, TrainerState
@@ -35,14 +33,34 @@ class Profiler(Callback):
         self._profiled: tuple[float, Split] | None = None
 
     def after_training(self, trainer: TrainerState) -> None:
-        if trainer.stopped_by:
+        if trainer.stopped_by or isinstance(trainer.engine, Program):  # programs train the step in their own loop
             return
-        trainer.watchdog.at("profiling", trainer.num_finished)
-        last, folder = trainer.run.steps - 1, self._folder
+        last = trainer.run.steps - 1
         batches, learning_rate = trainer.batches(last), trainer.learning_rate(last)
-        self._profiled = profile_step(
-            trainer.engine, batches, learning_rate, trainer.run.layout, trainer.device, folder
-        )
+        with self.profiling(trainer):
+            trainer.engine.accumulate(batches)
+            with record_function(UPDATE):
+                trainer.engine.update(learning_rate)
+
+    @contextlib.contextmanager
+    def profiling(self, trainer: TrainerState) -> Iterator[None]:
+        """Profile a step, which the block trains, with its update in `record_function(UPDATE)`. Collective."""
+        trainer.watchdog.at("profiling", trainer.num_finished)
+        device, layout = trainer.device, trainer.run.layout
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        with profile(activities=activities) as traced:
+            dist.barrier()  # starting the profiler takes a different time on each rank
+            synchronize(device)
+            with _timed() as took, record_function(STEP):
+                yield
+                synchronize(device)
+        with tempfile.TemporaryDirectory() as temporary:
+            if self._folder:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            path = (self._folder or Path(temporary)) / f"rank-{dist.get_rank()}.json.gz"
+            traced.export_chrome_trace(str(path))
+            with gzip.open(path) as file:
+                self._profiled = took[0], split(json.load(file), lambda ranks: differing_axes(layout, ranks))
 
     def local(self) -> tuple[float, Split] | None:
         return self._profiled
@@ -50,33 +68,6 @@ class Profiler(Callback):
     def section(self, by_rank: Sequence[tuple[float, Split] | None]) -> Mapping[str, Any]:
         profiled = [one for one in by_rank if one]
         return {"profile": _mean(profiled) if profiled else None}
-
-
-def profile_step(
-    engine: Engine,
-    batches: Sequence[Batch],
-    learning_rate: float,
-    layout: Layout,
-    device: torch.device,
-    folder: Path | None,
-) -> tuple[float, Split]:
-    """Train a step under the profiler; return its seconds on this rank and their split into parts. Collective."""
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    with profile(activities=activities) as traced:
-        dist.barrier()  # starting the profiler takes a different time on each rank
-        synchronize(device)
-        with _timed() as took, record_function(STEP):
-            engine.accumulate(batches)
-            with record_function(UPDATE):
-                engine.update(learning_rate)
-            synchronize(device)
-    with tempfile.TemporaryDirectory() as temporary:
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-        path = (folder or Path(temporary)) / f"rank-{dist.get_rank()}.json.gz"
-        traced.export_chrome_trace(str(path))
-        with gzip.open(path) as file:
-            return took[0], split(json.load(file), lambda ranks: differing_axes(layout, ranks))
 
 
 @contextlib.contextmanager

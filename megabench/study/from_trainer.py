@@ -1,0 +1,80 @@
+"""Make a study of the files with which people start HF Trainer. Loads no torch."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megabench import shipped
+from megabench.atomic_write import write_atomically
+from megabench.settings.reading import read_json_object
+from megabench.specs.hf_trainer import settings_of
+from megabench.study.study import StudyError
+
+_STEPS = 20  # of the runs, if the arguments count epochs
+_WARMUP_STEPS = 5
+# the defaults of transformers.TrainingArguments that differ from those of a run
+_DEFAULTS = {
+    "per_device_train_batch_size": 8,
+    "learning_rate": 5e-5,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "gradient_checkpointing": False,
+}
+# settings that are those of one trial, and not of the work
+_OF_TRIAL = ("micro_batch", "recompute")
+
+
+def write_trainer_study(
+    path: Path, arguments: Path, deepspeed: Path | None, model: str | None, num_processes: int
+) -> None:
+    """Write a study of a configuration of HF Trainer: as it is, and the same ZeRO with the best settings here.
+
+    `arguments` is a JSON file with TrainingArguments. `deepspeed` is a DeepSpeed JSON, which the arguments may name.
+    Raises StudyError and ConfigError.
+    """
+    file = shipped.find("trainer", arguments)
+    given = read_json_object(file)
+    if deepspeed is None and (named := given.get("deepspeed")):
+        if not isinstance(named, str):
+            raise StudyError(f"{file}: deepspeed must be the path of a DeepSpeed JSON; give it with --deepspeed")
+        deepspeed = Path(named) if Path(named).is_absolute() else file.parent / named
+    said = settings_of(_DEFAULTS | given, file)
+    accumulated = given.get("gradient_accumulation_steps", 1)
+    if not isinstance(accumulated, int) or not isinstance(said["micro_batch"], int):
+        raise StudyError(f"{file}: the batch size and gradient_accumulation_steps must be whole numbers")
+    base: dict[str, Any] = {"model": model} if model else {}
+    base |= {name: value for name, value in said.items() if name not in _OF_TRIAL}
+    base["betas"] = list(base["betas"])
+    base["steps"] = base.get("steps") or _STEPS
+    base["warmup_steps"] = min(_WARMUP_STEPS, base["steps"] // 2)
+    base["global_batch"] = said["micro_batch"] * accumulated * num_processes
+    mine: dict[str, Any] = {"name": "yours", "program": "hf_trainer", "trainer_args": str(file.resolve())}
+    stage = None
+    if deepspeed:
+        deepspeed = shipped.find("deepspeed", deepspeed)
+        stage = read_json_object(deepspeed).get("zero_optimization", {}).get("stage", 0)
+        mine["deepspeed_config"] = str(deepspeed.resolve())
+    mine |= {name: said[name] for name in _OF_TRIAL}
+    content = {
+        "name": path.stem,
+        "question": "How fast is this HF Trainer beside the same method at its best, and beside other layouts?",
+        "answers": "fastest",
+        "base": base,
+        "trials": [mine, _tuned(stage)],
+        "reference": "yours",
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, yaml.safe_dump(content, sort_keys=False, width=120))
+
+
+def _tuned(stage: int | None) -> dict[str, Any]:
+    """Return the same method with the settings that are best here."""
+    found = {"micro_batch": "auto", "recompute": "auto"}
+    if stage is None:
+        return {"name": "ddp-tuned", "engine": "ddp", **found}
+    whole_layers = {"zero_leaf_layers": True} if stage == 3 else {}
+    return {"name": f"zero{stage}-tuned", "engine": "deepspeed", "zero_stage": stage, **whole_layers, **found}

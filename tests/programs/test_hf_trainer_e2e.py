@@ -1,0 +1,89 @@
+"""A study runs transformers' Trainer in its own loop, and its losses and tensors are those of the engines."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megabench.record import RunRecord, read_records
+from tests.comparison.compare_process import REAL, compare
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+ARGUMENTS = {
+    "fsdp": {"fsdp": "full_shard auto_wrap"},
+    "recompute": {"gradient_checkpointing": True, "save_strategy": "epoch", "num_train_epochs": 3},
+    "smoothed": {"label_smoothing_factor": 0.1},
+}
+STUDY = """
+base: {model: llama-tiny, num_layers: 2, seq_length: 64, device: cpu, world_size: 2, steps: 5, warmup_steps: 3}
+trials:
+  - {name: tp2, tp: 2, global_batch: 8, micro_batch: 2}
+  - {name: hf-ddp, program: hf_trainer, global_batch: 8, micro_batch: 2}
+  - {name: hf-zero2, program: hf_trainer, deepspeed_config: zero2.json, global_batch: 8, micro_batch: 4}
+  - {name: hf-zero3, program: hf_trainer, deepspeed_config: zero3, global_batch: 8, micro_batch: 1}
+  - {name: hf-fsdp, program: hf_trainer, trainer_args: fsdp.json, global_batch: 8, micro_batch: 2}
+  - {name: hf-recompute, program: hf_trainer, trainer_args: recompute.json, global_batch: 8, micro_batch: 2}
+  - {name: hf-smoothed, program: hf_trainer, trainer_args: smoothed.json, global_batch: 8, micro_batch: 2}
+reference: tp2
+"""
+SHARDED = {"hf-zero2": "ZeRO-2", "hf-zero3": "ZeRO-3", "hf-fsdp": "FSDP2"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> str:
+    for name, arguments in ARGUMENTS.items():
+        (folder / f"{name}.json").write_text(json.dumps(arguments))
+    batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    (folder / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **batch}))
+    study = STUDY
+    for name in ("zero2", *ARGUMENTS):
+        study = study.replace(f"{name}.json", str(folder / f"{name}.json"))
+    (folder / "study.yaml").write_text(study)
+    status, out, err = compare(folder / "study.yaml", "--out", folder / "out", command=REAL, OMP_NUM_THREADS="1")
+    assert status == 1, out + err  # one trial trains with another loss
+    return out
+
+
+@pytest.fixture(scope="module")
+def records(said: str, folder: Path) -> dict[str, RunRecord]:
+    return {record.trial: record for record in read_records(folder / "out" / "results.jsonl")}
+
+
+@pytest.mark.parametrize("name", ["hf-ddp", *SHARDED, "hf-recompute"])
+def test_losses_and_tensors_are_those_of_the_reference(records: dict[str, RunRecord], name: str) -> None:
+    parity = records[name].parity
+    assert records[name].status == "ok" and parity and parity.tensors
+    assert parity.max_relative_difference is not None and parity.max_relative_difference < 1e-5
+    assert parity.tensors.num_tensors == 21 and parity.tensors.problems == []
+    assert 0 < parity.tensors.part_of_tolerance < 1
+
+
+def test_another_loss_shows(records: dict[str, RunRecord], said: str) -> None:
+    """Arguments of the program that change the work are not ignored, and the trial is not ranked."""
+    assert records["hf-smoothed"].status == "diverged"
+    assert "DIVERGED" in said
+
+
+def test_the_record_says_what_ran(records: dict[str, RunRecord], folder: Path) -> None:
+    zero3, recompute = records["hf-zero3"], records["hf-recompute"]
+    assert zero3.engine == "hf_trainer" and zero3.options["deepspeed_config"]["zero_optimization"]["stage"] == 3
+    assert recompute.options["trainer_args"] == ARGUMENTS["recompute"] and recompute.options["recompute"] == "full"
+    assert zero3.kernels and zero3.kernels["norm"] == "transformers RMSNorm" and "optimizer" in zero3.kernels
+    assert "--engine hf_trainer" in zero3.command and "initial-models" not in zero3.command
+    assert zero3.environment and {"accelerate", "transformers", "deepspeed"} <= zero3.environment.versions.keys()
+    assert zero3.wire_bytes and set(zero3.wire_bytes) == {"dp"}
+    assert len(zero3.losses) == 5 and zero3.step_seconds and zero3.tokens_per_second
+    assert any("save_strategy" in warning for warning in recompute.warnings)
+    assert not (folder / "out" / "initial-models").exists()
+
+
+def test_the_answer_says_what_a_program_does_otherwise(said: str) -> None:
+    assert "HF Trainer with ZeRO-3 (hf-zero3) trains " in said or "HF Trainer with ZeRO-3 (hf-zero3) is" in said
+    for name, mode in SHARDED.items():
+        assert f"{mode} ({name})" in said
