@@ -14,7 +14,7 @@ from deepspeed import init_distributed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from megabench.checkpoint.shards import StateShard, TrainingState, blocks_of, whole
@@ -50,9 +50,11 @@ class HfTrainer(Program):
             self._arguments = TrainingArguments(**arguments(config, given, deepspeed))
         except (TypeError, ValueError) as error:
             raise EngineError(f"transformers refuses the arguments of the trial: {error}") from None
-        if self._arguments.world_size != config.world_size:
+        found = self._arguments.world_size, max(1, self._arguments.n_gpu)
+        if found != (config.world_size, 1):
             raise EngineError(
-                f"transformers trains on {self._arguments.world_size} of {config.world_size} ranks with these arguments"
+                f"transformers would use {found[0]} of {config.world_size} processes with {found[1]} devices each; "
+                f"start one process per device with megabench compare or torchrun"
             )
         # DeepSpeed makes fp32 masters of 16-bit weights; the other programs compute in 16 bits with fp32 weights
         dtype = DTYPES[config.precision] if deepspeed is not None else torch.float32
@@ -152,7 +154,6 @@ def arguments(run: ResolvedConfig, given: Mapping[str, Any], deepspeed: Mapping[
         "gradient_checkpointing": run.recompute == "full",
         "seed": run.seed % 2**32,
         "use_cpu": run.device == "cpu",
-        "train_sampling_strategy": "sequential",
         "logging_strategy": "steps",
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
@@ -189,11 +190,14 @@ class _Sequences(Dataset[dict[str, Tensor]]):
 
 
 class _Trainer(Trainer):
-    """transformers.Trainer with the learning rates of the run."""
+    """transformers.Trainer with the order of the sequences and the learning rates of the run."""
 
     def __init__(self, run: ResolvedConfig, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._run = run
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         run, last = self._run, self._run.steps - 1

@@ -14,7 +14,7 @@ from megabench.checkpoint.manifest import MANIFEST_NAME
 from megabench.config import ResolvedConfig
 from megabench.engines.common.initial_weights import initial_weights
 from megabench.models.find import is_directory
-from megabench.models.hugging_face import CONFIG_NAME, config_text
+from megabench.models.hugging_face import CONFIG_NAME, config_text, read_config
 from megabench.models.mapping import Piece
 from megabench.models.weights import Weights
 from megabench.models.write_directory import write_weights
@@ -24,12 +24,14 @@ from megabench.runtime.device import DTYPES
 def initial_model(run: ResolvedConfig, local_rank: int) -> Path:
     """Return a directory with the initial weights of the run, in the dtype in which it computes. Collective.
 
-    A Hugging Face directory with all layers of the model is used as it is. Otherwise one process of each host writes
-    the weights into a directory below `run.initial_models`, unless an earlier run has done so.
+    A Hugging Face directory is used as it is if it has all layers of the model in this dtype. Otherwise one process of
+    each host writes the weights into a directory below `run.initial_models`, unless an earlier run has done so.
     """
     folder = Path(run.model)
     if is_directory(run.model) and not (folder / MANIFEST_NAME).exists() and run.num_layers is None:
-        return folder
+        config = read_config(folder)
+        if config.get("dtype", config.get("torch_dtype")) == str(DTYPES[run.precision]).removeprefix("torch."):
+            return folder
     parent = run.initial_models or Path(tempfile.gettempdir()) / "megabench-initial-models"
     words = f"{folder.resolve() if is_directory(run.model) else run.model} {run.shape} {run.seed} {run.precision}"
     written = parent / hashlib.sha256(words.encode()).hexdigest()[:16]

@@ -104,6 +104,8 @@ class HfTrainer(EngineSpec):
             )
         if run.policy.has_fp8_products:
             raise ConfigError(f"hf_trainer has no precision={run.precision}; use bf16, fp16 or fp32")
+        if not run.clip_grad:
+            raise ConfigError("hf_trainer reports the gradient norm only if it clips; use a large clip_grad, e.g. 1e9")
         if run.param_groups:
             raise ConfigError("hf_trainer has no param_groups; omit them, or use an engine")
         steps = (_content(own.trainer_args, "trainer") or {}).get("gradient_accumulation_steps")

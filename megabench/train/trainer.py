@@ -569,8 +569,8 @@ class _Following(Follower):
         self._profiler: Profiler | None = None  # while it profiles the step after the last one
 
     def ready(self) -> None:
-        with self._clock.paused():
-            self._trainer._tell_ready()
+        self._trainer._tell_ready()
+        self._clock.lap()  # the first step does not contain the set-up of the program
 
     def begin_step(self) -> None:
         trainer = self._trainer

@@ -45,6 +45,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a schedule": ({"lr_scheduler_type": "polynomial"}, {}, "lr_scheduler_type='polynomial', which the runs"),
     "fp8": ({}, {"precision": "fp8"}, "hf_trainer has no precision=fp8; use bf16, fp16 or fp32"),
     "parameter groups": ({}, {"param_groups": "norm: weight_decay=0.1"}, "hf_trainer has no param_groups"),
+    "no clipping": ({}, {"clip_grad": 0}, "reports the gradient norm only if it clips"),
     "checkpoints": ({}, {"save": "checkpoints"}, "saves no checkpoints"),
     "other axes": ({}, {"tp": 2}, "supports only data parallelism"),
 }
