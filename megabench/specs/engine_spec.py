@@ -117,6 +117,10 @@ class EngineSpec:
         """Return the reason why a checkpoint cannot hold the training state, or None if it can."""
         return None
 
+    def other_work(self, run: ResolvedRun) -> Mapping[str, Any]:
+        """Return the fields of the work class in which the program differs from the run, and offers no setting."""
+        return {}
+
     def reads_state(self, run: ResolvedRun) -> bool:
         """Return whether each rank can read its part of the master weights and of the optimizer's state."""
         return self.why_not_saved(run) is None

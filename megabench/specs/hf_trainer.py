@@ -119,6 +119,15 @@ class HfTrainer(EngineSpec):
     def why_not_saved(self, run: ResolvedRun) -> str | None:
         return "hf_trainer is measured and saves no checkpoints; omit save and load, or train with an engine"
 
+    def other_work(self, run: ResolvedRun) -> Mapping[str, Any]:
+        own = HfTrainerSettings.of(run)
+        other: dict[str, Any] = {}
+        if self.mode(own.model_dump()).startswith("FSDP") and run.policy.compute != "fp32":
+            other["grad_dtype"] = run.policy.compute  # accelerate reduces gradients in the dtype of the products
+        if "scheduler" in (_content(own.deepspeed_config, "deepspeed") or {}):
+            other["schedule"] = {"schedule": "that of the DeepSpeed JSON"}
+        return other
+
     def reads_state(self, run: ResolvedRun) -> bool:
         return self.mode(HfTrainerSettings.of(run).model_dump()) != "FSDP1"
 

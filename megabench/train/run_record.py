@@ -173,7 +173,7 @@ def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
         schedule["param_groups"] = run.param_groups
     if run.decay_steps:
         schedule["decay_steps"] = run.decay_steps
-    return WorkClass(
+    found = WorkClass(
         model=run.model,
         num_layers=run.shape.num_layers,
         data=source.name,
@@ -189,3 +189,4 @@ def work_class(run: ResolvedConfig, source: TokenSource) -> WorkClass:
         fp8=fp8_work(run),
         data_seed=None if run.data_seed == run.seed else run.data_seed,
     )
+    return found.model_copy(update=dict(run.spec.other_work(run)))

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from megabench.study.from_trainer import write_trainer_study
 from megabench.study.program_answers import program_sentences
 from megabench.study.study import StudyError, StudyFile, plan_study
 from megabench.study.summary import summarize
+from megabench.train.run_record import work_class
 from tests.study.records import make_record
 
 TINY: dict[str, Any] = {"engine": "hf_trainer", "model": "llama-tiny", "device": "cpu"}
@@ -57,6 +59,22 @@ def test_what_is_refused(case: str, arguments: Path) -> None:
     arguments.write_text(json.dumps(given))
     with pytest.raises(ConfigError, match=message):
         resolve(trainer_args=arguments, **fields)
+
+
+def test_work_that_the_program_does_otherwise_is_a_class_of_its_own(tmp_path: Path) -> None:
+    scheduled = tmp_path / "scheduled.json"
+    scheduled.write_text(json.dumps({"scheduler": {"type": "WarmupLR"}}))
+    for fields, other in (
+        ({"trainer_args": "fsdp2", "precision": "bf16"}, {"grad_dtype": "bf16"}),
+        ({"trainer_args": "fsdp2"}, {}),
+        ({"deepspeed_config": "zero3", "precision": "bf16"}, {}),
+        ({"deepspeed_config": scheduled}, {"schedule": {"schedule": "that of the DeepSpeed JSON"}}),
+    ):
+        run = resolve(**fields)
+        assert run.spec.other_work(run) == other
+        source = SimpleNamespace(name="stdlib", sha256="0" * 64)
+        plain = resolve(engine="ddp", precision=run.precision)
+        assert (work_class(run, source).id == work_class(plain, source).id) == (not other)
 
 
 def test_accelerate_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
