@@ -174,7 +174,7 @@ def compare(
         typer.Option(
             metavar="FILE",
             help="Instead of STUDY: compare the TrainingArguments in this JSON file, which HF Trainer runs, with the "
-            "same method at its best and with the 3 best predicted layouts.",
+            f"same method at its best and with the {_LAYOUTS_BESIDE_TRAINER} best predicted layouts.",
         ),
     ] = None,
     deepspeed: Annotated[
@@ -193,7 +193,6 @@ def compare(
     … -m megabench compare STUDY --out DIR. The exit status is 0 if every trial is ok, 1 if any trial is not ok, and 2
     if the study cannot be run.
     """
-    from megabench.hardware.facts import gpu_names
     from megabench.study.compare_request import find_study, show_studies
 
     if show_list:
@@ -207,6 +206,8 @@ def compare(
             show_studies(standard_output())
         return
     if trainer:
+        from megabench.hardware.facts import gpu_names
+
         if study:
             raise UserError(f"--trainer makes a study of its own; leave out {study} or --trainer")
         study = _trainer_study(trainer, deepspeed, model, out, nproc)

@@ -92,6 +92,15 @@ class InTraining(ABC):
         """What the record should say about the run."""
         return ()
 
+    def step_result(self, loss: float, grad_norm: float, skipped: bool) -> StepResult:
+        """Return the result of a step on the global batch of the run."""
+        return StepResult(
+            loss=loss,
+            grad_norm=float("inf") if skipped else grad_norm,
+            num_tokens=self.run.global_batch * self.run.seq_length,
+            skipped=skipped,
+        )
+
 
 class Engine(InTraining):
     """Holds this rank's part of a model and its optimizer. Every engine inherits from this class."""
@@ -144,11 +153,3 @@ class Engine(InTraining):
     @abstractmethod
     def rank_loss(self) -> float:
         """The mean loss over this rank's tokens in the last step, or 0 if the rank computes no loss."""
-
-    def _step_result(self, loss: float, grad_norm: float, skipped: bool) -> StepResult:
-        return StepResult(
-            loss=loss,
-            grad_norm=float("inf") if skipped else grad_norm,
-            num_tokens=self.run.global_batch * self.run.seq_length,
-            skipped=skipped,
-        )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from megabench.cost.job import Candidate, Copies, Job, Recompute, Stack
 from megabench.cost.profile import Profile
@@ -43,11 +43,6 @@ def job_of(record: RunRecord) -> Job:
 def _stack_of(record: RunRecord) -> Stack:
     """Return the kernels of a record, or the default ones for a run that failed before recording them."""
     stages: Literal["balanced", "even"] = record.options.get("stages", "balanced")
-    copies: Copies = "auto"  # a run that recorded no kernels decides as the planner does
-    if record.kernel_traits:
-        copies = "always" if record.kernel_traits.copies_tp else "never"
-    elif record.options.get("tp_overlap") in ("copy-engines", "nccl"):
-        copies = "always" if record.options["tp_overlap"] == "copy-engines" else "never"
     traits = record.kernel_traits or KernelTraits()
     return Stack(
         flash_attention=traits.flash_attention is not False,
@@ -58,10 +53,18 @@ def _stack_of(record: RunRecord) -> Stack:
         fuses_fp8_weight_gradient=traits.fuses_fp8_weight_gradient,
         adds_output_gradient=traits.adds_output_gradient,
         stages=stages,
-        copies=copies,
+        copies=_copies_of(record),
         keeps_gathered=bool(record.options.get("keep_gathered")),
         keeps_transposed=bool(record.options.get("keep_transposed", True)),
     )
+
+
+def _copies_of(record: RunRecord) -> Copies:
+    """Return whether copy engines were used, or would be. The planner decides if the run recorded no kernels."""
+    if record.kernel_traits:
+        return "always" if record.kernel_traits.copies_tp else "never"
+    given: dict[Any, Copies] = {"copy-engines": "always", "nccl": "never"}
+    return given.get(record.options.get("tp_overlap"), "auto")
 
 
 def candidate_of(record: RunRecord) -> Candidate | None:

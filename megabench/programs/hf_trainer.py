@@ -3,6 +3,7 @@
 The study's weights, sequences and learning rates reach it through `from_pretrained`, a dataset and `create_scheduler`.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from megabench.checkpoint.shards import StateShard, TrainingState, blocks_of, whole
 from megabench.config import ResolvedConfig
 from megabench.data.source import TokenSource
-from megabench.engines.base import EngineError, StepResult
+from megabench.engines.base import EngineError
 from megabench.engines.common.kernels import PLAIN
 from megabench.engines.common.transformers_engine import first_element, local_part
 from megabench.engines.deepspeed.state import ZeroState
@@ -41,7 +42,7 @@ class HfTrainer(Program):
         super().__init__(config, device)
         files = config.spec.recorded(config.options)
         given, deepspeed = files["trainer_args"] or {}, files["deepspeed_config"]
-        self._zero_stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if deepspeed is not None else None
+        self._zero_stage = config.spec.stage_of(config.options) if deepspeed is not None else None
         folder = initial_model(config, int(os.environ.get("LOCAL_RANK", "0")))
         if deepspeed is not None:
             init_distributed()  # accelerate does so on GPUs only, and ZeRO-3 divides the weights by these ranks
@@ -74,8 +75,8 @@ class HfTrainer(Program):
         trainer.train()
 
     def training_state(self) -> TrainingState:
-        if self._zero_stage is not None:
-            return ZeroState(self._trainer.deepspeed, self._zero_stage, self.run).read()
+        if zero := self._zero:
+            return zero.read()
         return TrainingState(list(self._shards()), optimizer_step=self._trainer.state.global_step, loss_scale=None)
 
     def _shards(self) -> Iterator[StateShard]:
@@ -94,9 +95,7 @@ class HfTrainer(Program):
                 yield StateShard(kind, blocks, mine.view(-1), is_owner=is_part or dist.get_rank() == 0)
 
     def compute_weights(self) -> list[StateShard]:
-        if self._zero_stage is None:
-            return []
-        return ZeroState(self._trainer.deepspeed, self._zero_stage, self.run).compute_weights()
+        return zero.compute_weights() if (zero := self._zero) else []
 
     @property
     def optimizer_groups(self) -> list[Mapping[str, Any]]:
@@ -108,9 +107,14 @@ class HfTrainer(Program):
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        if self._zero_stage is not None:
-            return ZeroState(self._trainer.deepspeed, self._zero_stage, self.run).groups
-        return self._optimizer.param_groups
+        return zero.groups if (zero := self._zero) else self._optimizer.param_groups
+
+    @property
+    def _zero(self) -> ZeroState | None:
+        """The state of DeepSpeed's engine, or None without DeepSpeed."""
+        if self._zero_stage is None:
+            return None
+        return ZeroState(self._trainer.deepspeed, self._zero_stage, self.run)
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -228,11 +232,6 @@ class _Follow(TrainerCallback):
         if "loss" not in logs:  # the summary at the end
             return
         grad_norm = float(logs["grad_norm"])
-        result = StepResult(
-            loss=logs["loss"],
-            grad_norm=grad_norm,
-            num_tokens=self._program.run.global_batch * self._program.run.seq_length,
-            skipped=grad_norm != grad_norm or grad_norm == float("inf"),
-        )
+        result = self._program.step_result(logs["loss"], grad_norm, skipped=not math.isfinite(grad_norm))
         if self._follower.end_step(result, logs["learning_rate"]):
             control.should_training_stop = True

@@ -213,7 +213,7 @@ class TransformersEngine(Engine):
                 torch._foreach_mul_(grads, factor)
             set_learning_rate(self.optimizer, learning_rate)
             self.optimizer.step()
-        return self._step_result(loss, grad_norm, skipped=not is_finite)
+        return self.step_result(loss, grad_norm, skipped=not is_finite)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:

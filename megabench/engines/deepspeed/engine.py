@@ -124,7 +124,7 @@ class DeepSpeedEngine(TransformersEngine):
             grad_norm = norm if norm >= 0 else float("inf")  # DeepSpeed returns -1 for a non-finite norm
         total = self.loss.clone()
         dist.all_reduce(total)
-        return self._step_result(total.item() / dist.get_world_size(), grad_norm, skipped)
+        return self.step_result(total.item() / dist.get_world_size(), grad_norm, skipped)
 
     def _plain_grad_norm(self) -> float:
         """Return the gradient norm without ZeRO, where every rank has all reduced gradients."""

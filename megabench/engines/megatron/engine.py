@@ -213,7 +213,7 @@ class MegatronEngine(Engine):
             self._clip(grad_norm)
             set_learning_rate(self.optimizer, learning_rate)
             self.optimizer.step_with_ready_grads()
-        return self._step_result(loss_sum / loss_count, grad_norm, skipped)
+        return self.step_result(loss_sum / loss_count, grad_norm, skipped)
 
     def _clip(self, grad_norm: float) -> None:
         if self.run.clip_grad and grad_norm > self.run.clip_grad:
