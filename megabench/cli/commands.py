@@ -277,7 +277,7 @@ def _trainer_study(
         )
     if not (size := nproc or len(gpu_names())):
         raise UserError("--trainer needs the number of processes, because no NVIDIA GPU was found; add --nproc N")
-    folder = out or Path("runs", trainer.stem)
+    folder = (out or Path("runs", trainer.stem)).absolute()
     path = folder.with_name(f"{folder.name}.yaml")
     write_trainer_study(path, trainer, deepspeed, model, size)
     print(f"study: {path}")

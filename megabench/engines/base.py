@@ -61,7 +61,7 @@ class InTraining(ABC):
     def training_state(self) -> TrainingState:
         """Return this rank's part of the training state, between two steps.
 
-        The tensors belong to the engine. Call `restored` after writing into them.
+        The tensors belong to the engine, whose `restored` must be called after writing into them.
         """
 
     def compute_weights(self) -> list[StateShard]:
@@ -76,6 +76,11 @@ class InTraining(ABC):
     @abstractmethod
     def optimizer_groups(self) -> Sequence[Mapping[str, Any]]:
         """The parameter groups that torch's optimizer of this rank uses, with the values of the last step."""
+
+    @property
+    @abstractmethod
+    def rank_loss(self) -> float:
+        """The mean loss over this rank's tokens in the last step, or 0 if the rank computes no loss."""
 
     @property
     @abstractmethod
@@ -148,8 +153,3 @@ class Engine(InTraining):
     @abstractmethod
     def restored(self, optimizer_step: int, loss_scale: dict[str, float] | None) -> None:
         """Continue from the state that was written into the tensors of `training_state`."""
-
-    @property
-    @abstractmethod
-    def rank_loss(self) -> float:
-        """The mean loss over this rank's tokens in the last step, or 0 if the rank computes no loss."""

@@ -3,8 +3,8 @@
 The study's weights, sequences and learning rates reach it through `from_pretrained`, a dataset and `create_scheduler`.
 """
 
-import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from megabench.checkpoint.shards import StateShard, TrainingState, blocks_of, whole
 from megabench.config import ResolvedConfig
 from megabench.data.source import TokenSource
-from megabench.engines.base import EngineError
+from megabench.engines.base import EngineError, StepResult
 from megabench.engines.common.kernels import PLAIN
 from megabench.engines.common.transformers_engine import first_element, local_part
 from megabench.engines.deepspeed.state import ZeroState
+from megabench.models.hugging_face import transformers_config
 from megabench.models.mapping import hugging_face_shapes
 from megabench.optim.optimizers import StateKind
 from megabench.optim.schedules import learning_rate
@@ -32,7 +33,10 @@ from megabench.programs.initial_model import initial_model
 from megabench.programs.program import Follower, Program
 from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
-from megabench.specs.hf_trainer import REPLACED
+from megabench.specs.deepspeed_json import merge
+from megabench.specs.hf_trainer import REPLACED, recomputes_by_fsdp
+
+_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")  # in the names of wrapped parameters
 
 
 class HfTrainer(Program):
@@ -59,20 +63,31 @@ class HfTrainer(Program):
             )
         # DeepSpeed makes fp32 masters of 16-bit weights; the other programs compute in 16 bits with fp32 weights
         dtype = DTYPES[config.precision] if deepspeed is not None else torch.float32
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_cache=False)
+        # engines train without dropout, which a directory may set
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, config=transformers_config(config.shape), dtype=dtype
+        )
         self._uses_liger = bool(given.get("use_liger_kernel"))
         self._unused = sorted(REPLACED & given.keys())
+        self._added = [name for name in _added(config) if deepspeed is not None and name not in deepspeed]
+        self._loss = 0.0
 
     def train(self, source: TokenSource, follower: Follower) -> None:
-        trainer = _Trainer(
-            self.run,
-            model=self._model,
-            args=self._arguments,
-            train_dataset=_Sequences(source, self.num_steps * self.run.global_batch),
-            callbacks=[_Follow(self, follower)],
-        )
-        self._trainer = trainer
-        trainer.train()
+        sequences = _Sequences(source, self.num_steps * self.run.global_batch)
+        follow = _Follow(self, follower)
+        try:
+            self._trainer = _Trainer(
+                self.run, model=self._model, args=self._arguments, train_dataset=sequences, callbacks=[follow]
+            )
+        except ImportError as error:
+            raise EngineError(f"transformers.Trainer needs a library that is missing: {error}") from None
+        self._trainer.train()
+
+    def end_step(self, logs: Mapping[str, float]) -> StepResult:
+        """Return the result of the step that transformers has logged."""
+        self._loss = logs["loss"]
+        skipped = self._trainer.accelerator.optimizer_step_was_skipped
+        return self.step_result(logs["loss"], float(logs["grad_norm"]), skipped)
 
     def training_state(self) -> TrainingState:
         if zero := self._zero:
@@ -82,8 +97,9 @@ class HfTrainer(Program):
     def _shards(self) -> Iterator[StateShard]:
         """Yield the tensors of torch's AdamW: whole ones under DDP, and this rank's parts under FSDP2."""
         shapes = hugging_face_shapes(self.run.shape)
-        model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
-        for name, parameter in model.named_parameters():
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped, keep_torch_compile=False)
+        for wrapped_name, parameter in model.named_parameters():
+            name = _WRAPPERS.sub("", wrapped_name)
             is_part = isinstance(parameter, DTensor)
             first = first_element(parameter) if is_part else 0
             state = self._optimizer.state[parameter]
@@ -102,7 +118,7 @@ class HfTrainer(Program):
         return [group | {"lr": rate} for group, rate in zip(self._groups, self._rates, strict=True)]
 
     def note_rates(self) -> None:
-        """Keep the learning rates of the update that follows. The program changes them before its step ends."""
+        """Record the learning rates of the next update. transformers changes them before its step ends."""
         self._rates = [group["lr"] for group in self._groups]
 
     @property
@@ -124,8 +140,14 @@ class HfTrainer(Program):
         return optimizer
 
     @property
+    def rank_loss(self) -> float:
+        """The mean loss of all ranks, because transformers logs no other."""
+        return self._loss
+
+    @property
     def warnings(self) -> list[str]:
-        return [f"arguments that a measured run replaces: {', '.join(self._unused)}"] if self._unused else []
+        said = {"arguments that a measured run replaces": self._unused, "added to the DeepSpeed JSON": self._added}
+        return [f"{what}: {', '.join(names)}" for what, names in said.items() if names]
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -155,7 +177,7 @@ def arguments(run: ResolvedConfig, given: Mapping[str, Any], deepspeed: Mapping[
         "max_grad_norm": run.clip_grad,
         "bf16": run.precision == "bf16",
         "fp16": run.precision == "fp16",
-        "gradient_checkpointing": run.recompute == "full",
+        "gradient_checkpointing": run.recompute == "full" and not recomputes_by_fsdp(given),
         "seed": run.seed % 2**32,
         "use_cpu": run.device == "cpu",
         "logging_strategy": "steps",
@@ -168,14 +190,18 @@ def arguments(run: ResolvedConfig, given: Mapping[str, Any], deepspeed: Mapping[
         "remove_unused_columns": False,
     }
     if deepspeed is not None:
-        fixed["deepspeed"] = _with_dtypes(deepspeed, run)
-    return {name: value for name, value in given.items() if name not in REPLACED} | fixed
+        fixed["deepspeed"] = merge(_added(run), dict(deepspeed))
+    left_out = REPLACED | {"activation_checkpointing"}  # the other name of gradient_checkpointing
+    return {name: value for name, value in given.items() if name not in left_out} | fixed
 
 
-def _with_dtypes(deepspeed: Mapping[str, Any], run: ResolvedConfig) -> dict[str, Any]:
-    """Return the DeepSpeed JSON with the run's dtype of gradients, unless the file has its own."""
-    dtypes = {"grad_accum_dtype": run.grad_dtype, **deepspeed.get("data_types", {})}
-    return {"communication_data_type": run.grad_dtype, **deepspeed, "data_types": dtypes}
+def _added(run: ResolvedConfig) -> dict[str, Any]:
+    """Return the run's settings that a DeepSpeed JSON gets if it does not have them."""
+    return {
+        "data_types": {"grad_accum_dtype": run.grad_dtype},
+        "communication_data_type": run.grad_dtype,
+        "gradient_clipping": "auto",
+    }
 
 
 class _Sequences(Dataset[dict[str, Tensor]]):
@@ -231,7 +257,5 @@ class _Follow(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "loss" not in logs:  # the summary at the end
             return
-        grad_norm = float(logs["grad_norm"])
-        result = self._program.step_result(logs["loss"], grad_norm, skipped=not math.isfinite(grad_norm))
-        if self._follower.end_step(result, logs["learning_rate"]):
+        if self._follower.end_step(self._program.end_step(logs), logs["learning_rate"]):
             control.should_training_stop = True

@@ -32,13 +32,19 @@ def initial_model(run: ResolvedConfig, local_rank: int) -> Path:
         config = read_config(folder)
         if config.get("dtype", config.get("torch_dtype")) == str(DTYPES[run.precision]).removeprefix("torch."):
             return folder
-    parent = run.initial_models or Path(tempfile.gettempdir()) / "megabench-initial-models"
-    words = f"{folder.resolve() if is_directory(run.model) else run.model} {run.shape} {run.seed} {run.precision}"
+    parent = run.initial_models or Path(tempfile.gettempdir()) / f"megabench-initial-models-{os.getuid()}"
+    words = f"{_content(folder) if is_directory(run.model) else run.model} {run.shape} {run.seed} {run.precision}"
     written = parent / hashlib.sha256(words.encode()).hexdigest()[:16]
     if local_rank == 0 and not written.exists():
         _write(run, written)
     dist.barrier()
     return written
+
+
+def _content(folder: Path) -> str:
+    """Return what changes if the weights in a directory do: the names, sizes and times of its files."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return f"{folder.resolve()} {[(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]}"
 
 
 class _Rounded:
@@ -55,7 +61,7 @@ class _Rounded:
 
 
 def _write(run: ResolvedConfig, folder: Path) -> None:
-    """Write the directory at once: hosts that share a disk may all do so, and the first one stays."""
+    """Write the directory atomically. Hosts that share a disk may all write it, and the first directory stays."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

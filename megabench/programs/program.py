@@ -17,7 +17,7 @@ class Follower(Protocol):
         """An optimizer step begins."""
 
     def before_update(self) -> None:
-        """The gradients of the step are complete, and the weights have not changed yet."""
+        """The gradients of the step are complete. A program may have updated the weights already (DeepSpeed)."""
 
     def end_step(self, result: StepResult, learning_rate: float) -> bool:
         """The step has ended. Return whether the program must stop."""

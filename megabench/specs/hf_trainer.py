@@ -23,8 +23,11 @@ _SETTINGS = {
     "max_grad_norm": "clip_grad",
     "seed": "seed",
 }
-# Schedules by the name in TrainingArguments. They decay to zero, and all of them warm up.
+# Schedules by the name in TrainingArguments. Those that decay end at zero.
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+_RECOMPUTATION = ("gradient_checkpointing", "activation_checkpointing")  # the first is the older name
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+_OF_DEEPSPEED = ("adam", "adamw")  # types of the section `optimizer` of a DeepSpeed JSON, in lower case
 # Arguments that a measured run sets itself: it logs every step, and neither saves nor evaluates.
 REPLACED = frozenset(
     {
@@ -97,7 +100,6 @@ class HfTrainer(EngineSpec):
         return {name: value for name, value in said.items() if name not in given}
 
     def check(self, run: ResolvedRun) -> None:
-        own = HfTrainerSettings.of(run)
         if find_spec("accelerate") is None:
             raise ConfigError(
                 "hf_trainer needs accelerate, which is not installed; run pip install 'megabench[programs]'"
@@ -108,39 +110,48 @@ class HfTrainer(EngineSpec):
             raise ConfigError("hf_trainer reports the gradient norm only if it clips; use a large clip_grad, e.g. 1e9")
         if run.param_groups:
             raise ConfigError("hf_trainer has no param_groups; omit them, or use an engine")
-        steps = (_content(own.trainer_args, "trainer") or {}).get("gradient_accumulation_steps")
-        if steps is not None and steps != run.num_micro_batches:
-            raise ConfigError(
-                f"{own.trainer_args} sets gradient_accumulation_steps={steps}, but global_batch={run.global_batch} is "
-                f"{run.num_micro_batches} micro-batches of {run.micro_batch} on {run.layout.dp} ranks; use "
-                f"global_batch={steps * run.micro_batch * run.layout.dp}"
-            )
+        own = HfTrainerSettings.of(run)
+        if own.trainer_args:
+            _check_arguments(_content(own.trainer_args, "trainer") or {}, run, own)
+        if own.deepspeed_config:
+            _check_deepspeed(_content(own.deepspeed_config, "deepspeed") or {}, run, own.deepspeed_config)
 
     def why_not_saved(self, run: ResolvedRun) -> str | None:
         return "hf_trainer is measured and saves no checkpoints; omit save and load, or train with an engine"
 
     def other_work(self, run: ResolvedRun) -> Mapping[str, Any]:
         own = HfTrainerSettings.of(run)
+        mode, content = self.mode(own.model_dump()), _content(own.deepspeed_config, "deepspeed") or {}
+        dtypes = {run.grad_dtype}  # DeepSpeed's, unless its JSON has others
+        if mode == "DDP":
+            dtypes = {"fp32"}  # the weights are fp32
+        elif mode.startswith("FSDP"):
+            dtypes = {run.policy.compute}  # accelerate reduces gradients in the dtype of the products
+        given = content.get("communication_data_type"), content.get("data_types", {}).get("grad_accum_dtype")
+        dtypes = {dtype for dtype in given if dtype} or dtypes
         other: dict[str, Any] = {}
-        if self.mode(own.model_dump()).startswith("FSDP") and run.policy.compute != "fp32":
-            other["grad_dtype"] = run.policy.compute  # accelerate reduces gradients in the dtype of the products
-        if "scheduler" in (_content(own.deepspeed_config, "deepspeed") or {}):
+        if dtypes != {run.grad_dtype}:
+            other["grad_dtype"] = " and ".join(sorted(dtypes))
+        if "scheduler" in content:
             other["schedule"] = {"schedule": "that of the DeepSpeed JSON"}
         return other
 
     def reads_state(self, run: ResolvedRun) -> bool:
-        return self.mode(HfTrainerSettings.of(run).model_dump()) != "FSDP1"
+        own = HfTrainerSettings.of(run)
+        mode, arguments = self.mode(own.model_dump()), _content(own.trainer_args, "trainer") or {}
+        if mode == "ZeRO-0" and run.policy.compute != "fp32":
+            return False  # DeepSpeed hides the masters
+        is_compiled = bool(arguments.get("torch_compile"))  # which renames the parameters of DeepSpeed's module
+        return mode != "FSDP1" and not (is_compiled and mode.startswith("ZeRO"))
 
     def mode(self, options: Options) -> str:
-        if zero := _zero(options):
+        if (zero := _zero(options)) is not None:
             return f"ZeRO-{zero.get('stage', 0)}"
         arguments = _content(options.get("trainer_args"), "trainer") or {}
-        if not arguments.get("fsdp"):
-            return "DDP"
-        return f"FSDP{(arguments.get('fsdp_config') or {}).get('version', 2)}"
+        return f"FSDP{fsdp_config(arguments).get('version', 2)}" if arguments.get("fsdp") else "DDP"
 
     def stage_of(self, options: Options) -> int:
-        if zero := _zero(options):
+        if (zero := _zero(options)) is not None:
             return int(zero.get("stage", 0))
         return 0 if self.mode(options) == "DDP" else 3
 
@@ -154,7 +165,72 @@ class HfTrainer(EngineSpec):
 def _zero(options: Options) -> dict[str, Any] | None:
     """Return the section zero_optimization of the DeepSpeed JSON, or None without a DeepSpeed JSON."""
     content = _content(options.get("deepspeed_config"), "deepspeed")
-    return None if content is None else content.get("zero_optimization", {})
+    return None if content is None else _section(content, "zero_optimization", "the DeepSpeed JSON")
+
+
+def fsdp_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of FSDP in TrainingArguments, by their names without the optional prefix "fsdp_"."""
+    section = _section(arguments, "fsdp_config", "the file of trainer_args")
+    return {name.removeprefix("fsdp_"): value for name, value in section.items()}
+
+
+def recomputes_by_fsdp(arguments: Mapping[str, Any]) -> bool:
+    """Return whether FSDP recomputes activations, instead of transformers."""
+    return str(fsdp_config(arguments).get("activation_checkpointing")).lower() == "true"
+
+
+def _section(content: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    """Return an object in a JSON file, or {} if the file does not have it."""
+    section = content.get(name) or {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"{name} in {where} must be an object, e.g. {{}}, not {section!r}")
+    return section
+
+
+def _check_arguments(arguments: Mapping[str, Any], run: ResolvedRun, own: HfTrainerSettings) -> None:
+    """Raise ConfigError for arguments with which the program would do other work than the run says."""
+    path = own.trainer_args
+    if arguments.get("deepspeed") and not own.deepspeed_config:
+        raise ConfigError(f"{path} names a DeepSpeed JSON; give the trial deepspeed_config={arguments['deepspeed']}")
+    accelerator = _section(arguments, "accelerator_config", str(path))
+    changed = [name for name in ("split_batches", "gradient_accumulation_kwargs") if accelerator.get(name)]
+    changed += ["auto_find_batch_size"] * bool(arguments.get("auto_find_batch_size"))
+    if changed:
+        raise ConfigError(f"{path} sets {changed[0]}, which changes the batch; remove it, and set micro_batch")
+    optimizer = arguments.get("optim") or _OPTIMIZERS[0]
+    if optimizer not in _OPTIMIZERS:
+        raise ConfigError(
+            f"{path} sets optim={optimizer!r}, but hf_trainer is compared with AdamW; use {_OPTIMIZERS[0]}"
+        )
+    steps = arguments.get("gradient_accumulation_steps")
+    if steps is not None and steps != run.num_micro_batches:
+        raise ConfigError(
+            f"{path} sets gradient_accumulation_steps={steps}, but global_batch={run.global_batch} is "
+            f"{run.num_micro_batches} micro-batches of {run.micro_batch} on {run.layout.dp} ranks; use "
+            f"global_batch={steps * run.micro_batch * run.layout.dp}"
+        )
+
+
+def _check_deepspeed(content: Mapping[str, Any], run: ResolvedRun, path: Path) -> None:
+    """Raise ConfigError if a DeepSpeed JSON contradicts the run, at which transformers stops after loading."""
+    expected: dict[str, Any] = {
+        "train_batch_size": run.global_batch,
+        "train_micro_batch_size_per_gpu": run.micro_batch,
+        "gradient_accumulation_steps": run.num_micro_batches,
+        "gradient_clipping": run.clip_grad,
+    }
+    for name, value in expected.items():
+        if content.get(name, "auto") not in ("auto", value):
+            raise ConfigError(f'{path} sets {name}={content[name]}, but it is {value} in the run; use "auto"')
+    for precision in ("bf16", "fp16"):
+        enabled = _section(content, precision, str(path)).get("enabled", "auto")
+        if enabled not in ("auto", run.policy.compute == precision):
+            raise ConfigError(
+                f'{path} sets {precision}.enabled={enabled}, but the run has precision={run.precision}; use "auto"'
+            )
+    kind = str(_section(content, "optimizer", str(path)).get("type", _OF_DEEPSPEED[0]))
+    if kind.lower() not in _OF_DEEPSPEED:
+        raise ConfigError(f"{path} has the optimizer {kind}, but hf_trainer is compared with AdamW; use AdamW")
 
 
 def _content(given: Any, kind: shipped.Kind) -> dict[str, Any] | None:
@@ -164,20 +240,23 @@ def _content(given: Any, kind: shipped.Kind) -> dict[str, Any] | None:
 
 def settings_of(arguments: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
     """Return the settings of a run that the TrainingArguments of a file contain. Raises ConfigError."""
-    said = {name: arguments[argument] for argument, name in _SETTINGS.items() if argument in arguments}
-    if said.get("steps", 0) < 0:
-        del said["steps"]  # transformers' default of -1: as many steps as the epochs have
+    said = {name: arguments[argument] for argument, name in _SETTINGS.items() if arguments.get(argument) is not None}
+    if said.get("steps") == -1:
+        del said["steps"]  # transformers' default: as many steps as the epochs have
     if "adam_beta1" in arguments or "adam_beta2" in arguments:
         said["betas"] = (arguments.get("adam_beta1", 0.9), arguments.get("adam_beta2", 0.999))
-    if "gradient_checkpointing" in arguments:
-        said["recompute"] = "full" if arguments["gradient_checkpointing"] else "none"
+    asked = [arguments[name] for name in _RECOMPUTATION if arguments.get(name) is not None]
+    if recomputes_by_fsdp(arguments):
+        asked.append(True)
+    if asked:
+        said["recompute"] = "full" if any(asked) else "none"
     enabled = [precision for precision in ("bf16", "fp16") if arguments.get(precision)]
     if len(enabled) > 1:
         raise ConfigError(f"{path} sets both bf16 and fp16; set one of them")
     if enabled:
         said["precision"] = enabled[0]
     if (schedule := arguments.get("lr_scheduler_type")) is not None:
-        if schedule not in _SCHEDULES:
+        if str(schedule) not in _SCHEDULES:
             raise ConfigError(
                 f"{path} sets lr_scheduler_type={schedule!r}, which the runs to compare with do not have; use one of "
                 f"{', '.join(_SCHEDULES)}"

@@ -7,11 +7,15 @@ import yaml
 
 from megabench import shipped
 from megabench.atomic_write import write_atomically
+from megabench.inputs import read_text
+from megabench.settings.bounds import NumSteps
 from megabench.settings.reading import read_json_object
 from megabench.specs.hf_trainer import settings_of
-from megabench.study.study import StudyError
+from megabench.specs.registry import PROGRAMS
+from megabench.study.study import StudyError, is_valid
 
-_STEPS = 20  # of the runs, if the arguments count epochs
+_STEPS = 20  # at most; the training itself may have many more
+_HEAD = "# Written by megabench compare --trainer\n"
 _WARMUP_STEPS = 5
 # the defaults of transformers.TrainingArguments that differ from those of a run
 _DEFAULTS = {
@@ -44,37 +48,44 @@ def write_trainer_study(
         deepspeed = Path(named) if Path(named).is_absolute() else file.parent / named
     said = settings_of(_DEFAULTS | given, file)
     accumulated = given.get("gradient_accumulation_steps", 1)
-    if not isinstance(accumulated, int) or not isinstance(said["micro_batch"], int):
-        raise StudyError(f"{file}: the batch size and gradient_accumulation_steps must be whole numbers")
+    counts = (accumulated, said["micro_batch"], said.get("steps", _STEPS))
+    if not all(is_valid(NumSteps, count) for count in counts):
+        raise StudyError(
+            f"{file}: per_device_train_batch_size, gradient_accumulation_steps and max_steps must be whole numbers"
+        )
     base: dict[str, Any] = {"model": model} if model else {}
     base |= {name: value for name, value in said.items() if name not in _OF_TRIAL}
     base["betas"] = list(base["betas"])
-    base["steps"] = base.get("steps") or _STEPS
+    base["precision"] = said.get("precision", "fp32")  # transformers' default
+    base["steps"] = min(base.get("steps", _STEPS), _STEPS)
     base["warmup_steps"] = min(_WARMUP_STEPS, base["steps"] // 2)
     base["global_batch"] = said["micro_batch"] * accumulated * num_processes
     mine: dict[str, Any] = {"name": "yours", "program": "hf_trainer", "trainer_args": str(file.resolve())}
-    stage = None
     if deepspeed:
-        deepspeed = shipped.find("deepspeed", deepspeed)
-        stage = read_json_object(deepspeed).get("zero_optimization", {}).get("stage", 0)
-        mine["deepspeed_config"] = str(deepspeed.resolve())
+        mine["deepspeed_config"] = str(shipped.find("deepspeed", deepspeed).resolve())
     mine |= {name: said[name] for name in _OF_TRIAL}
     content = {
         "name": path.stem,
         "question": "How fast is this HF Trainer beside the same method at its best, and beside other layouts?",
         "answers": "fastest",
         "base": base,
-        "trials": [mine, _tuned(stage)],
+        "trials": [mine, _tuned(mine)],
         "reference": "yours",
     }
+    if path.exists() and not read_text(path).startswith(_HEAD):
+        raise StudyError(f"{path} exists and is not a study that --trainer wrote; use another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, yaml.safe_dump(content, sort_keys=False, width=120))
+    write_atomically(path, _HEAD + yaml.safe_dump(content, sort_keys=False, width=120))
 
 
-def _tuned(stage: int | None) -> dict[str, Any]:
-    """Return the same method with the settings that are best here."""
-    found = {"micro_batch": "auto", "recompute": "auto"}
-    if stage is None:
-        return {"name": "ddp-tuned", "engine": "ddp", **found}
-    whole_layers = {"zero_leaf_layers": True} if stage == 3 else {}
-    return {"name": f"zero{stage}-tuned", "engine": "deepspeed", "zero_stage": stage, **whole_layers, **found}
+def _tuned(mine: dict[str, Any]) -> dict[str, Any]:
+    """Return the method of a trial of HF Trainer with the settings that are best here."""
+    spec, found = PROGRAMS["hf_trainer"], {"micro_batch": "auto", "recompute": "auto"}
+    mode = spec.mode(mine) or ""
+    if mode.startswith("ZeRO"):
+        stage = spec.stage_of(mine)
+        whole_layers = {"zero_leaf_layers": True} if stage == 3 else {}
+        return {"name": f"zero{stage}-tuned", "engine": "deepspeed", "zero_stage": stage, **whole_layers, **found}
+    if mode.startswith("FSDP"):
+        return {"name": "fsdp-tuned", "engine": "fsdp", "compile": True, **found}
+    return {"name": "ddp-tuned", "engine": "ddp", **found}

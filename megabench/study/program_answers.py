@@ -1,4 +1,4 @@
-"""Say how fast programs are beside the fastest layout, and what they do otherwise. Does not import torch."""
+"""Say how fast programs are beside the fastest layout, and what they do differently. Does not import torch."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,11 +33,11 @@ def program_sentences(good: Sequence[Row], records: Sequence[RunRecord]) -> Iter
             continue
         said = f"{name} trains {row.speed / best.speed:.2f} × as fast as {best.trial}"
         differences = list(_differences(record, first[best.trial]))
-        yield f"{said}; what it does otherwise: {listed(differences)}." if differences else f"{said}."
+        yield f"{said}; what it does differently: {listed(differences)}." if differences else f"{said}."
 
 
 def _differences(record: RunRecord, best: RunRecord) -> Iterator[str]:
-    """Yield what a program does otherwise than the fastest trial and costs time."""
+    """Yield what a program does differently than the fastest trial and costs time."""
     mine, others = record.kernel_traits or KernelTraits(), best.kernel_traits or KernelTraits()
     plain = [word for trait, word in _OPERATIONS.items() if getattr(others, trait) and getattr(mine, trait) is False]
     if plain:

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from megabench.record import RunRecord, read_records
-from tests.comparison.compare_process import REAL, compare
+from tests.comparison.compare_process import REAL, REPOSITORY, compare
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 ARGUMENTS = {
     "fsdp": {"fsdp": "full_shard auto_wrap"},
     "recompute": {"gradient_checkpointing": True, "save_strategy": "epoch", "num_train_epochs": 3},
+    "wrapped": {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}},
     "smoothed": {"label_smoothing_factor": 0.1},
 }
 STUDY = """
@@ -24,8 +25,18 @@ trials:
   - {name: hf-zero3, program: hf_trainer, deepspeed_config: zero3, global_batch: 8, micro_batch: 1}
   - {name: hf-fsdp, program: hf_trainer, trainer_args: fsdp.json, global_batch: 8, micro_batch: 2}
   - {name: hf-recompute, program: hf_trainer, trainer_args: recompute.json, global_batch: 8, micro_batch: 2}
+  - {name: hf-wrapped, program: hf_trainer, trainer_args: wrapped.json, global_batch: 8, micro_batch: 2}
+  - {name: hf-nan, program: hf_trainer, global_batch: 8, micro_batch: 1, callbacks: "planted:NotFinite"}
   - {name: hf-smoothed, program: hf_trainer, trainer_args: smoothed.json, global_batch: 8, micro_batch: 2}
 reference: tp2
+"""
+PLANTED = """
+from megabench.train.callbacks import Callback
+
+
+class NotFinite(Callback):
+    def on_ready(self, trainer):
+        next(trainer.engine._model.parameters()).data.fill_(float("nan"))
 """
 SHARDED = {"hf-zero2": "ZeRO-2", "hf-zero3": "ZeRO-3", "hf-fsdp": "FSDP2"}
 
@@ -45,7 +56,11 @@ def said(folder: Path) -> str:
     for name in ("zero2", *ARGUMENTS):
         study = study.replace(f"{name}.json", str(folder / f"{name}.json"))
     (folder / "study.yaml").write_text(study)
-    status, out, err = compare(folder / "study.yaml", "--out", folder / "out", command=REAL, OMP_NUM_THREADS="1")
+    (folder / "planted.py").write_text(PLANTED)
+    path = f"{REPOSITORY}:{folder}"
+    status, out, err = compare(
+        folder / "study.yaml", "--out", folder / "out", command=REAL, OMP_NUM_THREADS="1", PYTHONPATH=path
+    )
     assert status == 1, out + err  # one trial trains with another loss
     return out
 
@@ -55,7 +70,7 @@ def records(said: str, folder: Path) -> dict[str, RunRecord]:
     return {record.trial: record for record in read_records(folder / "out" / "results.jsonl")}
 
 
-@pytest.mark.parametrize("name", ["hf-ddp", *SHARDED, "hf-recompute"])
+@pytest.mark.parametrize("name", ["hf-ddp", *SHARDED, "hf-recompute", "hf-wrapped"])
 def test_losses_and_tensors_are_those_of_the_reference(records: dict[str, RunRecord], name: str) -> None:
     parity = records[name].parity
     assert records[name].status == "ok" and parity and parity.tensors
@@ -68,6 +83,12 @@ def test_another_loss_shows(records: dict[str, RunRecord], said: str) -> None:
     """Arguments of the program that change the work are not ignored, and the trial is not ranked."""
     assert records["hf-smoothed"].status == "diverged"
     assert "DIVERGED" in said
+
+
+def test_a_loss_that_is_not_finite_ends_the_trial_with_one_sentence(records: dict[str, RunRecord]) -> None:
+    failed = records["hf-nan"]
+    assert failed.status == "failed" and failed.error and "not finite" in failed.error, failed.error
+    assert "Error:" not in failed.error
 
 
 def test_the_record_says_what_ran(records: dict[str, RunRecord], folder: Path) -> None:

@@ -140,8 +140,8 @@ def stage_memory(job: Job, candidate: Candidate, profile: Profile, stage: int) -
     activations += hidden / layout.tp * micro_batches * (stage == 0)
     activations += recomputed_bytes(job, candidate)
     # The gathered sequence of a layer's matrix products, the buffers of copy engines (for two exchanges each way), and
-    # the tensors received from neighbouring stages. The buffers count even if a TP group spans several hosts, where no
-    # fast layout has it.
+    # the tensors received from neighbouring stages. The buffers are included even if a TP group spans several
+    # hosts, which exchange by NCCL: no such layout is fast.
     copies = copies_between_products(job, layout.tp, layout.cp, candidate.micro_batch)
     buffers = (2 + 4 * copies) * hidden * (layout.tp > 1) + 2 * hidden / layout.tp * (layout.pp > 1)
     return with_allocator(
