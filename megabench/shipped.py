@@ -1,10 +1,10 @@
-"""The studies, clusters, DeepSpeed JSONs and arguments of HF Trainer that come with megabench, given by name."""
+"""The studies, clusters and files of programs that come with megabench, given by name."""
 
 from pathlib import Path
 from typing import Literal
 
 CONFIGS = Path(__file__).parent / "configs"
-Kind = Literal["studies", "clusters", "deepspeed", "trainer"]
+Kind = Literal["studies", "clusters", "deepspeed", "trainer", "torchtitan"]
 
 
 def names(kind: Kind) -> list[str]:

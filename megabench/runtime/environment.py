@@ -20,6 +20,8 @@ _PACKAGES = (
     "transformers",
     "transformer-engine",
     "accelerate",
+    "torchtitan",
+    "torchao",
     "liger-kernel",
     "triton",
     "numpy",

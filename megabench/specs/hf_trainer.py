@@ -10,6 +10,7 @@ from megabench.settings.reading import ConfigError, read_json_object
 from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import EngineSettings, setting
 from megabench.specs.engine_spec import EngineSpec, Options, ResolvedRun
+from megabench.specs.program_files import check_same
 from megabench.specs.shared_settings import DEEPSPEED_CONFIG
 
 # Arguments of transformers.TrainingArguments that are settings of a run
@@ -91,13 +92,7 @@ class HfTrainer(EngineSpec):
 
     def read_file(self, run: RunSettings, given: Mapping[str, Any]) -> Mapping[str, Any]:
         path = HfTrainerSettings.of(run).trainer_args
-        said = settings_of(_content(path, "trainer") or {}, path)
-        for name in given.keys() & said.keys() - {"steps"}:  # a measurement may be shorter
-            if given[name] != said[name]:
-                raise ConfigError(
-                    f"{path} sets {name}={said[name]}, but the run sets {name}={given[name]}; change one of them"
-                )
-        return {name: value for name, value in said.items() if name not in given}
+        return check_same(path, settings_of(_content(path, "trainer") or {}, path), given)
 
     def check(self, run: ResolvedRun) -> None:
         if find_spec("accelerate") is None:

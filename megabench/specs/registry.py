@@ -11,6 +11,7 @@ from megabench.specs.fsdp import Fsdp
 from megabench.specs.hf_trainer import HfTrainer
 from megabench.specs.megatron import Megatron
 from megabench.specs.megatron_fsdp import MegatronFsdp
+from megabench.specs.torchtitan import Torchtitan
 
 _SPECS: tuple[EngineSpec, ...] = (
     Megatron(),
@@ -21,7 +22,7 @@ _SPECS: tuple[EngineSpec, ...] = (
 )
 ENGINES: dict[str, EngineSpec] = {spec.name: spec for spec in _SPECS}
 # Training programs that people run. A study compares them with the engines.
-PROGRAMS: dict[str, EngineSpec] = {spec.name: spec for spec in (HfTrainer(),)}
+PROGRAMS: dict[str, EngineSpec] = {spec.name: spec for spec in (HfTrainer(), Torchtitan())}
 ENGINES_AND_PROGRAMS = ENGINES | PROGRAMS
 
 
