@@ -5,6 +5,7 @@ functions of a `TrainSpec`, and its other settings as the flags of torchtitan's 
 """
 
 import dataclasses
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -63,7 +64,7 @@ class Torchtitan(Program):
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self._config: Mapping[str, Any] = config.spec.recorded(config.options)["torchtitan_config"] or {}
-        self._folder = initial_model(config, local_rank=device.index or 0)
+        self._folder = initial_model(config, int(os.environ.get("LOCAL_RANK", "0")))
         self._loss = 0.0
         table = Llama3StateDictAdapter(model_args(config.shape), None).from_hf_map
         self._names = {theirs: name for name, theirs in table.items()}
@@ -363,6 +364,7 @@ def blocks_of(name: str, values: Tensor, shape: ModelShape) -> tuple[tuple[Block
         (num_rows, *columns), (first, *left) = compute_local_shape_and_global_offset(
             values.shape, values.device_mesh, values.placements
         )
+    mine = getattr(mine, "_tensor", mine)  # inside a weight that torchao casts to fp8 when it is gathered
     span = (left[0], left[0] + columns[0]) if columns else None
     if not name.endswith(("q_proj.weight", "k_proj.weight")):
         return (Block(Piece(name, (first, first + num_rows), span), 0),), mine.reshape(-1)
