@@ -1,7 +1,7 @@
 """torchtitan without an accelerator, which it expects. Import this module before torchtitan.
 
-It answers what torchtitan asks about its device, and keeps the time limits of process groups. What torchtitan computes
-stays the same.
+It answers what torchtitan asks about its device, and sums gradients by a reduction that gloo has. What torchtitan
+computes stays the same.
 """
 
 from types import SimpleNamespace
@@ -41,7 +41,5 @@ if not torch.accelerator.is_available():
         patch("torch._utils._get_available_device_type", lambda: "cpu"),
         patch("torch._utils._get_device_module", lambda _: _CPU),
     ):
-        from torchtitan.distributed import utils
         from torchtitan.models.llama3.infra import parallelize
-    utils.set_pg_timeouts = _nothing  # it calls a barrier with a device, which gloo refuses
     parallelize.disable_fsdp_gradient_division = sum_gradients

@@ -100,7 +100,7 @@ _ANSWERS = {
     "fp8_recipe=delayed fp8_recipe=blockwise fp8_recipe=mxfp8": "use {fp8_recipe=tensorwise}",
     # engine
     "fsdp use_fsdp fsdp2 use_torch_fsdp2 fully_shard fsdp_version fsdp=full_shard fsdp_sharding_strategy "
-    "engine=fsdp2 engine=fsdp1 engine=fully_shard engine=torch_fsdp engine=torchtitan": "use {engine=fsdp}",
+    "engine=fsdp2 engine=fsdp1 engine=fully_shard engine=torch_fsdp": "use {engine=fsdp}",
     "fsdp=shard_grad_op fsdp_sharding_strategy=shard_grad_op fsdp_sharding_strategy=2": (
         "use {engine=fsdp reshard_after_forward=false}, or {engine=deepspeed zero_stage=2}"
     ),

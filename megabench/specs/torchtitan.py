@@ -8,6 +8,7 @@ from typing import Any
 
 from megabench import shipped
 from megabench.parallel.layout import Layout
+from megabench.record import Fp8Work
 from megabench.settings.reading import ConfigError, read_text
 from megabench.settings.run_settings import RunSettings
 from megabench.settings.setting import EngineSettings, setting
@@ -96,7 +97,12 @@ class Torchtitan(EngineSpec):
         return "torchtitan is measured and saves no checkpoints here; omit save and load, or train with an engine"
 
     def other_work(self, run: ResolvedRun) -> Mapping[str, Any]:
-        return {} if run.grad_dtype == "fp32" else {"grad_dtype": "fp32"}
+        other: dict[str, Any] = {} if run.grad_dtype == "fp32" else {"grad_dtype": "fp32"}
+        if run.fp8_recipe:
+            content = _content(TorchtitanSettings.of(run).torchtitan_config) or {}
+            recipe = value(content, f"{_FLOAT8}.recipe_name", "tensorwise")
+            other["fp8"] = Fp8Work(recipe=f"{recipe} of torchao")
+        return other
 
     def reads_state(self, run: ResolvedRun) -> bool:
         return True

@@ -142,6 +142,8 @@ def test_shipped_files_are_accepted() -> None:
     assert resolve(torchtitan_config="float8", device="cuda").precision == "fp8"
 
 
-def test_gradients_are_always_reduced_in_fp32() -> None:
+def test_other_work_has_a_class_of_its_own() -> None:
     source: Any = SimpleNamespace(name="stdlib", sha256="0" * 64)
     assert work_class(resolve(precision="bf16", grad_dtype="bf16"), source).grad_dtype == "fp32"
+    fp8 = work_class(resolve(torchtitan_config="float8", device="cuda"), source).fp8
+    assert fp8 and fp8.recipe == "tensorwise of torchao"
