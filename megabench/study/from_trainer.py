@@ -1,5 +1,6 @@
 """Make a study of the files with which people start HF Trainer. Loads no torch."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def write_trainer_study(
         if not isinstance(named, str):
             raise StudyError(f"{file}: deepspeed must be the path of a DeepSpeed JSON; give it with --deepspeed")
         deepspeed = Path(named) if Path(named).is_absolute() else file.parent / named
-    said = settings_of(_DEFAULTS | given, file)
+    given = _DEFAULTS | given
+    said = settings_of(given, file)
     accumulated = given.get("gradient_accumulation_steps", 1)
     counts = (accumulated, said["micro_batch"], said.get("steps", _STEPS))
     if not all(is_valid(NumSteps, count) for count in counts):
@@ -59,6 +61,8 @@ def write_trainer_study(
     base["precision"] = said.get("precision", "fp32")  # transformers' default
     base["steps"] = min(base.get("steps", _STEPS), _STEPS)
     base["warmup_steps"] = min(_WARMUP_STEPS, base["steps"] // 2)
+    if "lr_warmup" not in said and (share := given["warmup_steps"]):  # settings_of leaves out a share of the steps
+        base["lr_warmup"] = math.ceil(share * base["steps"])
     base["global_batch"] = said["micro_batch"] * accumulated * num_processes
     mine: dict[str, Any] = {"name": "yours", "program": "hf_trainer", "trainer_args": str(file.resolve())}
     if deepspeed:
