@@ -170,18 +170,20 @@ def compare(
         Path | None, typer.Option(metavar="FILE", help="Profile written by megabench calibrate, for --plan.")
     ] = None,
     trainer: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="FILE",
-            help="Instead of STUDY: compare the TrainingArguments in this JSON file, which HF Trainer runs, with the "
-            f"same method at its best and with the {_LAYOUTS_BESIDE_TRAINER} best predicted layouts.",
+            metavar="FILE|COMMAND",
+            help="Instead of STUDY: compare a configuration of HF Trainer with the same method at its best and with "
+            f"the {_LAYOUTS_BESIDE_TRAINER} best predicted layouts. FILE is a JSON file with TrainingArguments, and "
+            'COMMAND a script with its arguments, e.g. "train.py --bf16 True", which runs until it starts to train.',
         ),
     ] = None,
     deepspeed: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The DeepSpeed JSON of --trainer [default: the one it names].")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME|DIR", help="The model of --trainer [default: llama3-8b].")
+        str | None,
+        typer.Option(metavar="NAME|DIR", help="The model of --trainer [default: the script's; llama3-8b]."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the study and print each run's command.")] = False,
 ) -> None:
@@ -210,7 +212,7 @@ def compare(
 
         if study:
             raise UserError(f"--trainer makes a study of its own; leave out {study} or --trainer")
-        study = _trainer_study(trainer, deepspeed, model, out, nproc)
+        study = _trainer_study(trainer, deepspeed, model, out, nproc, settings or [])
         if plan is None and gpu_names():
             plan = _LAYOUTS_BESIDE_TRAINER
     elif deepspeed or model:
@@ -264,11 +266,12 @@ def compare(
 
 
 def _trainer_study(
-    trainer: Path, deepspeed: Path | None, model: str | None, out: Path | None, nproc: int | None
+    trainer: str, deepspeed: Path | None, model: str | None, out: Path | None, nproc: int | None, settings: list[str]
 ) -> Path:
     """Write the study of a configuration of HF Trainer beside its output directory, and return its path."""
     from megabench.hardware.facts import gpu_names
-    from megabench.study.from_trainer import write_trainer_study
+    from megabench.study.from_trainer import write_script_study, write_trainer_study
+    from megabench.study.trainer_script import script_command
 
     if launcher_rank() is not None:
         raise UserError(
@@ -277,9 +280,16 @@ def _trainer_study(
         )
     if not (size := nproc or len(gpu_names())):
         raise UserError("--trainer needs the number of processes, because no NVIDIA GPU was found; add --nproc N")
-    folder = (out or Path("runs", trainer.stem)).absolute()
+    command = script_command(trainer)
+    folder = (out or Path("runs", Path(command[0] if command else trainer).stem)).absolute()
     path = folder.with_name(f"{folder.name}.yaml")
-    write_trainer_study(path, trainer, deepspeed, model, size)
+    if command is None:
+        write_trainer_study(path, Path(trainer), deepspeed, model, size)
+    elif deepspeed:
+        raise UserError(f"--deepspeed is an argument of {command[0]} here; write it inside the quotes of --trainer")
+    else:
+        needs_length = not any(setting.startswith("seq_length=") for setting in settings)
+        print(write_script_study(path, command, model, size, needs_length))
     print(f"study: {path}")
     return path
 

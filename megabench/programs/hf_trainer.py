@@ -117,9 +117,14 @@ class HfTrainer(Program):
     def optimizer_groups(self) -> list[Mapping[str, Any]]:
         return [group | {"lr": rate} for group, rate in zip(self._groups, self._rates, strict=True)]
 
-    def note_rates(self) -> None:
-        """Record the learning rates of the next update. transformers changes them before its step ends."""
-        self._rates = [group["lr"] for group in self._groups]
+    def begin_step(self) -> None:
+        """Read the learning rates of the step that begins. DeepSpeed or transformers changes them before it ends."""
+        self._next_rates = [group["lr"] for group in self._groups]
+
+    def begin_update(self) -> float:
+        """Make the rates of this step those of `optimizer_groups`, and return the first of them."""
+        self._rates = self._next_rates
+        return self._rates[0]
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -244,18 +249,18 @@ class _Follow(TrainerCallback):
         self._program, self._follower = program, follower
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._program.note_rates()
         self._follower.ready()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._program.begin_step()
         self._follower.begin_step()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._follower.before_update()  # reads the learning rates of the update before
-        self._program.note_rates()
+        self._rate = self._program.begin_update()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "loss" not in logs:  # the summary at the end
             return
-        if self._follower.end_step(self._program.end_step(logs), logs["learning_rate"]):
+        if self._follower.end_step(self._program.end_step(logs), self._rate):
             control.should_training_stop = True

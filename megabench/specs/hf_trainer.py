@@ -238,6 +238,10 @@ def settings_of(arguments: Mapping[str, Any], path: Path | None) -> dict[str, An
     said = {name: arguments[argument] for argument, name in _SETTINGS.items() if arguments.get(argument) is not None}
     if said.get("steps") == -1:
         del said["steps"]  # transformers' default: as many steps as the epochs have
+    if isinstance(warmup := said.get("lr_warmup"), float):
+        said["lr_warmup"] = int(warmup)
+        if 0 < warmup < 1:
+            del said["lr_warmup"]  # a share of the steps, of which a measurement has fewer
     if "adam_beta1" in arguments or "adam_beta2" in arguments:
         said["betas"] = (arguments.get("adam_beta1", 0.9), arguments.get("adam_beta2", 0.999))
     asked = [arguments[name] for name in _RECOMPUTATION if arguments.get(name) is not None]

@@ -1,5 +1,8 @@
-"""Make a study of the files with which people start HF Trainer. Loads no torch."""
+"""Make a study of the files or the script with which people start HF Trainer. Loads no torch."""
 
+import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from megabench.settings.reading import read_json_object
 from megabench.specs.hf_trainer import settings_of
 from megabench.specs.registry import PROGRAMS
 from megabench.study.study import StudyError, is_valid
+from megabench.study.trainer_script import read_script
 
 _STEPS = 20  # at most; the training itself may have many more
 _HEAD = "# Written by megabench compare --trainer\n"
@@ -32,13 +36,51 @@ _DEFAULTS = {
 _OF_TRIAL = ("micro_batch", "recompute")
 
 
+def write_script_study(
+    path: Path, command: Sequence[str], model: str | None, num_processes: int, needs_length: bool
+) -> str:
+    """Write a study of what a script would train with, and the JSON files of its configuration beside the study.
+
+    `command` is the script with its arguments, and `model` replaces the script's model. `needs_length` says that
+    nothing else sets seq_length. Returns a line that says what was read. Raises StudyError and ConfigError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    script, found = command[0], read_script(command, path)
+    file, zero = (path.with_name(f"{path.stem}-{kind}.json") for kind in ("arguments", "deepspeed"))
+    files = {file: found.arguments}
+    if found.deepspeed is not None:
+        files = {file: found.arguments | {"deepspeed": zero.name}, zero: found.deepspeed}
+    for name, content in files.items():
+        write_atomically(name, json.dumps(content, indent=2) + "\n")
+    if found.problem:
+        raise StudyError(
+            f"{script} cannot be compared: {found.problem}. To compare its arguments without this, use "
+            f"--trainer {file} --model DIR --set seq_length=N"
+        )
+    if needs_length and found.seq_length is None:
+        raise StudyError(
+            f"the first batch of {script} does not tell the sequence length, because it is not a whole micro-batch of "
+            f"sequences; add --set seq_length=N"
+        )
+    model = model or found.model
+    write_trainer_study(path, file, None, model, num_processes, found.seq_length, script)
+    length = f", seq_length={found.seq_length} (the first batch)" if found.seq_length else ""
+    return f"read from {script}: {', '.join(map(str, files))}, model={model}{length}"
+
+
 def write_trainer_study(
-    path: Path, arguments: Path, deepspeed: Path | None, model: str | None, num_processes: int
+    path: Path,
+    arguments: Path,
+    deepspeed: Path | None,
+    model: str | None,
+    num_processes: int,
+    seq_length: int | None = None,
+    script: str | None = None,
 ) -> None:
     """Write a study of a configuration of HF Trainer: as it is, and the same ZeRO with the best settings here.
 
     `arguments` is a JSON file with TrainingArguments. `deepspeed` is a DeepSpeed JSON, which the arguments may name.
-    Raises StudyError and ConfigError.
+    `script` is the script from which they were read. Raises StudyError and ConfigError.
     """
     file = shipped.find("trainer", arguments)
     given = read_json_object(file)
@@ -46,7 +88,8 @@ def write_trainer_study(
         if not isinstance(named, str):
             raise StudyError(f"{file}: deepspeed must be the path of a DeepSpeed JSON; give it with --deepspeed")
         deepspeed = Path(named) if Path(named).is_absolute() else file.parent / named
-    said = settings_of(_DEFAULTS | given, file)
+    given = _DEFAULTS | given
+    said = settings_of(given, file)
     accumulated = given.get("gradient_accumulation_steps", 1)
     counts = (accumulated, said["micro_batch"], said.get("steps", _STEPS))
     if not all(is_valid(NumSteps, count) for count in counts):
@@ -54,11 +97,15 @@ def write_trainer_study(
             f"{file}: per_device_train_batch_size, gradient_accumulation_steps and max_steps must be whole numbers"
         )
     base: dict[str, Any] = {"model": model} if model else {}
+    if seq_length:
+        base["seq_length"] = seq_length
     base |= {name: value for name, value in said.items() if name not in _OF_TRIAL}
     base["betas"] = list(base["betas"])
     base["precision"] = said.get("precision", "fp32")  # transformers' default
     base["steps"] = min(base.get("steps", _STEPS), _STEPS)
     base["warmup_steps"] = min(_WARMUP_STEPS, base["steps"] // 2)
+    if "lr_warmup" not in said and (share := given["warmup_steps"]):  # settings_of leaves out a share of the steps
+        base["lr_warmup"] = math.ceil(share * base["steps"])
     base["global_batch"] = said["micro_batch"] * accumulated * num_processes
     mine: dict[str, Any] = {"name": "yours", "program": "hf_trainer", "trainer_args": str(file.resolve())}
     if deepspeed:
@@ -75,7 +122,8 @@ def write_trainer_study(
     if path.exists() and not read_text(path).startswith(_HEAD):
         raise StudyError(f"{path} exists and is not a study that --trainer wrote; use another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, _HEAD + yaml.safe_dump(content, sort_keys=False, width=120))
+    source = f"# Read from {' '.join(str(Path(script).resolve()).split())}\n" if script else ""
+    write_atomically(path, _HEAD + source + yaml.safe_dump(content, sort_keys=False, width=120))
 
 
 def _tuned(mine: dict[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,8 @@ def hyper_parameters_in_use(engine: Engine) -> tuple[dict[str, dict[str, Any]], 
     weights = [shard for shard in engine.training_state().shards if shard.kind == "weight"]
     for group in engine.optimizer_groups:
         used = {name: list(group[name]) if name == "betas" else group[name] for name in _USED if name in group}
+        # DeepSpeed's default is the integer 0, which is not equal to 0.0 as text
+        used = {name: float(value) if isinstance(value, int) else value for name, value in used.items()}
         # a shard may be a part of a tensor that the optimizer updates
         spans = [(one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()) for one in group["params"]]
         for shard in weights:

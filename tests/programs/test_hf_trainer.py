@@ -40,6 +40,14 @@ def test_arguments_are_settings(arguments: Path) -> None:
     assert resolve(trainer_args=arguments, global_batch=12, steps=7, warmup_steps=2).steps == 7
 
 
+def test_a_warm_up_is_a_number_of_steps_or_a_share(tmp_path: Path, arguments: Path) -> None:
+    for given, expected in ((100.0, 100), (0.0, 0), (0.1, 2), (3, 3)):
+        arguments.write_text(json.dumps({"warmup_steps": given}))
+        write_trainer_study(tmp_path / "mine.yaml", arguments, None, "llama-tiny", 2)
+        (mine, _) = plan_study(StudyFile.read(tmp_path / "mine.yaml"), tmp_path / "mine.yaml", 2, "cpu").trials
+        assert mine.resolved.lr_warmup == expected
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a setting of the run": ({"learning_rate": 1e-3}, {"lr": 1e-4}, r"sets lr=0.001, but the run sets lr=0.0001"),
     "accumulation": ({"gradient_accumulation_steps": 3}, {"global_batch": 8, "micro_batch": 1}, "use global_batch=6"),

@@ -22,6 +22,7 @@ trials:
   - {name: tp2, tp: 2, global_batch: 8, micro_batch: 2}
   - {name: hf-ddp, program: hf_trainer, global_batch: 8, micro_batch: 2}
   - {name: hf-zero2, program: hf_trainer, deepspeed_config: zero2.json, global_batch: 8, micro_batch: 4}
+  - {name: hf-adamw, program: hf_trainer, deepspeed_config: adamw.json, global_batch: 8, micro_batch: 4}
   - {name: hf-zero3, program: hf_trainer, deepspeed_config: zero3, global_batch: 8, micro_batch: 1}
   - {name: hf-fsdp, program: hf_trainer, trainer_args: fsdp.json, global_batch: 8, micro_batch: 2}
   - {name: hf-recompute, program: hf_trainer, trainer_args: recompute.json, global_batch: 8, micro_batch: 2}
@@ -51,9 +52,12 @@ def said(folder: Path) -> str:
     for name, arguments in ARGUMENTS.items():
         (folder / f"{name}.json").write_text(json.dumps(arguments))
     batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
-    (folder / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **batch}))
+    zero2 = {"zero_optimization": {"stage": 2}, **batch}
+    (folder / "zero2.json").write_text(json.dumps(zero2))
+    given = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto") | {"torch_adam": True}
+    (folder / "adamw.json").write_text(json.dumps(zero2 | {"optimizer": {"type": "AdamW", "params": given}}))
     study = STUDY
-    for name in ("zero2", *ARGUMENTS):
+    for name in ("zero2", "adamw", *ARGUMENTS):
         study = study.replace(f"{name}.json", str(folder / f"{name}.json"))
     (folder / "study.yaml").write_text(study)
     (folder / "planted.py").write_text(PLANTED)
@@ -83,6 +87,13 @@ def test_another_loss_shows(records: dict[str, RunRecord], said: str) -> None:
     """Arguments of the program that change the work are not ignored, and the trial is not ranked."""
     assert records["hf-smoothed"].status == "diverged"
     assert "DIVERGED" in said
+
+
+def test_an_optimizer_in_the_json_has_the_learning_rates_of_the_run(records: dict[str, RunRecord]) -> None:
+    """DeepSpeed instead of transformers changes them then. It also decays the norms, which the others do not."""
+    adamw = records["hf-adamw"]
+    assert adamw.learning_rates == pytest.approx(records["tp2"].learning_rates, rel=1e-12)
+    assert adamw.parity.tensors.problems[0].startswith("weight_decay of 5 of 21 tensors is not that of the other run")
 
 
 def test_a_loss_that_is_not_finite_ends_the_trial_with_one_sentence(records: dict[str, RunRecord]) -> None:

@@ -1,0 +1,1 @@
+"""Scripts as users of HF Trainer write them, for `megabench compare --trainer`."""

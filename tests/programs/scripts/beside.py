@@ -1,0 +1,3 @@
+"""A module that a script imports from its own directory."""
+
+LENGTH = 24
