@@ -276,7 +276,7 @@ class EmulatedNetworkUsed(_Part):
         trips = [link.round_trip_us for links, _ in self._measured for link in links]
         reached = f"; reached {' and '.join(times)}, round trip {max(trips):.0f} µs" if trips else ""
         delay = f" and {self.latency_us:g} µs" if self.latency_us else ""
-        return f"network between emulated hosts: set to {self.gb_per_s:g} GB/s{delay}{reached}"
+        return f"Network between emulated hosts: set to {self.gb_per_s:g} GB/s{delay}{reached}."
 
     @property
     def warnings(self) -> list[str]:

@@ -17,7 +17,7 @@ PARTS = {
     "pydantic_core": "pydantic",
     "triton": "torch",
 }
-OPTIONAL = {"apex", "amp_C", "liger_kernel", "nvmath", "pyarrow"}  # imported only if installed
+OPTIONAL = {"apex", "amp_C", "liger_kernel", "nvmath", "pyarrow", "pyroute2"}  # imported only if installed
 
 
 def imported() -> set[str]:

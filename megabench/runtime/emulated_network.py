@@ -68,7 +68,7 @@ class EmulatedNetwork:
             except (_netlink_error(), OSError) as error:
                 raise EmulatedNetworkError(
                     f"emulate_network: the kernel refused to create the network of {self.num_hosts} emulated hosts "
-                    f"({error}). Omit emulate_network, or use a machine that allows veth, bridge and tbf."
+                    f"({_reason(error)}). Omit emulate_network, or use a kernel with veth, bridge and tbf."
                 ) from None
             if self._store_port is not None:
                 stack.enter_context(StoreRelay(self.namespaces, self._store_port))
@@ -156,8 +156,17 @@ class EmulatedNetwork:
         except _netlink_error() as error:
             raise EmulatedNetworkError(
                 f"emulate_network: latency_us={self.latency_us:g} needs the kernel's netem, which this machine lacks "
-                f"({error}). Omit latency_us; gb_per_s works without it."
+                f"({_reason(error)}). Omit latency_us; gb_per_s works without it."
             ) from None
+
+
+def check_emulated_host() -> None:
+    """Raise EmulatedNetworkError unless a supervisor has started this process in the namespace of a host."""
+    if HOST_VARIABLE not in os.environ:
+        raise EmulatedNetworkError(
+            "emulate_network works only in the trials of megabench compare on one machine. Write a study with this run "
+            "as its only trial, or omit emulate_network."
+        )
 
 
 def _open_namespace(stack: ExitStack) -> int:
@@ -178,6 +187,11 @@ def _netlink_error() -> type[Exception]:
 
     error: type[Exception] = NetlinkError
     return error
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason of a NetlinkError or an OSError."""
+    return os.strerror(error.args[0]) if error.args and isinstance(error.args[0], int) else str(error)
 
 
 def _index(network: "IPRoute", name: str) -> int:

@@ -115,7 +115,14 @@ class Request:
         """Validate the study and return it for a launch of `num_processes`. Raises StudyError."""
         file = self.read_study()
         self._check_gpus(file)
-        return self._planned(file, num_processes)
+        study = self._planned(file, num_processes)
+        for trial in study.select(self.only):
+            if trial.resolved.emulate_network:
+                raise StudyError(
+                    f"{self.source}: trial {trial.name}: emulate_network needs one process that starts all ranks; "
+                    f"start megabench compare on one machine without torchrun, or omit emulate_network"
+                )
+        return study
 
     def plan_here(self, num_processes: int | None, starts: bool = True) -> tuple[Study, int]:
         """Validate the study, and return it with the number of processes to start on this machine.
