@@ -265,7 +265,7 @@ class EmulatedNetworkUsed(_Part):
     """
 
     gb_per_s: float
-    latency_us: float
+    latency_us: int
     before: list[LinkReached] = []
     after: list[LinkReached] = []
 
@@ -275,7 +275,7 @@ class EmulatedNetworkUsed(_Part):
         times = [f"{_range(links)} {when} the run" for links, when in self._measured]
         trips = [link.round_trip_us for links, _ in self._measured for link in links]
         reached = f"; reached {' and '.join(times)}, round trip {max(trips):.0f} µs" if trips else ""
-        delay = f" and {self.latency_us:g} µs" if self.latency_us else ""
+        delay = f" and {self.latency_us} µs" if self.latency_us else ""
         return f"Network between emulated hosts: set to {self.gb_per_s:g} GB/s{delay}{reached}."
 
     @property

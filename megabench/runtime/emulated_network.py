@@ -9,6 +9,7 @@ does not change. Needs root and the package pyroute2. Loads no torch.
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -30,7 +31,9 @@ _MTU_BYTES = 65_535
 _LARGEST_GB_PER_S = 4.29  # the kernel's message for token buckets has 32 bits for bytes per second
 _BURST_SECONDS = 1e-3
 _SMALLEST_BURST_BYTES = 2**18
-_QUEUE_SECONDS = 0.05
+_QUEUE_TIME = "50ms"
+_BUCKET = 0x10000  # the handle 1: of a token bucket
+_DELAYED_PACKETS = 10_000
 _MEASURE_SECONDS = 0.5  # for all links together
 _LEAST_SECONDS = 0.05  # for each direction of a link
 
@@ -48,7 +51,7 @@ class EmulatedNetwork:
     Entering the block raises EmulatedNetworkError if this machine cannot create the network.
     """
 
-    def __init__(self, num_hosts: int, gb_per_s: float, latency_us: float = 0.0, store_port: int | None = None) -> None:
+    def __init__(self, num_hosts: int, gb_per_s: float, latency_us: int = 0, store_port: int | None = None) -> None:
         self.num_hosts, self.gb_per_s, self.latency_us = num_hosts, gb_per_s, latency_us
         self.namespaces: list[int] = []
         self._store_port = store_port
@@ -60,15 +63,17 @@ class EmulatedNetwork:
             self.namespaces = [_open_namespace(stack) for _ in range(self.num_hosts)]
             try:
                 if self.num_hosts == 2:
-                    call_in_namespace(self.namespaces[0], self._join_two)
+                    _configure(self.namespaces[0], self._join_two)
                 else:
-                    call_in_namespace(_open_namespace(stack), self._join_by_bridge)
+                    _configure(_open_namespace(stack), self._join_by_bridge)
                 for host, namespace in enumerate(self.namespaces):
-                    call_in_namespace(namespace, partial(self._set_up_host, host))
-            except (_netlink_error(), OSError) as error:
+                    _configure(namespace, partial(self._set_up_host, host))
+                    if self.latency_us:
+                        self._delay(namespace)
+            except OSError as error:
                 raise EmulatedNetworkError(
-                    f"emulate_network: the kernel refused to create the network of {self.num_hosts} emulated hosts "
-                    f"({_reason(error)}). Omit emulate_network, or use a kernel with veth, bridge and tbf."
+                    f"emulate_network: the kernel refused to create the network ({error.strerror}). Use a kernel with "
+                    f"veth and tbf, and with bridge for more than two hosts, or omit emulate_network."
                 ) from None
             if self._store_port is not None:
                 stack.enter_context(StoreRelay(self.namespaces, self._store_port))
@@ -110,53 +115,50 @@ class EmulatedNetwork:
                 "emulate_network needs the package pyroute2. Install it with pip install 'megabench[emulation]'."
             )
 
-    def _join_two(self) -> None:
-        from pyroute2 import IPRoute
+    def _join_two(self, network: "IPRoute") -> None:
+        """Join the two hosts. Runs in the first one."""
+        peer = {"ifname": INTERFACE, "net_ns_fd": self.namespaces[1]}
+        network.link("add", ifname=INTERFACE, kind="veth", peer=peer)
 
-        with IPRoute() as network:
-            peer = {"ifname": INTERFACE, "net_ns_fd": self.namespaces[1]}
-            network.link("add", ifname=INTERFACE, kind="veth", peer=peer)
+    def _join_by_bridge(self, network: "IPRoute") -> None:
+        """Join all hosts with a bridge, and limit what each host receives."""
+        network.link("add", ifname="bridge", kind="bridge")
+        bridge = _index(network, "bridge")
+        for host, namespace in enumerate(self.namespaces):
+            port = f"port{host}"
+            network.link("add", ifname=port, kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": namespace})
+            index = _index(network, port)
+            network.link("set", index=index, master=bridge, mtu=_MTU_BYTES, state="up")
+            self._limit(network, index)
+        network.link("set", index=bridge, state="up")
 
-    def _join_by_bridge(self) -> None:
-        from pyroute2 import IPRoute
+    def _set_up_host(self, host: int, network: "IPRoute") -> None:
+        """Give the host its address, and limit what it sends."""
+        network.link("set", index=_index(network, "lo"), state="up")
+        index = _index(network, INTERFACE)
+        network.addr("add", index=index, address=_address(host), prefixlen=16)
+        network.link("set", index=index, mtu=_MTU_BYTES, state="up")
+        self._limit(network, index)
 
-        with IPRoute() as network:
-            network.link("add", ifname="bridge", kind="bridge")
-            bridge = _index(network, "bridge")
-            for host, namespace in enumerate(self.namespaces):
-                port = f"port{host}"
-                network.link("add", ifname=port, kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": namespace})
-                index = _index(network, port)
-                network.link("set", index=index, master=bridge, mtu=_MTU_BYTES, state="up")
-                self._limit(network, index)
-            network.link("set", index=bridge, state="up")
-
-    def _set_up_host(self, host: int) -> None:
-        from pyroute2 import IPRoute
-
-        with IPRoute() as network:
-            network.link("set", index=_index(network, "lo"), state="up")
-            index = _index(network, INTERFACE)
-            network.addr("add", index=index, address=_address(host), prefixlen=16)
-            network.link("set", index=index, mtu=_MTU_BYTES, state="up")
-            if self.latency_us:
-                self._delay(network, index)
-            self._limit(network, index, **({"parent": 0x10001, "handle": 0x20000} if self.latency_us else {}))
-
-    def _limit(self, network: "IPRoute", index: int, **place: int) -> None:
+    def _limit(self, network: "IPRoute", index: int) -> None:
         """Limit what an interface sends, with a token bucket."""
         rate = int(self.gb_per_s * 1e9)
         burst = max(_SMALLEST_BURST_BYTES, int(rate * _BURST_SECONDS))
-        network.tc("add", "tbf", index, rate=rate, burst=burst, latency=f"{_QUEUE_SECONDS * 1e3:g}ms", **place)
+        network.tc("add", "tbf", index, handle=_BUCKET, rate=rate, burst=burst, latency=_QUEUE_TIME)
 
-    def _delay(self, network: "IPRoute", index: int) -> None:
-        """Delay what an interface sends. Raises EmulatedNetworkError if the kernel lacks netem."""
+    def _delay(self, namespace: int) -> None:
+        """Delay what a host sends, behind its token bucket. Raises EmulatedNetworkError if the kernel lacks netem."""
+
+        def delay(network: "IPRoute") -> None:
+            index = _index(network, INTERFACE)
+            network.tc("add", "netem", index, parent=_BUCKET | 1, delay=self.latency_us, limit=_DELAYED_PACKETS)
+
         try:
-            network.tc("add", "netem", index, handle=0x10000, delay=int(self.latency_us), limit=100_000)
-        except _netlink_error() as error:
+            _configure(namespace, delay)
+        except OSError as error:
             raise EmulatedNetworkError(
-                f"emulate_network: latency_us={self.latency_us:g} needs the kernel's netem, which this machine lacks "
-                f"({_reason(error)}). Omit latency_us; gb_per_s works without it."
+                f"emulate_network: latency_us={self.latency_us} needs the kernel's netem, which this machine lacks "
+                f"({error.strerror}). Omit latency_us; gb_per_s works without it."
             ) from None
 
 
@@ -182,16 +184,18 @@ def _open_namespace(stack: ExitStack) -> int:
     return namespace
 
 
-def _netlink_error() -> type[Exception]:
-    from pyroute2 import NetlinkError
+def _configure(namespace: int, function: Callable[["IPRoute"], None]) -> None:
+    """Call `function` with a connection to the kernel's configuration of a namespace. Raises OSError."""
+    from pyroute2 import IPRoute, NetlinkError
 
-    error: type[Exception] = NetlinkError
-    return error
+    def call() -> None:
+        try:
+            with IPRoute() as network:
+                function(network)
+        except NetlinkError as error:
+            raise OSError(error.code, os.strerror(error.code)) from None
 
-
-def _reason(error: Exception) -> str:
-    """Return the reason of a NetlinkError or an OSError."""
-    return os.strerror(error.args[0]) if error.args and isinstance(error.args[0], int) else str(error)
+    call_in_namespace(namespace, call)
 
 
 def _index(network: "IPRoute", name: str) -> int:

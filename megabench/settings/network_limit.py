@@ -19,7 +19,7 @@ class NetworkLimit(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     gb_per_s: Annotated[float, Field(ge=0.01, le=1000, strict=True)]
-    latency_us: Annotated[float, Field(ge=0, le=1e6, strict=True)] = 0.0
+    latency_us: Annotated[int, Field(ge=0, le=1_000_000, strict=True)] = 0
 
     @model_validator(mode="wrap")
     @classmethod
@@ -31,17 +31,17 @@ class NetworkLimit(BaseModel):
             raise PydanticCustomError(
                 "sentence",
                 "emulate_network={value} is no bandwidth and latency; use a mapping such as {example}, with 0.01 to "
-                "1000 GB/s, and latency_us from 0 to 1e6 microseconds if the packets shall be delayed",
+                "1000 GB/s, and an integer from 0 to 1000000 as latency_us",
                 {"value": str(value), "example": "{gb_per_s: 1.5, latency_us: 50}"},
             ) from None
         return limit
 
     @model_serializer
     def __str__(self) -> str:
-        latency = f", latency_us: {self.latency_us:.10g}" if self.latency_us else ""
+        latency = f", latency_us: {self.latency_us}" if self.latency_us else ""
         return f"{{gb_per_s: {self.gb_per_s:.10g}{latency}}}"
 
     @property
     def short(self) -> str:
         """The values for the name of a trial, such as "1.5" or "1.5-50us"."""
-        return f"{self.gb_per_s:.10g}" + (f"-{self.latency_us:.10g}us" if self.latency_us else "")
+        return f"{self.gb_per_s:.10g}" + (f"-{self.latency_us}us" if self.latency_us else "")

@@ -98,7 +98,7 @@ class RunSettings(Settings):
     """Divide the ranks of one machine into this many emulated hosts that communicate over sockets."""
 
     emulate_network: NetworkLimit | None = setting(None, "Engine and layout", "machine", "free")
-    """Bandwidth (GB/s, each way) and latency (µs) of each emulated host: {gb_per_s: 1.5}. Needs root and compare."""
+    """Network of emulated hosts in studies, in GB/s each way and in µs: {gb_per_s: 1.5, latency_us: 50}."""
 
     seq_length: NumTokens | None = setting(
         None,

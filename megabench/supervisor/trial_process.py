@@ -49,7 +49,7 @@ class Task:
     timeout_seconds: float
     num_emulated_hosts: int = 1
     gb_per_s: float | None = None
-    latency_us: float = 0.0
+    latency_us: int = 0
 
 
 class TrialProcesses:

@@ -33,7 +33,7 @@ def task_of(trial: Trial, config: RunConfig, logs: Path) -> Task:
         timeout_seconds=trial.timeout_seconds,
         num_emulated_hosts=trial.resolved.emulate_hosts or 1,
         gb_per_s=network.gb_per_s if network else None,
-        latency_us=network.latency_us if network else 0.0,
+        latency_us=network.latency_us if network else 0,
     )
 
 

@@ -188,7 +188,7 @@ def test_a_command_of_emulated_hosts_is_given_for_real_ones_as_well():
 
 def test_a_limited_network_is_said_and_left_out_of_the_command():
     study = STUDIES["emulated"]()
-    network = EmulatedNetworkUsed(gb_per_s=1.5, latency_us=0.0)
+    network = EmulatedNetworkUsed(gb_per_s=1.5, latency_us=0)
     limited = "--emulate-hosts 2 --emulate-network '{gb_per_s: 1.5}' --steps 8"
     records = [
         record.model_copy(

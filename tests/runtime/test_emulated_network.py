@@ -110,7 +110,7 @@ def test_a_process_without_the_right_to_create_namespaces_is_refused(monkeypatch
         EmulatedNetwork(2, 1.0).__enter__()
 
 
-def used(before: float, after: float, latency_us: float = 0.0) -> EmulatedNetworkUsed:
+def used(before: float, after: float, latency_us: int = 0) -> EmulatedNetworkUsed:
     links = [
         LinkReached(hosts=(0, 1), forth_gb_per_s=rate, back_gb_per_s=2.0, round_trip_us=40.0)
         for rate in (before, after)
@@ -124,8 +124,8 @@ def test_a_measurement_outside_the_tolerance_is_a_warning() -> None:
         "the network between emulated hosts is set to 2 GB/s, but reached 1.7 to 2 GB/s before the run, which differs "
         "by more than 10%"
     ]
-    assert used(2.0, 2.0, 50.0).sentence == (
+    assert used(2.0, 2.0, 50).sentence == (
         "Network between emulated hosts: set to 2 GB/s and 50 µs; reached 2 GB/s before the run and 2 GB/s after the "
         "run, round trip 40 µs."
     )
-    assert EmulatedNetworkUsed(gb_per_s=2.0, latency_us=0.0).sentence.endswith("set to 2 GB/s.")
+    assert EmulatedNetworkUsed(gb_per_s=2.0, latency_us=0).sentence.endswith("set to 2 GB/s.")

@@ -84,7 +84,7 @@ def test_a_limited_network_of_emulated_hosts_slows_the_predictions(study: Path, 
         network = f", emulate_network: {{gb_per_s: {limit}}}" if limit else ""
         study.write_text(STUDY.replace("device: cpu", f"device: cpu, emulate_hosts: 2{network}"))
         planned, _ = Request(study, study.parent, planning=Planning(1, profile=profile)).plan_here(2, starts=False)
-        used = EmulatedNetworkUsed(gb_per_s=limit, latency_us=0.0) if limit else None
+        used = EmulatedNetworkUsed(gb_per_s=limit, latency_us=0) if limit else None
         record = make_record([5.0], engine="ddp", emulated_hosts=2, emulated_network=used)
         seconds.append(planned.predictor.predict(record).step_seconds)
         assert {host.network_gbits for host in planned.predictor.topology.hosts} == {limit and limit * 8}
