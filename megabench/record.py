@@ -19,6 +19,7 @@ from megabench.inputs import parse_json, read_text
 
 SCHEMA_VERSION = 2  # of records; CONTRIBUTING.md says when it changes
 _LARGEST = 2**30  # bytes of a results.jsonl
+NETWORK_TOLERANCE = 0.1  # relative difference of a measured bandwidth from the setting emulate_network
 
 Status = Literal["ok", "oom", "failed", "timeout", "diverged"]
 FailureKind = Literal["hang", "oom", "shared-memory", "killed", "error"]
@@ -242,6 +243,63 @@ class LinkBandwidth(_Part):
     send_recv_gb_per_s: float
     all_rings_gb_per_s: float | None = None
     num_bytes: int
+
+
+class LinkReached(_Part):
+    """What TCP connections between two emulated hosts reached: GB/s from the first host to the second and back.
+
+    `round_trip_us` is the median time of one byte there and back, in microseconds.
+    """
+
+    hosts: tuple[int, int]
+    forth_gb_per_s: float
+    back_gb_per_s: float
+    round_trip_us: float
+
+
+class EmulatedNetworkUsed(_Part):
+    """The setting `emulate_network`, and what connections of host 0 reached before and after the run.
+
+    `gb_per_s` is the bandwidth (10^9 bytes per second) at which each host may send, and also receive. `latency_us` is
+    the added delay of each packet, in microseconds. A list is empty if the network was not measured.
+    """
+
+    gb_per_s: float
+    latency_us: int
+    before: list[LinkReached] = []
+    after: list[LinkReached] = []
+
+    @property
+    def sentence(self) -> str:
+        """The set and the measured values as one sentence."""
+        times = [f"{_range(links)} {when} the run" for links, when in self._measured]
+        trips = [link.round_trip_us for links, _ in self._measured for link in links]
+        reached = f"; reached {' and '.join(times)}, round trip {max(trips):.0f} µs" if trips else ""
+        delay = f" and {self.latency_us} µs" if self.latency_us else ""
+        return f"Network between emulated hosts: set to {self.gb_per_s:g} GB/s{delay}{reached}."
+
+    @property
+    def warnings(self) -> list[str]:
+        """A sentence for each measurement that differs from the setting by more than the tolerance of 10%."""
+        return [
+            f"the network between emulated hosts is set to {self.gb_per_s:g} GB/s, but reached {_range(links)} {when} "
+            f"the run, which differs by more than {NETWORK_TOLERANCE:.0%}"
+            for links, when in self._measured
+            if any(abs(rate / self.gb_per_s - 1) > NETWORK_TOLERANCE for rate in _rates(links))
+        ]
+
+    @property
+    def _measured(self) -> list[tuple[list[LinkReached], str]]:
+        return [(links, when) for links, when in ((self.before, "before"), (self.after, "after")) if links]
+
+
+def _rates(links: list[LinkReached]) -> list[float]:
+    return [rate for link in links for rate in (link.forth_gb_per_s, link.back_gb_per_s)]
+
+
+def _range(links: list[LinkReached]) -> str:
+    slowest, fastest = (f"{rate:.3g}" for rate in (min(_rates(links)), max(_rates(links))))
+    return f"{slowest} GB/s" if slowest == fastest else f"{slowest} to {fastest} GB/s"
 
 
 class Straggler(_Part):
@@ -502,6 +560,7 @@ class RunRecord(_Part):
     placement: PlacementUsed | None = None
     groups: list[Group] = []
     link_bandwidth: LinkBandwidth | None = None
+    emulated_network: EmulatedNetworkUsed | None = None
     saves: list[SaveTimes] = []
     load: LoadTimes | None = None
     warnings: list[str] = []

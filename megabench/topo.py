@@ -38,16 +38,24 @@ def read_policy(word: str) -> Policy:
 
 
 def find_topology(
-    cluster: str | None, num_processes: int | None, layout: Layout, is_launched: bool, emulate_hosts: int | None
+    cluster: str | None,
+    num_processes: int | None,
+    layout: Layout,
+    is_launched: bool,
+    emulate_hosts: int | None,
+    gb_per_s: float | None = None,
 ) -> Topology:
-    """Return the topology of `cluster`, or of the current torchrun launch, or of this machine."""
+    """Return the topology of `cluster`, or of the current torchrun launch, or of this machine.
+
+    `gb_per_s` is the bandwidth of each emulated host, if it is limited.
+    """
     if cluster:
         topology = read_cluster(cluster)
     elif is_launched:
         topology = _of_launch()
     else:
         topology = _of_machine(num_processes, layout)
-    return split(topology, emulate_hosts) if emulate_hosts else topology
+    return split(topology, emulate_hosts, gb_per_s) if emulate_hosts else topology
 
 
 def write(placement: Placement, layout: Layout, as_json: bool, fabric: Fabric | None = None) -> None:

@@ -17,7 +17,8 @@ PARTS = {
     "pydantic_core": "pydantic",
     "triton": "torch",
 }
-OPTIONAL = {"apex", "amp_C", "liger_kernel", "nvmath", "pyarrow", "torchtitan"}  # imported only if installed
+# imported only if installed
+OPTIONAL = {"apex", "amp_C", "liger_kernel", "nvmath", "pyarrow", "pyroute2", "torchtitan"}
 
 
 def imported() -> set[str]:

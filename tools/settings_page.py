@@ -12,6 +12,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from megabench.config import FIELDS, SETTINGS, choices_of, literal_values
+from megabench.settings.network_limit import NetworkLimit
 from megabench.settings.setting import Setting
 from megabench.specs.all_settings import engines_with
 
@@ -60,7 +61,14 @@ def _row(name: str, about: Setting) -> str:
     return f"| {' | '.join(escaped)} |\n"
 
 
-_KINDS: dict[Any, str] = {bool: "true, false", int: "integer", float: "number", str: "text", Path: "path"}
+_KINDS: dict[Any, str] = {
+    bool: "true, false",
+    int: "integer",
+    float: "number",
+    str: "text",
+    Path: "path",
+    NetworkLimit: "mapping",
+}
 
 
 def _values(annotation: Any) -> str:

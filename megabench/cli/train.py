@@ -14,6 +14,7 @@ from megabench.data.checks import check_before_start
 from megabench.errors import UserError
 from megabench.hardware.facts import visible_gpus
 from megabench.parallel.layout import LayoutError
+from megabench.runtime.emulated_network import check_emulated_host
 from megabench.runtime.launcher import check_launcher, launcher_rank, refuse_num_processes
 from megabench.study.compare_request import check_data
 from megabench.train.flags import LAUNCH_OPTIONS, parse_flags, training_command
@@ -52,6 +53,8 @@ def train(
     run = parse_flags(context.args, program="megabench train")
     if run is None:
         return
+    if run.emulate_network:
+        check_emulated_host()
     check_launcher(len(visible_gpus()), context.args)
     world_size = _check(run, context.args, nproc)
     words = ["-m", "megabench.train", *context.args]

@@ -227,6 +227,12 @@ def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display:
             record = result.record.model_copy(update={"probes": probes, "command": command})
         else:
             record = failed_record(trial, result.verdict, result.num_hosts, found, probes)
+        if network := result.network:
+            record = record.model_copy(
+                update={"emulated_network": network, "warnings": [*record.warnings, *network.warnings]}
+            )
+            for line in (network.sentence, *(f"WARNING: {warning}" for warning in network.warnings)):
+                display.say(line)
     except OSError as error:
         record = failed_record(trial, Verdict("failed", str(error), RunFailure(kind="error")), None, found, probes)
     except NothingFitsError as error:

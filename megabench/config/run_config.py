@@ -270,6 +270,11 @@ class RunConfig(RunSettings):
                 f"emulate_hosts={self.emulate_hosts} does not divide the {world_size} ranks; "
                 f"use one of {divisors(world_size)}"
             )
+        if self.emulate_network and (self.emulate_hosts or 1) == 1:
+            raise ConfigError(
+                f"emulate_network={self.emulate_network} limits the network between emulated hosts, but "
+                f"emulate_hosts={self.emulate_hosts}; use emulate_hosts=2 or more, or omit emulate_network"
+            )
 
     @property
     def _mode(self) -> str:

@@ -95,7 +95,7 @@ def _planned(trial: Trial, topology: Topology) -> PlannedTrial:
     run = trial.resolved
     here = _first_ranks(topology, trial.world_size)
     if run.emulate_hosts:
-        here = split(here, run.emulate_hosts)
+        here = split(here, run.emulate_hosts, run.emulate_network.gb_per_s if run.emulate_network else None)
     placed = place(here, run.layout, run.placement)
     record = RunRecord(
         **requested_fields(run, trial.config),

@@ -80,6 +80,13 @@ class Topology:
     def world_size(self) -> int:
         return len(self.host_of)
 
+    def with_emulated_network(self, gb_per_s: float | None) -> "Topology":
+        """Return the topology with this bandwidth of each emulated host; None means that it is not limited."""
+        if not self.emulated:
+            return self
+        gbits = gb_per_s * 8 if gb_per_s else None
+        return replace(self, hosts=tuple(replace(host, network_gbits=gbits) for host in self.hosts))
+
     @cached_property
     def ranks_by_host(self) -> list[list[int]]:
         """The ranks of each host, sorted by seat."""
@@ -321,8 +328,10 @@ def build(hosts: Sequence[tuple[Host, int, int]], starts: Collection[int] = ()) 
     )
 
 
-def split(topology: Topology, num_hosts: int) -> Topology:
+def split(topology: Topology, num_hosts: int, gb_per_s: float | None = None) -> Topology:
     """Split the ranks of one machine, in rank order, into `num_hosts` emulated hosts that communicate over sockets.
+
+    `gb_per_s` is the bandwidth of each host, if it is limited (`emulate_network`).
 
     Raise TopologyError if the ranks are on several hosts already, or if `num_hosts` does not divide the world size.
     """
@@ -340,13 +349,14 @@ def split(topology: Topology, num_hosts: int) -> Topology:
     host = replace(topology.hosts[0], network="socket", network_gbits=None, ring_gbits=None)
     host_of = tuple(emulated_host(rank, topology.world_size, num_hosts) for rank in range(topology.world_size))
     domains = sorted(set(zip(host_of, topology.domain_of, strict=True)))
-    return replace(
+    parts = replace(
         topology,
         hosts=tuple(replace(host, name=f"{host.name}/{number}") for number in range(num_hosts)),
         host_of=host_of,
         domain_of=tuple(domains.index(place) for place in zip(host_of, topology.domain_of, strict=True)),
         emulated=True,
     )
+    return parts.with_emulated_network(gb_per_s)
 
 
 def emulated_host(rank: int, world_size: int, num_hosts: int) -> int:

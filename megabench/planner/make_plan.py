@@ -31,10 +31,12 @@ def make_plan(
     num_layers_at_start_in_bf16: int = 0,
     num_layers_at_end_in_bf16: int = 0,
     fabric: Path | None = None,
+    emulated_gb_per_s: float | None = None,
 ) -> Plan:
     """Return the plan for a model on a cluster, or on `num_processes` of this machine.
 
     The default precision is bf16 on GPUs and fp32 on CPUs. `fabric` is a file with measured collectives between hosts.
+    `emulated_gb_per_s` is the bandwidth of each emulated host, if it is limited.
 
     Raises UserError for invalid input.
 
@@ -52,7 +54,7 @@ def make_plan(
     if fp8_recipe is not None and fp8_recipe not in get_args(Fp8Recipe):
         raise ConfigError(f"fp8_recipe={fp8_recipe!r} is unknown; use {' or '.join(get_args(Fp8Recipe))}")
     shape = find_model(model, num_layers)
-    topology = find_topology(cluster, num_processes, Layout(), False, emulate_hosts)
+    topology = find_topology(cluster, num_processes, Layout(), False, emulate_hosts, emulated_gb_per_s)
     device = topology.hosts[0].device
     if device == "cpu" and not profile:
         raise ConfigError(

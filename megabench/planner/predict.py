@@ -86,7 +86,10 @@ def candidate_of(record: RunRecord) -> Candidate | None:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predicts the records of a study on a topology. `planned` are the trials that the plan added, best first."""
+    """Predicts the records of a study on a topology. `planned` are the trials that the plan added, best first.
+
+    Trials can limit the network between emulated hosts to different bandwidths.
+    """
 
     topology: Topology
     profile: Profile
@@ -101,7 +104,7 @@ class Predictor:
         if record.world_size != self.topology.world_size or candidate is None:
             return None
         try:
-            estimate = Costs(job_of(record), self.topology, self.profile).estimate(candidate)
+            estimate = Costs(job_of(record), self._topology_of(record), self.profile).estimate(candidate)
         except UserError:
             return None
         rank = self.planned.index(record.trial) + 1 if record.trial in self.planned else None
@@ -113,3 +116,8 @@ class Predictor:
             relative_error=self.profile.relative_error,
             planned_rank=rank,
         )
+
+    def _topology_of(self, record: RunRecord) -> Topology:
+        """Return the topology with the bandwidth to which the run limited the network between emulated hosts."""
+        limit = record.emulated_network
+        return self.topology.with_emulated_network(limit.gb_per_s if limit else None)

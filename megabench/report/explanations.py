@@ -104,9 +104,12 @@ def _size(num_bytes: float) -> str:
 
 
 def train_command(record: RunRecord) -> str:
-    """Return the command of a run. For a multi-host run, return the command to start on each host."""
-    num_hosts = record.num_hosts or 1
-    return record.command if record.emulated_hosts else _launched_on(num_hosts, record, record.command)
+    """Return the command of a run. For a multi-host run, return the command to start on each host.
+
+    The command is without --emulate-network, which only the trials of a study can have.
+    """
+    command = re.sub(r" --emulate-network[ =]('[^']*'|\S+)", "", record.command)
+    return command if record.emulated_hosts else _launched_on(record.num_hosts or 1, record, command)
 
 
 def command_on_real_hosts(record: RunRecord) -> str:
@@ -116,7 +119,7 @@ def command_on_real_hosts(record: RunRecord) -> str:
     """
     if not record.emulated_hosts:
         return ""
-    command = re.sub(r" --emulate-hosts[ =]\d+", "", record.command)
+    command = re.sub(r" --emulate-hosts[ =]\d+", "", train_command(record))
     return _launched_on(record.emulated_hosts, record, command)
 
 

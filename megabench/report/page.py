@@ -136,6 +136,7 @@ def _place(trial: Shown, slug: str) -> dict[str, Any]:
         "groups": group_lines(record),
         "policy": record.placement.policy if record.placement else None,
         "bandwidth": link and _bandwidth(link),
+        "network": record.emulated_network and record.emulated_network.sentence,
     }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from megabench.runtime.namespace import enter_namespace
 from megabench.runtime.process import SAFE_PATH
 
 TERM_GRACE_SECONDS = 5.0
@@ -37,18 +38,23 @@ def die_with_parent() -> None:
 class Child:
     """A process and its log.
 
-    The exit of the process is reported only after all its child processes have been killed.
+    The process runs in the network namespace of the file descriptor `namespace`, if one is given. Its exit is reported
+    only after all its child processes have been killed.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path, namespace: int | None = None
+    ) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         supervisor = os.getpid()
 
-        def die_with_supervisor() -> None:
+        def before_exec() -> None:
             die_with_parent()
             if os.getppid() != supervisor:  # the supervisor ended before this process called prctl
                 os._exit(1)
+            if namespace is not None:
+                enter_namespace(namespace)
 
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -58,7 +64,7 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_supervisor,
+                preexec_fn=before_exec,
             )
 
     @property

@@ -27,6 +27,7 @@ from megabench.settings.bounds import (
     Seconds,
     WeightDecay,
 )
+from megabench.settings.network_limit import NetworkLimit
 from megabench.settings.setting import EngineSettings, Settings, setting
 
 Beta = PositiveFloat  # RunConfig.resolve checks that betas are below 1
@@ -95,6 +96,9 @@ class RunSettings(Settings):
 
     emulate_hosts: NumRanks | None = setting(None, "Engine and layout", "machine", "free")
     """Divide the ranks of one machine into this many emulated hosts that communicate over sockets."""
+
+    emulate_network: NetworkLimit | None = setting(None, "Engine and layout", "machine", "free")
+    """Network of emulated hosts in studies, in GB/s each way and in µs: {gb_per_s: 1.5, latency_us: 50}."""
 
     seq_length: NumTokens | None = setting(
         None,

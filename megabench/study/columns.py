@@ -197,7 +197,10 @@ def _spread(spreads: Mapping[str, Spread]) -> tuple[Callable[[Row], str], Callab
 
 
 def _hosts(row: Row) -> str:
-    return _UNKNOWN if row.num_hosts is None else f"{row.num_hosts}{' emulated' * row.is_emulated}"
+    if row.num_hosts is None:
+        return _UNKNOWN
+    limit = f" at {row.emulated_gb_per_s:g} GB/s" if row.emulated_gb_per_s else ""
+    return f"{row.num_hosts}{' emulated' * row.is_emulated}{limit}"
 
 
 def status_words(row: Row) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 from megabench import shipped
 from megabench.errors import near_names
 from megabench.hardware.facts import gpu_names
+from megabench.runtime.emulated_network import EmulatedNetwork, EmulatedNetworkError
 from megabench.settings.bounds import NumRepeats
 from megabench.settings.reading import parse_yaml
 from megabench.study.expand import expand, list_fields
@@ -24,6 +25,7 @@ from megabench.study.study import (
     Study,
     StudyError,
     StudyFile,
+    Trial,
     hint_in_trial,
     is_valid,
     plan_study,
@@ -113,7 +115,14 @@ class Request:
         """Validate the study and return it for a launch of `num_processes`. Raises StudyError."""
         file = self.read_study()
         self._check_gpus(file)
-        return self._planned(file, num_processes)
+        study = self._planned(file, num_processes)
+        for trial in study.select(self.only):
+            if trial.resolved.emulate_network:
+                raise StudyError(
+                    f"{self.source}: trial {trial.name}: emulate_network needs one process that starts all ranks; "
+                    f"start megabench compare on one machine without torchrun, or omit emulate_network"
+                )
+        return study
 
     def plan_here(self, num_processes: int | None, starts: bool = True) -> tuple[Study, int]:
         """Validate the study, and return it with the number of processes to start on this machine.
@@ -134,6 +143,8 @@ class Request:
         study = self._planned(file, size)
         for trial in study.select(self.only):
             check_data(f"{self.source}: trial {trial.name}", trial.resolved.data)
+            if starts:
+                self._check_network(trial)
             if starts and trial.resolved.device == "cuda" and trial.world_size > num_gpus:
                 raise StudyError(
                     f"{self.source}: trial {trial.name} needs {trial.world_size} GPUs and this machine has {num_gpus}; "
@@ -151,6 +162,17 @@ class Request:
             f"{self.source} needs GPUs, and no NVIDIA GPU was found here. compare --dry-run prints its commands, and "
             f"doctor --cluster examines it for another machine{twin}."
         )
+
+    def _check_network(self, trial: Trial) -> None:
+        """Raise StudyError if the network of a trial cannot be emulated here, by creating the network once."""
+        run = trial.resolved
+        if not (limit := run.emulate_network) or not run.emulate_hosts:
+            return
+        try:
+            with EmulatedNetwork(run.emulate_hosts, limit.gb_per_s, limit.latency_us):
+                pass
+        except EmulatedNetworkError as error:
+            raise StudyError(f"{self.source}: trial {trial.name}: {error}") from None
 
     def _planned(self, file: StudyFile, num_processes: int) -> Study:
         """Validate the study and return it, with the best predicted layouts if --plan is given."""
@@ -217,7 +239,7 @@ def _setting(text: str) -> tuple[str, str, Any]:
         raise StudyError(f"--set {text}: unknown setting {field!r}; {hint_in_trial(field, value)}")
     try:
         parsed = parse_yaml(value)
-        # YAML reads text with a colon as a mapping, but no setting has a mapping as its value
+        # YAML reads text with a colon as a mapping; the only setting with a mapping as its value also accepts its text
         return trial, field, value if isinstance(parsed, dict) else parsed
     except (yaml.YAMLError, ValueError):
         raise StudyError(f"--set {text}: {value!r} is not valid YAML; quote the value as in a study file") from None

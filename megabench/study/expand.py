@@ -10,6 +10,7 @@ from typing import Any
 
 from megabench.config import ResolvedConfig
 from megabench.parallel.layout import GIVEN_SIZES
+from megabench.settings.network_limit import NetworkLimit
 from megabench.specs.registry import PROGRAMS
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
@@ -30,6 +31,7 @@ _BEFORE_NUMBER = {
     "shard_size": "shard",
     "hpz_size": "hpz",
     "emulate_hosts": "hosts",
+    "emulate_network": "network",
     "world_size": "ranks",
 }
 
@@ -93,14 +95,20 @@ def with_fields(stem: str, fields: Mapping[str, Any], form: Callable[[str, str],
     """
     parts = []
     for field, value in fields.items():
-        word = Path(value).stem if field in _FILES else str(value)
-        part = form(field, re.sub(r"[^A-Za-z0-9._+=-]+", "_", word).strip("_"))
+        part = form(field, re.sub(r"[^A-Za-z0-9._+=-]+", "_", _word(field, value)).strip("_"))
         last = stem.rpartition("-")[2]
         if last.isalpha() and part.startswith(last) and part[len(last) :][:1].isdigit():
             stem += part[len(last) :]
         elif f"-{part}-" not in f"-{stem}-":
             parts.append(part)
     return "-".join([stem, *parts])
+
+
+def _word(field: str, value: Any) -> str:
+    """Return the value of a field as it appears in a name."""
+    if field == "emulate_network" and value is not None:
+        return NetworkLimit.model_validate(value).short
+    return Path(value).stem if field in _FILES else str(value)
 
 
 def numbered(names: Iterable[str]) -> list[str]:

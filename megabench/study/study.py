@@ -26,6 +26,7 @@ from megabench.config.record_fields import identity
 from megabench.errors import UserError, near_names
 from megabench.planner.predict import Predictor
 from megabench.settings.bounds import NumRanks, NumRepeats, Seconds
+from megabench.settings.network_limit import NetworkLimit
 from megabench.specs.hints import is_known
 from megabench.specs.registry import PROGRAMS, is_zero3
 from megabench.study.expand import (
@@ -81,6 +82,8 @@ class StudyFile(BaseModel):
     """Time limit of a trial, unless the trial sets it."""
     emulate_hosts: NumRanks | None = None
     """Split the machine into this many hosts."""
+    emulate_network: NetworkLimit | None = None
+    """Bandwidth and latency of the network between the hosts of `emulate_hosts`."""
 
     @classmethod
     def read(cls, path: Path) -> "StudyFile":
@@ -127,7 +130,8 @@ class StudyFile(BaseModel):
     @property
     def defaults(self) -> dict[str, Any]:
         """The settings of all trials that do not override them."""
-        hosts = {"emulate_hosts": self.emulate_hosts} if self.emulate_hosts else {}
+        hosts = {"emulate_hosts": self.emulate_hosts, "emulate_network": self.emulate_network}
+        hosts = {name: value for name, value in hosts.items() if value}
         return {"timeout_seconds": self.timeout_seconds, "repeats": self.repeats} | hosts | self.base
 
 

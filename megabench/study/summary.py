@@ -42,6 +42,7 @@ class Row:
     world_size: int
     num_hosts: int | None
     is_emulated: bool
+    emulated_gb_per_s: float | None
     micro_batch: int
     model: str
     precision: str
@@ -276,6 +277,7 @@ def _row(
         world_size=first.world_size,
         num_hosts=first.num_hosts,
         is_emulated=first.emulated_hosts is not None,
+        emulated_gb_per_s=first.emulated_network.gb_per_s if first.emulated_network else None,
         micro_batch=first.micro_batch,
         model=first.model,
         precision=first.precision,

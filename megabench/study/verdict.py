@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from megabench.record import RunRecord
@@ -246,17 +247,21 @@ def particulars(decision: Decision, device: str) -> list[str]:
 def by_place(decision: Decision, device: str) -> list[str]:
     """Return one sentence about the fastest trial for each number of devices and hosts, if trials differ in them.
 
-    Trials on more devices or hosts lose more time to communication.
+    Trials on more devices or hosts, or over a slower network, lose more time to communication. Emulated hosts without a
+    limited network come after those with one.
     """
-    places: dict[tuple[int, int, bool], list[Row]] = {}
+    places: dict[tuple[int, int, bool, float], list[Row]] = {}
     for row in decision.good:
-        places.setdefault((row.world_size, row.num_hosts or 1, row.is_emulated), []).append(row)
+        place = (row.world_size, row.num_hosts or 1, row.is_emulated, row.emulated_gb_per_s or inf)
+        places.setdefault(place, []).append(row)
     sizes = {size for size, *_ in places}
     if len(places) < 2:
         return []
     said = []
-    for (size, count, is_emulated), rows in sorted(places.items()):
-        on_hosts = f" of {count}{' emulated' * is_emulated} host{'s' * (count > 1)}" * (len(places) > len(sizes))
+    for (size, count, is_emulated, gb_per_s), rows in sorted(places.items()):
+        hosts = f"{count}{' emulated' * is_emulated} host{'s' * (count > 1)}"
+        limit = f" at {gb_per_s:g} GB/s" * (gb_per_s < inf)
+        on_hosts = f" of {hosts}{limit}" * (len(places) > len(sizes))
         fastest = _fastest(rows, decision, "there" if on_hosts else "on as many")
         said.append(f"On {size} {device if size == 1 else devices_word(device)}{on_hosts}, {fastest}.")
     return said

@@ -13,7 +13,9 @@ from typing import Literal
 
 from torch.distributed import PrefixStore
 
+from megabench.hardware.topology import emulated_host
 from megabench.runtime.child import Child, end_all, end_strays, without_launcher
+from megabench.runtime.emulated_network import EmulatedNetwork
 from megabench.runtime.messages import Failure, Progress, read_failure, read_progress
 from megabench.runtime.process import host_name
 from megabench.runtime.rendezvous import PREFIX_VARIABLE
@@ -34,7 +36,10 @@ Stop = Literal["ended", "failed", "timeout"]
 
 @dataclass(frozen=True)
 class Task:
-    """The work of one set of processes: the training command with these flags."""
+    """The work of one set of processes: the training command with these flags.
+
+    `gb_per_s` and `latency_us` are those of the setting `emulate_network`. Without it, `gb_per_s` is None.
+    """
 
     flags: Sequence[str]
     world_size: int
@@ -42,17 +47,29 @@ class Task:
     env: Mapping[str, str]
     logs: Path
     timeout_seconds: float
+    num_emulated_hosts: int = 1
+    gb_per_s: float | None = None
+    latency_us: int = 0
 
 
 class TrialProcesses:
     """The processes of one supervisor for one task.
 
-    `prefix` is the key prefix of the task in the store, and is used only once.
+    `prefix` is the key prefix of the task in the store, and is used only once. `network` connects the task's emulated
+    hosts, if its bandwidth is limited.
     """
 
-    def __init__(self, coordinator: Coordinator, task: Task, trainer: Sequence[str], prefix: str) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        task: Task,
+        trainer: Sequence[str],
+        prefix: str,
+        network: EmulatedNetwork | None = None,
+    ) -> None:
         self._coordinator, self._task, self._prefix = coordinator, task, prefix
         self._command = [*trainer, *task.flags]
+        self._network = network
         self._port = str(coordinator.launch.port)
         store = coordinator.launch.store
         self._messages = store.with_secret_of(prefix) if isinstance(store, SignedStore) else PrefixStore(prefix, store)
@@ -90,12 +107,18 @@ class TrialProcesses:
         for rank in ranks:
             log = self._task.logs / f"rank-{rank}.log"
             try:
-                self._children[rank] = Child(self._command, self._environment(rank), log)
+                self._children[rank] = Child(self._command, self._environment(rank), log, self._namespace(rank))
             except (OSError, ValueError) as error:
                 order = self._notes.add("failed", 1)
                 problem = f"cannot start the process: {error}"
                 end = RankEnd(rank, host_name(), code=1, was_ended=False, order=order, last_line=problem)
                 self._note_end(end)
+
+    def _namespace(self, rank: int) -> int | None:
+        return self._network.namespaces[self._host(rank)] if self._network else None
+
+    def _host(self, rank: int) -> int:
+        return emulated_host(rank, self._task.world_size, self._task.num_emulated_hosts)
 
     def _environment(self, rank: int) -> dict[str, str]:
         task = self._task
@@ -108,7 +131,8 @@ class TrialProcesses:
         placement = self._coordinator.launch.placement_variables(rank, task.world_size)
         store = self._coordinator.launch.store
         secret = {SECRET_VARIABLE: store.secret_of(self._prefix)} if isinstance(store, SignedStore) else {}
-        return environment | dict(task.env) | placement | {PREFIX_VARIABLE: self._prefix} | secret
+        network = self._network.variables(self._host(rank)) if self._network else {}
+        return environment | dict(task.env) | network | placement | {PREFIX_VARIABLE: self._prefix} | secret
 
     def _watch(self, on_progress: Callable[[Progress], None]) -> Stop:
         """Publish which ranks of this supervisor have ended, until the lead decides that the trial is over."""

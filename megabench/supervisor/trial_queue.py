@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from megabench.config import RunConfig
-from megabench.record import RunFailure, RunRecord
+from megabench.record import EmulatedNetworkUsed, RunFailure, RunRecord
+from megabench.runtime.emulated_network import EmulatedNetwork
 from megabench.runtime.messages import Progress
 from megabench.study.study import Trial
 from megabench.supervisor.coordinator import Coordinator
-from megabench.supervisor.root_cause import Verdict, classify_failure
-from megabench.supervisor.trial_process import Task, TrialProcesses
+from megabench.supervisor.root_cause import RankEnd, Verdict, classify_failure
+from megabench.supervisor.trial_process import Stop, Task, TrialProcesses
 
 TRAINER = (sys.executable, "-m", "megabench.train")
 
 
 def task_of(trial: Trial, config: RunConfig, logs: Path) -> Task:
     """Return the task that runs `config` with the resources of `trial`, and writes its record and logs into `logs`."""
-    device = trial.resolved.device
+    device, network = trial.resolved.device, trial.resolved.emulate_network
     return Task(
         flags=config.model_copy(update={"device": device, "out": logs}).flags(),
         world_size=trial.world_size,
@@ -30,16 +31,23 @@ def task_of(trial: Trial, config: RunConfig, logs: Path) -> Task:
         env=trial.env,
         logs=logs,
         timeout_seconds=trial.timeout_seconds,
+        num_emulated_hosts=trial.resolved.emulate_hosts or 1,
+        gb_per_s=network.gb_per_s if network else None,
+        latency_us=network.latency_us if network else 0,
     )
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a task: the record of its rank 0, or the reason why there is none."""
+    """The result of a task: the record of its rank 0, or the reason why there is none.
+
+    `network` is the network between emulated hosts, if its bandwidth was limited.
+    """
 
     record: RunRecord | None
     verdict: Verdict
     num_hosts: int
+    network: EmulatedNetworkUsed | None
 
 
 class TrialQueue:
@@ -55,9 +63,7 @@ class TrialQueue:
     def run(self, task: Task, on_progress: Callable[[Progress], None]) -> Result:
         """Run a task, and wait for its end on every host. Called by the lead."""
         self._coordinator.announce(f"task/{self._count}", {"task": asdict(task) | {"logs": str(task.logs)}})
-        run = TrialProcesses(self._coordinator, task, self._trainer, self._prefix())
-        stop = run.run(on_progress)
-        ends = run.ends()
+        stop, ends, network = self._run_processes(task, on_progress)
         num_hosts = len({end.host for end in ends})
         verdict = classify_failure(ends, stop == "timeout", task.timeout_seconds)
         path, record = task.logs / "record.json", None
@@ -73,7 +79,26 @@ class TrialQueue:
             late = f"its processes had not ended when all was measured: {verdict.error}"
             record = record.model_copy(update={"warnings": [*record.warnings, late]})
             verdict = Verdict("ok")
-        return Result(record, verdict, num_hosts)
+        return Result(record, verdict, num_hosts, network)
+
+    def _run_processes(
+        self, task: Task, on_progress: Callable[[Progress], None]
+    ) -> tuple[Stop, list[RankEnd], EmulatedNetworkUsed | None]:
+        """Run the processes of a task. Return how and where they ended, and the network between emulated hosts.
+
+        A network with limited bandwidth exists only during the task, and is measured before and after it.
+        """
+        if task.gb_per_s is None:
+            run = TrialProcesses(self._coordinator, task, self._trainer, self._prefix())
+            return run.run(on_progress), run.ends(), None
+        port = self._coordinator.launch.port
+        with EmulatedNetwork(task.num_emulated_hosts, task.gb_per_s, task.latency_us, port) as network:
+            before = network.measure()
+            run = TrialProcesses(self._coordinator, task, self._trainer, self._prefix(), network)
+            stop, ends = run.run(on_progress), run.ends()
+            after = network.measure()
+        used = EmulatedNetworkUsed(gb_per_s=task.gb_per_s, latency_us=task.latency_us, before=before, after=after)
+        return stop, ends, used
 
     def end(self, verdict: Any) -> None:
         """Announce that no task is left, and the verdict. Called by the lead."""

@@ -16,6 +16,7 @@ import typer
 from megabench import shipped
 from megabench.config import FIELDS, SETTINGS, ConfigError, RunConfig, as_flag, choices_of, hint, read_yaml_mapping
 from megabench.models.catalog import CATALOG
+from megabench.settings.network_limit import NetworkLimit
 
 # options of `megabench train` that are no settings of a run
 LAUNCH_OPTIONS = {"nproc": "Number of processes [default: one per GPU; without GPUs, tp·cp·pp]."}
@@ -142,6 +143,8 @@ def _plain_type(annotation: Any) -> Any:
         return str if len(arms) > 1 else _plain_type(arms[0])  # "auto" or a number: RunConfig tells them apart
     if get_origin(annotation) is Annotated:
         return arms[0]
+    if annotation is NetworkLimit:
+        return str
     if get_origin(annotation) is tuple:
         return tuple[tuple(_plain_type(arm) for arm in arms)]  # type: ignore[misc]
     if get_origin(annotation) is Literal:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megabench.errors import UserError
 from megabench.hardware.facts import visible_gpus
 from megabench.runtime.child import die_with_parent
+from megabench.runtime.emulated_network import check_emulated_host
 from megabench.runtime.launcher import check_launcher
 from megabench.runtime.process import set_up_process
 from megabench.train.exits import Exits
@@ -38,6 +39,8 @@ def main(find: "Find | None" = None, arguments: Sequence[str] | None = None) -> 
         set_up_process(arguments)
         given = parse_flags(arguments)
         if given is not None:
+            if given.emulate_network:
+                check_emulated_host()
             check_launcher(0 if given.device == "cpu" else len(visible_gpus()), arguments)
     except UserError as error:
         exits.refuse(str(error))

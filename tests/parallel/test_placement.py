@@ -148,6 +148,8 @@ def test_emulated_hosts_split_one_machine():
     halves = split(whole, 4)
     assert [len(ranks) for ranks in halves.ranks_by_host] == [2, 2, 2, 2]
     assert halves.emulated and halves.link(0, 1) == "nvlink" and halves.link(1, 2) == "socket"
+    assert {host.network_gbits for host in halves.hosts} == {None}
+    assert {host.network_gbits for host in split(whole, 4, gb_per_s=1.5).hosts} == {12}
     with pytest.raises(ValueError, match="emulate_hosts=2 splits one machine, but the ranks are on 2 hosts"):
         split(cluster((2, 2), (2, 2)), 2)
     with pytest.raises(ValueError, match="emulate_hosts=3 does not divide the 8 ranks"):

@@ -5,12 +5,13 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html import unescape
 
 import pytest
 
 from megabench.doctor import examine
-from megabench.record import Group, RecordError, read_records, write_records
+from megabench.record import EmulatedNetworkUsed, Group, RecordError, read_records, write_records
 from megabench.report import render, write_report
 from megabench.report.placement_drawing import group_lines
 from megabench.report.trials import StudyView, where_it_ran
@@ -183,6 +184,25 @@ def test_a_command_of_emulated_hosts_is_given_for_real_ones_as_well():
     assert "--tp 8 --emulate-hosts 2 --steps 8</code>" in text, "as it ran"
     assert "Without <code>--emulate-hosts</code> on one machine, the ranking may change" in text
     assert "--emulate-hosts" not in page(STUDIES["normal"]())
+
+
+def test_a_limited_network_is_said_and_left_out_of_the_command():
+    study = STUDIES["emulated"]()
+    network = EmulatedNetworkUsed(gb_per_s=1.5, latency_us=0)
+    limited = "--emulate-hosts 2 --emulate-network '{gb_per_s: 1.5}' --steps 8"
+    records = [
+        record.model_copy(
+            update={
+                "emulated_network": network,
+                "command": record.command.replace("--emulate-hosts 2 --steps 8", limited),
+            }
+        )
+        for record in study.records
+    ]
+    text = page(replace(study, records=tuple(records)))
+    assert "Network between emulated hosts: set to 1.5 GB/s." in text
+    assert "--tp 8 --emulate-hosts 2 --steps 8</code>" in text and "--tp 8 --steps 8</code>" in text
+    assert "without the limited network of its hosts" in text and "--emulate-network" not in text
 
 
 def test_a_command_of_a_cut_model_says_so():

@@ -9,7 +9,7 @@ from megabench.cost.profile import shipped_profiles
 from megabench.doctor import examine
 from megabench.errors import UserError
 from megabench.planner.predict import Predictor
-from megabench.record import Prediction, RunRecord
+from megabench.record import EmulatedNetworkUsed, Prediction, RunRecord
 from megabench.report import StudyRecords, write_report
 from megabench.study.compare_request import Request
 from megabench.study.planned_trials import Planning, regret_sentence
@@ -76,6 +76,20 @@ def test_the_same_layout_on_fewer_ranks_is_another(study: Path, profile: Path):
     study.write_text(STUDY + f"  - {best | {'world_size': 1}}\n")
     again, predictor = Planning(1, profile=profile).extend(StudyFile.read(study), study, 2)
     assert len(again.trials) == 4 and list(predictor.planned) == ["plan-1"]
+
+
+def test_a_limited_network_of_emulated_hosts_slows_the_predictions(study: Path, profile: Path) -> None:
+    seconds = []
+    for limit in (None, 4.0, 0.1):
+        network = f", emulate_network: {{gb_per_s: {limit}}}" if limit else ""
+        study.write_text(STUDY.replace("device: cpu", f"device: cpu, emulate_hosts: 2{network}"))
+        planned, _ = Request(study, study.parent, planning=Planning(1, profile=profile)).plan_here(2, starts=False)
+        used = EmulatedNetworkUsed(gb_per_s=limit, latency_us=0) if limit else None
+        record = make_record([5.0], engine="ddp", emulated_hosts=2, emulated_network=used)
+        seconds.append(planned.predictor.predict(record).step_seconds)
+        assert {host.network_gbits for host in planned.predictor.topology.hosts} == {limit and limit * 8}
+        assert planned.predictor.predict(make_record([5.0], engine="ddp")).step_seconds == seconds[0]
+    assert seconds[0] < seconds[1] < seconds[2], "the profile's sockets reach 5.3 GB/s"
 
 
 def test_a_plan_whose_trials_are_not_selected_is_refused(study: Path, profile: Path) -> None:

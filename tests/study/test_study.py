@@ -9,6 +9,7 @@ import pytest
 from megabench.study.compare_request import Request
 from megabench.study.expand import SAFE_NAME, expand, numbered, with_fields
 from megabench.study.study import Study, StudyError, StudyFile, plan_study
+from megabench.train.flags import parse_flags
 
 BASE = "base: {model: llama-tiny, world_size: 4}\n"
 
@@ -74,6 +75,10 @@ trials:
         ("pp: 4, vp: [1, 2]", "pp4 pp4-vp2"),
         ("tp: 2, pp: 2, micro_batch: [2, 4]", "tp2-pp2-mb2 tp2-pp2-mb4"),
         ("engine: deepspeed, zero_stage: 1, precision: [bf16, fp32]", "zero1-bf16 zero1-fp32"),
+        (
+            "tp: 2, emulate_hosts: 2, emulate_network: [{gb_per_s: 1.5}, {gb_per_s: 3, latency_us: 50}]",
+            "tp2-dp2-network1.5 tp2-dp2-network3-50us",
+        ),
     ],
 )
 def test_names_read_as_people_write_them(plan, entry, expected):
@@ -172,6 +177,13 @@ def test_repeats_run_in_rounds_of_all_trials_that_have_so_many(plan):
         ("trials: [{tp: []}, {}]", "trial 1: tp is an empty list"),
         ("trials: [{steps: 3, warmup_steps: 3}]", "steps=3 leaves no step to time after warmup_steps=3"),
         ("trials: [{on_nan: rollback}]", "trial 1 (on_nan=rollback): on_nan=rollback works only with megabench train"),
+        ("trials: [{emulate_network: {gb_per_s: 1}}]", "use emulate_hosts=2 or more, or omit emulate_network"),
+        ("trials: [{emulate_hosts: 1, emulate_network: {gb_per_s: 1}}]", "but emulate_hosts=1; use emulate_hosts=2"),
+        ("emulate_network: {gb_per_s: 1}\ntrials: [{tp: 2}]", "limits the network between emulated hosts"),
+        ("emulate_network: fast\ntrials: [{tp: 2}]", "emulate_network=fast is no bandwidth and latency"),
+        ("trials: [{emulate_network: {gb_per_s: 0}}]", "emulate_network={'gb_per_s': 0} is no bandwidth and latency"),
+        ("trials: [{emulate_network: {gb: 1}}]", "use a mapping such as {gb_per_s: 1.5, latency_us: 50}"),
+        ("trials: [{emulate_network: 2}]", "emulate_network=2 is no bandwidth and latency"),
         ("trials: [{tp: 2, tp: 4}]", "tp occurs twice"),
         ("trials: [3]", "trials=3 is not valid"),
         ("trials: [{tp: 2}]\nrepeat: 2", "unknown setting 'repeat'; did you mean repeats?"),
@@ -308,6 +320,26 @@ def test_the_command_line_sets_fields_of_the_base(tmp_path):
     assert study.name == "study" and StudyFile.read(path).base["model"] == "llama-tiny"
     emulated = Request(path, tmp_path, emulate_hosts=2).plan_here(2)[0]
     assert emulated.as_run and "emulate_hosts: 2" in emulated.as_run
+
+
+def test_the_network_of_emulated_hosts_is_set_for_all_trials_or_on_the_command_line(tmp_path, plan):
+    head = BASE + "emulate_hosts: 2\nemulate_network: {gb_per_s: 2}\n"
+    study = plan(head + "trials: [{tp: 2}, {tp: 4, emulate_network: {gb_per_s: 0.5}}, {tp: 4, emulate_network: null}]")
+    limits = [trial.resolved.emulate_network for trial in study.trials]
+    assert [limit and limit.gb_per_s for limit in limits] == [2, 0.5, None]
+    command = study.trials[1].config.command(4)
+    assert "--emulate-hosts 2 --emulate-network '{gb_per_s: 0.5}'" in command
+    assert parse_flags(study.trials[1].config.flags()) == study.trials[1].config
+    path = tmp_path / "study.yaml"
+    for value in ("{gb_per_s: 3, latency_us: 50}", "gb_per_s: 3.0"):
+        request = Request(path, tmp_path, settings=(f"emulate_network={value}",))
+        changed, _ = request.plan_here(4, starts=False)
+        limit = changed.trials[0].resolved.emulate_network
+        assert limit.gb_per_s == 3 and limit.latency_us == 50 * ("latency" in value)
+        path.write_text(changed.as_run)
+    assert StudyFile.read(path).emulate_network.gb_per_s == 2
+    with pytest.raises(StudyError, match="start megabench compare on one machine without torchrun"):
+        Request(path, tmp_path).plan_launched(4)
 
 
 def test_the_command_line_sets_the_repeats_of_all_trials(tmp_path):

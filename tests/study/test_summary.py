@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megabench.record import RunRecord
+from megabench.record import EmulatedNetworkUsed, RunRecord
 from megabench.study.parity import judge_parity
 from megabench.study.summary import summarize, write_csv
 from megabench.study.table import show
@@ -80,6 +80,10 @@ def test_each_number_of_hosts_has_its_own_fastest():
     assert "On 2 GPUs of 1 host, dp is fastest, 1.20 × ZeRO-3 there (zero3).\n" in text
     assert "On 2 GPUs of 2 emulated hosts, pp2-across is fastest, 2.75 × ZeRO-3 there (zero3-across).\n" in text
     assert "On 2" not in shown(records[:2])
+    slow = {"emulated_network": EmulatedNetworkUsed(gb_per_s=0.5, latency_us=0)}
+    text = shown([*records, make_record([6.0], 90, trial="pp2-slow", **slow, **TWO_HOSTS)])
+    assert "On 2 GPUs of 2 emulated hosts at 0.5 GB/s, pp2-slow is the only trial.\n" in text
+    assert "On 2 GPUs of 2 emulated hosts, pp2-across is fastest" in text and "| 2 emulated at 0.5 GB/s |" in text
 
 
 def test_a_place_has_no_winner_within_the_spread_and_zero3_none_over_itself():

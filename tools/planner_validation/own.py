@@ -117,11 +117,12 @@ def row_of(record: RunRecord, study: Sequence[RunRecord]) -> Row | None:
 def _topology(record: RunRecord, study: Sequence[RunRecord]) -> Topology:
     """Return the topology of a record: equal hosts, emulated or real, with NVLink inside each host.
 
-    The bandwidth between hosts is the median over the study's runs with the same number of hosts and ranks. A single
-    bandwidth measurement takes about one second, and two measurements of one link differ by about 20%.
+    The bandwidth between hosts is the median over the study's runs with the same number of hosts and ranks, and with
+    the same limit of `emulate_network`. A single bandwidth measurement takes about one second, and two measurements of
+    one link differ by about 20%.
     """
     hosts = record.num_hosts or 1
-    same = [other for other in study if (other.num_hosts, other.world_size) == (record.num_hosts, record.world_size)]
+    same = [other for other in study if _network(other) == _network(record)]
     measured = [other.link_bandwidth for other in same if other.link_bandwidth]
     ring = _median_gbits([link.all_gather_gb_per_s for link in measured])
     host = Host(
@@ -135,6 +136,11 @@ def _topology(record: RunRecord, study: Sequence[RunRecord]) -> Topology:
     )
     size = record.world_size // hosts
     return build([(host, size, size)] * hosts)
+
+
+def _network(record: RunRecord) -> object:
+    """Return what two runs have in common if their hosts have the same network."""
+    return record.num_hosts, record.world_size, record.emulated_network and record.emulated_network.gb_per_s
 
 
 def _median_gbits(gb_per_s: Sequence[float]) -> float | None:
