@@ -5,6 +5,7 @@ functions of a `TrainSpec`, and its other settings as the flags of torchtitan's 
 """
 
 import dataclasses
+import json
 import os
 import re
 import tempfile
@@ -32,14 +33,14 @@ from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAda
 from torchtitan.protocols.train_spec import register_train_spec
 from torchtitan.train import Trainer
 
-from megabench import shipped
 from megabench.checkpoint.shards import Block, StateShard, TrainingState
 from megabench.config import ResolvedConfig
-from megabench.data.batch import Batch, micro_batches
+from megabench.data.batch import micro_batches
 from megabench.data.source import TokenSource
 from megabench.engines.base import EngineError, StepResult
 from megabench.engines.common.optim import parameter_groups
 from megabench.engines.common.transformers_engine import local_part
+from megabench.errors import one_line
 from megabench.models.mapping import Piece
 from megabench.models.shape import ModelShape
 from megabench.optim.optimizers import StateKind
@@ -48,7 +49,7 @@ from megabench.parallel.layout import rank_groups
 from megabench.programs.initial_model import initial_model
 from megabench.programs.program import Follower, Program
 from megabench.record import KernelTraits
-from megabench.specs.torchtitan import REPLACED, TorchtitanSettings, is_ddp, value
+from megabench.specs.torchtitan import REPLACED, batch_of_pass, compiles, is_ddp, value, without_replaced
 
 _NAME = "megabench"  # of the model, and of its only size
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")  # in the names of wrapped parameters
@@ -82,7 +83,7 @@ class Torchtitan(Program):
 
     def train(self, source: TokenSource, follower: Follower) -> None:
         def build_dataloader(dp_rank: int, **_: Any) -> _Batches:
-            return _Batches(source, self.run, dp_rank)
+            return _Batches(source, self.run, dp_rank, batch_of_pass(self.run, self._config))
 
         def build_metrics(job: JobConfig, dimensions: Any, *_: Any) -> MetricsProcessor:
             return _Metrics(job, dimensions, self, follower)
@@ -99,7 +100,7 @@ class Torchtitan(Program):
         )
         register_train_spec(_NAME, spec)
         with tempfile.TemporaryDirectory() as folder:
-            self._trainer = _Trainer(job_config(self.run, self._folder, Path(folder)), follower)
+            self._trainer = _Trainer(job_config(self.run, self._config, self._folder, Path(folder)), follower)
             self._trainer.optimizers.register_step_pre_hook(lambda *_: self._before_update(follower))
             self._note_rates()
             self._trainer.train()
@@ -208,19 +209,19 @@ class Torchtitan(Program):
 
     @property
     def kernels(self) -> dict[str, str]:
-        is_compiled = bool(value(self._config, "compile.enable"))
-        parts = dict.fromkeys(("norm", "rope", "activation"), "torch.compile" if is_compiled else "torch, unfused")
-        loss = "torch.compile, fp32 logits" if is_compiled else "torch, fp32 logits"
+        parts = dict.fromkeys(("norm", "rope", "activation"), self._maker("model"))
         optimizer = type(self._trainer.optimizers.optimizers[0]).__name__
         attention = "torch scaled_dot_product_attention"
+        loss = f"{self._maker('loss')}, fp32 logits"
         return {**parts, "attention": attention, "cross_entropy": loss, "optimizer": optimizer}
+
+    def _maker(self, component: str) -> str:
+        return "torch.compile" if compiles(self._config, component) else "torch, unfused"
 
     @property
     def kernel_traits(self) -> KernelTraits:
-        is_compiled = bool(value(self._config, "compile.enable"))
-        return KernelTraits(
-            flash_attention=True, fused_norm=is_compiled, fused_activation=is_compiled, fused_loss=False
-        )
+        is_fused = compiles(self._config, "model")
+        return KernelTraits(flash_attention=True, fused_norm=is_fused, fused_activation=is_fused, fused_loss=False)
 
 
 class _Trainer(Trainer):
@@ -267,18 +268,16 @@ class _Metrics(MetricsProcessor):
 
 
 class _Batches(BaseDataLoader):
-    """The batches of a data-parallel rank: inputs and labels [B, S], with all micro-batches of a pipeline at once."""
+    """The batches of a data-parallel rank: inputs and labels [B, S] of `num_sequences` sequences."""
 
-    def __init__(self, source: TokenSource, run: ResolvedConfig, dp_rank: int) -> None:
-        self._source, self._run, self._dp_rank = source, run, dp_rank
+    def __init__(self, source: TokenSource, run: ResolvedConfig, dp_rank: int, num_sequences: int) -> None:
+        self._source, self._run, self._dp_rank, self._num_sequences = source, run, dp_rank, num_sequences
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         for step in count():
             batches = micro_batches(self._source, self._run, self._dp_rank, step)
-            if self._run.layout.pp > 1:
-                batches = [Batch(torch.cat([batch.tokens for batch in batches]))]
-            for batch in batches:
-                yield {"input": batch.inputs}, batch.labels
+            for tokens in torch.cat([batch.tokens for batch in batches]).split(self._num_sequences):
+                yield {"input": tokens[:, :-1]}, tokens[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -287,20 +286,35 @@ class _Batches(BaseDataLoader):
         """torchtitan loads no state, because it does not resume."""
 
 
-def job_config(run: ResolvedConfig, model: Path, folder: Path) -> JobConfig:
-    """Return the job configuration: the user's TOML file, and the run's settings as flags. Raises EngineError."""
-    path = TorchtitanSettings.of(run).torchtitan_config
-    flags = [f"--job.config_file={shipped.find('torchtitan', path)}"] if path else []
-    flags += [f"--{name}={given}" for name, given in settings(run, model, folder).items()]
+def job_config(run: ResolvedConfig, content: Mapping[str, Any], model: Path, folder: Path) -> JobConfig:
+    """Return the job configuration: the user's settings that are not replaced, and the run's as flags.
+
+    `content` is the user's TOML file. Files go to `folder`. Raises EngineError.
+    """
+    file = folder / "job.toml"
+    file.write_text("\n".join(toml_lines(without_replaced(content))), encoding="utf-8")
+    flags = [f"--{name}={given}" for name, given in settings(run, content, model, folder).items()]
     try:
-        return ConfigManager().parse_args([*flags, "--checkpoint.enable", *_LOAD_ONLY])
-    except (SystemExit, ValueError, TypeError, KeyError) as error:
-        raise EngineError(f"torchtitan refuses the settings of the trial: {error}") from None
+        return ConfigManager().parse_args([f"--job.config_file={file}", *flags, "--checkpoint.enable", *_LOAD_ONLY])
+    except (SystemExit, Exception) as error:
+        raise EngineError(f"torchtitan refuses the settings of the trial: {one_line(error)}") from None
 
 
-def settings(run: ResolvedConfig, model: Path, folder: Path) -> dict[str, Any]:
+def toml_lines(content: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """Yield the lines of a TOML file. Its strings, numbers, booleans and arrays of them are those of JSON."""
+    tables = {name: found for name, found in content.items() if isinstance(found, Mapping)}
+    if section:
+        yield f"[{section}]"
+    for name, found in content.items():
+        if name not in tables:
+            yield f"{name} = {json.dumps(found, ensure_ascii=False)}"
+    for name, found in tables.items():
+        yield from toml_lines(found, f"{section}.{name}" if section else name)
+
+
+def settings(run: ResolvedConfig, content: Mapping[str, Any], model: Path, folder: Path) -> dict[str, Any]:
     """Return the settings of torchtitan that follow from the run, by their flags (torchtitan/config/job_config.py)."""
-    layout, pipeline = run.layout, run.layout.pp > 1
+    layout = run.layout
     return {
         "job.dump_folder": folder,
         "model.name": _NAME,
@@ -310,7 +324,7 @@ def settings(run: ResolvedConfig, model: Path, folder: Path) -> dict[str, Any]:
         "metrics.log_freq": 1,
         "training.steps": run.steps + run.profile,
         "training.seq_len": run.seq_length,
-        "training.local_batch_size": run.micro_batch * (run.num_micro_batches if pipeline else 1),
+        "training.local_batch_size": batch_of_pass(run, content),
         "training.global_batch_size": run.global_batch,
         "training.max_norm": run.clip_grad,
         "training.mixed_precision_param": _DTYPES[run.policy.compute],

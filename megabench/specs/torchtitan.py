@@ -40,7 +40,9 @@ REPLACED = frozenset(
     | {"model.hf_assets_path", "model.tokenizer_path", "training.dataset", "training.dataset_path"}
 )
 _FLOAT8 = "quantize.linear.float8"
+_REPLICAS = "parallelism.data_parallel_replicate_degree"
 _REFUSED = {
+    "experimental.custom_import": ("", "runs no other code here"),
     "training.dtype": ("float32", "has no fp32 weights then, which the runs to compare with have"),
     "optimizer.name": ("AdamW", "is compared with AdamW"),
     "optimizer.early_step_in_backward": (False, "does not clip then"),
@@ -68,7 +70,7 @@ class Torchtitan(EngineSpec):
 
     def read_file(self, run: RunSettings, given: Mapping[str, Any]) -> Mapping[str, Any]:
         path = TorchtitanSettings.of(run).torchtitan_config
-        return check_same(path, settings_of(_content(path) or {}, path), given)
+        return check_same(path, settings_of(_content(path) or {}, path, run.pp), given)
 
     def check(self, run: ResolvedRun) -> None:
         if (found := _installed()) != _VERSION:
@@ -90,6 +92,11 @@ class Torchtitan(EngineSpec):
                 f"torchtitan computes in fp8 if its TOML file has the converter {_FLOAT8}; use "
                 f"torchtitan_config=float8 and precision=fp8, or neither"
             )
+        if run.num_layers_at_start_in_bf16 or run.num_layers_at_end_in_bf16:
+            raise ConfigError(
+                f"torchtitan keeps layers in bf16 by {_FLOAT8}.filter_fqns; omit num_layers_at_start_in_bf16 and "
+                f"num_layers_at_end_in_bf16"
+            )
         if not run.clip_grad:
             raise ConfigError("torchtitan always clips; use a large clip_grad, e.g. 1e9")
 
@@ -100,8 +107,10 @@ class Torchtitan(EngineSpec):
         other: dict[str, Any] = {} if run.grad_dtype == "fp32" else {"grad_dtype": "fp32"}
         if run.fp8_recipe:
             content = _content(TorchtitanSettings.of(run).torchtitan_config) or {}
-            recipe = value(content, f"{_FLOAT8}.recipe_name", "tensorwise")
-            other["fp8"] = Fp8Work(recipe=f"{recipe} of torchao")
+            left_out = value(content, f"{_FLOAT8}.filter_fqns", [])
+            words = [value(content, f"{_FLOAT8}.recipe_name", "tensorwise"), "of torchao"]
+            words += [f"without {' and '.join(sorted(left_out))}"] if left_out else []
+            other["fp8"] = Fp8Work(recipe=" ".join(words))
         return other
 
     def reads_state(self, run: ResolvedRun) -> bool:
@@ -109,10 +118,10 @@ class Torchtitan(EngineSpec):
 
     def mode(self, options: Options) -> str:
         content = _content(options.get("torchtitan_config")) or {}
-        replicas = value(content, "parallelism.data_parallel_replicate_degree", 1)
+        replicas = degree(content, _REPLICAS)
         words = [f"{replicas} replicas" if replicas > 1 else "FSDP2"]
         words += ["async TP"] * bool(value(content, "parallelism.enable_async_tensor_parallel"))
-        words += ["compiled"] * bool(value(content, "compile.enable"))
+        words += ["compiled"] * compiles(content, "model")
         return ", ".join(words)
 
     def recorded(self, options: Options) -> Mapping[str, Any]:
@@ -131,24 +140,65 @@ def value(content: Config, name: str, default: Any = None) -> Any:
     return found
 
 
+def without_replaced(content: Config) -> dict[str, Any]:
+    """Return the sections without the settings that a measured run sets itself."""
+    kept = {}
+    for section, settings in content.items():
+        if section in REPLACED:
+            continue
+        given = settings.items() if isinstance(settings, Mapping) else ()
+        kept[section] = {name: found for name, found in given if f"{section}.{name}" not in REPLACED}
+    return kept
+
+
+def degree(content: Config, name: str, default: int = 1) -> int:
+    """Return a number of ranks, micro-batches or sequences: a whole number above 0. Raises ConfigError."""
+    found = value(content, name, default)
+    if not isinstance(found, int) or isinstance(found, bool) or (found < 1 and found != default):
+        raise ConfigError(f"{name}={found!r} in the TOML file of torchtitan must be a whole number above 0")
+    return found
+
+
 def has_float8(content: Config) -> bool:
-    """Return whether the file selects fp8 products."""
-    return _FLOAT8 in value(content, "model.converters", [])
+    """Return whether the file selects fp8 products. Raises ConfigError for another conversion of the model."""
+    converters = value(content, "model.converters", [])
+    if converters not in ([], [_FLOAT8]):
+        raise ConfigError(f'model.converters={converters!r} is other work; use ["{_FLOAT8}"], or omit it')
+    return bool(converters)
+
+
+def compiles(content: Config, component: str) -> bool:
+    """Return whether torch.compile fuses the operations of a component, "model" or "loss"."""
+    is_fused = bool(value(content, "compile.enable")) and value(content, "compile.backend", "inductor") == "inductor"
+    return is_fused and component in value(content, "compile.components", ["model", "loss"])
 
 
 def is_ddp(layout: Layout, content: Config) -> bool:
     """Return whether torchtitan uses DDP: replicas without shards, and without another parallelism."""
-    replicas = value(content, "parallelism.data_parallel_replicate_degree", 1)
+    replicas = degree(content, _REPLICAS)
     return replicas > 1 and replicas == layout.world_size
 
 
-def settings_of(content: Config, path: Path | None) -> dict[str, Any]:
-    """Return the settings of a run that a TOML file of torchtitan contains. Raises ConfigError."""
+def batch_of_pass(run: ResolvedRun, content: Config) -> int:
+    """Return the sequences of a data-parallel rank in one pass forward and backward (training.local_batch_size).
+
+    A pipeline splits them into micro-batches. If the file does not say how many, one pass has all of them.
+    """
+    if run.layout.pp == 1:
+        return run.micro_batch
+    return degree(content, "training.local_batch_size", run.micro_batch * run.num_micro_batches)
+
+
+def settings_of(content: Config, path: Path | None, pp: int) -> dict[str, Any]:
+    """Return the settings of a run that a TOML file of torchtitan contains. Raises ConfigError.
+
+    `pp` is that of the run. In a pipeline, the file's local_batch_size is not the micro-batch.
+    """
     said = {run: found for name, run in _SETTINGS.items() if (found := value(content, name)) is not None}
-    if said.get("global_batch", 1) < 0:
-        del said["global_batch"]  # torchtitan's default: one micro-batch per rank
+    if said.get("global_batch") == -1:
+        del said["global_batch"]  # torchtitan's default
     size = "training.local_batch_size"
-    if said.get("pp", 1) > 1:
+    if max(pp, degree(content, "parallelism.pipeline_parallel_degree")) > 1:
         size = "parallelism.pipeline_parallel_microbatch_size"
     if (micro_batch := value(content, size)) is not None:
         said["micro_batch"] = micro_batch
@@ -157,10 +207,11 @@ def settings_of(content: Config, path: Path | None) -> dict[str, Any]:
         said["betas"] = (betas[0] or 0.9, betas[1] or 0.95)
     if said.get("recompute") == "memory_budget":
         raise ConfigError(f"{path} sets activation_checkpoint.mode=memory_budget; use none, selective or full")
+    dtype = value(content, "training.mixed_precision_param")
     if has_float8(content):
         said["precision"] = "fp8"
-    elif value(content, "training.mixed_precision_param") == "float32":
-        said["precision"] = "fp32"
+    elif dtype:
+        said["precision"] = {"bfloat16": "bf16", "float32": "fp32"}.get(dtype, dtype)
     return said
 
 
@@ -181,21 +232,32 @@ def _check_model(run: ResolvedRun) -> None:
 def _check_layout(run: ResolvedRun, content: Config) -> None:
     """Raise ConfigError for a layout that torchtitan refuses, or in which it ignores the precision."""
     layout = run.layout
-    replicas = value(content, "parallelism.data_parallel_replicate_degree", 1)
-    if layout.data_parallel % replicas:
+    replicas, shards = degree(content, _REPLICAS), degree(content, "parallelism.data_parallel_shard_degree", -1)
+    if layout.data_parallel % replicas or shards not in (-1, layout.data_parallel // replicas):
         raise ConfigError(
-            f"data_parallel_replicate_degree={replicas} does not divide the {layout.data_parallel} data-parallel ranks"
+            f"{_REPLICAS}={replicas} and data_parallel_shard_degree={shards} do not fit the {layout.data_parallel} "
+            f"data-parallel ranks of {layout}; omit data_parallel_shard_degree, and use a number of replicas that "
+            f"divides them"
         )
     is_sharded = layout.data_parallel > replicas or layout.cp > 1
-    if layout.tp * layout.pp > 1 and not is_sharded and run.policy.compute != "fp32":
+    has_other_axes = layout.tp * layout.pp > 1
+    if has_other_axes and replicas > 1 and not is_sharded:
+        raise ConfigError(f"torchtitan has no DDP beside TP or PP; omit {_REPLICAS}, or use fewer replicas")
+    if has_other_axes and not is_sharded and run.policy.compute != "fp32":
         raise ConfigError(
             f"torchtitan computes in fp32 with TP or PP but without FSDP; use dp=2 or more, or precision=fp32, not "
             f"precision={run.precision} with {layout}"
         )
     divisor = 2 * layout.tp * layout.cp
-    if layout.cp > 1 and run.seq_length % divisor:
+    if run.seq_length % divisor:
         raise ConfigError(
             f"torchtitan divides the sequence by 2·tp·cp = {divisor}; use a multiple, not seq_length={run.seq_length}"
+        )
+    size = batch_of_pass(run, content)
+    if size % run.micro_batch or (run.micro_batch * run.num_micro_batches) % size:
+        raise ConfigError(
+            f"training.local_batch_size={size} must be a multiple of micro_batch={run.micro_batch} and divide the "
+            f"{run.micro_batch * run.num_micro_batches} sequences of a data-parallel rank; use another, or omit it"
         )
 
 

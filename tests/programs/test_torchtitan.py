@@ -1,5 +1,6 @@
 """The settings of the program torchtitan, which are checked before any process starts."""
 
+import tomllib
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from megabench.config import ConfigError, RunConfig
+from megabench.programs.torchtitan import toml_lines
 from megabench.specs import torchtitan
 from megabench.train.run_record import work_class
 
@@ -79,7 +81,45 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an optimizer": ("[optimizer]\nname = 'Adam'", {}, "sets optimizer.name=Adam, but torchtitan is compared with"),
     "bf16 weights": ("[training]\ndtype = 'bfloat16'", {}, "sets training.dtype=bfloat16, but torchtitan has no fp32"),
     "a budget": ("[activation_checkpoint]\nmode = 'memory_budget'", {}, "use none, selective or full"),
-    "replicas": ("[parallelism]\ndata_parallel_replicate_degree = 3", {}, "does not divide the 4 data-parallel ranks"),
+    "replicas": (
+        "[parallelism]\ndata_parallel_replicate_degree = 3",
+        {},
+        "do not fit the 4 data-parallel ranks of dp4",
+    ),
+    "no replica": ("[parallelism]\ndata_parallel_replicate_degree = 0", {}, "=0 in the TOML .* must be a whole number"),
+    "text": ("[parallelism]\npipeline_parallel_degree = '2'", {}, "='2' in the TOML .* must be a whole number above 0"),
+    "shards": (
+        "[parallelism]\ndata_parallel_shard_degree = 8",
+        {},
+        "do not fit the 4 data-parallel ranks of dp4; omit",
+    ),
+    "DDP beside TP": (
+        "[parallelism]\ndata_parallel_replicate_degree = 2",
+        {"tp": 2, "precision": "fp32"},
+        "torchtitan has no DDP beside TP or PP; omit",
+    ),
+    "passes": (
+        "[training]\nlocal_batch_size = 3",
+        {"pp": 2, "micro_batch": 2},
+        "local_batch_size=3 must be a multiple of",
+    ),
+    "other converters": (
+        "[model]\nconverters = ['quantize.linear.mx']",
+        {},
+        "is other work; use .*float8.*, or omit it",
+    ),
+    "no list": ("[model]\nconverters = true", {}, "model.converters=True is other work"),
+    "own code": ("[experimental]\ncustom_import = 'mine'", {}, "but torchtitan runs no other code here; remove it"),
+    "layers in bf16": (
+        "[model]\nconverters = ['quantize.linear.float8']",
+        {"device": "cuda", "num_layers_at_start_in_bf16": 1},
+        "keeps layers in bf16 by quantize.linear.float8.filter_fqns; omit",
+    ),
+    "a dtype": (
+        "[training]\nmixed_precision_param = 'bfloat16'",
+        {"precision": "fp32"},
+        "sets precision=bf16, but the run",
+    ),
     "fp16": ("", {"precision": "fp16", "device": "cuda"}, "torchtitan has no precision=fp16; use bf16, fp8 or fp32"),
     "fp8 without a converter": ("", {"precision": "fp8"}, "use torchtitan_config=float8 and precision=fp8, or neither"),
     "bf16 without FSDP": (
@@ -146,4 +186,21 @@ def test_other_work_has_a_class_of_its_own() -> None:
     source: Any = SimpleNamespace(name="stdlib", sha256="0" * 64)
     assert work_class(resolve(precision="bf16", grad_dtype="bf16"), source).grad_dtype == "fp32"
     fp8 = work_class(resolve(torchtitan_config="float8", device="cuda"), source).fp8
-    assert fp8 and fp8.recipe == "tensorwise of torchao"
+    assert fp8 and fp8.recipe == "tensorwise of torchao without output"
+
+
+def test_compiled_components_are_told_apart() -> None:
+    assert torchtitan.compiles({"compile": {"enable": True}}, "loss")
+    assert not torchtitan.compiles({"compile": {"enable": True, "components": ["loss"]}}, "model")
+    assert not torchtitan.compiles({"compile": {"enable": True, "backend": "eager"}}, "model")
+
+
+def test_a_written_file_has_the_settings_that_are_not_replaced() -> None:
+    given = {"model": {"name": "llama3", "converters": ["a"]}, "metrics": {"log_freq": 3}}
+    given |= {
+        "quantize": {"linear": {"float8": {"emulate": True, "filter_fqns": ["output"]}}},
+        "compile": {"enable": True},
+    }
+    kept = torchtitan.without_replaced(given)
+    assert kept == {name: part for name, part in given.items() if name != "metrics"} | {"model": {"converters": ["a"]}}
+    assert tomllib.loads("\n".join(toml_lines(kept))) == kept

@@ -18,9 +18,9 @@ trials:
 TRIALS = {
     2: """
   - {name: tp2, tp: 2}
-  - {name: fsdp, program: torchtitan, torchtitan_config: logged.toml}
+  - {name: fsdp, program: torchtitan, torchtitan_config: replaced.toml}
   - {name: tp, program: torchtitan, tp: 2}
-  - {name: pp, program: torchtitan, pp: 2, micro_batch: 1}
+  - {name: pp, program: torchtitan, pp: 2, micro_batch: 1, torchtitan_config: passes.toml}
   - {name: recompute, program: torchtitan, recompute: selective}
   - {name: replicas, program: torchtitan, torchtitan_config: replicas.toml}
   - {name: changed, program: torchtitan, callbacks: "planted:Changed"}
@@ -31,6 +31,23 @@ TRIALS = {
   - {name: replicas-of-shards, program: torchtitan, torchtitan_config: replicas.toml}
 """,
 }
+REPLACED = """
+[metrics]
+log_freq = 50
+
+[profiling]
+enable_profiling = true
+save_traces_folder = "{folder}/traces"
+
+[validation]
+enable = true
+
+[checkpoint]
+folder = "{folder}/checkpoint"
+
+[training]
+gc_freq = 10
+"""
 PLANTED = """
 from megabench.train.callbacks import Callback
 
@@ -44,10 +61,12 @@ class Changed(Callback):
 
 def run(folder: Path, world_size: int) -> tuple[int, str, dict[str, RunRecord]]:
     (folder / "replicas.toml").write_text("[parallelism]\ndata_parallel_replicate_degree = 2\n")
-    (folder / "logged.toml").write_text("[metrics]\nlog_freq = 50\n\n[training]\ngc_freq = 10\n")
+    (folder / "passes.toml").write_text("[training]\nlocal_batch_size = 4\n")
+    (folder / "checkpoint").mkdir()  # torchtitan would not load the study's weights if this were its own directory
+    (folder / "replaced.toml").write_text(REPLACED.format(folder=folder))
     (folder / "planted.py").write_text(PLANTED)
     study = STUDY.replace("WORLD", str(world_size)) + TRIALS[world_size].strip("\n") + "\nreference: tp2\n"
-    for name in ("replicas", "logged"):
+    for name in ("replicas", "passes", "replaced"):
         study = study.replace(f"{name}.toml", str(folder / f"{name}.toml"))
     (folder / "study.yaml").write_text(study)
     path = f"{REPOSITORY}:{folder}"
@@ -94,7 +113,7 @@ def test_another_weight_shows(two: dict[str, RunRecord]) -> None:
 def test_the_record_says_what_ran(two: dict[str, RunRecord]) -> None:
     fsdp = two["fsdp"]
     assert fsdp.engine == "torchtitan" and fsdp.options["torchtitan_config"]["training"] == {"gc_freq": 10}
-    assert any("metrics" in warning for warning in fsdp.warnings)
+    assert any("checkpoint, metrics, profiling, validation" in warning for warning in fsdp.warnings)
     assert any("the loss is multiplied by" in warning for warning in two["pp"].warnings)
     assert fsdp.kernels and fsdp.kernels["norm"] == "torch, unfused"
     assert fsdp.environment and "torchtitan" in fsdp.environment.versions
