@@ -15,6 +15,7 @@ from megabench.config.auto import apply_setting
 from megabench.doctor.write_findings import write_head
 from megabench.errors import UserError
 from megabench.record import RunFailure, RunRecord
+from megabench.runtime.emulated_network import EmulatedNetworkError
 from megabench.runtime.process import collect_garbage
 from megabench.runtime.run_lock import RunLockedError
 from megabench.specs.registry import PROGRAMS
@@ -233,7 +234,7 @@ def _run_attempt(queue: TrialQueue, results: Results, attempt: Attempt, display:
             )
             for line in (network.sentence, *(f"WARNING: {warning}" for warning in network.warnings)):
                 display.say(line)
-    except OSError as error:
+    except (OSError, EmulatedNetworkError) as error:
         record = failed_record(trial, Verdict("failed", str(error), RunFailure(kind="error")), None, found, probes)
     except NothingFitsError as error:
         record = failed_record(trial, error.verdict, error.num_hosts, probes=error.probes)

@@ -20,10 +20,18 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from megabench.specs.trainer_script import TrainerScript
 
-# The methods of Trainer that compute a step, as they are before a script replaces them
+# The methods of Trainer that compute and repeat a step, as they are before a script replaces them
 _STEP = {
     name: getattr(Trainer, name)
-    for name in ("compute_loss", "training_step", "create_optimizer", "create_optimizer_and_scheduler")
+    for name in (
+        "compute_loss",
+        "training_step",
+        "create_optimizer",
+        "create_scheduler",
+        "create_optimizer_and_scheduler",
+        "get_batch_samples",
+        "_inner_training_loop",
+    )
 }
 _PASSED = ("optimizer", "lr_scheduler", "optimizer_cls_and_kwargs", "compute_loss_func")  # objects given to Trainer
 
@@ -69,6 +77,8 @@ def why_not_compared(trainer: Any) -> str | None:
     for name in _PASSED:
         if getattr(trainer, name) is not None:
             return f"the script passes its own {name} to {kind}"
+    if hasattr(model, "_loss_function"):
+        return f"the script gives {type(model).__name__} a loss function of its own"
     if any(not parameter.requires_grad for parameter in model.parameters()):
         return "it trains only some of the parameters, as LoRA and quantized models do"
     if type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING.values():

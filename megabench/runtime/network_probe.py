@@ -13,7 +13,9 @@ from megabench.runtime.namespace import call_in_namespace
 _NUM_STREAMS = 2  # NCCL also opens several sockets per connection
 _BLOCK = bytes(2**20)
 _NUM_ROUND_TRIPS = 100
+_ROUND_TRIP_SECONDS = 1.0  # for all of them
 _FILL_SECONDS = 0.03
+_FILL_ROUND_TRIPS = 20  # in which TCP reaches its speed
 _WAIT_SECONDS = 10.0  # for a connection or a block; only a broken network takes as long
 
 End = tuple[int, str]  # a namespace and the address in it
@@ -24,10 +26,12 @@ def measure_link(here: End, there: End, seconds: float) -> dict[str, float]:
 
     Each direction takes about `seconds`. Raises OSError if the ends cannot connect.
     """
+    round_trip_us = _round_trip(here, there)
+    fill = _FILL_SECONDS + _FILL_ROUND_TRIPS * round_trip_us * 1e-6
     return {
-        "forth_gb_per_s": _bandwidth(here, there, seconds),
-        "back_gb_per_s": _bandwidth(there, here, seconds),
-        "round_trip_us": _round_trip(here, there),
+        "forth_gb_per_s": _bandwidth(here, there, seconds, fill),
+        "back_gb_per_s": _bandwidth(there, here, seconds, fill),
+        "round_trip_us": round_trip_us,
     }
 
 
@@ -45,8 +49,11 @@ def _connected(here: End, there: End) -> Iterator[tuple[socket.socket, socket.so
         yield near, far
 
 
-def _bandwidth(sender: End, receiver: End, seconds: float) -> float:
-    """Return the GB/s of several connections together, after the token buckets and the sockets' buffers have filled."""
+def _bandwidth(sender: End, receiver: End, seconds: float, fill: float) -> float:
+    """Return the GB/s of several connections together.
+
+    The token buckets and the sockets' buffers fill in the first `fill` seconds, which do not count.
+    """
     arrivals: list[tuple[float, int]] = []
 
     def send(end: socket.socket) -> None:
@@ -66,7 +73,7 @@ def _bandwidth(sender: End, receiver: End, seconds: float) -> float:
         threads += [threading.Thread(target=receive, args=(far,)) for _, far in pairs]
         for thread in threads:
             thread.start()
-        time.sleep(_FILL_SECONDS)
+        time.sleep(fill)
         started = time.perf_counter()
         time.sleep(seconds)
         for end in chain.from_iterable(pairs):
@@ -89,8 +96,8 @@ def _round_trip(here: End, there: End) -> float:
 
         thread = threading.Thread(target=echo)
         thread.start()
-        seconds = []
-        for _ in range(_NUM_ROUND_TRIPS):
+        seconds: list[float] = []
+        while len(seconds) < _NUM_ROUND_TRIPS and sum(seconds) < _ROUND_TRIP_SECONDS:
             started = time.perf_counter()
             near.sendall(b"x")
             near.recv(1)

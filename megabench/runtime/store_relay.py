@@ -27,10 +27,16 @@ class StoreRelay:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        for namespace in self._namespaces:
-            listener = call_in_namespace(namespace, lambda: socket.create_server((_LOOPBACK, self._port), backlog=1024))
-            serving = asyncio.start_server(self._forward, sock=listener)
-            self._servers.append(asyncio.run_coroutine_threadsafe(serving, self._loop).result())
+        try:
+            for namespace in self._namespaces:
+                listener = call_in_namespace(
+                    namespace, lambda: socket.create_server((_LOOPBACK, self._port), backlog=1024)
+                )
+                serving = asyncio.start_server(self._forward, sock=listener)
+                self._servers.append(asyncio.run_coroutine_threadsafe(serving, self._loop).result())
+        except OSError:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

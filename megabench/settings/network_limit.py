@@ -19,7 +19,7 @@ class NetworkLimit(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     gb_per_s: Annotated[float, Field(ge=0.01, le=1000, strict=True)]
-    latency_us: Annotated[int, Field(ge=0, le=1_000_000, strict=True)] = 0
+    latency_us: Annotated[int, Field(ge=0, le=100_000, strict=True)] = 0
 
     @model_validator(mode="wrap")
     @classmethod
@@ -31,7 +31,7 @@ class NetworkLimit(BaseModel):
             raise PydanticCustomError(
                 "sentence",
                 "emulate_network={value} is no bandwidth and latency; use a mapping such as {example}, with 0.01 to "
-                "1000 GB/s, and an integer from 0 to 1000000 as latency_us",
+                "1000 GB/s, and an integer from 0 to 100000 as latency_us",
                 {"value": str(value), "example": "{gb_per_s: 1.5, latency_us: 50}"},
             ) from None
         return limit

@@ -200,6 +200,7 @@ def _hosts(row: Row) -> str:
     if row.num_hosts is None:
         return _UNKNOWN
     limit = f" at {row.emulated_gb_per_s:g} GB/s" if row.emulated_gb_per_s else ""
+    limit += f" and {row.emulated_latency_us} µs" * (row.emulated_latency_us > 0)
     return f"{row.num_hosts}{' emulated' * row.is_emulated}{limit}"
 
 

@@ -16,7 +16,7 @@ from megabench.settings.reading import read_json_object
 from megabench.specs.hf_trainer import settings_of
 from megabench.specs.registry import PROGRAMS
 from megabench.study.study import StudyError, is_valid
-from megabench.study.trainer_script import read_script
+from megabench.study.trainer_script import read_script, script_log
 
 _STEPS = 20  # at most; the training itself may have many more
 _HEAD = "# Written by megabench compare --trainer\n"
@@ -44,9 +44,13 @@ def write_script_study(
     `command` is the script with its arguments, and `model` replaces the script's model. `needs_length` says that
     nothing else sets seq_length. Returns a line that says what was read. Raises StudyError and ConfigError.
     """
+    _check_written_here(path)
+    file, zero = (path.with_name(f"{path.stem}-{kind}.json") for kind in ("arguments", "deepspeed"))
+    others = [] if script_log(path).exists() else [name for name in (file, zero) if name.exists()]
+    if others:
+        raise StudyError(f"{others[0]} exists, and --trainer has not written it; use another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     script, found = command[0], read_script(command, path)
-    file, zero = (path.with_name(f"{path.stem}-{kind}.json") for kind in ("arguments", "deepspeed"))
     files = {file: found.arguments}
     if found.deepspeed is not None:
         files = {file: found.arguments | {"deepspeed": zero.name}, zero: found.deepspeed}
@@ -119,11 +123,16 @@ def write_trainer_study(
         "trials": [mine, _tuned(mine)],
         "reference": "yours",
     }
-    if path.exists() and not read_text(path).startswith(_HEAD):
-        raise StudyError(f"{path} exists and is not a study that --trainer wrote; use another --out")
+    _check_written_here(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     source = f"# Read from {' '.join(str(Path(script).resolve()).split())}\n" if script else ""
     write_atomically(path, _HEAD + source + yaml.safe_dump(content, sort_keys=False, width=120))
+
+
+def _check_written_here(path: Path) -> None:
+    """Raise StudyError if a study exists that --trainer has not written."""
+    if path.exists() and not read_text(path).startswith(_HEAD):
+        raise StudyError(f"{path} exists and is not a study that --trainer wrote; use another --out")
 
 
 def _tuned(mine: dict[str, Any]) -> dict[str, Any]:

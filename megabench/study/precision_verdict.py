@@ -115,7 +115,8 @@ def _same_layout(fp8: Sequence[Row], bf16: Sequence[Row], by_trial: Mapping[str,
 
 
 def _settings(record: RunRecord) -> object:
-    limit = record.emulated_network and record.emulated_network.gb_per_s
+    network = record.emulated_network
+    limit = network and (network.gb_per_s, network.latency_us)
     places = (record.world_size, record.num_hosts, record.emulated_hosts, limit)
     # an option that only fp8 runs can set
     options = {name: value for name, value in record.options.items() if name != "keep_transposed"}

@@ -43,6 +43,7 @@ class Row:
     num_hosts: int | None
     is_emulated: bool
     emulated_gb_per_s: float | None
+    emulated_latency_us: int
     micro_batch: int
     model: str
     precision: str
@@ -278,6 +279,7 @@ def _row(
         num_hosts=first.num_hosts,
         is_emulated=first.emulated_hosts is not None,
         emulated_gb_per_s=first.emulated_network.gb_per_s if first.emulated_network else None,
+        emulated_latency_us=first.emulated_network.latency_us if first.emulated_network else 0,
         micro_batch=first.micro_batch,
         model=first.model,
         precision=first.precision,

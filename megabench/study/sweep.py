@@ -131,7 +131,7 @@ def _points(good: Sequence[Row], records: Sequence[RunRecord]) -> dict[_Setup, d
     for row in good:
         record = by_trial[row.trial][0]
         work = (row.model, row.seq_length, row.global_batch, row.optimizer)
-        place = (row.num_hosts, row.is_emulated, row.emulated_gb_per_s)
+        place = (row.num_hosts, row.is_emulated, row.emulated_gb_per_s, row.emulated_latency_us)
         key = (work, (row.engine, str(record.options), row.layout, place))
         found.setdefault(key, {}).setdefault(_Point(row.precision, row.micro_batch), row)
     return found

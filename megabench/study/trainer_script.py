@@ -47,6 +47,11 @@ def script_command(given: str) -> list[str] | None:
     return words
 
 
+def script_log(beside: Path) -> Path:
+    """Return the path of the log next to the path `beside`."""
+    return beside.with_name(f"{beside.stem}-script.log")
+
+
 def read_script(command: Sequence[str], beside: Path) -> TrainerScript:
     """Run a script until it calls `Trainer.train`, and return what it would train with.
 
@@ -55,7 +60,7 @@ def read_script(command: Sequence[str], beside: Path) -> TrainerScript:
 
     Raises StudyError if the script does not call `Trainer.train`.
     """
-    script, log = command[0], beside.with_name(f"{beside.stem}-script.log")
+    script, log = command[0], script_log(beside)
     attempts = [_ON_CPU]
     if gpu_names():
         attempts.append({"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]})

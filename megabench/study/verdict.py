@@ -250,17 +250,18 @@ def by_place(decision: Decision, device: str) -> list[str]:
     Trials on more devices or hosts, or over a slower network, lose more time to communication. Emulated hosts without a
     limited network come after those with one.
     """
-    places: dict[tuple[int, int, bool, float], list[Row]] = {}
+    places: dict[tuple[int, int, bool, float, int], list[Row]] = {}
     for row in decision.good:
-        place = (row.world_size, row.num_hosts or 1, row.is_emulated, row.emulated_gb_per_s or inf)
+        network = (row.emulated_gb_per_s or inf, row.emulated_latency_us)
+        place = (row.world_size, row.num_hosts or 1, row.is_emulated, *network)
         places.setdefault(place, []).append(row)
     sizes = {size for size, *_ in places}
     if len(places) < 2:
         return []
     said = []
-    for (size, count, is_emulated, gb_per_s), rows in sorted(places.items()):
+    for (size, count, is_emulated, gb_per_s, latency_us), rows in sorted(places.items()):
         hosts = f"{count}{' emulated' * is_emulated} host{'s' * (count > 1)}"
-        limit = f" at {gb_per_s:g} GB/s" * (gb_per_s < inf)
+        limit = f" at {gb_per_s:g} GB/s" * (gb_per_s < inf) + f" and {latency_us} µs" * (latency_us > 0)
         on_hosts = f" of {hosts}{limit}" * (len(places) > len(sizes))
         fastest = _fastest(rows, decision, "there" if on_hosts else "on as many")
         said.append(f"On {size} {device if size == 1 else devices_word(device)}{on_hosts}, {fastest}.")

@@ -96,7 +96,10 @@ class TrialQueue:
             before = network.measure()
             run = TrialProcesses(self._coordinator, task, self._trainer, self._prefix(), network)
             stop, ends = run.run(on_progress), run.ends()
-            after = network.measure()
+            try:
+                after = network.measure()
+            except OSError:  # the run has ended well, and its result stays
+                after = []
         used = EmulatedNetworkUsed(gb_per_s=task.gb_per_s, latency_us=task.latency_us, before=before, after=after)
         return stop, ends, used
 

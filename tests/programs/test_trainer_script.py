@@ -109,6 +109,15 @@ def test_another_loss_is_refused_and_the_arguments_are_kept(model: Path) -> None
         study_of(SCRIPTS / "own_loss.py", model)
     assert json.loads(Path("runs/mine-arguments.json").read_text()) == {"output_dir": "out"}
     assert not Path("runs/mine.yaml").exists()
+    with pytest.raises(StudyError, match="Doubled replaces compute_loss"):  # what an earlier call wrote is replaced
+        study_of(SCRIPTS / "own_loss.py", model)
+
+
+def test_files_of_the_user_are_not_replaced(model: Path) -> None:
+    Path("runs").mkdir()
+    Path("runs/mine-deepspeed.json").write_text("{}")
+    with pytest.raises(StudyError, match=r"mine-deepspeed\.json exists, and --trainer has not written it; use another"):
+        study_of(SCRIPTS / "own_loss.py", model)
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -124,9 +133,16 @@ def frozen() -> LlamaForCausalLM:
     return model
 
 
+def with_loss() -> LlamaForCausalLM:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.loss_function = print
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "an optimizer": (lambda: {"optimizers": (SGD([Parameter(ones(1))]), None)}, "its own optimizer to Trainer"),
     "a loss": (lambda: {"compute_loss_func": print}, "its own compute_loss_func to Trainer"),
+    "a loss of the model": (lambda: {"model": with_loss()}, "a loss function of its own"),
     "frozen weights": (lambda: {"model": frozen()}, "trains only some of the parameters"),
     "a classifier": (lambda: {"model": BertForSequenceClassification(BertConfig(**SIZES))}, "is not a causal language"),
     "16-bit weights": (lambda: {"model": LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16()}, "state are bfloat16"),

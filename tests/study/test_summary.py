@@ -83,6 +83,9 @@ def test_each_number_of_hosts_has_its_own_fastest():
     slow = {"emulated_network": EmulatedNetworkUsed(gb_per_s=0.5, latency_us=0)}
     text = shown([*records, make_record([6.0], 90, trial="pp2-slow", **slow, **TWO_HOSTS)])
     assert "On 2 GPUs of 2 emulated hosts at 0.5 GB/s, pp2-slow is the only trial.\n" in text
+    late = {"emulated_network": EmulatedNetworkUsed(gb_per_s=0.5, latency_us=40)}
+    both = [make_record([6.0], 90, trial=name, **network, **TWO_HOSTS) for name, network in (("a", slow), ("b", late))]
+    assert "at 0.5 GB/s and 40 µs, b is the only trial.\n" in shown([*records, *both])
     assert "On 2 GPUs of 2 emulated hosts, pp2-across is fastest" in text and "| 2 emulated at 0.5 GB/s |" in text
 
 
