@@ -49,7 +49,7 @@ class HfTrainer(Program):
         self._zero_stage = config.spec.stage_of(config.options) if deepspeed is not None else None
         folder = initial_model(config, int(os.environ.get("LOCAL_RANK", "0")))
         if deepspeed is not None:
-            init_distributed()  # accelerate does so on GPUs only, and ZeRO-3 divides the weights by these ranks
+            init_distributed()  # accelerate calls it on GPUs only, and ZeRO-3 divides the weights among its ranks
         try:
             # under ZeRO-3, from_pretrained divides the weights if the arguments exist already
             self._arguments = TrainingArguments(**arguments(config, given, deepspeed))

@@ -17,7 +17,7 @@ from megabench.specs.program_files import check_same
 
 Config = Mapping[str, Any]  # the content of a TOML file of torchtitan: its sections by name
 
-_VERSION = "0.2.2"  # the newest for torch 2.11
+_VERSION = "0.2.2"  # the newest release of torchtitan for torch 2.11
 # Settings of torchtitan that are settings of a run (torchtitan/config/job_config.py)
 _SETTINGS = {
     "training.seq_len": "seq_length",
