@@ -1,4 +1,4 @@
-"""Make a store of this machine reachable at the same loopback address in other network namespaces."""
+"""Let processes in other network namespaces reach the rendezvous store of this machine at its loopback address."""
 
 import asyncio
 import socket
