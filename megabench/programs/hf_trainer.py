@@ -3,9 +3,8 @@
 The study's weights, sequences and learning rates reach it through `from_pretrained`, a dataset and `create_scheduler`.
 """
 
-import os
-import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,12 @@ from megabench.engines.common.transformers_engine import first_element, local_pa
 from megabench.engines.deepspeed.state import ZeroState
 from megabench.models.hugging_face import transformers_config
 from megabench.models.mapping import hugging_face_shapes
-from megabench.optim.optimizers import StateKind
-from megabench.optim.schedules import learning_rate
 from megabench.programs.initial_model import initial_model
-from megabench.programs.program import Follower, Program
+from megabench.programs.program import Follower, Program, plain_name, rate_factor, tensors_of
 from megabench.record import KernelTraits
 from megabench.runtime.device import DTYPES
 from megabench.specs.deepspeed_json import merge
 from megabench.specs.hf_trainer import REPLACED, recomputes_by_fsdp
-
-_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")  # in the names of wrapped parameters
 
 
 class HfTrainer(Program):
@@ -47,7 +42,7 @@ class HfTrainer(Program):
         files = config.spec.recorded(config.options)
         given, deepspeed = files["trainer_args"] or {}, files["deepspeed_config"]
         self._zero_stage = config.spec.stage_of(config.options) if deepspeed is not None else None
-        folder = initial_model(config, int(os.environ.get("LOCAL_RANK", "0")))
+        folder = initial_model(config)
         if deepspeed is not None:
             init_distributed()  # accelerate calls it on GPUs only, and ZeRO-3 divides the weights among its ranks
         try:
@@ -99,13 +94,10 @@ class HfTrainer(Program):
         shapes = hugging_face_shapes(self.run.shape)
         model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped, keep_torch_compile=False)
         for wrapped_name, parameter in model.named_parameters():
-            name = _WRAPPERS.sub("", wrapped_name)
+            name = plain_name(wrapped_name)
             is_part = isinstance(parameter, DTensor)
             first = first_element(parameter) if is_part else 0
-            state = self._optimizer.state[parameter]
-            tensors: dict[StateKind, Tensor] = {"weight": parameter}
-            tensors |= {kind: values for kind, values in state.items() if kind != "step"}
-            for kind, values in tensors.items():
+            for kind, values in tensors_of(parameter, self._optimizer).items():
                 mine = local_part(values) if is_part else values.detach()
                 blocks = blocks_of(whole(name, shapes[name]), first, first + mine.numel())
                 yield StateShard(kind, blocks, mine.view(-1), is_owner=is_part or dist.get_rank() == 0)
@@ -114,20 +106,7 @@ class HfTrainer(Program):
         return zero.compute_weights() if (zero := self._zero) else []
 
     @property
-    def optimizer_groups(self) -> list[Mapping[str, Any]]:
-        return [group | {"lr": rate} for group, rate in zip(self._groups, self._rates, strict=True)]
-
-    def begin_step(self) -> None:
-        """Read the learning rates of the step that begins. DeepSpeed or transformers changes them before it ends."""
-        self._next_rates = [group["lr"] for group in self._groups]
-
-    def begin_update(self) -> float:
-        """Make the rates of this step those of `optimizer_groups`, and return the first of them."""
-        self._rates = self._next_rates
-        return self._rates[0]
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
+    def torch_groups(self) -> list[dict[str, Any]]:
         return zero.groups if (zero := self._zero) else self._optimizer.param_groups
 
     @property
@@ -235,10 +214,7 @@ class _Trainer(Trainer):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
-        run, last = self._run, self._run.steps - 1
-        self.lr_scheduler = LambdaLR(
-            optimizer or self.optimizer, lambda step: learning_rate(run, min(step, last)) / run.lr
-        )
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, partial(rate_factor, self._run))
         return self.lr_scheduler
 
 

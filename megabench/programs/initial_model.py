@@ -21,7 +21,7 @@ from megabench.models.write_directory import write_weights
 from megabench.runtime.device import DTYPES
 
 
-def initial_model(run: ResolvedConfig, local_rank: int) -> Path:
+def initial_model(run: ResolvedConfig) -> Path:
     """Return a directory with the initial weights of the run, in the dtype in which it computes. Collective.
 
     A Hugging Face directory is used as it is if it has all layers of the model in this dtype. Otherwise one process of
@@ -35,7 +35,7 @@ def initial_model(run: ResolvedConfig, local_rank: int) -> Path:
     parent = run.initial_models or Path(tempfile.gettempdir()) / f"megabench-initial-models-{os.getuid()}"
     words = f"{_content(folder) if is_directory(run.model) else run.model} {run.shape} {run.seed} {run.precision}"
     written = parent / hashlib.sha256(words.encode()).hexdigest()[:16]
-    if local_rank == 0 and not written.exists():
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not written.exists():
         _write(run, written)
     dist.barrier()
     return written

@@ -6,10 +6,10 @@ functions of a `TrainSpec`, and its other settings as the flags of torchtitan's 
 
 import dataclasses
 import json
-import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,13 @@ from megabench.engines.common.transformers_engine import local_part
 from megabench.errors import one_line
 from megabench.models.mapping import Piece
 from megabench.models.shape import ModelShape
-from megabench.optim.optimizers import StateKind
-from megabench.optim.schedules import learning_rate
 from megabench.parallel.layout import rank_groups
 from megabench.programs.initial_model import initial_model
-from megabench.programs.program import Follower, Program
+from megabench.programs.program import Follower, Program, plain_name, rate_factor, tensors_of
 from megabench.record import KernelTraits
 from megabench.specs.torchtitan import REPLACED, batch_of_pass, compiles, is_ddp, value, without_replaced
 
 _NAME = "megabench"  # of the model, and of its only size
-_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")  # in the names of wrapped parameters
 _LOAD_ONLY = ("--checkpoint.load_only", "--checkpoint.initial_load_in_hf")
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -65,7 +62,7 @@ class Torchtitan(Program):
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self._config: Mapping[str, Any] = config.spec.recorded(config.options)["torchtitan_config"] or {}
-        self._folder = initial_model(config, int(os.environ.get("LOCAL_RANK", "0")))
+        self._folder = initial_model(config)
         self._loss = 0.0
         table = Llama3StateDictAdapter(model_args(config.shape), None).from_hf_map
         self._names = {theirs: name for name, theirs in table.items()}
@@ -100,22 +97,17 @@ class Torchtitan(Program):
         )
         register_train_spec(_NAME, spec)
         with tempfile.TemporaryDirectory() as folder:
-            self._trainer = _Trainer(job_config(self.run, self._config, self._folder, Path(folder)), follower)
+            self._trainer = _Trainer(job_config(self.run, self._config, self._folder, Path(folder)), self, follower)
             self._trainer.optimizers.register_step_pre_hook(lambda *_: self._before_update(follower))
-            self._note_rates()
             self._trainer.train()
             self._trainer.close()
 
     def _before_update(self, follower: Follower) -> None:
         follower.before_update()  # reads the learning rates of the update before
-        self._note_rates()
-
-    def _note_rates(self) -> None:
-        """Record the learning rates of the next update. torchtitan changes them before its step ends."""
-        self._rates = [group["lr"] for group in self._groups]
+        self.begin_update()
 
     @property
-    def _groups(self) -> list[dict[str, Any]]:
+    def torch_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._trainer.optimizers.optimizers for group in optimizer.param_groups]
 
     def _build_optimizers(self, parts: list[torch.nn.Module], *arguments: Any) -> OptimizersContainer:
@@ -144,8 +136,7 @@ class Torchtitan(Program):
         return layout.data_parallel if is_ddp(layout, self._config) else 1.0
 
     def _build_schedulers(self, optimizers: OptimizersContainer, *_: Any) -> LRSchedulersContainer:
-        run, last = self.run, self.run.steps - 1
-        return LRSchedulersContainer(optimizers, lambda step: learning_rate(run, min(step, last)) / run.lr)
+        return LRSchedulersContainer(optimizers, partial(rate_factor, self.run))
 
     def end_step(self, loss: float, grad_norm: float) -> StepResult:
         """Return the result of a step that torchtitan logs on this rank. Collective.
@@ -167,10 +158,7 @@ class Torchtitan(Program):
     def _shards(self) -> Iterator[StateShard]:
         for optimizer, part in zip(self._trainer.optimizers.optimizers, self._trainer.model_parts, strict=True):
             for name, parameter in part.named_parameters():
-                state = optimizer.state[parameter]
-                tensors: dict[StateKind, Tensor] = {"weight": parameter}
-                tensors |= {kind: values for kind, values in state.items() if kind != "step"}
-                for kind, values in tensors.items():
+                for kind, values in tensors_of(parameter, optimizer).items():
                     blocks, mine = blocks_of(self._hugging_face_name(name), values, self.run.shape)
                     yield StateShard(kind, blocks, mine, is_owner=self._owns(values))
 
@@ -183,14 +171,10 @@ class Torchtitan(Program):
 
     def _hugging_face_name(self, name: str) -> str:
         """Return the Hugging Face name of a parameter, by torchtitan's own table."""
-        plain = _WRAPPERS.sub("", name)
+        plain = plain_name(name)
         if not (layer := re.search(r"layers\.(\d+)\.", plain)):
             return self._names[plain]
         return self._names[plain.replace(layer.group(1), "{}", 1)].format(layer.group(1))
-
-    @property
-    def optimizer_groups(self) -> list[Mapping[str, Any]]:
-        return [group | {"lr": rate} for group, rate in zip(self._groups, self._rates, strict=True)]
 
     @property
     def rank_loss(self) -> float:
@@ -227,14 +211,15 @@ class Torchtitan(Program):
 class _Trainer(Trainer):
     """torchtitan's trainer, which tells the follower about the steps."""
 
-    def __init__(self, job: JobConfig, follower: Follower) -> None:
+    def __init__(self, job: JobConfig, program: Torchtitan, follower: Follower) -> None:
         super().__init__(job)
-        self._follower = follower
+        self._program, self._follower = program, follower
         self.must_stop = False
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         if self.step == 1:
             self._follower.ready()  # torchtitan has loaded the weights
+        self._program.begin_step()
         self._follower.begin_step()
         super().train_step(data_iterator)
 
