@@ -540,6 +540,9 @@ def plan(
     num_layers_at_end_in_bf16: Annotated[
         int, typer.Option(min=0, help="Number of last blocks that fp8 runs keep in bf16.")
     ] = 0,
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME", help="Optimizer, with its state and update: adamw, sgd, adafactor or muon.")
+    ] = "adamw",
     profile: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Profile written by megabench calibrate [default: a shipped profile]."),
@@ -592,6 +595,7 @@ def plan(
         num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
         num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
         fabric=fabric,
+        optimizer=optimizer,
     )
     if cluster and len(cluster) > 1:
         plans = compare_clusters.make_plans(cluster, make)

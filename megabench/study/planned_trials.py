@@ -54,6 +54,7 @@ class Planning:
             num_layers_at_start_in_bf16=run.num_layers_at_start_in_bf16,
             num_layers_at_end_in_bf16=run.num_layers_at_end_in_bf16,
             emulated_gb_per_s=run.emulate_network.gb_per_s if run.emulate_network else None,
+            optimizer=run.optimizer,
         )
         if plan.topology.world_size != num_processes:
             raise StudyError(
