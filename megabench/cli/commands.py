@@ -311,15 +311,18 @@ def doctor(
 ) -> None:
     """Report what makes a study's numbers untrustworthy, preliminary or slow, with evidence and a remedy.
 
-    Reads the records of compare or train, or checks a study before it runs. The worst comes first. The exit status
-    is 0 with or without findings, and 2 if there are no records.
+    Reads the records of compare or train, or checks a study before it runs: with predictions, it reports trials that do
+    not fit into GPU memory, and layouts that are faster than all trials. The worst comes first. The exit status is 1 if
+    a trial is predicted to fail, 2 if there are no records, and otherwise 0, with or without findings.
     """
     from megabench.doctor.write_findings import findings_at, write
     from megabench.study.compare_request import find_study
     from megabench.terminal import standard_output
 
     source = path if path.is_dir() else find_study(path, "directory, study file")
-    write(standard_output(), findings_at(source, nproc, cluster, fabric), as_json)
+    findings = findings_at(source, nproc, cluster, fabric)
+    write(standard_output(), findings, as_json)
+    sys.exit(1 if any(finding.kind == "fails" for finding in findings) else 0)
 
 
 @app.command()

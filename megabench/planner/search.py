@@ -27,7 +27,7 @@ _MOST_UNEVEN = 0.1
 _SEQUENCE_MULTIPLES = [FP8_MULTIPLE * cp for cp in (1, 2, 4, 8, _MOST_CP)]  # every rank's part is a multiple of 16
 _MOST_SLOWER = 0.08  # A simpler layout is recommended if it is slower by at most this share of a step.
 _MOST_RISKY = 3  # number of faster layouts to name that may not fit
-_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 # what makes a layout less simple, most important first
 COMPLICATIONS = (
     "host memory",
@@ -103,7 +103,7 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
     sweeps = list(_micro_batch_sweeps(job, topology))
     if not sweeps:
         raise ConfigError(_why_no_candidates(job, topology))
-    missing = [pair for sweep in sweeps for pair in _missing_bytes(costs, sweep)]
+    missing = list(_missing_bytes(costs, sweeps))
     fitting = _bounded(costs, [candidate for bytes_, candidate in missing if bytes_ <= 0])
     families = _fastest(costs, fitting, keep)
     fastest = families[0] if families else None
@@ -149,15 +149,27 @@ def _why_no_candidates(job: Job, topology: Topology) -> str:
     )
 
 
-def _missing_bytes(costs: Costs, sweep: list[Candidate]) -> Iterator[tuple[float, Candidate]]:
-    """Yield the candidates of a sweep with the memory that a GPU lacks, up to the first one that cannot fit.
+def _missing_bytes(costs: Costs, sweeps: list[list[Candidate]]) -> Iterator[tuple[float, Candidate]]:
+    """Yield the candidates of all sweeps with the memory that a GPU lacks, up to the first of a sweep that cannot fit.
 
-    Memory grows with the micro-batch. Data-parallel candidates are an exception, so all of them are yielded: without
-    gradient accumulation, ZeRO-1 frees activations before it stores gradients.
+    Memory grows with the micro-batch, and does not depend on the placement.
+    """
+    missing: list[float] = []
+    for sweep in sweeps:
+        if sweep[0].placement == "topology":  # the other placements of a layout follow
+            missing = list(_missing_of(costs, sweep))
+        yield from zip(missing, sweep, strict=False)
+
+
+def _missing_of(costs: Costs, sweep: list[Candidate]) -> Iterator[float]:
+    """Yield the memory that a GPU lacks for the candidates of a sweep.
+
+    The search tries all micro-batches of data parallelism, because without gradient accumulation, ZeRO-1 frees
+    activations before it stores gradients.
     """
     for candidate in sweep:
         missing = costs.missing_bytes(candidate)
-        yield missing, candidate
+        yield missing
         if not costs.may_fit(missing) and not PLANNED_ENGINES[candidate.engine].spec.is_data_parallel:
             return
 
@@ -263,7 +275,10 @@ def candidates(job: Job, topology: Topology) -> Iterator[Candidate]:
 
 
 def _micro_batch_sweeps(job: Job, topology: Topology) -> Iterator[list[Candidate]]:
-    """Yield the candidates in lists of those that differ only in their micro-batch, in ascending order."""
+    """Yield the candidates in lists of those that differ only in their micro-batch, in ascending order.
+
+    The lists of a layout's placements follow each other, with the placement by topology first.
+    """
     has_blocks = job.shape.table.has_parallel_blocks
     engines = [engine for engine in PLANNED_ENGINES.values() if has_blocks or not engine.spec.needs_blocks]
     inside = _ranks_inside(topology)
@@ -344,7 +359,7 @@ def _variants(
         for variant in engine.variants(job, inside, layout)
         if engine.spec.has_optimizer(job.optimizer, engine.settings_of(variant))
     ]
-    for recompute in _RECOMPUTES:
+    for recompute in RECOMPUTES:
         if recompute in engine.spec.recompute:
             for variant in trained:
                 yield recompute, variant
@@ -355,7 +370,7 @@ def complexity(candidate: Candidate, job: Job) -> tuple[int, ...]:
     layout, engine = candidate.layout, PLANNED_ENGINES[candidate.engine]
     return (
         int(engine.host_bytes(job, candidate, 1) > 0),
-        _RECOMPUTES.index(candidate.recompute),
+        RECOMPUTES.index(candidate.recompute),
         sum(size > 1 for size in (layout.tp, layout.cp, layout.pp)),
         layout.tp * layout.cp * layout.pp,
         layout.vp,
