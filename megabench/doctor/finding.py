@@ -39,10 +39,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """The records of a study, in the order of its trials. Records of planned trials contain no measurements."""
+    """The records of a study, in the order of its trials. Records of planned trials contain no measurements.
+
+    `unbeaten` are the names of the trials that have not run and that are predicted to be as fast as the plan's layout.
+    """
 
     records: tuple[RunRecord, ...]
     reference: str
+    unbeaten: frozenset[str] = frozenset()
 
     @cached_property
     def by_trial(self) -> dict[str, list[RunRecord]]:
@@ -63,6 +67,11 @@ class Case:
     def on_gpus(self) -> list[RunRecord]:
         """Runs with status "ok" on GPUs. Rules about speed ignore runs on CPUs."""
         return [record for record in self.good if is_on_gpu(record)]
+
+    @property
+    def beatable_on_gpus(self) -> list[RunRecord]:
+        """Runs on GPUs for rules of thumb about speed, which must not contradict the planner."""
+        return [record for record in self.on_gpus if record.trial not in self.unbeaten]
 
     @property
     def reference_runs(self) -> list[RunRecord]:

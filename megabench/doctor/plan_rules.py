@@ -26,8 +26,8 @@ from megabench.study.study import StudyFile, Trial, plan_study
 
 def plan(
     source: Path, num_processes: int | None, cluster: str | None, fabric: Fabric | None = None
-) -> tuple[list[RunRecord], str, tuple[Rule, ...]]:
-    """Return the planned records of the study file `source`, the name of its reference trial, and the planner's rules.
+) -> tuple[list[RunRecord], str, tuple[Rule, ...], list[str]]:
+    """Return the planned records of a study file, its reference, the planner's rules, and its unbeaten trials.
 
     With `cluster` (TYPE:COUNT[:GPUS], or a file), plan one process on each GPU of the cluster; otherwise plan for this
     machine. `fabric` is the measured network of the cluster. Raises UserError if the study cannot be run.
@@ -60,7 +60,7 @@ def plan(
     )
     if fabric:
         rules += (rule_for(fabric, _network_users((one.record, planned_job(one), one.topology) for one in trials)),)
-    return records, study.reference, rules
+    return records, study.reference, rules, [trial.name for trial in predicted if trial.is_unbeaten]
 
 
 def rule_for_records(records: Sequence[RunRecord], fabric: Fabric, cluster: str | None) -> Rule:

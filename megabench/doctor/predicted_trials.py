@@ -120,6 +120,12 @@ class PredictedTrial:
         """Return the predicted step time of the trial ÷ that of `other`."""
         return self.estimate.step_seconds / other.step_seconds
 
+    @property
+    def is_unbeaten(self) -> bool:
+        """Whether the trial fits, and the layout that the plan recommends is not faster by a gain to report."""
+        best = self.plan.ranked[0] if self.plan and self.plan.ranked else None
+        return self.estimate.fits and best is not None and self.gain(best) < self.least_gain
+
     def used(self, estimate: Estimate) -> float:
         """Return the used share of a GPU's memory."""
         return estimate.memory.total / _GIB / self.memory_gib

@@ -120,7 +120,7 @@ def test_a_large_study_is_quick(tmp_path):
     )
     path = tmp_path / "study.yaml"
     path.write_text(f"base: {{model: llama3-8b, global_batch: 256}}\ntrials: [{trials}]\n")
-    records, reference, rules = plan(path, None, "p5.48xlarge:4")
+    records, reference, rules, _ = plan(path, None, "p5.48xlarge:4")
     started = time.process_time()
     found = [finding for rule in rules for finding in rule(Case(tuple(records), reference))]
     assert len(records) == 288 and found
