@@ -110,6 +110,8 @@ class Check:
         compared = 0
         for trial in self.doctor.predicted.values():
             here = trial.estimate.candidate
+            if self.plan is None or not self._is_planned(here):
+                assert not _must_be_planned(trial), here.name
             if self.plan is None or trial.job.stack.keeps_gathered or not self._is_planned(here):
                 continue
             planned = _estimate(self.plan, self.candidates[here.name])
@@ -173,6 +175,17 @@ class Check:
         assert self._trained_by(settings_of(best.candidate)).estimate == best
         return True
 
+    def a_misfit_of_the_plan_is_reported(self) -> bool:
+        """The doctor reports the layout that, according to the plan, lacks the least memory."""
+        if self.plan is None or not self.plan.misfits:
+            return False
+        misfit = self.plan.misfits[0]
+        alone = ask_doctor(replace(self.study, trials=[settings_of(misfit.candidate)]), self.folder, self.monkeypatch)
+        (trial,) = alone.predicted.values()
+        (finding,) = alone.about(trial.name, "run out of GPU memory")
+        assert trial.estimate == misfit and finding.kind == ("fails" if misfit.fit_chance < 0.5 else "note")
+        return True
+
     def _faster_settings(self, finding: Finding, found: list[tuple[str, str, str, str]]) -> int:
         """Compare the recommended precision and micro-batch with the plan for this precision."""
         (name,) = finding.trials
@@ -210,6 +223,14 @@ def _estimate(plan: Plan, candidate: Candidate) -> Estimate:
     return Costs(plan.job, plan.topology, plan.profile).estimate(candidate)
 
 
+def _must_be_planned(trial: PredictedTrial) -> bool:
+    """Whether a trial has only settings that plans vary."""
+    options, layout = trial.trial.record.options, trial.estimate.candidate.layout
+    if options.get("shard_size") or trial.estimate.candidate.placement != "topology" or layout.vp > 1:
+        return False
+    return options.get("offload", "none") == "none" or options.get("reshard_after_forward") is not False
+
+
 def _has(estimate: Estimate, seconds: str) -> bool:
     return f"{estimate.step_seconds:.3g}" == seconds and estimate.fits
 
@@ -220,7 +241,7 @@ def _is_same(one: Candidate, other: Candidate) -> bool:
 
 def check_studies(seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Check the studies of all seeds, and return how often each check applied."""
-    counts = dict.fromkeys(("equal", "misfits", "recommended", "first"), 0)
+    counts = dict.fromkeys(("equal", "misfits", "recommended", "first", "misfit of plan"), 0)
     for seed in seeds:
         study = draw(seed)
         try:
@@ -229,6 +250,7 @@ def check_studies(seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatch) -
             counts["misfits"] += check.misfits_are_not_among_the_fitting()
             counts["recommended"] += check.recommendations_are_those_of_the_plan()
             counts["first"] += check.the_first_of_the_plan_is_good()
+            counts["misfit of plan"] += check.a_misfit_of_the_plan_is_reported()
         except AssertionError as error:
             raise AssertionError(f"study {seed}: {study}: {error}") from error
     return counts
