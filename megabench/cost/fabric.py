@@ -19,7 +19,7 @@ from megabench.settings.reading import ConfigError
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 _LARGE = 1e6  # bytes; smaller collectives do not represent training
-_MOST_SHARE = 1.5  # measured bandwidth ÷ expected bandwidth; above it, the file is of another network
+_MOST_SHARE = 2.5  # measured bandwidth ÷ expected bandwidth; above it, the file is of another network
 
 
 @dataclass(frozen=True)

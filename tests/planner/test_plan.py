@@ -180,7 +180,7 @@ def test_layouts_within_the_models_error_are_called_equal():
         ("llama3-8b", "p5.48xlarge:1", 7, "need a global batch that is a multiple of the 8 GPUs"),
         ("llama3-8b", "g5.48xlarge:1", 32, "The best parallel alternative, "),
         ("llama3-70b", "p5.48xlarge:8", 256, "with fewer model chunks than "),
-        ("bloom-7b1", "p4de.24xlarge:4", 32, "dp32 mb1 shard8, 2,104 tok/s per GPU, with less recomputation than "),
+        ("bloom-7b1", "p4de.24xlarge:4", 32, "dp32 mb1 shard8, 2,103 tok/s per GPU, with less recomputation than "),
     ],
 )
 def test_the_sweet_spot_says_why_it_is_one(model, where, global_batch, words):
@@ -223,8 +223,8 @@ def written(found) -> str:
 
 
 def test_the_chance_to_fit_is_that_of_the_measured_errors():
-    """Of layouts that are predicted to use all memory, a third fits, and no layout within 10% is impossible."""
-    assert fit_chance(80.0, 80.0) == pytest.approx(0.31, abs=0.02)
+    """Of layouts that are predicted to use all memory, 39% fit, and no layout within 10% is impossible."""
+    assert fit_chance(80.0, 80.0) == pytest.approx(0.39, abs=0.02)
     assert fit_chance(likely_bytes(80.0), 80.0) == pytest.approx(LIKELY)
     chances = [fit_chance(gib, 80.0) for gib in (40.0, 72.0, 76.0, 80.0, 84.0, 88.0)]
     assert chances == sorted(chances, reverse=True) and chances[0] > 0.999 and chances[-1] > 0.001
