@@ -69,7 +69,7 @@ def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
                 if other != first:
                     across[node_of[first], node] = (first, other)
             used = [nics_of[rank] for rank in firsts.values()]
-            sending.update(firsts)
+            sending.update(firsts.keys())
             leaving.update(used)
             if len(set(used)) > 1:
                 between_nics.update(set(used))
