@@ -8,6 +8,7 @@ from megabench.config.clusters import read_cluster
 from megabench.config.record_fields import auto_fields, requested_fields
 from megabench.cost.fabric import Fabric
 from megabench.cost.job import Job
+from megabench.doctor import server_rules
 from megabench.doctor.fabric_rules import NetworkUser, rule_for
 from megabench.doctor.finding import Rule
 from megabench.doctor.planner_rules import PlannedTrial, planned_job, rules_for
@@ -45,7 +46,7 @@ def plan(
         for trial, planned in zip(study.trials, trials, strict=True)
         for repeat in range(trial.repeats)
     ]
-    rules = rules_for(trials)
+    rules = (*rules_for(trials), server_rules.rule_for([(trial.record.trial, trial.topology) for trial in trials]))
     if fabric:
         fabric.check_fit(topology)
         rules += (rule_for(fabric, _network_users((one.record, planned_job(one), one.topology) for one in trials)),)

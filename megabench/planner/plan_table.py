@@ -62,8 +62,8 @@ def write(console: Console, plan: Plan, top: int, tokens: float | None = None) -
     If `tokens` is given, also print the predicted days of training on so many tokens.
     """
     job, topology = plan.job, plan.topology
-    head = f"{job.shape.name} on {topology.world_size} × {topology.hosts[0].device}, {len(topology.hosts)} host"
-    head += f"{'s' * (len(topology.hosts) > 1)} · sequence {job.seq_length}, global batch {job.global_batch}"
+    head = f"{job.shape.name} on {topology.world_size} × {topology.hosts[0].device}, {topology.hosts_in_words}"
+    head += f" · sequence {job.seq_length}, global batch {job.global_batch}"
     head += f" · {job.precision}" * (job.precision != "bf16")
     console.print(Text(head, style="bold"), soft_wrap=True)
     told = f"{plan.num_candidates:,} candidates, {plan.num_fitting:,} fit in {plan.usable_bytes / _GIB:.1f} GiB"
@@ -337,8 +337,9 @@ def what_is_missing(plan: Plan) -> list[str]:
             f"more or larger GPUs, or fewer layers."
         )
     else:
+        where = "server" if plan.topology.shares_servers else "host"
         lines += [
-            f"{one.candidate.name} needs {one.host_bytes / _GIB:,.0f} GiB of memory on each host."
+            f"{one.candidate.name} needs {one.host_bytes / _GIB:,.0f} GiB of memory on each {where}."
             for one in plan.ranked[:3]
             if one.host_bytes
         ]

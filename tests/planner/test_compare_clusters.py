@@ -2,12 +2,13 @@
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
 
 from megabench.config import ConfigError
-from megabench.planner.compare_clusters import ClusterPlan, _product_rates, as_json, make_plans, reasons, write
+from megabench.planner.compare_clusters import ClusterPlan, _product_rates, _reason, as_json, make_plans, reasons, write
 from megabench.planner.make_plan import make_plan
 from megabench.planner.plan_table import training_days
 from megabench.planner.search import plan
@@ -119,3 +120,17 @@ def test_explain_shows_one_trial_on_one_cluster(arguments):
     ended = megabench("plan", "--cluster", A100, "--explain", "dp4 mb1", *arguments)
     assert ended.returncode == 2 and ended.stderr.startswith("Error: --explain shows one trial on one cluster")
     assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_no_ratio_to_a_rounding_error():
+    """A part that is 1e-16 s on one cluster has no ratio."""
+    fast, slow = plans(H200, A100)
+    assert _reason("dp", 0.2, 3e-16, fast, slow) == "data-parallel communication takes 0.200 s instead of 0.000 s"
+    assert "(0.50 ×)" in _reason("dp", 0.1, 0.2, fast, slow)
+
+
+def test_b300_is_not_called_slower_than_b200():
+    b200, b300 = "p6-b200.48xlarge:1", "p6-b300.48xlarge:1"
+    text = shown(plans(b200, b300, model="llama3-8b"))
+    assert f"{b300} is 1.0" in text and f"as fast as {b200}" in text
+    assert all(0.01 < float(ratio) < 100 for ratio in re.findall(r"\(([\d.]+) ×\)", text))

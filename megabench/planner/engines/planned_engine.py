@@ -53,6 +53,6 @@ class PlannedEngine(ABC):
     def memory(self, job: Job, candidate: Candidate, profile: Profile) -> Memory:
         """Return the bytes by part of the rank that uses the most memory."""
 
-    def host_bytes(self, job: Job, candidate: Candidate, ranks_per_host: int) -> float:
-        """Return the bytes of host memory that offload uses on each host."""
+    def host_bytes(self, job: Job, candidate: Candidate, ranks_per_server: int) -> float:
+        """Return the bytes of host memory that offload uses on each server."""
         return 0.0
