@@ -64,7 +64,7 @@ def write(console: Console, plan: Plan, top: int, tokens: float | None = None) -
     job, topology = plan.job, plan.topology
     head = f"{job.shape.name} on {topology.world_size} × {topology.hosts[0].device}, {topology.hosts_in_words}"
     head += f" · sequence {job.seq_length}, global batch {job.global_batch}"
-    head += f" · {job.precision}" * (job.precision != "bf16")
+    head += f" · {job.precision}" * (job.precision != "bf16") + f" · {job.optimizer}" * (job.optimizer != "adamw")
     console.print(Text(head, style="bold"), soft_wrap=True)
     told = f"{plan.num_candidates:,} candidates, {plan.num_fitting:,} fit in {plan.usable_bytes / _GIB:.1f} GiB"
     console.print(Text(f"{told} · profile {plan.profile.name}: {origin(plan)}", style="dim"), soft_wrap=True)
@@ -271,6 +271,8 @@ def _no_alternative(plan: Plan, is_parallel: bool) -> str:
         return "no ZeRO, FSDP2 or DDP fits"
     if not job.shape.table.has_parallel_blocks:
         return f"{job.shape.name} has no tensor- or pipeline-parallel blocks here"
+    if not any(engine.has_optimizer(job.optimizer, {}) for engine in ENGINES.values() if not engine.is_data_parallel):
+        return f"no engine with tensor or pipeline parallelism has optimizer={job.optimizer}"
     return "no tensor- or pipeline-parallel layout fits"
 
 
@@ -283,7 +285,7 @@ def command(plan: Plan) -> str:
         settings_of(chosen(plan).candidate)
         | {"model": shape.name, "seq_length": job.seq_length, "global_batch": job.global_batch}
         | {"num_layers": None if is_whole else shape.num_layers, "emulate_hosts": hosts if topology.emulated else None}
-        | {"grad_dtype": "fp32" if job.bytes_of_gradient == 4 else "bf16"}
+        | {"grad_dtype": "fp32" if job.bytes_of_gradient == 4 else "bf16", "optimizer": job.optimizer}
         | _precision_settings(plan)
     )
     if hosts == 1 or topology.emulated:
@@ -404,6 +406,7 @@ def describe(plan: Plan, top: int) -> dict[str, Any]:
         "seq_length": plan.job.seq_length,
         "global_batch": plan.job.global_batch,
         "precision": plan.job.precision,
+        "optimizer": plan.job.optimizer,
         **{name: getattr(plan.job, name) if plan.job.has_fp8_products else None for name in FP8_SETTINGS},
         "profile": {
             "name": plan.profile.name,

@@ -34,8 +34,8 @@ class PlannedEngine(ABC):
     adds_gradients: bool = False
 
     @abstractmethod
-    def variants(self, ranks_per_host: int | None, layout: Layout) -> Iterable[Variant]:
-        """Yield the variants to predict for a layout. `ranks_per_host` is None if the run uses one host."""
+    def variants(self, job: Job, ranks_per_host: int | None, layout: Layout) -> Iterable[Variant]:
+        """Yield the variants to predict for a job and a layout. `ranks_per_host` is None if the run uses one host."""
 
     @abstractmethod
     def variant_of(self, options: Options) -> Variant:
