@@ -8,7 +8,7 @@ from megabench.cost.job import FUSED_LOSS_CHUNK, Candidate, Job
 # Measured peak memory ÷ predicted peak memory: mean and standard deviation over the 160 GPU trials of the studies in
 # benchmarks/, without gpt2-zero, fp8-engines and the faults that benchmarks/NOTES.md describes.
 _MEASURED_SHARE = NormalDist(1.022, 0.044)
-LIKELY = 0.8  # the least chance of a layout that counts as fitting
+LIKELY = 0.95  # the least chance of a layout that counts as fitting
 MAY_FIT = 1.1  # predicted peak memory ÷ available memory up to which a layout may fit
 
 
