@@ -17,7 +17,7 @@ from megabench.planner.search import Plan
 
 # A cause is plausible if its predicted seconds are between these shares of the unexplained ones.
 _LEAST_SHARE, _MOST_SHARE = 0.2, 1.5
-_SAME_BATCH = 0.05  # largest relative difference between the batch of a log and that of the plan
+_SAME_BATCH = 0.1  # largest relative difference between the batch of a log, whose rates are rounded, and the plan's
 _FIRST_STEPS = 0.1  # share of the steps of a progress bar that may compile, and do not count
 _PROGRESS = re.compile(r"(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d+)<")  # "20/50 [06:32<09:48, 19.62s/it]"
 _SAMPLES_PER_SECOND = re.compile(r"CurrSamplesPerSec=([\d.]+)")
@@ -59,8 +59,9 @@ def _of_file(path: Path, job: Job) -> MeasuredStep:
             f"--measured {path} has no step time; use trainer_state.json or the output of a finished HF Trainer run, "
             f"or a DeepSpeed log with CurrSamplesPerSec"
         )
-    batch = float(summary.get("train_samples_per_second", 0)) * found.seconds
-    if batch and abs(batch / job.global_batch - 1) > _SAME_BATCH and not _SAMPLES_PER_SECOND.search(text):
+    counted = _of_summary(text, summary)
+    batch = float(summary.get("train_samples_per_second", 0)) * counted.seconds if counted else 0
+    if batch and abs(batch / job.global_batch - 1) > _SAME_BATCH:
         raise ConfigError(
             f"--measured {path}: its steps have about {batch:,.0f} sequences, but the plan's have {job.global_batch}; "
             f"use --global-batch {max(1, round(batch))}"
@@ -142,7 +143,9 @@ def _causes(plan: Plan, own: OwnLayout, predicted: Estimate) -> Iterator[tuple[s
     if isinstance(variant, Sharding) and variant.offload == "none" and variant.zero_stage:
         yield "Offload of the optimizer to the CPU", added(here, variant=replace(variant, offload="optimizer"))
     if len(plan.topology.hosts) > 1 and plan.topology.hosts[0].network != "socket":
-        hosts = tuple(replace(host, network="socket") for host in plan.topology.hosts)
+        hosts = tuple(
+            replace(host, network="socket", network_gbits=None, ring_gbits=None) for host in plan.topology.hosts
+        )
         sockets = Costs(job, replace(plan.topology, hosts=hosts), plan.profile)
         text = "A network that NCCL uses over sockets (NET/Socket in its log)"
         yield text, added(sockets)

@@ -34,7 +34,7 @@ _SPELLINGS = (
 _ENGINES = ("zero0", "zero1", "zero2", "zero3", "megatron_fsdp", "fsdp", "ddp")
 _RECOMPUTES, _PLACEMENTS = {"none", "selective", "full"}, {"topology", "spread-tp"}
 _OPTION = r"none|selective|full|topology|spread-tp|kept|offload(-all|-optimizer)?|(shard|hpz)\d+"
-_FILLERS = {"and", "with", "of", "on", "x", "size", "degree", "layout", "way", "megatron", "megatron-core", "deepspeed"}
+_FILLERS = {"and", "with", "of", "on", "x", "size", "layout", "megatron", "megatron-core", "megatron-lm", "deepspeed"}
 _EXAMPLES = '"tp8 pp2", "zero3" or "fsdp mb2 full"'
 
 

@@ -47,6 +47,8 @@ def write(console: Console, plan: Plan, top: int, training: Training | None = No
     _command(console, plan, best)
     console.print()
     _say(console, f"Why: {reason(plan)}")
+    if plan.network:
+        _say(console, network_note(plan))
     console.print()
     shown = plan.ranked[:top]
     _layouts(console, [(_rank(plan, number), one) for number, one in enumerate(shown, 1)], training)
@@ -182,10 +184,10 @@ def _notes(plan: Plan, shown: Sequence[Estimate]) -> list[str | None]:
     return [*hosts, megatron_note(shown), unplanned_note()]
 
 
-def _sources(plan: Plan) -> list[str | None]:
+def _sources(plan: Plan) -> list[str]:
     """Return what the predictions rest on."""
     known = f"{plan.num_candidates:,} candidates, {plan.num_fitting:,} fit in {plan.usable_bytes / GIB:.1f} GiB"
-    lines: list[str | None] = [f"{known}; profile {plan.profile.name}: {origin(plan)}."]
+    lines = [f"{known}; profile {plan.profile.name}: {origin(plan)}."]
     if plan.job.has_fp8_products:
         sources = plan.profile.origin
         lines.append(f"fp8 products: {sources.get('fp8') or sources['*']}.")
@@ -194,13 +196,12 @@ def _sources(plan: Plan) -> list[str | None]:
             "The cluster file names no network, so sockets were assumed between the hosts; set network: efa or "
             "infiniband if they have it."
         )
-    return [*lines, network_note(plan)]
+    return lines
 
 
-def network_note(plan: Plan) -> str | None:
+def network_note(plan: Plan) -> str:
     """Return sentences about the measured network and, if it is slow, its effect on the recommended layout."""
-    if plan.network is None:
-        return None
+    assert plan.network
     bandwidths, slowdown = plan.network.bandwidths, network_slowdown(plan)
     said = fabric_sentence(plan.network.fabric, bandwidths, plan.topology)
     if slowdown is None or slowest(bandwidths).share >= SLOW_SHARE:
