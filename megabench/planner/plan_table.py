@@ -38,8 +38,9 @@ def write(console: Console, plan: Plan, top: int, training: Training | None = No
     """
     _say(console, _work(plan), style="dim")
     if not plan.ranked:
-        _say(console, why_nothing_fits(plan))
-        _section(console, "Notes", [_almost(plan), *_sources(plan)])
+        said = why_nothing_fits(plan)
+        _say(console, said[0].upper() + said[1:], style="bold")
+        _section(console, "Notes", [_almost(plan), *([network_note(plan)] if plan.network else []), *_sources(plan)])
         return
     best = chosen(plan)
     speed = f"{best.tokens_per_second_per_device:,.0f} tok/s per GPU"
@@ -171,7 +172,7 @@ def _almost(plan: Plan) -> str:
     short = ", ".join(
         f"{one.candidate.name} ({one.missing_bytes / GIB:.1f} GiB, {chance_text(one)})" for one in plan.misfits
     )
-    return f"These layouts almost fit; missing memory per GPU, and the chance to fit: {short}."
+    return f"Closest layouts, with the missing memory per GPU and the chance to fit: {short}."
 
 
 def _notes(plan: Plan, shown: Sequence[Estimate]) -> list[str | None]:

@@ -59,7 +59,7 @@ def certainty(plan: Plan) -> str:
     """Return a sentence about the certainty of the ranking."""
     error = f"the model's error of {plan.profile.relative_error:.0%}"
     if plan.equals > 1:
-        return f"Rows marked = differ by less than {error}: measure them."
+        return f"Rows marked = differ by less than {error}: measure them with compare --plan."
     return f"It leads by more than {error}." if plan.num_fitting > 1 else f"Its step time has {error}."
 
 

@@ -38,7 +38,8 @@ class Cell:
         candidate = best.candidate
         plain = replace(candidate.layout, dp=None)
         sizes = candidate.layout if plain == Layout() else plain
-        return f"{candidate.variant.prefix(candidate.engine)}{sizes} {best.mfu:.0%}"
+        name = f"{candidate.variant.prefix(candidate.engine)}{sizes}"
+        return " ".join([name, *candidate.variant.words, f"{best.mfu:.0%}"])
 
 
 def make_map(models: str, cluster: str, global_batch: int | None, make: Callable[..., Plan]) -> list[Cell]:

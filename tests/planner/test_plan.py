@@ -132,7 +132,7 @@ def test_assumed_sockets_are_told(tmp_path, network, is_assumed):
 def test_a_model_that_fits_nowhere_says_what_is_missing():
     ended = megabench("plan", "--model", "llama3-405b", "--cluster", "p4d.24xlarge:2", "--global-batch", "16")
     assert ended.returncode == 1
-    assert re.search(r"no layout of .* fits on this cluster: .* \(\d+\.\d GiB are missing\)", ended.stdout)
+    assert re.search(r"No layout of .* fits on this cluster: .* \(\d+\.\d GiB are missing\)", ended.stdout)
 
 
 def test_the_ranking_is_that_of_all_candidates():
@@ -188,7 +188,7 @@ def test_layouts_within_the_models_error_are_called_equal():
     found = made("llama3-70b", "p5.48xlarge:4")
     limit = chosen(found).step_seconds * (1 + found.profile.relative_error)
     assert [estimate.step_seconds <= limit for estimate in found.ranked].count(True) == found.equals > 1
-    assert certainty(found) == "Rows marked = differ by less than the model's error of 12%: measure them."
+    assert certainty(found).startswith("Rows marked = differ by less than the model's error of 12%: measure them")
     rows = [line for line in written(found).splitlines() if re.match(r"\| \d+= ", line)]
     assert len(rows) == min(5, found.equals)
 
