@@ -117,6 +117,15 @@ def read_cluster(text: str) -> Topology:
     return build(hosts, starts)
 
 
+def names_network(text: str) -> bool:
+    """Return whether a cluster's description names the network of all hosts, by an instance type or a field."""
+    path = shipped.find("clusters", text)
+    if path.suffix not in (".yaml", ".yml"):
+        return True
+    file = _validate(ClusterFile, read_yaml_mapping(path), str(path))
+    return all(entry.get("network") or entry.get("instance") for entry in file.hosts)
+
+
 def _validate(model: type[Model], content: dict[str, Any], where: str) -> Model:
     try:
         return model.model_validate(content)

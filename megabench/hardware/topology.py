@@ -141,8 +141,8 @@ class Topology:
     def hosts_in_words(self) -> str:
         """The number of hosts, and of servers if hosts share them, such as "4 hosts on 1 server"."""
         hosts, servers = len(self.hosts), len(self.hosts_by_server)
-        text = f"{hosts} host{'s' * (hosts > 1)}"
-        return f"{text} on {servers} server{'s' * (servers > 1)}" if self.shares_servers else text
+        text = f"{hosts:,} host{'s' * (hosts > 1)}"
+        return f"{text} on {servers:,} server{'s' * (servers > 1)}" if self.shares_servers else text
 
     @cached_property
     def ranks_per_server(self) -> int:

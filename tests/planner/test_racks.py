@@ -43,7 +43,6 @@ def test_plans_for_more_gpus_are_not_slower(instance):
     for count in NUM_HOSTS:
         topology = cluster(f"{instance}:{count}")
         work = job("llama3-70b", 8192, 2 * topology.world_size)
-        best = plan(work, topology, costs(work, topology).profile, keep=1).fastest
-        assert best
+        best = plan(work, topology, costs(work, topology).profile, keep=1).ranked[0]
         throughputs.append(work.tokens / best.step_seconds)
     assert throughputs == sorted(throughputs)

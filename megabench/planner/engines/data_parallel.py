@@ -68,6 +68,7 @@ class PlannedFsdp(_PlannedDataParallel):
 
 class PlannedMegatronFsdp(_PlannedDataParallel):
     spec = ENGINES["megatron_fsdp"]
+    is_measured = False
 
     def variants(self, job: Job, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
         yield Sharding(3)

@@ -27,11 +27,13 @@ class CostModel(Protocol):
 class PlannedEngine(ABC):
     """The variants of an engine that the planner predicts, with their time and memory.
 
-    With `adds_gradients`, the engine's matrix products can add weight gradients to their buffers.
+    With `adds_gradients`, the engine's matrix products can add weight gradients to their buffers. `is_measured` is
+    False if this project has no measured run of the engine on several GPUs.
     """
 
     spec: EngineSpec
     adds_gradients: bool = False
+    is_measured: bool = True
 
     @abstractmethod
     def variants(self, job: Job, ranks_per_host: int | None, layout: Layout) -> Iterable[Variant]:
