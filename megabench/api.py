@@ -16,10 +16,12 @@ from megabench.doctor import examine
 from megabench.doctor.finding import Finding
 from megabench.errors import UserError
 from megabench.parallel.layout import Layout
-from megabench.planner import plan_table
 from megabench.planner.costs import Estimate
 from megabench.planner.make_plan import make_plan
+from megabench.planner.plan_table import write
+from megabench.planner.reasons import chosen, why_nothing_fits
 from megabench.planner.search import Plan
+from megabench.planner.train_command import train_command
 from megabench.record import RunRecord
 from megabench.study.answers import Answer, answer
 from megabench.study.compare_request import Request, find_study
@@ -78,18 +80,16 @@ class StudyPlan:
     @property
     def best(self) -> Estimate:
         """The recommended candidate. Its layout is `best.candidate.layout`."""
-        return plan_table.chosen(self.prediction)
+        return chosen(self.prediction)
 
     @property
     def command(self) -> str:
         """The command that trains with the recommended layout, for every host."""
-        return plan_table.command(self.prediction)
+        return train_command(self.prediction, self.best.candidate)
 
     def __str__(self) -> str:
         output = StringIO()
-        plan_table.write(
-            Console(file=output, width=180, color_system=None, force_jupyter=False), self.prediction, len(self.ranked)
-        )
+        write(Console(file=output, width=120, color_system=None, force_jupyter=False), self.prediction, 5)
         return output.getvalue()
 
 
@@ -214,5 +214,5 @@ def plan(
         optimizer=optimizer,
     )
     if not found.ranked:
-        raise UserError(" ".join(plan_table.what_is_missing(found)))
+        raise UserError(why_nothing_fits(found))
     return StudyPlan(found)

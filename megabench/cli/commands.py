@@ -507,7 +507,9 @@ def calibrate(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="Model name, or a Hugging Face or checkpoint directory.")] = ("llama3-8b"),
+    model: Annotated[
+        str | None, typer.Option(help="Model name, or a Hugging Face or checkpoint directory [default: llama3-8b].")
+    ] = None,
     cluster: Annotated[
         list[str] | None,
         typer.Option(
@@ -551,17 +553,49 @@ def plan(
         typer.Option(metavar="FILE", help="Profile written by megabench calibrate [default: a shipped profile]."),
     ] = None,
     fabric: _Fabric = None,
-    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 12,
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 5,
     emulate_hosts: _EmulateHosts = None,
     explain: Annotated[
         str | None, typer.Option(metavar="TRIAL", help="Show the time of each part of one trial's step.")
     ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help='Compare your own layout with the best one, e.g. "tp8 pp2", "zero3" or "fsdp mb2 full". What the text '
+            "leaves open is chosen for speed.",
+        ),
+    ] = None,
+    measured: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS|FILE",
+            help="Measured step of --layout: seconds, or a log of HF Trainer or DeepSpeed. Says what may explain the "
+            "difference from the prediction.",
+        ),
+    ] = None,
+    shows_map: Annotated[
+        bool,
+        typer.Option(
+            "--map",
+            help="Show the best layout by model and number of hosts, up to the hosts of --cluster. --model takes names "
+            "separated by commas [default: the Llama 3 models].",
+        ),
+    ] = False,
     tokens: Annotated[
         float | None,
         typer.Option(
             min=1,
             max=1e18,
-            help="Tokens of the whole training, to predict its days [default: 100e9 for several clusters].",
+            help="Tokens of the whole training, to predict its days [default: 100e9 for several clusters and prices].",
+        ),
+    ] = None,
+    price_per_gpu_hour: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0,
+            metavar="PRICE",
+            help="Also show the price of the whole training, in any currency. Repeat it for each --cluster.",
         ),
     ] = None,
     as_json: _Json = False,
@@ -573,21 +607,40 @@ def plan(
     """
     from functools import partial
 
-    from megabench.metrics import DEFAULT_TOKENS
-    from megabench.planner import compare_clusters, plan_table
+    from megabench.planner import compare_clusters, plan_json, plan_table, size_map
+    from megabench.planner.explain import explain as write_explanation
+    from megabench.planner.layout_table import Training
     from megabench.planner.make_plan import make_plan
+    from megabench.planner.own_layout_report import OwnLayoutReport
     from megabench.terminal import standard_output
 
-    if explain is not None and (tokens or len(cluster or ()) > 1):
-        other = "--tokens" if tokens else "several --cluster"
-        raise UserError(f"--explain shows one trial on one cluster and does not work with {other}. Omit one of them.")
-    if fabric and len(cluster or ()) > 1:
+    clusters: list[str | None] = [*cluster] if cluster else [None]
+    modes = {"--explain": explain is not None, "--layout": layout is not None, "--map": shows_map}
+    asked = [name for name, is_given in modes.items() if is_given]
+    if len(asked) > 1:
+        raise UserError(f"{asked[0]} and {asked[1]} show different things. Omit one of them.")
+    if asked and len(clusters) > 1:
+        raise UserError(
+            f"{asked[0]} needs a single cluster and does not work with several --cluster. Omit one of them."
+        )
+    if measured is not None and layout is None:
+        raise UserError('--measured needs the layout that was measured, e.g. --layout "zero3 mb1".')
+    if fabric and len(clusters) > 1:
         raise UserError(f"--fabric {fabric} describes one network. Use it with one --cluster.")
+    if shows_map and not cluster:
+        raise UserError("--map needs the largest cluster, e.g. --cluster p5.48xlarge:64.")
+    prices: list[float | None] = [*price_per_gpu_hour] if price_per_gpu_hour else [None]
+    if len(prices) not in (1, len(clusters)):
+        raise UserError(
+            f"--price-per-gpu-hour is given {len(prices)} times for {len(clusters)} clusters. Give one price, or one "
+            f"for each --cluster."
+        )
+    prices = prices if len(prices) == len(clusters) else prices * len(clusters)
+    trainings = [Training(tokens or Training.num_tokens, price) for price in prices]
+    training = trainings[0] if tokens or price_per_gpu_hour else None
     make = partial(
         make_plan,
-        model,
         seq_length=seq_length,
-        global_batch=global_batch,
         num_layers=num_layers,
         grad_dtype=grad_dtype,
         profile=profile,
@@ -600,21 +653,30 @@ def plan(
         fabric=fabric,
         optimizer=optimizer,
     )
+    console = standard_output()
+    if shows_map and cluster:
+        models = size_map.MODELS if model is None else model
+        cells = size_map.make_map(models, cluster[0], global_batch, make)
+        print(size_map.map_as_json(cells)) if as_json else size_map.write_map(console, cells, cluster[0])
+        return
+    name = "llama3-8b" if model is None else model
     if cluster and len(cluster) > 1:
-        plans = compare_clusters.make_plans(cluster, make)
-        of = tokens or DEFAULT_TOKENS
+        plans = compare_clusters.make_plans(cluster, trainings, lambda one: make(name, one, global_batch=global_batch))
         if as_json:
-            print(compare_clusters.as_json(plans, of, top))
+            print(compare_clusters.as_json(plans, top))
         else:
-            compare_clusters.write(standard_output(), plans, of)
+            compare_clusters.write(console, plans)
         sys.exit(0 if all(one.plan.ranked for one in plans) else 1)
-    found = make(cluster[0] if cluster else None)
-    if as_json:
-        print(plan_table.as_json(found, top, explain, tokens))
+    found = make(name, clusters[0], global_batch=global_batch)
+    if layout is not None:
+        report = OwnLayoutReport(found, layout, measured)
+        print(report.as_json(training)) if as_json else report.write(console, training)
+    elif as_json:
+        print(plan_json.as_json(found, top, explain, training))
     elif explain is not None:
-        plan_table.explain(standard_output(), found, explain)
+        write_explanation(console, found, explain, training)
     else:
-        plan_table.write(standard_output(), found, top, tokens)
+        plan_table.write(console, found, top, training)
     sys.exit(0 if found.ranked else 1)
 
 

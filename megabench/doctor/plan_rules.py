@@ -9,7 +9,7 @@ from megabench.config.record_fields import auto_fields, requested_fields
 from megabench.cost.fabric import Fabric
 from megabench.cost.job import Job
 from megabench.cost.profile import profile_for
-from megabench.doctor import best_plan_rules, planner_rules
+from megabench.doctor import best_plan_rules, planner_rules, server_rules
 from megabench.doctor.fabric_rules import NetworkUser, rule_for
 from megabench.doctor.finding import Rule
 from megabench.doctor.predicted_trials import PlannedTrial, Predictions, planned_job, predict
@@ -57,6 +57,7 @@ def plan(
     rules = (
         *best_plan_rules.rules_for(predicted, base, size),
         *planner_rules.rules_for(predicted),
+        server_rules.rule_for([(trial.record.trial, trial.topology) for trial in trials]),
     )
     if fabric:
         rules += (rule_for(fabric, _network_users((one.record, planned_job(one), one.topology) for one in trials)),)

@@ -8,9 +8,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from megabench.config import ConfigError
@@ -19,32 +17,33 @@ from megabench.cost.network import ring_bandwidth
 from megabench.metrics import token_words
 from megabench.parallel.axes import AXIS_BY_NAME
 from megabench.planner.costs import Costs, Estimate
-from megabench.planner.plan_table import (
+from megabench.planner.layout_table import UNMEASURED, Column, Training, print_table, training_columns
+from megabench.planner.plan_json import describe, describe_estimate, describe_training
+from megabench.planner.reasons import (
+    GIB,
     PART_WORDS,
     chosen,
-    describe,
-    describe_estimate,
     megatron_note,
-    origin,
-    tokens_per_second,
-    training_days,
+    unmeasured_engines,
+    unmeasured_hardware,
     unplanned_note,
-    what_is_missing,
+    why_nothing_fits,
 )
 from megabench.planner.search import Plan
 
-_GIB = 2**30
 # Smallest difference of a part to report as a reason, as a fraction of the difference and of the longer of the steps.
 _SHARE_OF_DIFFERENCE, _SHARE_OF_STEP = 0.05, 0.01
+_LEAST_SHOWN = 0.0005  # seconds that three decimals show; a ratio to less than this is that of a rounding error
 _UNLIMITED_GB_PER_S = 1e9
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The plan for one cluster of the command line."""
+    """The plan for one cluster of the command line, and the training run whose days and price are shown."""
 
     cluster: str
     plan: Plan
+    training: Training
 
     @property
     def best(self) -> Estimate:
@@ -57,70 +56,98 @@ class ClusterPlan:
     @property
     def speed(self) -> float:
         """Predicted tokens per second of all GPUs."""
-        return tokens_per_second(self.plan)
+        return self.best.tokens_per_second_per_device * self.num_gpus
+
+    @property
+    def marks(self) -> list[str]:
+        """What was never measured: the hardware, or the engine of the best layout."""
+        return [*unmeasured_hardware(self.plan), *(unmeasured_engines([self.best]) if self.plan.ranked else [])]
 
     @cached_property
     def costs(self) -> Costs:
         return Costs(self.plan.job, self.plan.topology, self.plan.profile)
 
 
-def make_plans(clusters: Sequence[str], make: Callable[[str], Plan]) -> list[ClusterPlan]:
+def make_plans(
+    clusters: Sequence[str], trainings: Sequence[Training], make: Callable[[str], Plan]
+) -> list[ClusterPlan]:
     """Return the plan of each cluster. Raises ConfigError with the name of the cluster that cannot be planned for."""
     plans = []
-    for cluster in clusters:
+    for cluster, training in zip(clusters, trainings, strict=True):
         try:
-            plans.append(ClusterPlan(cluster, make(cluster)))
+            plans.append(ClusterPlan(cluster, make(cluster), training))
         except ConfigError as error:
             raise ConfigError(f"--cluster {cluster}: {error}") from None
     return plans
 
 
-def write(console: Console, plans: Sequence[ClusterPlan], tokens: float) -> None:
-    """Print a row for each cluster, then the ratio of each pair of clusters and the reasons."""
-    job = plans[0].plan.job
-    head = f"{job.shape.name} on {len(plans)} clusters · sequence {job.seq_length}, global batch {job.global_batch}"
-    console.print(Text(f"{head} · {job.precision}", style="bold"), soft_wrap=True)
-    for plan in plans:
-        found = plan.plan
-        told = f"{plan.cluster}: {plan.num_gpus} × {found.topology.hosts[0].device}, "
-        told += f"{found.usable_bytes / _GIB:.1f} usable GiB each · profile {found.profile.name}: {origin(found)}"
-        console.print(Text(told, style="dim"), soft_wrap=True)
+def write(console: Console, plans: Sequence[ClusterPlan]) -> None:
+    """Print the fastest cluster, a row for each cluster, and for each slower cluster the main reason."""
     fitting = [plan for plan in plans if plan.plan.ranked]
     if fitting:
-        console.print(_table(fitting, tokens))
-    for plan in plans:
-        if not plan.plan.ranked:
-            console.print(Text(f"{plan.cluster}: {what_is_missing(plan.plan)[0]}"), soft_wrap=True)
-    note = megatron_note([plan.best for plan in fitting])
-    for line in [note, *_batch_notes(plans), unplanned_note()]:
+        console.print(Text(_headline(fitting), style="bold"))
+        console.print()
+        print_table(console, _columns(fitting))
+    job = plans[0].plan.job
+    work = f"{job.shape.name}, sequence {job.seq_length}, global batch {job.global_batch}, {job.precision}"
+    days = f"days of training on {token_words(plans[0].training.num_tokens)}"
+    console.print(Text(f"{work} · {days}", style="dim"))
+    if unmeasured := list(dict.fromkeys(mark for plan in fitting for mark in plan.marks)):
+        said = f"{UNMEASURED} never measured: {', '.join(unmeasured)}"
+        console.print(Text(said, style="dim"))
+    lines = [f"{plan.cluster}: {why_nothing_fits(plan.plan)}" for plan in plans if not plan.plan.ranked]
+    fast = max(fitting, key=lambda plan: plan.speed, default=None)
+    slower = [_main_reason(fast, plan) for plan in fitting if fast and plan is not fast]
+    if slower:
+        console.print(Text("\nWhy", style="bold"))
+    notes = [megatron_note([plan.best for plan in fitting]), *_batch_notes(plans), unplanned_note()]
+    for line in [*slower, *lines, *notes]:
         if line:
-            console.print(Text(line), soft_wrap=True)
-    for one, other in _pairs(fitting):
-        console.print(Text(_ratio_sentence(one, other)), soft_wrap=True)
-        for reason in reasons(one, other):
-            console.print(Text(f"  - {reason}"), soft_wrap=True)
+            console.print(Text(f"- {line}"), soft_wrap=not console.is_terminal)
 
 
-def _table(plans: Sequence[ClusterPlan], tokens: float) -> Table:
-    days = f"days for {token_words(tokens)}"
-    heads = ("cluster", "best layout", "step s", "tok/s per GPU", "tok/s", "× first", "MFU", "GiB", days)
-    table = Table(*heads, box=box.MARKDOWN)
-    for column in table.columns[2:]:
-        column.justify = "right"
-    for plan in plans:
-        best = plan.best
-        table.add_row(
-            plan.cluster,
-            best.candidate.name,
-            f"{best.step_seconds:.3f}",
-            f"{best.tokens_per_second_per_device:,.0f}",
-            f"{plan.speed:,.0f}",
-            f"{plan.speed / plans[0].speed:.2f}",
-            f"{100 * best.mfu:.1f}%",
-            f"{best.memory.total / _GIB:.1f}",
-            f"{training_days(plan.plan, tokens):,.1f}",
-        )
-    return table
+def _headline(plans: Sequence[ClusterPlan]) -> str:
+    """Return a sentence about the fastest cluster, and the cheapest one if prices are known."""
+    by_speed = sorted(plans, key=lambda plan: -plan.speed)
+    fast = by_speed[0]
+    if len(by_speed) == 1:
+        text = f"Only {fast.cluster} can train this"
+    else:
+        second = by_speed[1]
+        text = f"Fastest: {fast.cluster}, {fast.speed / second.speed:.2f} × as fast as {second.cluster}"
+    prices = [(price, plan.cluster) for plan in plans if (price := plan.training.price(plan.speed, plan.num_gpus))]
+    return f"{text}. Cheapest: {min(prices)[1]}." if prices else f"{text}."
+
+
+def _columns(plans: Sequence[ClusterPlan]) -> list[Column]:
+    fastest = max(plan.speed for plan in plans)
+    return [
+        Column("cluster", [plan.cluster + f" {UNMEASURED}" * bool(plan.marks) for plan in plans], True, True),
+        Column("layout", [plan.best.candidate.name for plan in plans], True, True),
+        Column("tok/s", [f"{plan.speed:,.0f}" for plan in plans], is_kept=True),
+        Column("× best", [f"{plan.speed / fastest:.2f}" for plan in plans]),
+        *training_columns(
+            [plan.training for plan in plans], [plan.speed for plan in plans], [plan.num_gpus for plan in plans]
+        ),
+        Column("MFU", [f"{100 * plan.best.mfu:.1f}%" for plan in plans]),
+        Column("step s", [f"{plan.best.step_seconds:.3f}" for plan in plans]),
+        Column("GiB", [f"{plan.best.memory.total / GIB:.1f}" for plan in plans]),
+        Column("tok/s/GPU", [f"{plan.best.tokens_per_second_per_device:,.0f}" for plan in plans]),
+    ]
+
+
+def _main_reason(fast: ClusterPlan, slow: ClusterPlan) -> str:
+    """Return how much faster the fastest cluster is than another one, and the main reason."""
+    ratio = fast.speed / slow.speed
+    text = f"{fast.cluster} is {ratio:.2f} × as fast as {slow.cluster}"
+    if fast.num_gpus != slow.num_gpus:
+        each = fast.best.tokens_per_second_per_device / slow.best.tokens_per_second_per_device
+        text += f" ({fast.num_gpus} instead of {slow.num_gpus} GPUs, {each:.2f} × per GPU)"
+    error = max(plan.plan.profile.relative_error for plan in (fast, slow))
+    if ratio < 1 + error:
+        text += f", equal within the model's error of {100 * error:.0f}%"
+    found = reasons(fast, slow)
+    return f"{text}: {found[0]}." if found else f"{text}."
 
 
 def _batch_notes(plans: Sequence[ClusterPlan]) -> list[str]:
@@ -139,16 +166,6 @@ def _pairs(plans: Sequence[ClusterPlan]) -> list[tuple[ClusterPlan, ClusterPlan]
     """Return all pairs of clusters, the faster cluster of a pair first."""
     by_speed = sorted(plans, key=lambda plan: plan.best.step_seconds)
     return list(combinations(by_speed, 2))
-
-
-def _ratio_sentence(fast: ClusterPlan, slow: ClusterPlan) -> str:
-    ratio = fast.speed / slow.speed
-    text = f"{fast.cluster} is {ratio:.2f} × as fast as {slow.cluster}"
-    if fast.num_gpus != slow.num_gpus:
-        each = fast.best.tokens_per_second_per_device / slow.best.tokens_per_second_per_device
-        text += f" ({fast.num_gpus} instead of {slow.num_gpus} GPUs, {each:.2f} × per GPU)"
-    error = max(plan.plan.profile.relative_error for plan in (fast, slow))
-    return text + (f", equal within the model's error of {100 * error:.0f}%." if ratio < 1 + error else ".")
 
 
 def reasons(fast: ClusterPlan, slow: ClusterPlan) -> list[str]:
@@ -182,7 +199,7 @@ def _reason(name: str, here: float, there: float, fast: ClusterPlan, slow: Clust
     text = (
         f"{words[name]} {'take' if name in ('products', 'memory') else 'takes'} {here:.3f} s instead of {there:.3f} s"
     )
-    text += f" ({here / there:.2f} ×)" if here and there else ""
+    text += f" ({here / there:.2f} ×)" if min(here, there) >= _LEAST_SHOWN else ""
     why = _product_rates(here, there, fast, slow) if name == "products" else _constants(name, here < there, fast, slow)
     return f"{text}: {why}" if why else text
 
@@ -239,20 +256,20 @@ def _memory_reasons(fast: ClusterPlan, slow: ClusterPlan) -> list[str]:
 def _lack(plan: ClusterPlan, candidate: Candidate) -> str | None:
     """Return the memory that a GPU lacks for a candidate as text, or None if the candidate fits."""
     missing = plan.costs.missing_bytes(candidate)
-    return f"{missing / _GIB:.1f} GiB per GPU" if missing > 0 else None
+    return f"{missing / GIB:.1f} GiB per GPU" if missing > 0 else None
 
 
-def as_json(plans: Sequence[ClusterPlan], tokens: float, top: int) -> str:
+def as_json(plans: Sequence[ClusterPlan], top: int) -> str:
     """Return the plans, the durations and the ratios with their reasons as JSON."""
     fitting = [plan for plan in plans if plan.plan.ranked]
     found: dict[str, Any] = {
-        "tokens": tokens,
+        "tokens": plans[0].training.num_tokens,
         "clusters": [
             {
                 "cluster": plan.cluster,
                 "best": describe_estimate(plan.best) if plan.plan.ranked else None,
                 "tokens_per_second": plan.speed if plan.plan.ranked else None,
-                "days": training_days(plan.plan, tokens) if plan.plan.ranked else None,
+                **describe_training(plan.training, plan.best if plan.plan.ranked else None),
                 "plan": describe(plan.plan, top),
             }
             for plan in plans

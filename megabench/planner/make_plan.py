@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from megabench.config import ConfigError
+from megabench.config.clusters import names_network
 from megabench.cost.fabric_files import read_fabric
 from megabench.cost.job import Job
 from megabench.cost.profile import profile_for, read_profile
@@ -89,7 +90,8 @@ def make_plan(
     )
     expected = read_profile(profile) if profile else profile_for(device)
     if fabric is None:
-        return plan(job, topology, expected, keep=top)
+        assumes_sockets = cluster is not None and len(topology.hosts) > 1 and not names_network(cluster)
+        return replace(plan(job, topology, expected, keep=top), assumes_sockets=assumes_sockets)
     # a profile that calibrate has measured on these hosts may contain the same slow network
     link = topology.hosts[0].network
     expected = expected.model_copy(update={"links": expected.links | {link: profile_for(device).links[link]}})

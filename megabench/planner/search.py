@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -25,17 +25,11 @@ _MOST_LAYERS = 1000  # the search takes seconds for 1,000 layers, and a time qua
 # Unequal model chunks may have at most this fraction more layers if all of them were as long as the longest.
 _MOST_UNEVEN = 0.1
 _SEQUENCE_MULTIPLES = [FP8_MULTIPLE * cp for cp in (1, 2, 4, 8, _MOST_CP)]  # every rank's part is a multiple of 16
-_MOST_SLOWER = 0.08  # A simpler layout is recommended if it is slower by at most this share of a step.
 _MOST_RISKY = 3  # number of faster layouts to name that may not fit
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-# what makes a layout less simple, most important first
-COMPLICATIONS = (
-    "host memory",
-    "recomputation",
-    "parallel axes",
-    "GPUs per replica",
-    "model chunks",
-)
+# A second layout is named if the recommended one needs more than the first share of a GPU's memory. The second layout
+# needs less than the recommended one by at least the second share.
+_MOST_CERTAIN, _LESS_MEMORY = 0.75, 0.15
 
 
 @dataclass(frozen=True)
@@ -55,15 +49,17 @@ class MeasuredNetwork:
 class Plan:
     """The result of the search: the best candidates, the best of each other engine, and candidates that do not fit.
 
-    `fastest` is the fastest candidate that is likely to fit. The first item of
-    `ranked` is the recommended candidate: the simplest candidate among those that are about as fast as `fastest`. The
-    other candidates follow from fast to slow, one of each family. `merged` maps
-    the name of a ranked candidate to the names of equally fast variants with another cp. `equals` is the number of
-    first candidates whose predictions differ from the fastest by less than the model's error.
+    The first item of `ranked` is the recommended candidate: the fastest one that is likely to fit. The other candidates
+    follow from fast to slow, one of each family. `merged` maps the name of a ranked candidate to the names of equally
+    fast variants with another cp. `equals` is the number of first candidates whose predictions differ from the fastest
+    by less than the model's error.
 
+    `fallback` is the fastest candidate that needs noticeably less memory than the recommended one, for a run that runs
+    out of memory, or None if the recommended one leaves much memory free or no candidate needs less.
     `risky` contains faster candidates that may not fit; `baselines` the fastest candidate of each data-parallel kind
     that is likely to fit; `misfits` the candidates that are not likely to fit, sorted by missing memory. `network` is
-    the measured network that the profile includes.
+    the measured network that the profile includes. `assumes_sockets` is True if the cluster's description does not name
+    the network between its hosts.
     """
 
     job: Job
@@ -71,23 +67,24 @@ class Plan:
     profile: Profile
     num_candidates: int
     num_fitting: int
-    fastest: Estimate | None
     ranked: list[Estimate]
     merged: dict[str, list[str]]
+    fallback: Estimate | None
     risky: list[Estimate]
     baselines: list[Estimate]
     misfits: list[Estimate]
     usable_bytes: float
     network: MeasuredNetwork | None = None
+    assumes_sockets: bool = False
 
     @property
     def equals(self) -> int:
-        limit = self.fastest.step_seconds * (1 + self.profile.relative_error) if self.fastest else 0.0
+        limit = self.ranked[0].step_seconds * (1 + self.profile.relative_error) if self.ranked else 0.0
         return sum(estimate.step_seconds <= limit for estimate in self.ranked)
 
 
 def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan:
-    """Predict every candidate, and return the recommended one and the fastest others that are likely to fit.
+    """Predict every candidate, and return the fastest ones that are likely to fit.
 
     Timelines are simulated in the order of a lower bound, until the bound exceeds the `keep`-th best time.
     """
@@ -105,9 +102,7 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
         raise ConfigError(_why_no_candidates(job, topology))
     missing = list(_missing_bytes(costs, sweeps))
     fitting = _bounded(costs, [candidate for bytes_, candidate in missing if bytes_ <= 0])
-    families = _fastest(costs, fitting, keep)
-    fastest = families[0] if families else None
-    ranked, merged = _ranked(costs, fitting, families)
+    ranked, merged = _merged(costs, _fastest(costs, fitting, keep))
     may_fit = [candidate for bytes_, candidate in missing if bytes_ > 0 and costs.may_fit(bytes_)]
     slowest = ranked[0].step_seconds if ranked else math.inf
     risky = _fastest(costs, [pair for pair in _bounded(costs, may_fit) if pair[0] < slowest], _MOST_RISKY)
@@ -123,9 +118,9 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
         profile=profile,
         num_candidates=sum(map(len, sweeps)),
         num_fitting=len(fitting),
-        fastest=fastest,
         ranked=ranked[:keep],
         merged=merged,
+        fallback=_fallback(costs, fitting, ranked[0]) if ranked else None,
         risky=[estimate for estimate in risky if estimate.step_seconds < slowest][:_MOST_RISKY],
         baselines=sorted(baselines, key=lambda estimate: estimate.step_seconds),
         misfits=[costs.estimate(candidate) for _, candidate in _one_of_each(nearest)],
@@ -196,22 +191,20 @@ def _fastest(costs: Costs, members: list[tuple[float, Candidate]], keep: int) ->
     return sorted(best.values(), key=lambda estimate: estimate.step_seconds)
 
 
-def _ranked(
-    costs: Costs, fitting: list[tuple[float, Candidate]], families: list[Estimate]
-) -> tuple[list[Estimate], dict[str, list[str]]]:
-    """Return the recommended candidate and the fastest of each other family, and the variants that these represent.
+def fastest(costs: Costs, members: Iterable[Candidate]) -> Estimate | None:
+    """Return the fastest of some candidates, whether they fit or not, or None if there are none."""
+    return next(iter(_fastest(costs, _bounded(costs, list(members)), 1)), None)
+
+
+def _merged(costs: Costs, families: list[Estimate]) -> tuple[list[Estimate], dict[str, list[str]]]:
+    """Return the estimates to show, and the names of the variants that each of them represents.
 
     A variant with another cp is represented if it is equally fast within the model's error.
     """
-    if not families:
-        return [], {}
-    first = _recommended(costs, fitting, families)
     ranked: list[Estimate] = []
     merged: dict[str, list[str]] = {}
-    for estimate in [first, *families]:
+    for estimate in families:
         kind, limit = _family_without_cp(estimate.candidate), estimate.step_seconds / (1 + costs.profile.relative_error)
-        if ranked and _family(estimate.candidate) == _family(first.candidate):
-            continue
         same = (one for one in ranked if _family_without_cp(one.candidate) == kind and one.step_seconds >= limit)
         if (represented := next(same, None)) is not None:
             merged.setdefault(represented.candidate.name, []).append(estimate.candidate.name)
@@ -220,28 +213,13 @@ def _ranked(
     return ranked, merged
 
 
-def _recommended(costs: Costs, fitting: list[tuple[float, Candidate]], families: list[Estimate]) -> Estimate:
-    """Return the simplest candidate that is about as fast as the fastest.
-
-    A candidate without host memory is preferred within the model's error, and a simpler one within `_MOST_SLOWER`. The
-    share was chosen on the sweeps that docs/planning.md lists, with the regret of this rule.
-    Data-parallel engines are not simpler than other engines, because their predictions have other errors. Of equally
-    simple candidates, the one with the shortest step divided by the chance to fit is chosen.
-    """
-    limit = families[0].step_seconds * (1 + costs.profile.relative_error)
-    base = next((one for one in families if not one.host_bytes and one.step_seconds <= limit), families[0])
-    limit = min(limit, base.step_seconds * (1 + _MOST_SLOWER))
-    is_data_parallel = PLANNED_ENGINES[base.candidate.engine].spec.is_data_parallel
-    levels: dict[tuple[int, ...], list[Candidate]] = {}
-    for bound, candidate in fitting:
-        engine = PLANNED_ENGINES[candidate.engine]
-        if bound <= limit and engine.spec.is_data_parallel == is_data_parallel:
-            levels.setdefault(complexity(candidate, costs.job), []).append(candidate)
-    for level in sorted(levels):
-        near = [one for one in map(costs.estimate, levels[level]) if one.step_seconds <= limit]
-        if near:
-            return min(near, key=lambda one: one.step_seconds / one.fit_chance)
-    return base
+def _fallback(costs: Costs, fitting: list[tuple[float, Candidate]], best: Estimate) -> Estimate | None:
+    """Return the fastest candidate that needs noticeably less memory than the best one, if that may be needed."""
+    if best.memory.total <= _MOST_CERTAIN * costs.available_bytes:
+        return None
+    most = (1 - _LESS_MEMORY) * best.memory.total
+    small = [(bound, candidate) for bound, candidate in fitting if costs.memory(candidate).total <= most]
+    return next(iter(_fastest(costs, small, 1)), None)
 
 
 def _family(candidate: Candidate) -> tuple[object, ...]:
@@ -363,18 +341,6 @@ def _variants(
         if recompute in engine.spec.recompute:
             for variant in trained:
                 yield recompute, variant
-
-
-def complexity(candidate: Candidate, job: Job) -> tuple[int, ...]:
-    """Return how much of each of the COMPLICATIONS a candidate has. Simpler candidates have smaller tuples."""
-    layout, engine = candidate.layout, PLANNED_ENGINES[candidate.engine]
-    return (
-        int(engine.host_bytes(job, candidate, 1) > 0),
-        RECOMPUTES.index(candidate.recompute),
-        sum(size > 1 for size in (layout.tp, layout.cp, layout.pp)),
-        layout.tp * layout.cp * layout.pp,
-        layout.vp,
-    )
 
 
 def settings_of(candidate: Candidate) -> dict[str, Any]:

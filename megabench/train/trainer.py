@@ -48,6 +48,7 @@ from megabench.train.callbacks.user_callbacks import load_callbacks
 from megabench.train.checkpointing import Checkpoints, restore
 from megabench.train.comm_preflight import Network, nccl_log_path, try_out, write_nccl_log
 from megabench.train.exits import Exits
+from megabench.train.faster_layout import FasterLayout
 from megabench.train.launch_commands import launch_commands, small_run_command
 from megabench.train.memory_check import MemoryCheckError, check_memory
 from megabench.train.nan_guard import NanGuard
@@ -247,6 +248,8 @@ class Trainer:
         ]
         if self.rank == 0:
             callbacks.append(Console())
+            if run.device == "cuda" and not run.emulate_hosts and not is_supervised():
+                callbacks.append(FasterLayout())
             if run.tensorboard:
                 callbacks.append(TensorBoard(run.tensorboard))
         return callbacks

@@ -11,10 +11,12 @@ from megabench.errors import UserError
 from megabench.hardware.topology import Topology
 from megabench.optim.optimizers import OPTIMIZERS
 from megabench.parallel.layout import Layout, LayoutError, divisors
-from megabench.planner import plan_table
 from megabench.planner.engines.sharding import Sharding
 from megabench.planner.make_plan import make_plan
+from megabench.planner.plan_json import describe
+from megabench.planner.reasons import chosen, reason
 from megabench.planner.search import candidates, plan, settings_of
+from megabench.planner.train_command import train_command
 from megabench.train.flags import parse_flags
 from tests.planner.jobs import cluster, costs, hosts, job
 
@@ -145,12 +147,14 @@ def planned(optimizer: str):
 
 def test_the_command_of_a_plan_has_its_optimizer():
     found = planned("muon")
-    run = parse_flags(plan_table.command(found).partition("-m megabench.train ")[2].split())
+    command = train_command(found, chosen(found).candidate)
+    run = parse_flags(command.partition("-m megabench.train ")[2].split())
     assert run and run.resolve(8, "cuda").optimizer == "muon"
     assert {one.candidate.engine for one in found.ranked} == {"ddp"}
-    assert "no engine with tensor or pipeline parallelism has optimizer=muon" in plan_table.sweet_spot(found)
-    assert plan_table.describe(found, 1)["optimizer"] == "muon"
-    assert "--optimizer" not in plan_table.command(planned("adamw"))
+    assert "No engine with tensor or pipeline parallelism has optimizer=muon" in reason(found)
+    assert describe(found, 1)["optimizer"] == "muon"
+    plain = planned("adamw")
+    assert "--optimizer" not in train_command(plain, chosen(plain).candidate)
 
 
 def test_an_optimizer_that_cannot_be_planned_is_refused():

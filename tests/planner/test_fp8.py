@@ -16,9 +16,10 @@ from megabench.planner.engines.data_parallel_cost import DataParallel
 from megabench.planner.engines.megatron_cost import Pipeline
 from megabench.planner.engines.sharding import Sharding
 from megabench.planner.make_plan import make_plan
-from megabench.planner.plan_table import command, describe
+from megabench.planner.plan_json import describe
 from megabench.planner.predict import candidate_of, job_of
 from megabench.planner.search import candidates, plan
+from megabench.planner.train_command import train_command
 from megabench.precision import Fp8Recipe
 from megabench.record import Fp8Work
 from megabench.specs.fp8_check import odd_size
@@ -314,11 +315,12 @@ def planned(precision: str, model: str = "llama3-8b", cluster: str = "p5e.48xlar
 def test_a_plan_in_fp8_is_faster_and_its_command_says_so():
     plain, fp8 = planned("bf16"), planned("fp8")
     assert 1.15 < plain.ranked[0].step_seconds / fp8.ranked[0].step_seconds < 1.5
-    assert command(fp8).endswith("--precision fp8") and "--precision" not in command(plain)
+    fp8_command, plain_command = (train_command(one, one.ranked[0].candidate) for one in (fp8, plain))
+    assert fp8_command.endswith("--precision fp8") and "--precision" not in plain_command
     layers: dict[str, Any] = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 2}
     mixed = planned("fp8", fp8_recipe="bf16-gradients", **layers)
     flags = "--fp8-recipe bf16-gradients --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 2"
-    assert command(mixed).endswith(f"--precision fp8 {flags}")
+    assert train_command(mixed, mixed.ranked[0].candidate).endswith(f"--precision fp8 {flags}")
     assert mixed.job.fp8_share("forward") == pytest.approx(29 / 32)
     told, of_plain = describe(mixed, 1), describe(plain, 1)
     assert told.items() >= {"fp8_recipe": "bf16-gradients", **layers}.items() and of_plain["fp8_recipe"] is None

@@ -30,8 +30,8 @@ class _PlannedDataParallel(PlannedEngine):
     def memory(self, job: Job, candidate: Candidate, profile: Profile) -> Memory:
         return data_parallel_memory(job, candidate, profile)
 
-    def host_bytes(self, job: Job, candidate: Candidate, ranks_per_host: int) -> float:
-        return host_bytes(job, candidate, ranks_per_host)
+    def host_bytes(self, job: Job, candidate: Candidate, ranks_per_server: int) -> float:
+        return host_bytes(job, candidate, ranks_per_server)
 
 
 class PlannedDeepSpeed(_PlannedDataParallel):
@@ -68,6 +68,7 @@ class PlannedFsdp(_PlannedDataParallel):
 
 class PlannedMegatronFsdp(_PlannedDataParallel):
     spec = ENGINES["megatron_fsdp"]
+    is_measured = False
 
     def variants(self, job: Job, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
         yield Sharding(3)

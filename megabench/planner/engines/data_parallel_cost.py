@@ -202,8 +202,8 @@ class DataParallel:
     def _offload_seconds(self, candidate: Candidate, geometry: Geometry, micro_batches: int) -> float:
         """Return the time of copies to and from the host and of the host's optimizer (arXiv 2101.06840).
 
-        All GPUs of a host share its memory bandwidth. Gradients have g bytes per parameter, and a step has m
-        micro-batches.
+        All GPUs of a server share its memory bandwidth, also those of several hosts (pods) on it. Gradients have g
+        bytes per parameter, and a step has m micro-batches.
 
         - FSDP2 copies the gradients to the host in each micro-batch.
         - ZeRO-3 copies them to the host and back m times, to accumulate them and compute the norm on the GPU
@@ -232,7 +232,7 @@ class DataParallel:
         moved = gradients + each * (2 * micro_batches if sharding.offload == "all" else 1)
         shard = job.num_parameters / candidate.layout.world_size
         seconds = moved * shard / (self.profile.host_copy_gb_per_s * 1e9)
-        return seconds + on_host * shard * geometry.ranks_per_host / (self.profile.dram_gb_per_s * 1e9)
+        return seconds + on_host * shard * geometry.ranks_per_server / (self.profile.dram_gb_per_s * 1e9)
 
 
 def _cast(before: int, after: int) -> int:

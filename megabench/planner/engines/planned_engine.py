@@ -27,11 +27,13 @@ class CostModel(Protocol):
 class PlannedEngine(ABC):
     """The variants of an engine that the planner predicts, with their time and memory.
 
-    With `adds_gradients`, the engine's matrix products can add weight gradients to their buffers.
+    With `adds_gradients`, the engine's matrix products can add weight gradients to their buffers. `is_measured` is
+    False if this project has no measured run of the engine on several GPUs.
     """
 
     spec: EngineSpec
     adds_gradients: bool = False
+    is_measured: bool = True
 
     @abstractmethod
     def variants(self, job: Job, ranks_per_host: int | None, layout: Layout) -> Iterable[Variant]:
@@ -53,6 +55,6 @@ class PlannedEngine(ABC):
     def memory(self, job: Job, candidate: Candidate, profile: Profile) -> Memory:
         """Return the bytes by part of the rank that uses the most memory."""
 
-    def host_bytes(self, job: Job, candidate: Candidate, ranks_per_host: int) -> float:
-        """Return the bytes of host memory that offload uses on each host."""
+    def host_bytes(self, job: Job, candidate: Candidate, ranks_per_server: int) -> float:
+        """Return the bytes of host memory that offload uses on each server."""
         return 0.0

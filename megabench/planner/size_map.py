@@ -1,0 +1,91 @@
+"""`megabench plan --map`: the best layout and its MFU by model and number of hosts. Loads no torch."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from megabench.config import ConfigError
+from megabench.config.clusters import read_cluster
+from megabench.cost.memory import LIKELY
+from megabench.models.find import find_model
+from megabench.parallel.layout import Layout
+from megabench.planner.layout_table import Column, print_table
+from megabench.planner.plan_json import describe_estimate
+from megabench.planner.reasons import chosen
+from megabench.planner.search import Plan
+
+MODELS = "llama3-8b,llama3-70b,llama3-405b"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The plan of one model on one number of hosts."""
+
+    model: str
+    num_hosts: int
+    plan: Plan
+
+    @property
+    def words(self) -> str:
+        """The recommended layout without its dp, and its MFU, or "–" if no layout is likely to fit."""
+        if not self.plan.ranked:
+            return "–"
+        best = chosen(self.plan)
+        candidate = best.candidate
+        plain = replace(candidate.layout, dp=None)
+        sizes = candidate.layout if plain == Layout() else plain
+        name = f"{candidate.variant.prefix(candidate.engine)}{sizes}"
+        return " ".join([name, *candidate.variant.words, f"{best.mfu:.0%}"])
+
+
+def make_map(models: str, cluster: str, global_batch: int | None, make: Callable[..., Plan]) -> list[Cell]:
+    """Return the cells of several models, by comma, on 1, 2, 4, … hosts up to those of "TYPE:COUNT[:GPUS]".
+
+    `make` plans for a model on a cluster, with a global batch. By default, that is the model's, or one sequence per GPU
+    if that is more. Raises ConfigError for a cluster of another form.
+    """
+    name, _, rest = cluster.partition(":")
+    count, _, gpus = rest.partition(":")
+    if not count.isdigit() or int(count) < 1:
+        raise ConfigError(f"--map needs an instance type and the largest number of hosts, e.g. --cluster {name}:64")
+    sizes = [2**power for power in range(int(count).bit_length())]
+    sizes += [int(count)] * (int(count) not in sizes)
+    hosts = {size: f"{name}:{size}" + f":{gpus}" * bool(gpus) for size in sizes}
+    found = []
+    for size, text in hosts.items():
+        num_gpus = read_cluster(text).world_size
+        for model in models.split(","):
+            batch = global_batch or max(find_model(model).global_batch, num_gpus)
+            found.append(Cell(model, size, make(model, text, global_batch=batch)))
+    return found
+
+
+def write_map(console: Console, cells: Sequence[Cell], cluster: str) -> None:
+    """Print a row for each number of hosts and a column for each model."""
+    name = cluster.partition(":")[0]
+    models, sizes = list(dict.fromkeys(cell.model for cell in cells)), list(dict.fromkeys(c.num_hosts for c in cells))
+    console.print(Text(f"Best layout and MFU by model and number of hosts of {name}", style="bold"))
+    by_place = {(cell.model, cell.num_hosts): cell.words for cell in cells}
+    columns = [Column("hosts", [str(size) for size in sizes], is_kept=True)]
+    columns += [Column(one, [by_place[one, size] for size in sizes], is_text=True, is_kept=True) for one in models]
+    print_table(console, columns)
+    batches = "global batch: the model's, or one sequence per GPU if that is more"
+    console.print(Text(f"–: no layout fits with a chance of {LIKELY:.0%} or more; {batches}"))
+
+
+def map_as_json(cells: Sequence[Cell]) -> str:
+    """Return the cells as JSON."""
+    found: list[dict[str, Any]] = [
+        {
+            "model": cell.model,
+            "num_hosts": cell.num_hosts,
+            "global_batch": cell.plan.job.global_batch,
+            "best": describe_estimate(chosen(cell.plan)) if cell.plan.ranked else None,
+        }
+        for cell in cells
+    ]
+    return json.dumps(found, indent=2)

@@ -1,0 +1,72 @@
+"""The prediction of a faster layout neither delays nor fails a run."""
+
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megabench.config import RunConfig
+from megabench.data.source import open_source
+from megabench.train import faster_layout as module
+from megabench.train.faster_layout import FasterLayout
+from tests.planner.jobs import cluster
+
+STEP: Any = None  # the callback does not read it
+
+
+def trainer(notes: list[str]) -> Any:
+    settings = {"model": "llama3-8b", "tp": 8, "seq_length": 8192, "global_batch": 32, "data": "synthetic"}
+    given, topology = RunConfig.parse(settings), cluster("p5.48xlarge:1")
+    run = given.resolve(8, "cuda")
+    return SimpleNamespace(
+        given=given,
+        requested=run,
+        source=open_source(run),
+        placement=SimpleNamespace(topology=topology),
+        device_name=topology.hosts[0].device,
+        note=notes.append,
+    )
+
+
+def started(notes: list[str]) -> FasterLayout:
+    callback = FasterLayout()
+    callback.on_start(trainer(notes))
+    return callback
+
+
+def finished(callback: FasterLayout) -> FasterLayout:
+    assert callback._thread
+    callback._thread.join(timeout=60)
+    return callback
+
+
+def test_the_line_is_printed_once_after_a_step() -> None:
+    notes: list[str] = []
+    callback = finished(started(notes))
+    assert not notes
+    for _ in range(3):
+        callback.on_step_end(STEP)
+    (line,) = notes
+    assert line.startswith("megabench plan predicts that ") and " as fast as tp8 mb1" in line
+
+
+def test_steps_do_not_wait_for_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes, may_end = list[str](), Event()
+    monkeypatch.setattr(module, "faster_layout", lambda *_: may_end.wait(60) and "another layout")
+    callback = started(notes)
+    callback.on_step_end(STEP)
+    assert not notes
+    may_end.set()
+    finished(callback).on_step_end(STEP)
+    assert notes == ["another layout"]
+
+
+def test_a_prediction_that_fails_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "faster_layout", fail)
+    notes: list[str] = []
+    finished(started(notes)).on_step_end(STEP)
+    assert not notes
