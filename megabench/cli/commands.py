@@ -381,6 +381,34 @@ def report(
 
 
 @app.command()
+def pack(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --out directory of megabench compare.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The archive [default: DIR.tar.gz].")] = None,
+) -> None:
+    """Write a study's records and their evidence to one archive, without logs, tensors and secrets.
+
+    The archive contains the study file, the records, the environment, and a summary of NCCL's transports.
+    """
+    from megabench.study.archive import pack
+
+    path = folder.absolute()
+    archive = out or path.with_name(f"{path.name}.tar.gz")
+    pack(folder, archive)
+    print(archive)
+
+
+@app.command()
+def unpack(
+    archive: Annotated[Path, typer.Argument(metavar="FILE", help="An archive written by megabench pack.")],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="New directory [default: runs/STUDY].")] = None,
+) -> None:
+    """Check an archive of megabench pack, write its files to a new directory, and describe the study in README.md."""
+    from megabench.study.archive import unpack
+
+    print(unpack(archive, out))
+
+
+@app.command()
 def parity(
     ours: Annotated[Path, typer.Argument(metavar="FILE", help="Sketches of a run, written with --sketches FILE.")],
     theirs: Annotated[Path, typer.Argument(metavar="REFERENCE", help="Sketches of the run to compare with.")],
