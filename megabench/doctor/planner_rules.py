@@ -90,16 +90,20 @@ def planned_job(trial: PlannedTrial) -> Job:
     )
 
 
+def predict_trial(trial: PlannedTrial) -> Estimate | None:
+    """Return the prediction of a trial that has not run, or None if the planner cannot predict the trial."""
+    devices = {host.device for host in trial.topology.hosts}
+    candidate = candidate_of(trial.record)
+    if trial.run.device == "cpu" or len(devices) > 1 or candidate is None:
+        return None
+    return _predict(planned_job(trial), trial.topology, candidate)
+
+
 def _adviser(trial: PlannedTrial) -> "_Adviser | None":
     """Return the adviser of a trial, or None if the planner cannot predict the trial."""
-    devices, run = {host.device for host in trial.topology.hosts}, trial.run
     mib = gpu_memory_mib(trial.topology.hosts[0].device)
-    candidate = candidate_of(trial.record)
-    if run.device == "cpu" or len(devices) > 1 or mib is None or candidate is None:
-        return None
-    job = planned_job(trial)
-    estimate = _predict(job, trial.topology, candidate)
-    return _Adviser(trial, job, estimate, mib / 1024) if estimate else None
+    estimate = predict_trial(trial) if mib else None
+    return _Adviser(trial, planned_job(trial), estimate, mib / 1024) if mib and estimate else None
 
 
 @dataclass(frozen=True)
