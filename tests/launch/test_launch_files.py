@@ -3,8 +3,10 @@
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -25,6 +27,7 @@ from tests.launch.custom_resources import JOB_SET, PYTORCH_JOB, SKY_TASK, Fields
 KUBERNETES = "1.34"
 FLAGS = ["--model", "llama-tiny", "--num-layers", "2", "--seq-length", "64", "--device", "cpu", "--tp", "2"]
 SECONDS = 200
+PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
 FILES = ("job", "jobset", "pytorchjob")
 FIRST_PODS = ("megabench-0", "megabench-nodes-0-0")  # of job and jobset
 
@@ -213,11 +216,10 @@ PODS: dict[str, Callable[[int], tuple[list[str], dict[str, str]]]] = {
 
 def run_pods(commands: list[list[str]], variables: list[dict[str, str]]) -> list[tuple[str, str]]:
     """Run the commands until they end without an error, and return what each of them printed."""
-    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     with ExitStack() as stack:
         running = []
         for command, more in zip(commands, variables, strict=True):
-            process = start(command, **({"OMP_NUM_THREADS": "1", "PATH": path} | more))
+            process = start(command, **({"OMP_NUM_THREADS": "1", "PATH": PATH} | more))
             stack.callback(end, process.pid)
             running.append(process)
         printed = [process.communicate(timeout=SECONDS) for process in running]
@@ -256,23 +258,53 @@ def test_two_pods_train(file: str, tmp_path: Path) -> None:
     assert (record.world_size, record.layout.tp) == (2, 2)
 
 
+def crossover_pods(folder: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The command and the variables of two pods that run two trials of the small crossover study in `folder`."""
+    [script] = container("crossover-efa")["args"]
+    script = re.sub(r"--rdzv-endpoint=\S+", f"--rdzv-endpoint=localhost:{free_port()}", script)
+    trials = "crossover-efa-small --only zero3-kept --only tp2-dp2"
+    for old, new in ("=gpu", "=2"), ("compare crossover-efa", f"compare {trials}"), ("/shared", str(folder)):
+        assert old in script
+        script = script.replace(old, new)
+    _, common = job_command("jobset", 0)
+    variables = [common | {"JOB_COMPLETION_INDEX": str(index)} for index in range(2)]
+    return [*container("crossover-efa")["command"], script], variables
+
+
+def packed(folder: Path) -> list[tuple[str, str]]:
+    """The trials in the archive that the pods wrote to `folder`, with their status."""
+    found = read_folder(unpack(folder / "crossover-efa.tar.gz", folder / "record"))
+    return [(record.trial, record.status) for record in found.records]
+
+
 @pytest.mark.e2e
 def test_two_pods_return_an_archive_of_the_crossover(tmp_path: Path) -> None:
     """The first pod packs the results, and no other pod does."""
-    [script] = container("crossover-efa")["args"]
-    study, endpoint = tmp_path / "crossover-efa", f"localhost:{free_port()}"
-    only = "crossover-efa-small --only zero3-kept --only tp2-dp2"
-    script = re.sub(r"--rdzv-endpoint=\S+", f"--rdzv-endpoint={endpoint}", script)
-    for old, new in ("=gpu", "=2"), ("compare crossover-efa", f"compare {only}"), ("/shared", str(tmp_path)):
-        assert old in script
-        script = script.replace(old, new)
-    command = [*container("crossover-efa")["command"], script]
-    _, common = job_command("jobset", 0)
-    pods = [common | {"JOB_COMPLETION_INDEX": str(index)} for index in range(2)]
-    printed = run_pods([command] * 2, pods)
-    assert [f"{study}.tar.gz" in out for out, _ in printed] == [True, False], printed
-    found = read_folder(unpack(tmp_path / "crossover-efa.tar.gz", tmp_path / "record"))
-    assert [(record.trial, record.status) for record in found.records] == [("zero3-kept", "ok"), ("tp2-dp2", "ok")]
+    command, variables = crossover_pods(tmp_path)
+    printed = run_pods([command] * 2, variables)
+    assert [f"{tmp_path}/crossover-efa.tar.gz" in out for out, _ in printed] == [True, False], printed
+    assert packed(tmp_path) == [("zero3-kept", "ok"), ("tp2-dp2", "ok")]
+
+
+@pytest.mark.e2e
+def test_two_pods_pack_what_was_measured_when_their_time_is_over(tmp_path: Path) -> None:
+    """The time of one pod is over: the alarm of `timeout` rings early."""
+    command, variables = crossover_pods(tmp_path)
+    with ExitStack() as stack:
+        pods = []
+        for more in variables:
+            pods.append(start(command, **{"OMP_NUM_THREADS": "1", "PATH": PATH} | more))
+            stack.callback(end, pods[-1].pid)
+        results, deadline = tmp_path / "crossover-efa" / "results.jsonl", time.monotonic() + SECONDS
+        while not (results.exists() and results.stat().st_size):
+            assert time.monotonic() < deadline and all(pod.poll() is None for pod in pods)
+            time.sleep(0.1)
+        [timeout] = [child for child in psutil.Process(pods[1].pid).children() if child.name() == "timeout"]
+        timeout.send_signal(signal.SIGALRM)
+        printed = [pod.communicate(timeout=SECONDS) for pod in pods]
+    assert all(pod.returncode for pod in pods), printed
+    first, *others = packed(tmp_path)
+    assert first == ("zero3-kept", "ok") and ("tp2-dp2", "ok") not in others, printed
 
 
 @pytest.mark.e2e
