@@ -45,8 +45,8 @@ def pack(folder: Path, archive: Path) -> None:
     if archive.exists():
         try:
             _read(archive)
-        except ArchiveError as error:
-            raise ArchiveError(f"{archive} would be overwritten, but {error}; use another --out") from None
+        except ArchiveError:
+            raise ArchiveError(f"{archive} exists and is no archive of megabench pack; use another --out") from None
     records = read_records(folder / "results.jsonl")
     texts = {
         "study.yaml": without_secrets(read_text(folder / "study.yaml")),

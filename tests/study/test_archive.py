@@ -212,7 +212,7 @@ def test_only_an_archive_is_replaced(archive: Path, folder: Path) -> None:
     pack(folder, archive)
     assert content(archive)["crossing/results.jsonl"].count(b"\n") == 1
     archive.write_text("thesis")
-    with pytest.raises(ArchiveError, match=r"would be overwritten, but .* is not an intact tar\.gz file"):
+    with pytest.raises(ArchiveError, match="exists and is no archive of megabench pack; use another --out"):
         pack(folder, archive)
     assert archive.read_text() == "thesis"
 
