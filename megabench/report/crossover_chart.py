@@ -12,12 +12,17 @@ from megabench.report.svg import percent, picture, spread_apart, tag, text
 from megabench.report.trials import StudyView
 from megabench.study.crossover import Crossover, Work, marks
 from megabench.study.crossover_answer import baseline_name, crossover_tables, work_name
+from megabench.study.verdict import devices_word, listed
 
 _HEIGHT, _ABOVE, _BELOW = 340, 40, 44
 _MARK_ROWS = 2  # the names of neighboring marks are at different heights
 _TICKS = (1, 2, 5)
-# paths of the points of the first, second and third work, around (0, 0): circle, square, diamond
-_SHAPES = ("M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0Z", "M-4 -4H4V4H-4Z", "M0 -6L6 0L0 6L-6 0Z")
+# the points of the first, second and third work, as paths around (0, 0)
+_SHAPES = {
+    "circles": "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0Z",
+    "squares": "M-4 -4H4V4H-4Z",
+    "diamonds": "M0 -6L6 0L0 6L-6 0Z",
+}
 
 Point = tuple[float, float]
 
@@ -51,17 +56,23 @@ def crossover_chart(view: StudyView) -> Chart | None:
     baseline = baseline_name(found, "or")
     known = marks(found.device) if found.device != "cpu" else []
     table = crossover_tables(found)[0]
-    has_predictions = any(curve.predicted for curve in drawn)
-    title = f"Throughput relative to the fastest {baseline}, by bandwidth between {view.device}s"
+    title = f"Throughput relative to the fastest {baseline}, by bandwidth between {devices_word(view.device)}"
     described = "; ".join(
         f"{curve.name}: " + (", ".join(f"{y:.2f} × at {x:.3g} GB/s" for x, y in curve.measured) or "not measured")
         for curve in drawn
     )
-    lines = "Lines are predictions of the planner" if has_predictions else "Lines connect the measured points"
+    lines = (
+        "Lines are predictions of the planner for hosts that a network of this bandwidth joins."
+        if any(curve.predicted for curve in drawn)
+        else "Lines connect the measured points."
+    )
+    names = [work_name(found, work) for work in found.works]
+    shapes = listed([f"{shape} for {name}" for shape, name in zip(_SHAPES, names, strict=False)])
     words = (
         f"Above the line at 1 ×, a layout is faster than {baseline} with the best settings in this study, on the same "
-        f"network and with the same batch. Points are measured. {lines}, for hosts that a network of this bandwidth "
-        f"joins." + (" Dotted vertical lines are the bandwidths of known networks, from data sheets." if known else "")
+        f"network and with the same batch. Points are measured{f' ({shapes})' * (len(names) > 1)}. {lines}"
+        + " Dotted vertical lines are the bandwidths of known networks, from data sheets."
+        * bool(known)
     )
     return Chart(
         title,
@@ -80,7 +91,7 @@ def _curves_of(found: Crossover) -> Iterator[_Curve]:
             yield _Curve(
                 name=_curve_name(found, method, work),
                 number=shade % 7 + 7 * dash,
-                shape=_SHAPES[dash % len(_SHAPES)],
+                shape=[*_SHAPES.values()][dash % len(_SHAPES)],
                 predicted=found.curve(work, method),
                 measured=found.points(work, method),
             )

@@ -109,7 +109,7 @@ class Crossover:
     """
 
     def __init__(self, rows: Sequence[Row], records: Sequence[RunRecord]) -> None:
-        kinds = Counter((row.world_size, row.device) for row in rows if row.is_ok)
+        kinds = Counter((row.world_size, row.device) for row in rows if row.device)
         self.world_size, self.device = kinds.most_common(1)[0][0]
         self._records = {
             trial: runs[0]
@@ -153,11 +153,14 @@ class Crossover:
         """The fastest trial with a result of each method at each place."""
         found: dict[_Cell, Row] = {}
         for row in self._rows:
-            record = self._records[row.trial]
-            cell = _work(record), _method(record), self._place(record)
+            cell = self.cell(self._records[row.trial])
             if row.is_ok and row.tokens_per_second_per_device and (cell not in found or row.speed > found[cell].speed):
                 found[cell] = row
         return found
+
+    def cell(self, record: RunRecord) -> _Cell:
+        """Return the work, the method and the place of a trial."""
+        return _work(record), _method(record), self._place(record)
 
     def fastest_baseline(self, work: Work, place: Place) -> Row | None:
         rows = [self.measured[cell] for method in self.baselines if (cell := (work, method, place)) in self.measured]

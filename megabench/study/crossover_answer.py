@@ -44,7 +44,8 @@ def crossover_particulars(found: Crossover) -> list[str]:
     if missing := _not_measured(found):
         said.append(missing)
     if found.num_left_out:
-        said.append(f"{found.num_left_out} trials on another number or kind of devices are left out.")
+        trials = f"{found.num_left_out} trial{'s' * (found.num_left_out > 1)}"
+        said.append(f"Left out: {trials} on another number or kind of devices.")
     return said
 
 
