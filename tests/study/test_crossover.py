@@ -1,8 +1,10 @@
 """Crossovers: which networks trials ran on, where curves cross ZeRO-3's, what is predicted, and what is said of it."""
 
+from io import StringIO
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megabench.cost.profile import profile_for
 from megabench.hardware.topology import Host, build
@@ -20,6 +22,7 @@ from megabench.study.answers import Answer, answer
 from megabench.study.crossover import Crossing, Crossover, Place, crossings, marks
 from megabench.study.parity import judge_parity
 from megabench.study.summary import summarize
+from megabench.study.table import markdown, show
 from tests.study.records import make_record, work_class
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -83,6 +86,16 @@ def test_the_answer_names_the_bandwidth_below_which_a_pipeline_is_faster():
     assert [row[1] for row in points.rows] == ["0.75 GB/s", "1.5 GB/s", "3 GB/s", "NVLink"]
     assert points.rows[0][3].startswith("2.00 [") and points.rows[3][4].startswith("1.10 [")
     assert [row[:2] for row in errors.rows] == [(row[1], "3") for row in points.rows]
+
+
+def test_the_tables_are_printed_in_the_terminal_and_as_markdown():
+    records = curve("zero3", {0.75: 1000}, **ZERO3) + curve("pp2", {0.75: 2000}, **PP2)
+    judged, output = judge_parity(records, records[0].trial), StringIO()
+    show(Console(file=output, width=200, color_system=None), judged, records[0].trial, "crossover")
+    for text in (output.getvalue(), markdown(judged, records[0].trial, "crossover")):
+        titles = ("Throughput relative to the fastest trial with ZeRO-3; in brackets, as predicted:", "| PP2·VP2, × |")
+        assert all(title in text for title in (*titles, "Errors of the predicted step times:", "| largest error |"))
+        assert "| 16 sequences a step |" in text and "2.00 [" in text
 
 
 def test_batches_with_the_same_answer_are_named_together():
