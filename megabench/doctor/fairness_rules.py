@@ -179,17 +179,13 @@ def weaker_reference(case: Case) -> Iterator[Finding]:
 
 def _is_comparable(record: RunRecord, other: RunRecord) -> bool:
     """Return whether two runs did equal work on the same hosts and network. All planned runs count as equal work."""
-    mine, its = (
-        (run.work_class and run.work_class.id, run.num_hosts, run.emulated_hosts, _limit(run))
-        for run in (record, other)
-    )
-    return mine == its
+    return _work_and_place(record) == _work_and_place(other)
 
 
-def _limit(record: RunRecord) -> tuple[float, int] | None:
-    """Return the bandwidth and the latency to which the network between emulated hosts was limited."""
-    network = record.emulated_network
-    return (network.gb_per_s, network.latency_us) if network else None
+def _work_and_place(record: RunRecord) -> tuple[object, ...]:
+    network, work = record.emulated_network, record.work_class
+    limit = (network.gb_per_s, network.latency_us) if network else None
+    return work and work.id, record.num_hosts, record.emulated_hosts, limit
 
 
 def untuned_reference(case: Case) -> Iterator[Finding]:

@@ -8,13 +8,14 @@ from markupsafe import Markup
 
 from megabench.report.chart import Chart, Figures
 from megabench.report.line_charts import Scale, curves, level, line_classes
-from megabench.report.svg import percent, picture, spread_apart, tag, text
+from megabench.report.svg import clip, percent, picture, spread_apart, tag, text
 from megabench.report.trials import StudyView
 from megabench.study.crossover import Crossover, Work, marks
 from megabench.study.crossover_answer import baseline_name, crossover_tables, work_name
 from megabench.study.verdict import devices_word, listed
 
 _HEIGHT, _ABOVE, _BELOW = 340, 40, 44
+_LONGEST = 18  # letters that fit to the left of the picture
 _MARK_ROWS = 2  # the names of neighboring marks are at different heights
 _TICKS = (1, 2, 5)
 # the points of the first, second and third work, as paths around (0, 0)
@@ -142,7 +143,8 @@ def _names(drawn: Sequence[_Curve], down: Scale) -> Iterator[Markup]:
     for curve, at, place in zip(drawn, wanted, places, strict=True):
         shade = f"shade{curve.number % 7}"
         yield tag("line", x1=-11, x2=-2, y1=place, y2=at, class_=f"leader {shade}")
-        yield text(curve.name.removesuffix(" sequences a step"), -14, place + 4, f"letter {shade}", "end")
+        name = clip(curve.name.removesuffix(" sequences a step"), _LONGEST)
+        yield text(name, -14, place + 4, f"letter {shade}", "end")
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

@@ -94,7 +94,7 @@ class Error:
         return sum(map(abs, self.of_trials)) / len(self.of_trials)
 
 
-_Cell = tuple[Work, str, Place]  # the work, the name of the method, and the place
+Cell = tuple[Work, str, Place]  # the work, the name of the method, and the place
 _MOST_APART = 4.0  # interpolation between points that are further apart would be a guess
 _POINTS_PER_DECADE = 12
 _FASTEST_NETWORK = 100.0  # GB/s per GPU: the end of the predicted curves
@@ -109,7 +109,8 @@ class Crossover:
     """
 
     def __init__(self, rows: Sequence[Row], records: Sequence[RunRecord]) -> None:
-        kinds = Counter((row.world_size, row.device) for row in rows if row.device)
+        known = [row for row in rows if row.device] or rows
+        kinds = Counter((row.world_size, row.device) for row in known)
         self.world_size, self.device = kinds.most_common(1)[0][0]
         self._records = {
             trial: runs[0]
@@ -149,16 +150,16 @@ class Crossover:
         return list(dict.fromkeys(found))
 
     @cached_property
-    def measured(self) -> Mapping[_Cell, Row]:
+    def measured(self) -> Mapping[Cell, Row]:
         """The fastest trial with a result of each method at each place."""
-        found: dict[_Cell, Row] = {}
+        found: dict[Cell, Row] = {}
         for row in self._rows:
             cell = self.cell(self._records[row.trial])
             if row.is_ok and row.tokens_per_second_per_device and (cell not in found or row.speed > found[cell].speed):
                 found[cell] = row
         return found
 
-    def cell(self, record: RunRecord) -> _Cell:
+    def cell(self, record: RunRecord) -> Cell:
         """Return the work, the method and the place of a trial."""
         return _work(record), _method(record), self._place(record)
 
@@ -188,7 +189,7 @@ class Crossover:
     def curve(self, work: Work, method: str) -> list[tuple[float, float]]:
         """Return predicted (GB/s per GPU, ratio) from the slowest network of the study to 100 GB/s per GPU."""
         across = [place for place in self.places if place.num_hosts > 1 and place.gb_per_s]
-        if not across:
+        if not across or (across[0].gb_per_s or 0.0) >= _FASTEST_NETWORK:
             return []
         num_hosts = Counter(place.num_hosts for place in across).most_common(1)[0][0]
         low = log(across[0].gb_per_s or 0.0)
@@ -203,7 +204,7 @@ class Crossover:
         return [(rate, ratio) for rate, ratio in ratios if rate and ratio]
 
     @property
-    def not_measured(self) -> list[_Cell]:
+    def not_measured(self) -> list[Cell]:
         """The combinations of work, method and place without a result."""
         names = [*self.baselines, *self.methods]
         every = [(work, name, place) for work in self.works for name in names for place in self.places]
@@ -215,10 +216,10 @@ class Crossover:
         found: dict[Place, list[float]] = {}
         for row in self._rows:
             record = self._records[row.trial]
-            place, candidate = self._place(record), candidate_of(record)
-            if not row.is_ok or not row.step_seconds or candidate is None or place.gb_per_s is None:
+            place, pair = self._place(record), _pair(record, _work(record), None)
+            if not row.is_ok or not row.step_seconds or pair is None or place.gb_per_s is None:
                 continue
-            if predicted := _seconds(job_of(record), candidate, self._topology(place)):
+            if predicted := _seconds(*pair, self._topology(place)):
                 found.setdefault(place, []).append(predicted / row.step_seconds - 1)
         return [Error(place, tuple(found[place])) for place in self.places if place in found]
 

@@ -25,7 +25,7 @@ def crossover_headline(found: Crossover) -> str:
         return "Not known: no trial trains with ZeRO-3 or FSDP2."
     method = _best_on_slow_networks(found)
     if method is None:
-        return f"Not known: no layout was measured beside {baseline_name(found)} on the same network."
+        return f"Not known: no network has a result of a layout and one of {baseline_name(found, 'or')}."
     if all(ratio <= 1 for name in found.methods for work in found.works for _, ratio in found.points(work, name)):
         return f"On no measured network is a layout faster than {baseline_name(found)}."
     return _sentence(found, method)
@@ -161,7 +161,9 @@ def _not_measured(found: Crossover) -> str | None:
     if len(cells) > _MOST_NAMED:
         steps = f"; their steps are predicted to take {min(known):.2g} to {max(known):.3g} s" if known else ""
         total = len(found.measured) + len(cells)
-        return f"{len(cells)} of {total} combinations of layout, batch and network have no result{steps}."
+        return (
+            f"{len(cells)} of {total} combinations of layout, batch and network have no result (– in the table){steps}."
+        )
     names = [
         f"{method} at {work_name(found, work)} and {place.label}" + (f" (predicted {seconds:.3g} s)" if seconds else "")
         for (work, method, place), seconds in zip(cells, predicted, strict=True)

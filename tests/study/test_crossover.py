@@ -117,16 +117,15 @@ def test_the_answer_says_so_where_nothing_crosses_or_is_known():
     alone = "PP2·VP2 is faster than ZeRO-3 on every measured network (0.75 GB/s per GPU alone)."
     assert answered([*zero3, faster[0]]).headline == alone
     assert answered(faster).headline == "Not known: no trial trains with ZeRO-3 or FSDP2."
-    assert answered([zero3[0], faster[1]]).headline == (
-        "Not known: no layout was measured beside ZeRO-3 on the same network."
-    )
+    apart = answered([zero3[0], faster[1]])
+    assert apart.headline == "Not known: no network has a result of a layout and one of ZeRO-3."
 
 
 def test_the_baseline_is_the_faster_of_zero3_and_fsdp_with_their_best_settings():
     records = curve("zero3", {0.75: 1000}, **ZERO3) + curve("fsdp", {0.75: 1250}, **FSDP)
     records += curve("fsdp-small", {0.75: 1200}, **FSDP, micro_batch=2)
     broken = trial("fsdp-broken", 0.75, 9000, **FSDP, status="failed", error="lost")
-    records += [broken, *curve("pp2", {0.75: 2500}, **PP2), *curve("pp2-small", {0.75: 2400}, micro_batch=2, **PP2)]
+    records += [broken, *curve("pp2", {0.75: 2500}, **PP2), *curve("pp2-small", {0.75: 2300}, micro_batch=2, **PP2)]
     found = found_in(records)
     (work,), (place,) = found.works, found.places
     assert (found.baselines, found.methods) == (["ZeRO-3", "FSDP2"], ["PP2·VP2"])
@@ -174,9 +173,27 @@ def test_predictions_are_the_planners_and_their_errors_are_by_network():
     of_slow, of_fast = again.errors
     assert of_fast.of_trials[1] == pytest.approx(-0.5) and of_slow.of_trials == found.errors[0].of_trials
     assert of_fast.mean == pytest.approx((abs(of_fast.of_trials[0]) + 0.5) / 2)
+    zero3 = found.predicted_seconds(work, "ZeRO-3", fast)
+    assert zero3 and found.predicted_ratio(work, "PP2·VP2", fast) == zero3 / expected > 1
     rates = [rate for rate, _ in found.curve(work, "PP2·VP2")]
     assert (rates[0], rates[-1]) == (pytest.approx(0.75), pytest.approx(100))
     assert found.curve(work, "PP2·VP2")[0][1] == pytest.approx(found.predicted_ratio(work, "PP2·VP2", slow))
+
+
+def test_two_gpus_of_a_host_share_its_network_in_predictions():
+    layout = LayoutSizes(tp=1, cp=1, pp=1, vp=1, dp=4)
+    records = [trial(name, 3.0, 1000, world_size=4, layout=layout, **kind) for name, kind in (("z", ZERO3), ("d", {}))]
+    hosts = [(Host("h", H100, "pcie", "socket", network_gbits=24, nvlink_gb_per_s=450), 2, 2)] * 2
+    candidate = candidate_of(records[1])
+    assert candidate
+    expected = Costs(job_of(records[1]), build(hosts), profile_for(H100)).estimate(candidate).step_seconds
+    found = found_in(records)
+    assert found.predicted_seconds(found.works[0], "DP4", found.places[0]) == expected
+
+
+def test_the_headline_is_about_the_layout_that_is_best_on_the_slowest_network():
+    records = curve("zero3", {0.75: 1000, 3: 1000}, **ZERO3) + curve("pp2", {0.75: 1500, 3: 900}, **PP2)
+    assert answered([*records, *curve("tp2", {3: 9000}, **TP2)]).headline.endswith("PP2·VP2 is faster than ZeRO-3.")
 
 
 def test_what_was_not_measured_is_named_with_its_prediction():
@@ -200,6 +217,9 @@ def test_a_layout_without_a_trial_of_some_work_has_the_settings_of_its_other_tri
     place = found.places[0]
     one, four = (found.predicted_seconds(work, "TP2", place) for work in (small, large))
     assert one and four and 3 < four / one < 4.5
+    own = trial("tp2", 3, 900, 64, micro_batch=8, **TP2)
+    with_own = found_in([*records, own]).predicted_seconds(large, "TP2", place)
+    assert with_own != four and with_own == found_in([records[1], own]).predicted_seconds(large, "TP2", place)
     wide = found_in([*records[:2], *curve("tp2", {3: 900}, 64, micro_batch=32, **TP2)])
     assert wide.predicted_seconds(small, "TP2", place) is None, "16 sequences are no micro-batch of 32"
 
