@@ -10,7 +10,7 @@ import pytest
 from megabench.config.clusters import read_cluster
 from megabench.doctor.duration import SECONDS_TO_START, predicted_duration
 from megabench.doctor.plan_rules import place_trial
-from megabench.doctor.planner_rules import predict_trial
+from megabench.doctor.predicted_trials import Predictions, predict
 from megabench.study.study import StudyFile, Trial, plan_study
 from tests.comparison.compare_process import REPOSITORY
 from tests.golden.behaviour import run
@@ -43,13 +43,10 @@ def test_a_study_for_efa_fits_into_its_job(name: str) -> None:
     script = (REPOSITORY / "launch/crossover-efa.sbatch").read_text()
     limit, before = (int(re.search(pattern, script)[1]) for pattern in (r"--time (\d+)", r"USR1@(\d+)"))
     trials, topology = trials_of(name), read_cluster(EFA[name])
-    estimates = [predict_trial(place_trial(trial, topology)) for trial in trials]
-    steps = [
-        trial.resolved.steps * estimate.step_seconds
-        for trial, estimate in zip(trials, estimates, strict=True)
-        if estimate
-    ]
-    assert len(steps) == len(trials) and all(estimate and estimate.fits for estimate in estimates)
+    predictions = Predictions()
+    predicted = [predict(place_trial(trial, topology), predictions) for trial in trials]
+    steps = [one.trial.run.steps * one.estimate.step_seconds for one in predicted if one]
+    assert len(steps) == len(trials) and all(one and one.estimate.fit_chance > 0.7 for one in predicted)
     total = MOST_STEP_ERROR * sum(steps) + SECONDS_TO_START * (len(trials) + 1)  # the job itself starts, too
     assert limit == 30 and total <= 60 * limit - before
     for trial, seconds in zip(trials, steps, strict=True):
