@@ -168,6 +168,7 @@ def plan(
     num_layers_at_start_in_bf16: int = 0,
     num_layers_at_end_in_bf16: int = 0,
     grad_dtype: str = "fp32",
+    optimizer: str = "adamw",
     profile: str | Path | None = None,
     fabric: str | Path | None = None,
     emulate_hosts: int | None = None,
@@ -186,6 +187,7 @@ def plan(
         num_layers_at_start_in_bf16: number of first blocks that fp8 runs keep in bf16.
         num_layers_at_end_in_bf16: number of last blocks that fp8 runs keep in bf16.
         grad_dtype: dtype in which gradients are accumulated and reduced, fp32 or bf16.
+        optimizer: adamw, sgd, adafactor or muon. Engines without this optimizer are left out.
         profile: a profile written by `megabench calibrate`; by default a shipped profile.
         fabric: measured collectives between the hosts: the output of nccl-tests or of `megabench calibrate`.
         emulate_hosts: divide this machine into this number of hosts that communicate over sockets.
@@ -209,6 +211,7 @@ def plan(
         num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
         num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
         fabric=Path(fabric) if fabric else None,
+        optimizer=optimizer,
     )
     if not found.ranked:
         raise UserError(why_nothing_fits(found))

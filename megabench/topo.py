@@ -129,6 +129,7 @@ def describe(placement: Placement, layout: Layout, groups: Sequence[RankGroup] |
                 "ranks": sorted(ranks),
                 "network": host.network,
                 "network_gbits": host.network_gbits,
+                "server": host.server,
             }
             for host, ranks in zip(topology.hosts, topology.ranks_by_host, strict=True)
         ],
@@ -160,8 +161,10 @@ def show(console: Console, placement: Placement, layout: Layout, groups: Sequenc
     `groups` are the process groups with the transports of a run; by default, they follow from the placement.
     """
     topology = placement.topology
-    count = f"{len(topology.hosts)} host{'s' * (len(topology.hosts) != 1)}{', emulated' * topology.emulated}"
+    count = f"{topology.hosts_in_words}{', emulated' * topology.emulated}"
     console.print(Text(f"{layout} on {topology.world_size} ranks, {count}, placement {placement.policy}", style="bold"))
+    for line in _shared_servers(topology):
+        console.print(Text(line), soft_wrap=True)
     for number in sorted(range(len(topology.hosts)), key=lambda host: min(topology.ranks_by_host[host])):
         console.print(_host_panel(placement, layout, number))
         for line in _arrows(topology, layout, number):
@@ -173,6 +176,16 @@ def show(console: Console, placement: Placement, layout: Layout, groups: Sequenc
         console.print(_groups_table(topology, groups))
     for warning in placement.warnings:
         console.print(Text(f"WARNING: {warning}", style="bold red"), soft_wrap=True)
+
+
+def _shared_servers(topology: Topology) -> Iterator[str]:
+    """Yield a line for each server with several hosts."""
+    for numbers in topology.hosts_by_server.values():
+        hosts = [topology.hosts[number] for number in numbers]
+        if len(hosts) > 1:
+            names = name_list([host.name for host in hosts])
+            apart = "" if hosts[0].device == "cpu" else ", and no NVLink connects them"
+            yield f"{hosts[0].server}: {names} share its memory, CPUs and NICs{apart}."
 
 
 def _host_panel(placement: Placement, layout: Layout, number: int) -> RenderableType:
@@ -187,6 +200,7 @@ def _host_panel(placement: Placement, layout: Layout, number: int) -> Renderable
             parts.append(_cells(placement, layout, here))
     rate = f" {host.network_gbits:g} Gbit/s" if host.network_gbits else ""
     title = f"{host.name} · {len(ranks)} × {host.device} · {LINK_NAMES[host.network]}{rate}"
+    title += f" of {host.server}" if host.server else ""
     return Panel(Group(*parts), title=Text(title), title_align="left", expand=False)
 
 
@@ -243,7 +257,7 @@ def _links_table(topology: Topology) -> Table:
     table = Table("link", "pairs of ranks", "GB/s", "of", box=box.MARKDOWN)
     for kind, count in topology.count_links().items():
         rate = _gb_per_s(topology, kind)
-        whose = "a GPU" if kind == "nvlink" else "a host"
+        whose = "a GPU" if kind == "nvlink" else "a server" if topology.shares_servers else "a host"
         table.add_row(LINK_NAMES[kind], f"{count:,}", *((f"{rate:g}", whose) if rate else ("–", "")))
     return table
 

@@ -160,3 +160,12 @@ def test_long_lists_of_hosts_are_short(monkeypatch, capsys):
     assert "| tp    | 0–71  | p6e-gb200-0, …, p6e-gb200-17 (18 hosts) | NVLink " in capsys.readouterr().out
     found = as_json(monkeypatch, capsys, "--cluster", "u-p6e-gb200x72:1", "--tp", 72)
     assert len(found["domains"][0]["hosts"]) == 18 and len(found["domains"]) == 1
+
+
+def test_pods_that_share_a_server(monkeypatch, capsys):
+    found = as_json(monkeypatch, capsys, "--cluster", "one-gpu-pods")
+    assert [host["server"] for host in found["hosts"]] == ["server-0"] * 4
+    assert topo(monkeypatch, "--cluster", "one-gpu-pods") == 0
+    shown = capsys.readouterr().out
+    assert "4 hosts on 1 server" in shown and "sockets of server-0" in shown
+    assert "server-0: pod-0, pod-1, pod-2, pod-3 share its memory, CPUs and NICs, and no NVLink connects them." in shown

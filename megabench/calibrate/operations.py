@@ -103,7 +103,7 @@ def host_copy(bench: Bench) -> float:
 
 
 def dram_rate(bench: Bench, topology: Topology) -> float:
-    """Return the total bandwidth of host memory that all ranks of a host achieve together, in GB/s."""
+    """Return the total bandwidth of host memory that all ranks of a server achieve together, in GB/s."""
     a = torch.zeros(_COPY_BYTES[bench.device.type] // 4)
     seconds = bench.seconds("host memory", lambda: a.mul_(1.0), bytes=2 * a.nbytes)
-    return 2 * a.nbytes * max(map(len, topology.ranks_by_host)) / seconds / 1e9
+    return 2 * a.nbytes * topology.ranks_per_server / seconds / 1e9

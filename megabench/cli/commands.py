@@ -311,15 +311,18 @@ def doctor(
 ) -> None:
     """Report what makes a study's numbers untrustworthy, preliminary or slow, with evidence and a remedy.
 
-    Reads the records of compare or train, or checks a study before it runs. The worst comes first. The exit status
-    is 0 with or without findings, and 2 if there are no records.
+    Reads the records of compare or train, or checks a study before it runs: with predictions, it reports trials that do
+    not fit into GPU memory, and layouts that are faster than all trials. The worst comes first. The exit status is 1 if
+    a trial is predicted to fail, 2 if there are no records, and otherwise 0, with or without findings.
     """
     from megabench.doctor.write_findings import findings_at, write
     from megabench.study.compare_request import find_study
     from megabench.terminal import standard_output
 
     source = path if path.is_dir() else find_study(path, "directory, study file")
-    write(standard_output(), findings_at(source, nproc, cluster, fabric), as_json)
+    findings = findings_at(source, nproc, cluster, fabric)
+    write(standard_output(), findings, as_json)
+    sys.exit(1 if any(finding.kind == "fails" for finding in findings) else 0)
 
 
 @app.command()
@@ -542,6 +545,9 @@ def plan(
     num_layers_at_end_in_bf16: Annotated[
         int, typer.Option(min=0, help="Number of last blocks that fp8 runs keep in bf16.")
     ] = 0,
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME", help="Optimizer, with its state and update: adamw, sgd, adafactor or muon.")
+    ] = "adamw",
     profile: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Profile written by megabench calibrate [default: a shipped profile]."),
@@ -635,6 +641,7 @@ def plan(
         num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
         num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
         fabric=fabric,
+        optimizer=optimizer,
     )
     console = standard_output()
     if shows_map and cluster:

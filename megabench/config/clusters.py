@@ -1,6 +1,7 @@
 """Read clusters for planning: an instance type and a count, or a file. Loads no torch."""
 
 from dataclasses import replace
+from math import ceil
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
@@ -27,7 +28,9 @@ class Hosts(BaseModel):
     gpu: str | None = None
     """Name of the GPU as CUDA reports it."""
     num_gpus: PositiveInt | None = Field(None, le=1024)
-    """Number of GPUs per host [default: 8]."""
+    """Number of GPUs per host [default: 8, or all GPUs of the server]."""
+    hosts_per_server: PositiveInt = Field(1, le=1024)
+    """Number of these hosts on one server, as for several pods on a Kubernetes node. They share its memory and NICs."""
     nvlink_domain: PositiveInt | None = None
     """Number of GPUs per NVLink domain; a multiple of num_gpus spans hosts [default: all GPUs of a host]."""
     nvlink_gb_per_s: PositiveFloat | None = None
@@ -35,7 +38,7 @@ class Hosts(BaseModel):
     network: Network | None = None
     """Network between the hosts [default: socket]."""
     network_gbits: PositiveFloat | None = None
-    """Total bandwidth of a host's NICs, in Gbit/s."""
+    """Total bandwidth of a host's NICs, or of a server's with hosts_per_server, in Gbit/s."""
     ring_gbits: PositiveFloat | None = None
     """Bandwidth of a single NCCL ring per host, in Gbit/s [default: that of all NICs]."""
 
@@ -45,8 +48,20 @@ class Hosts(BaseModel):
         domain = num_gpus
         if self.instance:
             host, in_instance, domain = instance_host(self.instance)
-            num_gpus = self.num_gpus or in_instance
+            num_gpus = self.num_gpus or max(1, in_instance // self.hosts_per_server)
+            if self.hosts_per_server > 1 and num_gpus * self.hosts_per_server > in_instance:
+                raise ConfigError(
+                    f"hosts_per_server={self.hosts_per_server} with {num_gpus} GPUs each exceeds the {in_instance} "
+                    f"GPUs of {self.instance}. Use a smaller num_gpus or hosts_per_server."
+                )
             domain = used_domain(domain, in_instance, num_gpus)
+        if self.hosts_per_server > 1:
+            domain = min(domain, num_gpus)
+            if (self.nvlink_domain or 0) > num_gpus:
+                raise ConfigError(
+                    f"nvlink_domain={self.nvlink_domain} spans several hosts, but NVLink does not connect the hosts of "
+                    f"hosts_per_server={self.hosts_per_server}. Use an nvlink_domain of at most {num_gpus}."
+                )
         host = Host(
             name=self.name or host.name,
             device=self.gpu or host.device,
@@ -82,12 +97,23 @@ def read_cluster(text: str) -> Topology:
     file = _validate(ClusterFile, read_yaml_mapping(path), str(path))
     hosts: list[tuple[Host, int, int]] = []
     starts: list[int] = []
+    num_servers = 0
     for index, entry in enumerate(file.hosts):
-        some = _validate(Hosts, entry, f"{path}: hosts[{index}]")
-        host, num_gpus, domain = some.kind()
+        where = f"{path}: hosts[{index}]"
+        some = _validate(Hosts, entry, where)
+        try:
+            host, num_gpus, domain = some.kind()
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         starts.append(len(hosts))
         names = [f"{host.name}-{len(hosts) + number}" for number in range(some.count)]
-        hosts += [(replace(host, name=name), num_gpus, domain) for name in names]
+        if some.hosts_per_server == 1:
+            hosts += [(replace(host, name=name), num_gpus, domain) for name in names]
+            continue
+        for number, name in enumerate(names):
+            server = f"server-{num_servers + number // some.hosts_per_server}"
+            hosts.append((replace(host, name=name, server=server), num_gpus, domain))
+        num_servers += ceil(some.count / some.hosts_per_server)
     return build(hosts, starts)
 
 

@@ -31,7 +31,8 @@ def auto_fields(given: RunConfig) -> dict[str, Any]:
 
 def requested_fields(run: ResolvedConfig, given: RunConfig, env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the record fields that are known before the run. `env` contains the environment variables of the trial."""
-    options = {name: value for name, value in run.flat().items() if name in names(SETTINGS, role="option")}
+    of_options = {*names(SETTINGS, role="option")}
+    options = {name: value for name, value in run.flat().items() if name in of_options}
     return {
         "engine": run.engine,
         "layout": LayoutSizes(**asdict(run.layout)),

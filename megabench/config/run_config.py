@@ -32,6 +32,7 @@ from megabench.specs.all_settings import FIELDS, SETTINGS, engines_with, is_defa
 from megabench.specs.engine_spec import EngineSpec
 from megabench.specs.fp8_check import check_fp8
 from megabench.specs.hints import TABLES, better_value, hint
+from megabench.specs.optimizer_check import check_optimizer
 from megabench.specs.registry import ENGINES, ENGINES_AND_PROGRAMS, PROGRAMS
 
 assert {*names(SETTINGS, role="size")} == {*GIVEN_SIZES}, "every size of a layout has a setting"
@@ -165,11 +166,7 @@ class RunConfig(RunSettings):
                 f"the {self.engine} engine has no optimizer={self.optimizer}; use optimizer="
                 f"{' or '.join(sorted(self.spec.optimizers))}, or another engine"
             )
-        if OPTIMIZERS[self.optimizer].needs_layers and not shape.table.layer:
-            raise ConfigError(
-                f"optimizer={self.optimizer} updates the weight matrices of layers differently from other parameters, "
-                f"but megabench does not know which parameters of {self.model} they are; use optimizer=adamw"
-            )
+        check_optimizer(self.optimizer, shape)
         self._check_groups(shape)
         if self.grad_dtype not in policy.grad_dtypes:
             others = " or ".join(name for name, other in POLICIES.items() if self.grad_dtype in other.grad_dtypes)

@@ -19,7 +19,7 @@ from megabench.settings.reading import ConfigError
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 _LARGE = 1e6  # bytes; smaller collectives do not represent training
-_MOST_SHARE = 1.5  # measured bandwidth ÷ expected bandwidth; above it, the file is of another network
+_MOST_SHARE = 2.5  # measured bandwidth ÷ expected bandwidth; above it, the file is of another network
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Fabric:
 
     def profile_on(self, profile: Profile, topology: Topology) -> Profile:
         """Return the profile with the cost of the topology's network as measured."""
-        host, inside = topology.hosts[0], inner_link(topology)
+        host, inside = _measured_host(topology), inner_link(topology)
         rings = [one for one in self.collectives if one.kind != "all_reduce"]
         # All-reduces may use rings or trees, so they determine only the trees if there are other collectives.
         steps = [(rings or self.collectives, _measured_constants(host, rings or self.collectives))]
@@ -163,7 +163,7 @@ class Fabric:
 
     def bandwidths(self, profile: Profile, topology: Topology) -> list[Bandwidth]:
         """Return the bandwidth of the largest collective of each kind, next to the one that the profile expects."""
-        host, inside = topology.hosts[0], inner_link(topology)
+        host, inside = _measured_host(topology), inner_link(topology)
         largest = {one.kind: one for one in sorted(self.collectives, key=lambda one: (one.num_bytes, one.num_ranks))}
         found = []
         for one in (largest[kind] for kind in KINDS if kind in largest):
@@ -182,6 +182,16 @@ def inner_link(topology: Topology) -> Link | None:
     """Return the slowest link between two ranks of the first host, or None if it has one rank."""
     ranks = topology.ranks_by_host[0]
     return topology.slowest_link((ranks[0], other) for other in ranks[1:])
+
+
+def _measured_host(topology: Topology) -> Host:
+    """Return a host of the topology with the bandwidth that a ring over all ranks has of its NICs.
+
+    A ring passes each host of a server, so each of them has a part of the bandwidth of the server's NICs.
+    """
+    where = network.span(topology, [range(topology.world_size)])
+    gbits = where.host.network_gbits
+    return replace(where.host, network_gbits=gbits / where.sharing if gbits and where.sharing else None)
 
 
 def _measured_constants(host: Host, collectives: Sequence[Collective]) -> list[str]:

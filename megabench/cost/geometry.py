@@ -1,6 +1,5 @@
 """The positions of a layout's groups on a topology. Loads no torch."""
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import lcm
@@ -28,10 +27,12 @@ class _Hosts:
 
 @lru_cache(maxsize=16)
 def _equal_hosts(topology: Topology) -> _Hosts | None:
-    """Return the hosts of a topology if they have the same hardware and the ranks fill one after another."""
+    """Return the hosts of a topology if they are equal and share no server, and the ranks fill one after another."""
     each, rest = divmod(topology.world_size, len(topology.hosts))
     first, domain = topology.hosts[0], topology.domain_of.count(topology.domain_of[0])
-    if rest or each % domain or any(replace(host, name=first.name) != first for host in topology.hosts[1:]):
+    if first.server or rest or each % domain:
+        return None
+    if any(replace(host, name=first.name) != first for host in topology.hosts[1:]):
         return None
     ranks = range(topology.world_size)
     is_filled = topology.host_of == tuple(rank // each for rank in ranks) and topology.seat_of == tuple(ranks)
@@ -127,7 +128,7 @@ class Geometry:
             spans.append(span(self.topology, ((start + rank, after + rank) for rank in range(block))))
         if not spans:
             return span(self.topology, ((0,),))
-        return max(spans, key=lambda found: (found.across is not None, found.sharing))
+        return max(spans, key=lambda found: (found.across is not None, found.nic_load, found.sharing))
 
     @cached_property
     def ends(self) -> Span:
@@ -137,12 +138,8 @@ class Geometry:
         return span(self.topology, ((rank, last + rank) for rank in range(block)))
 
     @cached_property
-    def ranks_per_host(self) -> int:
-        return max(Counter(self.topology.host_of).values())
-
-    @cached_property
-    def ranks_per_node(self) -> int:
-        return max(Counter(self.topology.node_of).values())
+    def ranks_per_server(self) -> int:
+        return self.topology.ranks_per_server
 
     @cached_property
     def world(self) -> Span:

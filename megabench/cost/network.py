@@ -14,8 +14,8 @@ class Span:
     """The position of the worst process group of a kind, with `size` ranks on `hosts` hosts.
 
     `inside` is the slowest link within a host, or None if each rank has a host of its own. `across` is the link between
-    hosts, or None if the group is on one host. `sharing` is the number of groups of this kind that use the NICs of one
-    host.
+    hosts, or None if the group is on one host. `sharing` is the number of groups of this kind that use the NICs of
+    `host`, and `nic_ranks` the number of ranks that share these NICs.
     """
 
     size: int
@@ -24,26 +24,37 @@ class Span:
     across: Link | None
     sharing: int
     host: Host
+    nic_ranks: int = 1
 
     @property
     def is_alone(self) -> bool:
         return self.size == 1
 
+    @property
+    def nic_load(self) -> float:
+        """The number of groups per Gbit/s of the NICs. It is infinite if the bandwidth is unknown."""
+        return _load(self.sharing, self.host)
+
+
+def _load(sharing: int, host: Host) -> float:
+    return sharing / host.network_gbits if host.network_gbits else inf
+
 
 def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
     """Return a span with the worst properties of all groups.
 
-    These are the largest number of hosts, the slowest links, and the largest number of groups that share a host's NICs.
+    These are the largest number of hosts, the slowest links, and the NICs with the most groups per Gbit/s.
 
-    The hosts of one NVLink domain count as one host with all their NICs. Of unequal domains, the smallest counts.
+    The hosts of one NVLink domain count as one host with all their NICs. The hosts of one server share its NICs.
     """
-    node_of, domain_of = topology.node_of, topology.domain_of
-    num_nodes = max(node_of) + 1
+    node_of, domain_of, nics_of = topology.node_of, topology.domain_of, topology.nics_of
     size, most_hosts = 1, 1
     # one pair of ranks for each pair of places is enough, because other pairs use the same link
     inside: dict[tuple[int, int], tuple[int, int]] = {}
     across: dict[tuple[int, int], tuple[int, int]] = {}
-    leaving = [0] * num_nodes
+    sending: Counter[int] = Counter()  # groups that leave each node
+    leaving: Counter[int] = Counter()  # the same by NICs, once for each node
+    between_nics: Counter[int] = Counter()  # the groups on several NICs
     for ranks in groups:
         size = max(size, len(ranks))
         firsts: dict[int, int] = {}
@@ -54,25 +65,30 @@ def span(topology: Topology, groups: Iterable[Sequence[int]]) -> Span:
         if len(firsts) > 1:
             most_hosts = max(most_hosts, len(firsts))
             first = ranks[0]
-            for host, other in firsts.items():
-                leaving[host] += 1
+            for node, other in firsts.items():
                 if other != first:
-                    across[node_of[first], host] = (first, other)
-    slowest_host = min(
-        topology.hosts,
-        key=lambda host: (host.network_gbits or 0.0, host.ring_gbits or inf, host.nvlink_gb_per_s or 0.0),
-    )
-    if slowest_host.network_gbits and num_nodes < len(topology.hosts):
-        node_of_host = dict(zip(topology.host_of, node_of, strict=True))
-        fewest_hosts = min(Counter(node_of_host.values()).values())
-        slowest_host = replace(slowest_host, network_gbits=slowest_host.network_gbits * fewest_hosts)
+                    across[node_of[first], node] = (first, other)
+            used = [nics_of[rank] for rank in firsts.values()]
+            sending.update(firsts.keys())
+            leaving.update(used)
+            if len(set(used)) > 1:
+                between_nics.update(set(used))
+    slowest = topology.slowest_link(across.values())
+    # Sockets between hosts of one server use its kernel, and no NIC. A ring passes each server once.
+    load = between_nics if slowest == "socket" else leaving
+    if load:
+        number = max(sorted(load), key=lambda number: _load(load[number], topology.nics[number].host))
+        nics, sharing = topology.nics[number], load[number]
+    else:
+        nics, sharing = min(topology.nics, key=lambda nics: nics.host.speed), max(sending.values(), default=0)
     return Span(
         size=size,
         hosts=most_hosts,
         inside=topology.slowest_link(inside.values()),
-        across=topology.slowest_link(across.values()),
-        sharing=max(leaving, default=0),
-        host=slowest_host,
+        across=slowest,
+        sharing=sharing,
+        host=nics.host if load or not sharing else replace(nics.host, network_gbits=None),
+        nic_ranks=nics.num_ranks,
     )
 
 

@@ -11,12 +11,13 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megabench.cost.job import Product
-from megabench.hardware.gpus import find_gpu, gpu_memory_mib, near_gpus
+from megabench.hardware.gpus import Gpu, find_gpu, gpu_memory_mib, near_gpus
 from megabench.hardware.topology import Link
 from megabench.precision import POLICIES
 from megabench.settings.reading import ConfigError, explain, read_json
 
 GENERIC = "generic"
+_DERIVED_ERROR = 0.3  # relative error of a profile that is derived from that of another GPU, as of other assumed ones
 SCHEMA_VERSION = 1  # of profiles; CONTRIBUTING.md says when it changes
 
 
@@ -154,6 +155,8 @@ class Profile(_Part):
                     f"profile {self.name} has no costs of fp8 products; use precision=bf16, or a profile that sets fp8"
                 )
         tflops = (gpu.peak_tflops(precision) if gpu else None) or self.peak_tflops.get(precision)
+        if tflops is None and gpu:
+            raise ConfigError(f"{device} has no matrix products in {precision}; use precision=fp16")
         if tflops is None:
             near = near_gpus(device)
             call = f"name the GPU {' or '.join(near[:4])}, or " if near else ""
@@ -196,7 +199,52 @@ def shipped_profiles() -> dict[str, Profile]:
     return {profile.name: profile for profile in found}
 
 
+@cache
 def profile_for(device: str) -> Profile:
-    """Return the shipped profile of a GPU by its CUDA name, or the generic profile for other GPUs."""
+    """Return the shipped profile of a GPU by its CUDA name, or one derived from that of the nearest architecture.
+
+    Devices that are not in the catalogue of GPUs have the generic profile.
+    """
     profiles = shipped_profiles()
-    return next((found for found in profiles.values() if device in found.devices), profiles[GENERIC])
+    shipped = next((found for found in profiles.values() if device in found.devices), None)
+    gpu = find_gpu(device)
+    if shipped or not gpu or not gpu.like:
+        return shipped or profiles[GENERIC]
+    like = find_gpu(gpu.like)
+    assert like
+    return _derived(profile_for(gpu.like), like, gpu, device)
+
+
+def _derived(profile: Profile, like: Gpu, gpu: Gpu, device: str) -> Profile:
+    """Return the profile of the GPU `like`, scaled to `gpu` by the published figures of both.
+
+    A matrix product and attention reach the same fraction of the peak FLOP/s, and element-wise operations the same
+    share of the memory bandwidth. The start of a matrix product takes as long, so its inner size of half the FLOP/s
+    grows with the peak. Links have the same share of the bandwidth that the topology states.
+    """
+    bandwidth, peak = gpu.memory_gb_per_s / like.memory_gb_per_s, gpu.fp16_tflops / like.fp16_tflops
+    changes: dict[str, object] = {
+        "name": f"{profile.name} scaled to {gpu.name}",
+        "devices": [device],
+        "kind": "assumed",
+        "relative_error": max(profile.relative_error, _DERIVED_ERROR),
+        "memory_gb_per_s": profile.memory_gb_per_s * bandwidth,
+        "gemm_half_k": profile.gemm_half_k * peak,
+        "peak_tflops": {},
+        "memory_gib": None,
+        "measurements": [],
+    }
+    here = f"as in the profile {profile.name} of the {like.name}: not measured on the {gpu.name}"
+    scaled = f"the {like.name}'s in the profile {profile.name}, times the ratio of the published"
+    origin = {
+        "*": here,
+        "memory_gb_per_s": f"{scaled} memory bandwidths, {gpu.memory_gb_per_s:g} ÷ {like.memory_gb_per_s:g} GB/s",
+        "gemm_half_k": f"{scaled} peaks, {gpu.fp16_tflops:g} ÷ {like.fp16_tflops:g} TFLOP/s",
+    }
+    if profile.fp8 and gpu.fp8_tflops and like.fp8_tflops:
+        half_k = profile.fp8.half_k * gpu.fp8_tflops / like.fp8_tflops
+        changes["fp8"] = profile.fp8.model_copy(update={"half_k": half_k})
+        origin["fp8"] = f"estimated, not measured: {here}"
+    else:
+        changes["fp8"] = None
+    return profile.model_copy(update=changes | {"origin": origin})

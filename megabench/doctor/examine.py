@@ -1,6 +1,6 @@
 """Table of all diagnosis rules, and the function that applies them to a study."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megabench.doctor import failure_rules, fairness_rules, machine_rules, network_rules, speed_rules, timing_rules
 from megabench.doctor.finding import KINDS, Case, Finding, Rule, joined
@@ -56,11 +56,14 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def examine(records: Sequence[RunRecord], reference: str, more_rules: Sequence[Rule] = ()) -> list[Finding]:
+def examine(
+    records: Sequence[RunRecord], reference: str, more_rules: Sequence[Rule] = (), unbeaten: Iterable[str] = ()
+) -> list[Finding]:
     """Return the findings for the records of a study with the baseline trial `reference`, most severe first.
 
-    `more_rules` apply to this study only.
+    `more_rules` apply to this study only. `unbeaten` are the names of planned trials that no layout of
+    the plan beats.
     """
-    case = Case(tuple(records), reference)
+    case = Case(tuple(records), reference, frozenset(unbeaten))
     found = [finding for rule in (*RULES, *more_rules) for finding in joined(rule(case))]
     return sorted(found, key=lambda finding: KINDS.index(finding.kind))

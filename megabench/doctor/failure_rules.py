@@ -84,7 +84,7 @@ def out_of_memory(case: Case) -> Iterator[Finding]:
                 (record.trial,),
                 "the trial ran out of memory and has no result",
                 error.partition(" Including non-PyTorch memory")[0],  # PyTorch's advice about its allocator follows
-                _less_memory(record),
+                less_memory(record),
             )
 
 
@@ -106,7 +106,7 @@ def _log(rank: int | None) -> str:
     return f"logs/TRIAL/rank-{'*' if rank is None else rank}.log in the study's run directory"
 
 
-def _less_memory(record: RunRecord) -> str:
+def less_memory(record: RunRecord) -> str:
     """Suggest ways to reduce memory use, ordered from the cheapest to the most expensive."""
     options, ways = record.options, []
     if record.micro_batch > 1:

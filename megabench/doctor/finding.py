@@ -8,18 +8,19 @@ from typing import Literal
 from megabench.record import RunRecord
 from megabench.study.summary import runs_by_trial
 
+# fails: a trial of a study that has not run will probably have no result.
 # untrustworthy: a figure is wrong, or a comparison is unfair.
 # preliminary: every figure is right as far as it goes, but trials, runs or steps are missing for a firm ranking.
 # slow: a trial is slower than necessary.
 # note: everything else that a reader of the results should know.
-Kind = Literal["untrustworthy", "preliminary", "slow", "note"]
-KINDS: tuple[Kind, ...] = ("untrustworthy", "preliminary", "slow", "note")  # most severe first
+Kind = Literal["fails", "untrustworthy", "preliminary", "slow", "note"]
+KINDS: tuple[Kind, ...] = ("fails", "untrustworthy", "preliminary", "slow", "note")  # most severe first
 
 # A trial counts as faster than another only if its gain exceeds this fraction, because repeated runs of one trial
 # differ by as much.
 AS_FAST = 0.02
 
-_MOST_SHOWN = 4  # maximum number of trial names, and of different texts, shown for one finding
+MOST_SHOWN = 4  # maximum number of trial names, and of different texts, shown for one finding
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """The records of a study, in the order of its trials. Records of planned trials contain no measurements."""
+    """The records of a study, in the order of its trials. Records of planned trials contain no measurements.
+
+    `unbeaten` are the names of the trials that have not run and that are predicted to be as fast as the plan's layout.
+    """
 
     records: tuple[RunRecord, ...]
     reference: str
+    unbeaten: frozenset[str] = frozenset()
 
     @cached_property
     def by_trial(self) -> dict[str, list[RunRecord]]:
@@ -62,6 +67,11 @@ class Case:
     def on_gpus(self) -> list[RunRecord]:
         """Runs with status "ok" on GPUs. Rules about speed ignore runs on CPUs."""
         return [record for record in self.good if is_on_gpu(record)]
+
+    @property
+    def beatable_on_gpus(self) -> list[RunRecord]:
+        """Runs on GPUs for rules of thumb about speed, which must not contradict the planner."""
+        return [record for record in self.on_gpus if record.trial not in self.unbeaten]
 
     @property
     def reference_runs(self) -> list[RunRecord]:
@@ -131,11 +141,11 @@ def _together(seen: dict[str, str]) -> str:
     if len(trials_of) == 1:
         return next(iter(trials_of))
     parts = [f"{names(trials)}: {text}" for text, trials in trials_of.items()]
-    more = [f"and {len(parts) - _MOST_SHOWN} more"] if len(parts) > _MOST_SHOWN else []
-    return "; ".join(parts[:_MOST_SHOWN] + more)
+    more = [f"and {len(parts) - MOST_SHOWN} more"] if len(parts) > MOST_SHOWN else []
+    return "; ".join(parts[:MOST_SHOWN] + more)
 
 
 def names(trials: Sequence[str]) -> str:
     """Join trial names with commas. Shorten a long list to its first names and a count."""
-    more = f" and {len(trials) - _MOST_SHOWN} more" if len(trials) > _MOST_SHOWN else ""
-    return ", ".join(trials[:_MOST_SHOWN]) + more
+    more = f" and {len(trials) - MOST_SHOWN} more" if len(trials) > MOST_SHOWN else ""
+    return ", ".join(trials[:MOST_SHOWN]) + more

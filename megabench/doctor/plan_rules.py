@@ -8,9 +8,11 @@ from megabench.config.clusters import read_cluster
 from megabench.config.record_fields import auto_fields, requested_fields
 from megabench.cost.fabric import Fabric
 from megabench.cost.job import Job
+from megabench.cost.profile import profile_for
+from megabench.doctor import best_plan_rules, planner_rules, server_rules
 from megabench.doctor.fabric_rules import NetworkUser, rule_for
 from megabench.doctor.finding import Rule
-from megabench.doctor.planner_rules import PlannedTrial, planned_job, rules_for
+from megabench.doctor.predicted_trials import PlannedTrial, Predictions, planned_job, predict
 from megabench.errors import UserError
 from megabench.hardware.facts import read_facts, visible_gpus
 from megabench.hardware.gpus import find_instance
@@ -24,15 +26,16 @@ from megabench.study.study import StudyFile, Trial, plan_study
 
 def plan(
     source: Path, num_processes: int | None, cluster: str | None, fabric: Fabric | None = None
-) -> tuple[list[RunRecord], str, tuple[Rule, ...]]:
-    """Return the planned records of the study file `source`, the name of its reference trial, and the planner's rules.
+) -> tuple[list[RunRecord], str, tuple[Rule, ...], list[str]]:
+    """Return the planned records of a study file, its reference, the planner's rules, and its unbeaten trials.
 
     With `cluster` (TYPE:COUNT[:GPUS], or a file), plan one process on each GPU of the cluster; otherwise plan for this
     machine. `fabric` is the measured network of the cluster. Raises UserError if the study cannot be run.
     """
     if cluster:
         topology = read_cluster(cluster)
-        study = plan_study(StudyFile.read(source), source, num_processes or topology.world_size, "cuda")
+        size = num_processes or topology.world_size
+        study = plan_study(StudyFile.read(source), source, size, "cuda")
     else:
         study, size = Request(source, Path()).plan_here(num_processes)
         if any(trial.resolved.device == "cuda" for trial in study.trials):
@@ -45,11 +48,20 @@ def plan(
         for trial, planned in zip(study.trials, trials, strict=True)
         for repeat in range(trial.repeats)
     ]
-    rules = rules_for(trials)
+    predictions = Predictions()
     if fabric:
         fabric.check_fit(topology)
+        predictions = Predictions(fabric.profile_on(profile_for(topology.hosts[0].device), topology))
+    predicted = [one for trial in trials if (one := predict(trial, predictions))]
+    base = StudyFile.read(source).defaults
+    rules = (
+        *best_plan_rules.rules_for(predicted, base, size),
+        *planner_rules.rules_for(predicted),
+        server_rules.rule_for([(trial.record.trial, trial.topology) for trial in trials]),
+    )
+    if fabric:
         rules += (rule_for(fabric, _network_users((one.record, planned_job(one), one.topology) for one in trials)),)
-    return records, study.reference, rules
+    return records, study.reference, rules, [trial.name for trial in predicted if trial.is_unbeaten]
 
 
 def rule_for_records(records: Sequence[RunRecord], fabric: Fabric, cluster: str | None) -> Rule:

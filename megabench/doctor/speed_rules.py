@@ -121,7 +121,7 @@ def environment(case: Case) -> Iterator[Finding]:
 
 def small_micro_batch(case: Case) -> Iterator[Finding]:
     """Report micro-batches with too few tokens to keep a GPU busy."""
-    for record in case.on_gpus:
+    for record in case.beatable_on_gpus:
         tokens = record.micro_batch * record.seq_length // record.layout.cp
         is_open = _may_grow(record) and not was_tuned(record) and not is_tried_larger(case, record)
         if tokens < FEWEST_TOKENS and is_open:
@@ -183,7 +183,7 @@ def offloaded_for_nothing(case: Case) -> Iterator[Finding]:
 
 def bubble(case: Case) -> Iterator[Finding]:
     """Report pipelines with a large bubble."""
-    for record in case.on_gpus:
+    for record in case.beatable_on_gpus:
         pp, vp = record.layout.pp, record.layout.vp
         rounds = sequences_of_a_replica(record) // record.micro_batch
         share = (pp - 1) / (rounds * vp + pp - 1)

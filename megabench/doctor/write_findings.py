@@ -17,6 +17,7 @@ from megabench.record import RunRecord
 from megabench.study.results_directory import read_folder
 
 _STYLES: dict[Kind, str] = {
+    "fails": "bold red",
     "untrustworthy": "bold red",
     "preliminary": "magenta",
     "slow": "yellow",

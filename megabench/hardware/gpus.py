@@ -15,7 +15,9 @@ class Gpu:
     """One type of GPU with its dense peak TFLOP/s (without sparsity) per precision, and its memory.
 
     `fp8_tflops` is None for GPUs before Hopper, on which megabench does not use fp8. `fp32_tflops` is the peak of fp32
-    arithmetic without TF32, because megabench disables TF32 in fp32 runs.
+    arithmetic without TF32, because megabench disables TF32 in fp32 runs. `memory_gb_per_s` is the published bandwidth
+    of the memory. `like` is the CUDA device name of the GPU of the nearest architecture whose costs are known, or None
+    for GPUs with a cost profile of their own.
     """
 
     name: str
@@ -24,7 +26,9 @@ class Gpu:
     fp16_tflops: float
     fp32_tflops: float
     memory_mib: int
+    memory_gb_per_s: float
     source: str
+    like: str | None = None
 
     def peak_tflops(self, precision: str) -> float | None:
         """Return the dense peak TFLOP/s of matrix products in a precision, or None if the GPU lacks the precision."""
@@ -32,38 +36,46 @@ class Gpu:
         return peaks.get(POLICIES[precision].products)
 
 
-_HOPPER = "NVIDIA H100 datasheet (SXM, dense); the H200 has the same peak FLOP/s"
+_HOPPER = "NVIDIA H100 and H200 datasheets (SXM, dense); both have the same peak FLOP/s"
+_H200_NVL, _GH200 = "NVIDIA H200 datasheet (NVL, dense)", "NVIDIA GH200 datasheet (dense)"
+_H100_PCIE, _H100_NVL = "NVIDIA H100 datasheet (PCIe, dense)", "NVIDIA H100 datasheet (NVL, dense)"
 _AMPERE = "NVIDIA A100 datasheet (dense)"
 _VOLTA = "NVIDIA V100 datasheet"
-_B200 = "NVIDIA DGX B200 and HGX B200 datasheets (per GPU; half of the sparse FLOP/s)"
+_VERDA = "verda.com/blog/gb300-nvl72-architecture"
+_B200 = f"NVIDIA DGX B200 and HGX B200 datasheets (per GPU; half of the sparse FLOP/s); memory bandwidth: {_VERDA}"
 _SMI = "memory as nvidia-smi reports it"
 _B300 = f"NVIDIA HGX B300 specifications, in glennklockwood.com/garden/processors/B300 (per GPU, dense); {_SMI}"
 _GB200 = f"NVIDIA GB200 NVL72 product page (one of 72 GPUs; half of the sparse FLOP/s); {_SMI}"
-_GB300 = f"verda.com/blog/gb300-nvl72-architecture (per GPU, dense); {_SMI}"
+_GB300 = f"{_VERDA} (per GPU, dense); {_SMI}"
+
+_A100_40, _A100_80, _H100 = "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
+_H200, _B200_GPU, _B300_GPU = "NVIDIA H200", "NVIDIA B200", "NVIDIA B300 SXM6 AC"
+_GB200_GPU, _GB300_GPU = "NVIDIA GB200", "NVIDIA GB300"
+_L40S = "NVIDIA L40S"
 
 # The keys are CUDA device names, because variants of one chip may have different peak FLOP/s.
 _GPUS = {
-    "NVIDIA GB300": Gpu("GB300", 5000.0, 2500.0, 2500.0, 80.0, 284208, _GB300),
-    "NVIDIA GB200": Gpu("GB200", 5000.0, 2500.0, 2500.0, 80.0, 189471, _GB200),
-    "NVIDIA B300 SXM6 AC": Gpu("B300", 4500.0, 2250.0, 2250.0, 75.0, 275040, _B300),
-    "NVIDIA B200": Gpu("B200", 4500.0, 2250.0, 2250.0, 75.0, 183359, _B200),
-    "NVIDIA H200": Gpu("H200", 1978.9, 989.4, 989.4, 66.9, 144384, _HOPPER),
-    "NVIDIA H200 NVL": Gpu("H200 NVL", 1670.9, 835.5, 835.5, 60.0, 144384, "NVIDIA H200 datasheet (NVL, dense)"),
-    "NVIDIA H100 80GB HBM3": Gpu("H100", 1978.9, 989.4, 989.4, 66.9, 81920, _HOPPER),
-    "NVIDIA H100 PCIe": Gpu("H100 PCIe", 1513.0, 756.0, 756.0, 51.2, 81920, "NVIDIA H100 datasheet (PCIe, dense)"),
-    "NVIDIA H100 NVL": Gpu("H100 NVL", 1670.9, 835.5, 835.5, 60.0, 96256, "NVIDIA H100 datasheet (NVL, dense)"),
-    "NVIDIA GH200 480GB": Gpu("GH200", 1978.9, 989.4, 989.4, 66.9, 98304, "NVIDIA GH200 datasheet (dense)"),
-    "NVIDIA A100-SXM4-80GB": Gpu("A100", None, 312.0, 312.0, 19.5, 81920, _AMPERE),
-    "NVIDIA A100-SXM4-40GB": Gpu("A100", None, 312.0, 312.0, 19.5, 40960, _AMPERE),
-    "NVIDIA A100 80GB PCIe": Gpu("A100 PCIe", None, 312.0, 312.0, 19.5, 81920, _AMPERE),
-    "NVIDIA A100-PCIE-40GB": Gpu("A100 PCIe", None, 312.0, 312.0, 19.5, 40960, _AMPERE),
-    "Tesla V100-SXM2-32GB": Gpu("V100", None, None, 125.0, 15.7, 32768, _VOLTA),
-    "Tesla V100-SXM2-16GB": Gpu("V100", None, None, 125.0, 15.7, 16384, _VOLTA),
-    "Tesla V100-PCIE-32GB": Gpu("V100 PCIe", None, None, 112.0, 14.0, 32768, _VOLTA),
-    "Tesla V100-PCIE-16GB": Gpu("V100 PCIe", None, None, 112.0, 14.0, 16384, _VOLTA),
-    "NVIDIA L40S": Gpu("L40S", None, 362.05, 362.05, 91.6, 45776, "NVIDIA L40S datasheet (dense)"),
-    "NVIDIA L4": Gpu("L4", None, 121.0, 121.0, 30.3, 22888, "NVIDIA L4 datasheet (dense)"),
-    "NVIDIA A10G": Gpu("A10G", None, 70.0, 70.0, 35.0, 22888, "NVIDIA A10G datasheet (dense)"),
+    "NVIDIA GB300": Gpu("GB300", 5000.0, 2500.0, 2500.0, 80.0, 284208, 8000.0, _GB300, like=_B200_GPU),
+    "NVIDIA GB200": Gpu("GB200", 5000.0, 2500.0, 2500.0, 80.0, 189471, 8000.0, _GB200),
+    "NVIDIA B300 SXM6 AC": Gpu("B300", 4500.0, 2250.0, 2250.0, 75.0, 275040, 8000.0, _B300, like=_B200_GPU),
+    "NVIDIA B200": Gpu("B200", 4500.0, 2250.0, 2250.0, 75.0, 183359, 7700.0, _B200),
+    "NVIDIA H200": Gpu("H200", 1978.9, 989.4, 989.4, 66.9, 144384, 4800.0, _HOPPER),
+    "NVIDIA H200 NVL": Gpu("H200 NVL", 1670.9, 835.5, 835.5, 60.0, 144384, 4800.0, _H200_NVL, like=_H200),
+    "NVIDIA H100 80GB HBM3": Gpu("H100", 1978.9, 989.4, 989.4, 66.9, 81920, 3350.0, _HOPPER),
+    "NVIDIA H100 PCIe": Gpu("H100 PCIe", 1513.0, 756.0, 756.0, 51.2, 81920, 2000.0, _H100_PCIE, like=_H100),
+    "NVIDIA H100 NVL": Gpu("H100 NVL", 1670.9, 835.5, 835.5, 60.0, 96256, 3900.0, _H100_NVL, like=_H100),
+    "NVIDIA GH200 480GB": Gpu("GH200", 1978.9, 989.4, 989.4, 66.9, 98304, 4000.0, _GH200, like=_H100),
+    "NVIDIA A100-SXM4-80GB": Gpu("A100", None, 312.0, 312.0, 19.5, 81920, 2039.0, _AMPERE),
+    "NVIDIA A100-SXM4-40GB": Gpu("A100", None, 312.0, 312.0, 19.5, 40960, 1555.0, _AMPERE),
+    "NVIDIA A100 80GB PCIe": Gpu("A100 PCIe", None, 312.0, 312.0, 19.5, 81920, 1935.0, _AMPERE, like=_A100_80),
+    "NVIDIA A100-PCIE-40GB": Gpu("A100 PCIe", None, 312.0, 312.0, 19.5, 40960, 1555.0, _AMPERE, like=_A100_80),
+    "Tesla V100-SXM2-32GB": Gpu("V100", None, None, 125.0, 15.7, 32768, 900.0, _VOLTA, like=_A100_80),
+    "Tesla V100-SXM2-16GB": Gpu("V100", None, None, 125.0, 15.7, 16384, 900.0, _VOLTA, like=_A100_80),
+    "Tesla V100-PCIE-32GB": Gpu("V100 PCIe", None, None, 112.0, 14.0, 32768, 900.0, _VOLTA, like=_A100_80),
+    "Tesla V100-PCIE-16GB": Gpu("V100 PCIe", None, None, 112.0, 14.0, 16384, 900.0, _VOLTA, like=_A100_80),
+    "NVIDIA L40S": Gpu("L40S", None, 362.05, 362.05, 91.6, 45776, 864.0, "NVIDIA L40S datasheet (dense)"),
+    "NVIDIA L4": Gpu("L4", None, 121.0, 121.0, 30.3, 22888, 300.0, "NVIDIA L4 datasheet (dense)", like=_L40S),
+    "NVIDIA A10G": Gpu("A10G", None, 70.0, 70.0, 35.0, 22888, 600.0, "NVIDIA A10G datasheet (dense)", like=_A100_80),
 }
 
 
@@ -129,9 +141,6 @@ _EFA = "Amazon EC2 User Guide, Maximize network bandwidth (efa-acc-inst-types)"
 _GOOGLE = "Google Compute Engine documentation, Networking and GPU machines (gpu-network-bandwidth)"
 _NVL72 = "NVIDIA AI Cluster Runtime, GKE A4X Max (A4X and A4X Max are NVL72 racks with RoCE)"
 _AZURE = "Azure virtual machine sizes, series"
-_A100_40, _A100_80, _H100 = "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
-_H200, _B200_GPU, _B300_GPU = "NVIDIA H200", "NVIDIA B200", "NVIDIA B300 SXM6 AC"
-_GB200_GPU, _GB300_GPU = "NVIDIA GB200", "NVIDIA GB300"
 _AWS = (
     Instance("p3dn.24xlarge", "Tesla V100-SXM2-32GB", 8, 150.0, 8, "efa", 1, 100.0, False, _KARPENTER),
     Instance("p4d.24xlarge", _A100_40, 8, 300.0, 8, "efa", 4, 100.0, True, f"{_KARPENTER}; {_RDMA}", is_tested=True),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from itertools import combinations, pairwise
+from math import ceil, inf
 from typing import TYPE_CHECKING, Literal
 
 from megabench import shipped
@@ -46,6 +47,9 @@ class Host:
     of `network_gbits` that one ring of ranks can use. Unknown bandwidths are None. `instance_type` is the name of the
     host's type in the catalogue, or None. `sees_one_gpu` means that a process of the host sees only its own GPU, and
     `has_one_queue` that the environment of a process sets CUDA_DEVICE_MAX_CONNECTIONS=1.
+
+    Hosts with the same `server`, such as pods of one Kubernetes node, share the CPUs, the memory and the NICs of a
+    server, and `network_gbits` is the bandwidth of the server's NICs. `server` is None for a host that shares nothing.
     """
 
     name: str
@@ -58,6 +62,23 @@ class Host:
     instance_type: str | None = None
     sees_one_gpu: bool = False
     has_one_queue: bool = False
+    server: str | None = None
+
+    @property
+    def speed(self) -> tuple[float, float, float]:
+        """A sort key that orders slow hosts first. A host whose NICs have an unknown bandwidth counts as slow."""
+        return self.network_gbits or 0.0, self.ring_gbits or inf, self.nvlink_gb_per_s or 0.0
+
+
+@dataclass(frozen=True)
+class Nics:
+    """The NICs that `num_ranks` ranks share: those of a host, of a server, or of all hosts of an NVLink domain.
+
+    `host` is the slowest of the hosts, with the bandwidth of all these NICs as `network_gbits`.
+    """
+
+    host: Host
+    num_ranks: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +125,34 @@ class Topology:
         return [members[domain] for domain in sorted(members)]
 
     @cached_property
+    def hosts_by_server(self) -> dict[str, list[int]]:
+        """The numbers of the hosts on each server. A host that shares no server is a server of its own."""
+        members: dict[str, list[int]] = {}
+        for number, host in enumerate(self.hosts):
+            members.setdefault(host.server or f"host {number}", []).append(number)
+        return members
+
+    @property
+    def shares_servers(self) -> bool:
+        """Whether several hosts are on one server."""
+        return len(self.hosts_by_server) < len(self.hosts)
+
+    @property
+    def hosts_in_words(self) -> str:
+        """The number of hosts, and of servers if hosts share them, such as "4 hosts on 1 server"."""
+        hosts, servers = len(self.hosts), len(self.hosts_by_server)
+        text = f"{hosts:,} host{'s' * (hosts > 1)}"
+        return f"{text} on {servers:,} server{'s' * (servers > 1)}" if self.shares_servers else text
+
+    @cached_property
+    def ranks_per_server(self) -> int:
+        """The largest number of ranks that share the memory of a server. Emulated hosts are on one server."""
+        if self.emulated:
+            return self.world_size
+        ranks = self.ranks_by_host
+        return max(sum(len(ranks[host]) for host in hosts) for hosts in self.hosts_by_server.values())
+
+    @cached_property
     def node_of(self) -> tuple[int, ...]:
         """The number of each rank's node, as NCCL counts nodes. Hosts that share an NVLink domain are one node.
 
@@ -117,6 +166,37 @@ class Topology:
         nodes = components(len(self.hosts), pairs)
         node_of_host = {host: number for number, hosts in enumerate(nodes) for host in hosts}
         return tuple(node_of_host[host] for host in self.host_of)
+
+    @cached_property
+    def nics(self) -> tuple[Nics, ...]:
+        """The NICs of the cluster. Their order is that of their first hosts."""
+        return tuple(self._nics_of(hosts) for hosts in self._hosts_by_nics)
+
+    @cached_property
+    def nics_of(self) -> tuple[int, ...]:
+        """The number of the NICs that each rank uses."""
+        nics_of_host = {host: number for number, hosts in enumerate(self._hosts_by_nics) for host in hosts}
+        return tuple(nics_of_host[host] for host in self.host_of)
+
+    @cached_property
+    def _hosts_by_nics(self) -> tuple[tuple[int, ...], ...]:
+        """The hosts that share NICs: those of a server, and those of a node, because NCCL uses all NICs of a node."""
+        first_of_node: dict[int, int] = {}
+        nodes = {
+            (first_of_node.setdefault(node, host), host) for node, host in zip(self.node_of, self.host_of, strict=True)
+        }
+        servers = {(hosts[0], other) for hosts in self.hosts_by_server.values() for other in hosts}
+        return components(len(self.hosts), nodes | servers)
+
+    def _nics_of(self, hosts: Sequence[int]) -> Nics:
+        """Return the NICs of these hosts. Hosts of one server state the bandwidth of the same NICs."""
+        of_server = {self.hosts[host].server or f"host {host}": self.hosts[host].network_gbits for host in hosts}
+        known = [gbits for gbits in of_server.values() if gbits]
+        slowest = min((self.hosts[host] for host in hosts), key=lambda host: host.speed)
+        return Nics(
+            host=replace(slowest, network_gbits=sum(known) if len(known) == len(of_server) else None),
+            num_ranks=sum(len(self.ranks_by_host[host]) for host in hosts),
+        )
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two different ranks."""
@@ -201,8 +281,10 @@ def from_facts(facts: Sequence[RankFacts]) -> Topology:
     for rank in by_seat:
         on_host[host_of[rank]].append(facts[rank])
     seat_of = {rank: seat for seat, rank in enumerate(by_seat)}
+    hosts = [_host(names[identity], on_host[number]) for identity, number in number_of.items()]
+    servers = _servers([host_facts[0].boot_id for host_facts in on_host])
     return Topology(
-        hosts=tuple(_host(names[identity], on_host[number]) for identity, number in number_of.items()),
+        hosts=tuple(replace(host, server=server) for host, server in zip(hosts, servers, strict=True)),
         host_of=host_of,
         domain_of=tuple(domain_of[root] for root in roots),
         seat_of=tuple(seat_of[rank] for rank in range(len(facts))),
@@ -297,35 +379,47 @@ def _host_of(instance: Instance) -> Host:
 def build(hosts: Sequence[tuple[Host, int, int]], starts: Collection[int] = ()) -> Topology:
     """Build a topology from tuples (host, number of ranks, ranks per NVLink domain). Number the ranks host by host.
 
-    A domain with more ranks than a host spans consecutive hosts of equal sizes. The last domain may be smaller.
-    `starts` are the numbers of hosts that start a new domain in any case. Raise TopologyError if a domain would end in
-    the middle of a host.
+    A domain with more ranks than a host spans consecutive hosts of equal sizes. If these hosts do not fill all domains,
+    they are divided as evenly as possible over as few domains as can hold them: 128 hosts in racks of 18 are eight
+    racks of 16. `starts` are the numbers of hosts that start a new domain in any case. Raise TopologyError if a domain
+    would end in the middle of a host.
     """
     if len(hosts) > MOST_HOSTS:
         raise TopologyError(f"the cluster has {len(hosts)} hosts; use at most {MOST_HOSTS}")
     host_of: list[int] = []
     domain_of: list[int] = []
-    free = 0  # ranks that the last domain can still take from the next hosts
     for number, (host, num_ranks, domain_size) in enumerate(hosts):
-        spans_hosts = domain_size > num_ranks
-        if spans_hosts and domain_size % num_ranks:
+        if domain_size > num_ranks and domain_size % num_ranks:
             raise TopologyError(
                 f"{host.name}: an NVLink domain of {domain_size} GPUs is not a whole number of hosts with {num_ranks} "
                 f"GPUs; use a multiple of {num_ranks}, or at most {num_ranks}"
             )
-        if number in starts or (number and hosts[number - 1][1:] != (num_ranks, domain_size)):
-            free = 0
-        first = domain_of[-1] + (free == 0) if domain_of else 0
         host_of += [number] * num_ranks
-        domain_of += [first + seat // domain_size for seat in range(num_ranks)]
-        if spans_hosts:
-            free = (free or domain_size) - num_ranks
+    firsts = [
+        number
+        for number in range(len(hosts))
+        if number in starts or number == 0 or hosts[number - 1][1:] != hosts[number][1:]
+    ]
+    for first, end in pairwise([*firsts, len(hosts)]):
+        _, num_ranks, domain_size = hosts[first]
+        for size in _domain_sizes(end - first, num_ranks, domain_size):
+            domain_of += [domain_of[-1] + 1 if domain_of else 0] * size
     return Topology(
         hosts=tuple(host for host, _, _ in hosts),
         host_of=tuple(host_of),
         domain_of=tuple(domain_of),
         seat_of=tuple(range(len(host_of))),
     )
+
+
+def _domain_sizes(num_hosts: int, num_ranks: int, domain_size: int) -> list[int]:
+    """Return the sizes of the NVLink domains of equal hosts, in the order of their ranks."""
+    if domain_size <= num_ranks:
+        whole, rest = divmod(num_ranks, domain_size)
+        return ([domain_size] * whole + [rest] * (rest > 0)) * num_hosts
+    num_domains = ceil(num_hosts / (domain_size // num_ranks))
+    each, more = divmod(num_hosts, num_domains)
+    return [(each + (number < more)) * num_ranks for number in range(num_domains)]
 
 
 def split(topology: Topology, num_hosts: int, gb_per_s: float | None = None) -> Topology:
@@ -394,6 +488,12 @@ def _host_names(facts: Sequence[RankFacts], identities: Sequence[str]) -> dict[s
         same = [other for other in sorted(stems) if stems[other] == stems[identity]]
         names[identity] = f"{stems[identity]}#{same.index(identity)}" if len(same) > 1 else stems[identity]
     return names
+
+
+def _servers(boot_ids: Sequence[str]) -> list[str | None]:
+    """Return the server of each host, or None for hosts that are alone on a server. Its hosts have equal boot ids."""
+    shared = [boot_id for boot_id, count in Counter(boot_ids).items() if boot_id and count > 1]
+    return [f"server-{shared.index(boot_id)}" if boot_id in shared else None for boot_id in boot_ids]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from math import lcm, prod
+from math import isqrt, lcm, prod
 
 from megabench.errors import UserError
 from megabench.models.shape import ModelShape
@@ -18,7 +18,9 @@ class LayoutError(UserError):
 
 def divisors(number: int, limit: int | None = None) -> list[int]:
     """Return the divisors of `number` up to `limit` in ascending order."""
-    return [d for d in range(1, min(number, limit or number) + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    large = [number // d for d in reversed(small) if d * d != number]
+    return [d for d in small + large if d <= (limit or number)]
 
 
 def _choices(values: list[int]) -> str:
@@ -134,6 +136,11 @@ class Layout:
                 f"the interleaved schedule (vp={self.vp}) needs the {num_micro_batches} micro-batches of a step to be "
                 f"a multiple of pp={self.pp}; use e.g. --global-batch {fitting} or vp=1"
             )
+
+    def micro_batches(self, global_batch: int) -> list[int]:
+        """Return all micro-batches that `check_batch` accepts, in ascending order."""
+        sequences = self.data_parallel * (self.pp if self.vp > 1 else 1)
+        return [] if global_batch % sequences else divisors(global_batch // sequences)
 
     @property
     def sequence_multiple(self) -> int:

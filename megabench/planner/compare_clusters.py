@@ -33,6 +33,7 @@ from megabench.planner.search import Plan
 
 # Smallest difference of a part to report as a reason, as a fraction of the difference and of the longer of the steps.
 _SHARE_OF_DIFFERENCE, _SHARE_OF_STEP = 0.05, 0.01
+_LEAST_SHOWN = 0.0005  # seconds that three decimals show; a ratio to less than this is that of a rounding error
 _UNLIMITED_GB_PER_S = 1e9
 
 
@@ -198,7 +199,7 @@ def _reason(name: str, here: float, there: float, fast: ClusterPlan, slow: Clust
     text = (
         f"{words[name]} {'take' if name in ('products', 'memory') else 'takes'} {here:.3f} s instead of {there:.3f} s"
     )
-    text += f" ({here / there:.2f} ×)" if here and there else ""
+    text += f" ({here / there:.2f} ×)" if min(here, there) >= _LEAST_SHOWN else ""
     why = _product_rates(here, there, fast, slow) if name == "products" else _constants(name, here < there, fast, slow)
     return f"{text}: {why}" if why else text
 

@@ -85,7 +85,7 @@ class Costs:
         parts = model.parts(candidate)
         step = sum(parts.values())
         memory = self.memory(candidate)
-        ranks_per_host = self.base.geometry_of(candidate).ranks_per_host
+        ranks_per_server = self.base.geometry_of(candidate).ranks_per_server
         per_device = self.job.tokens / step / candidate.layout.world_size
         return Estimate(
             candidate=candidate,
@@ -94,7 +94,7 @@ class Costs:
             memory=memory,
             missing_bytes=memory.total - self.usable_bytes,
             fit_chance=fit_chance(memory.total, self.available_bytes),
-            host_bytes=PLANNED_ENGINES[candidate.engine].host_bytes(self.job, candidate, ranks_per_host),
+            host_bytes=PLANNED_ENGINES[candidate.engine].host_bytes(self.job, candidate, ranks_per_server),
             tokens_per_second_per_device=per_device,
             mfu=per_device * self.job.flops_per_token / self.base.peak,
         )

@@ -10,10 +10,12 @@ from megabench.cost.fabric_files import read_fabric
 from megabench.cost.job import Job
 from megabench.cost.profile import profile_for, read_profile
 from megabench.models.find import find_model
+from megabench.optim.optimizers import OPTIMIZERS
 from megabench.parallel.layout import Layout
 from megabench.planner.search import MeasuredNetwork, Plan, plan
 from megabench.precision import POLICIES, Fp8Recipe
 from megabench.specs.fp8_check import check_fp8_settings
+from megabench.specs.optimizer_check import check_optimizer
 
 
 def make_plan(
@@ -33,6 +35,7 @@ def make_plan(
     num_layers_at_end_in_bf16: int = 0,
     fabric: Path | None = None,
     emulated_gb_per_s: float | None = None,
+    optimizer: str = "adamw",
 ) -> Plan:
     """Return the plan for a model on a cluster, or on `num_processes` of this machine.
 
@@ -52,6 +55,8 @@ def make_plan(
         raise ConfigError(f"grad_dtype={grad_dtype!r} is unknown; use fp32 or bf16")
     if precision is not None and precision not in POLICIES:
         raise ConfigError(f"precision={precision!r} is unknown; use {', '.join(POLICIES)}")
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer={optimizer!r} is unknown; use {', '.join(OPTIMIZERS)}")
     if fp8_recipe is not None and fp8_recipe not in get_args(Fp8Recipe):
         raise ConfigError(f"fp8_recipe={fp8_recipe!r} is unknown; use {' or '.join(get_args(Fp8Recipe))}")
     shape = find_model(model, num_layers)
@@ -70,6 +75,7 @@ def make_plan(
     precision = precision or ("fp32" if device == "cpu" else "bf16")
     if grad_dtype not in POLICIES[precision].grad_dtypes:
         raise ConfigError(f"grad_dtype={grad_dtype} does not work with precision={precision}; use grad_dtype=fp32")
+    check_optimizer(optimizer, shape)
     check_fp8_settings(shape, precision, fp8_recipe, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16)
     job = Job(
         shape=shape,
@@ -80,6 +86,7 @@ def make_plan(
         fp8_recipe=cast(Fp8Recipe, fp8_recipe or "tensorwise"),
         num_layers_at_start_in_bf16=num_layers_at_start_in_bf16,
         num_layers_at_end_in_bf16=num_layers_at_end_in_bf16,
+        optimizer=optimizer,
     )
     expected = read_profile(profile) if profile else profile_for(device)
     if fabric is None:

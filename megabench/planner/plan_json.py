@@ -37,6 +37,7 @@ def describe(plan: Plan, top: int) -> dict[str, Any]:
         "seq_length": plan.job.seq_length,
         "global_batch": plan.job.global_batch,
         "precision": plan.job.precision,
+        "optimizer": plan.job.optimizer,
         **{name: getattr(plan.job, name) if plan.job.has_fp8_products else None for name in FP8_SETTINGS},
         "profile": {
             "name": plan.profile.name,

@@ -79,11 +79,11 @@ def _ranking(console: Console, plan: Plan, shown: Sequence[Estimate], training: 
 
 def _work(plan: Plan) -> str:
     """Return the model, the GPUs and the work of a step as one line."""
-    job, num_hosts, world_size = plan.job, len(plan.topology.hosts), plan.topology.world_size
+    job, topology = plan.job, plan.topology
     mark = f" {UNMEASURED}" * bool(unmeasured_hardware(plan))
-    where = f"{world_size:,} × {plan.topology.hosts[0].device}{mark}, {num_hosts:,} host{'s' * (num_hosts > 1)}"
-    precision = f" · {job.precision}" * (job.precision != "bf16")
-    return f"{job.shape.name} on {where} · {job.global_batch} × {job.seq_length} tokens a step{precision}"
+    where = f"{topology.world_size:,} × {topology.hosts[0].device}{mark}, {topology.hosts_in_words}"
+    unusual = f" · {job.precision}" * (job.precision != "bf16") + f" · {job.optimizer}" * (job.optimizer != "adamw")
+    return f"{job.shape.name} on {where} · {job.global_batch} × {job.seq_length} tokens a step{unusual}"
 
 
 def _rank(plan: Plan, number: int) -> str:
@@ -181,8 +181,9 @@ def _almost(plan: Plan) -> str:
 
 def _notes(plan: Plan, shown: Sequence[Estimate]) -> list[str | None]:
     """Return what to know of the layouts before running them."""
+    where = "server" if plan.topology.shares_servers else "host"
     hosts = [
-        f"{one.candidate.name} needs {one.host_bytes / GIB:,.0f} GiB of memory on each host."
+        f"{one.candidate.name} needs {one.host_bytes / GIB:,.0f} GiB of memory on each {where}."
         for one in shown
         if one.host_bytes
     ]

@@ -1,7 +1,7 @@
 """Predict the runs of records, to compare predictions with measurements. Loads no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from megabench.cost.job import Candidate, Copies, Job, Recompute, Stack
@@ -15,7 +15,7 @@ from megabench.parallel.placement import Policy
 from megabench.planner.costs import Costs
 from megabench.planner.engines.registry import PLANNED_ENGINES
 from megabench.precision import Fp8Recipe
-from megabench.record import KernelTraits, Prediction, RunRecord
+from megabench.record import Prediction, RunRecord
 
 
 def job_of(record: RunRecord) -> Job:
@@ -41,10 +41,19 @@ def job_of(record: RunRecord) -> Job:
 
 
 def _stack_of(record: RunRecord) -> Stack:
-    """Return the kernels of a record, or the default ones for a run that failed before recording them."""
-    stages: Literal["balanced", "even"] = record.options.get("stages", "balanced")
-    traits = record.kernel_traits or KernelTraits()
-    return Stack(
+    """Return the kernels of a record. A run that has not recorded them is assumed to have those of plans."""
+    options, traits = record.options, record.kernel_traits
+    stages: Literal["balanced", "even"] = options.get("stages", "balanced")
+    stack = Stack(
+        stages=stages,
+        copies=_copies_of(record),
+        keeps_gathered=bool(options.get("keep_gathered")),
+        keeps_transposed=bool(options.get("keep_transposed", True)),
+    )
+    if traits is None:
+        return stack
+    return replace(
+        stack,
         flash_attention=traits.flash_attention is not False,
         exchanges_heads=traits.exchanges_heads,
         fused=traits.fused_activation is not False,
@@ -52,10 +61,6 @@ def _stack_of(record: RunRecord) -> Stack:
         fuses_weight_gradient=traits.fuses_weight_gradient,
         fuses_fp8_weight_gradient=traits.fuses_fp8_weight_gradient,
         adds_output_gradient=traits.adds_output_gradient,
-        stages=stages,
-        copies=_copies_of(record),
-        keeps_gathered=bool(record.options.get("keep_gathered")),
-        keeps_transposed=bool(record.options.get("keep_transposed", True)),
     )
 
 

@@ -97,6 +97,8 @@ def _no_alternative(plan: Plan, is_parallel: bool) -> str:
         return "No ZeRO, FSDP2 or DDP fits"
     if not job.shape.table.has_parallel_blocks:
         return f"{job.shape.name} has no tensor- or pipeline-parallel blocks here"
+    if not any(engine.has_optimizer(job.optimizer, {}) for engine in ENGINES.values() if not engine.is_data_parallel):
+        return f"No engine with tensor or pipeline parallelism has optimizer={job.optimizer}"
     return "No tensor- or pipeline-parallel layout fits"
 
 

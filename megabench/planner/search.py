@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from itertools import chain
 from typing import Any
 
 from megabench.config import FIELDS, ConfigError
@@ -20,14 +20,13 @@ from megabench.planner.engines.registry import PLANNED_ENGINES
 from megabench.precision import FP8_MULTIPLE
 from megabench.specs.fp8_check import odd_size
 
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_CP = 16
 _MOST_LAYERS = 1000  # the search takes seconds for 1,000 layers, and a time quadratic in their number
 # Unequal model chunks may have at most this fraction more layers if all of them were as long as the longest.
 _MOST_UNEVEN = 0.1
 _SEQUENCE_MULTIPLES = [FP8_MULTIPLE * cp for cp in (1, 2, 4, 8, _MOST_CP)]  # every rank's part is a multiple of 16
 _MOST_RISKY = 3  # number of faster layouts to name that may not fit
-_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 # A second layout is named if the recommended one needs more than the first share of a GPU's memory. The second layout
 # needs less than the recommended one by at least the second share.
 _MOST_CERTAIN, _LESS_MEMORY = 0.75, 0.15
@@ -98,12 +97,10 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
     if len(devices) > 1:
         raise ConfigError(f"the cluster has {' and '.join(devices)}; use a cluster with one type of GPU")
     costs = Costs(job, topology, profile)
-    everything = list(candidates(job, topology))
-    if not everything:
+    sweeps = list(_micro_batch_sweeps(job, topology))
+    if not sweeps:
         raise ConfigError(_why_no_candidates(job, topology))
-    # memory does not depend on the placement
-    lacks = cache(costs.missing_bytes)
-    missing = [(lacks(_at_its_best_place(candidate)), candidate) for candidate in everything]
+    missing = list(_missing_bytes(costs, sweeps))
     fitting = _bounded(costs, [candidate for bytes_, candidate in missing if bytes_ <= 0])
     ranked, merged = _merged(costs, _fastest(costs, fitting, keep))
     may_fit = [candidate for bytes_, candidate in missing if bytes_ > 0 and costs.may_fit(bytes_)]
@@ -119,7 +116,7 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
         job=job,
         topology=topology,
         profile=profile,
-        num_candidates=len(everything),
+        num_candidates=sum(map(len, sweeps)),
         num_fitting=len(fitting),
         ranked=ranked[:keep],
         merged=merged,
@@ -147,8 +144,29 @@ def _why_no_candidates(job: Job, topology: Topology) -> str:
     )
 
 
-def _at_its_best_place(candidate: Candidate) -> Candidate:
-    return candidate if candidate.placement == "topology" else replace(candidate, placement="topology")
+def _missing_bytes(costs: Costs, sweeps: list[list[Candidate]]) -> Iterator[tuple[float, Candidate]]:
+    """Yield the candidates of all sweeps with the memory that a GPU lacks, up to the first of a sweep that cannot fit.
+
+    Memory grows with the micro-batch, and does not depend on the placement.
+    """
+    missing: list[float] = []
+    for sweep in sweeps:
+        if sweep[0].placement == "topology":  # the other placements of a layout follow
+            missing = list(_missing_of(costs, sweep))
+        yield from zip(missing, sweep, strict=False)
+
+
+def _missing_of(costs: Costs, sweep: list[Candidate]) -> Iterator[float]:
+    """Yield the memory that a GPU lacks for the candidates of a sweep.
+
+    The search tries all micro-batches of data parallelism, because without gradient accumulation, ZeRO-1 frees
+    activations before it stores gradients.
+    """
+    for candidate in sweep:
+        missing = costs.missing_bytes(candidate)
+        yield missing
+        if not costs.may_fit(missing) and not PLANNED_ENGINES[candidate.engine].spec.is_data_parallel:
+            return
 
 
 def _bounded(costs: Costs, members: list[Candidate]) -> list[tuple[float, Candidate]]:
@@ -231,43 +249,45 @@ def _one_of_each(nearest: list[tuple[float, Candidate]], most: int = 6) -> list[
 
 def candidates(job: Job, topology: Topology) -> Iterator[Candidate]:
     """Yield every valid candidate for a job that uses all GPUs of a topology. Data-parallel engines come last."""
+    return chain.from_iterable(_micro_batch_sweeps(job, topology))
+
+
+def _micro_batch_sweeps(job: Job, topology: Topology) -> Iterator[list[Candidate]]:
+    """Yield the candidates in lists of those that differ only in their micro-batch, in ascending order.
+
+    The lists of a layout's placements follow each other, with the placement by topology first.
+    """
     has_blocks = job.shape.table.has_parallel_blocks
     engines = [engine for engine in PLANNED_ENGINES.values() if has_blocks or not engine.spec.needs_blocks]
-    for engine in engines:
-        if not engine.spec.is_data_parallel:
-            yield from _parallel(engine, job, topology)
-    layout = Layout(dp=topology.world_size)
     inside = _ranks_inside(topology)
-    replicated = [engine for engine in engines if engine.spec.is_data_parallel]
-    variants = [(engine.spec.name, *pair) for engine in replicated for pair in _variants(engine, inside, layout)]
-    for micro_batch in _micro_batches(job, layout):
-        for name, recompute, variant in variants:
-            yield Candidate(name, layout, micro_batch, variant, recompute)
+    for engine in sorted(engines, key=lambda engine: engine.spec.is_data_parallel):
+        for layout, policies in _layouts(engine, job, topology):
+            micro_batches = micro_batches_of(job, layout)
+            if not micro_batches:
+                continue
+            for recompute, variant in _variants(engine, job, inside, layout):
+                for policy in policies:
+                    yield [
+                        Candidate(engine.spec.name, layout, micro_batch, variant, recompute, policy)
+                        for micro_batch in micro_batches
+                    ]
 
 
-def _parallel(engine: PlannedEngine, job: Job, topology: Topology) -> Iterator[Candidate]:
-    """Yield the candidates of an engine with other parallel axes than dp."""
+def _layouts(engine: PlannedEngine, job: Job, topology: Topology) -> Iterator[tuple[Layout, tuple[Policy, ...]]]:
+    """Yield the layouts of an engine that can divide the model, with the placements that differ."""
 
     def sizes(axis: str, number: int, limit: int | None = None) -> list[int]:
         return divisors(number, limit) if axis in engine.spec.axes else [1]
 
     world, shape = topology.world_size, job.shape
-    policies: tuple[Policy, ...] = ("topology", "spread-tp")
     # with one NVLink domain, or one GPU per domain, the policies "spread-tp" and "topology" place ranks equally
     can_spread = 1 < len(set(topology.domain_of)) < world
-    inside = _ranks_inside(topology)
     for tp in sizes("tp", world):
         for cp in sizes("cp", world // tp, _MOST_CP):
             for pp in sizes("pp", world // (tp * cp)):
                 for vp in _chunk_counts(shape.num_layers, pp) if pp > 1 and "vp" in engine.spec.axes else [1]:
-                    layout = _checked(Layout(tp=tp, cp=cp, pp=pp, vp=vp), job, world)
-                    if layout is None:
-                        continue
-                    variants = list(_variants(engine, inside, layout))
-                    for micro_batch in _micro_batches(job, layout):
-                        for recompute, variant in variants:
-                            for policy in policies if tp > 1 and can_spread else policies[:1]:
-                                yield Candidate(engine.spec.name, layout, micro_batch, variant, recompute, policy)
+                    if layout := _checked(Layout(tp=tp, cp=cp, pp=pp, vp=vp), job, world):
+                        yield layout, ("topology", "spread-tp") if tp > 1 and can_spread else ("topology",)
 
 
 def _chunk_counts(num_layers: int, pp: int) -> list[int]:
@@ -294,15 +314,12 @@ def _checked(layout: Layout, job: Job, world_size: int) -> Layout | None:
         return None
 
 
-def _micro_batches(job: Job, layout: Layout) -> Iterator[int]:
-    for micro_batch in _MICRO_BATCHES:
-        if job.has_fp8_products and odd_size(job.shape, layout, micro_batch, job.seq_length):
-            continue
-        try:
-            layout.check_batch(job.global_batch, micro_batch)
-        except LayoutError:
-            continue
-        yield micro_batch
+def micro_batches_of(job: Job, layout: Layout) -> list[int]:
+    """Return all micro-batches of a layout that the global batch and the precision allow, in ascending order."""
+    allowed = layout.micro_batches(job.global_batch)
+    if not job.has_fp8_products:
+        return allowed
+    return [size for size in allowed if not odd_size(job.shape, layout, size, job.seq_length)]
 
 
 def _ranks_inside(topology: Topology) -> int | None:
@@ -311,11 +328,18 @@ def _ranks_inside(topology: Topology) -> int | None:
     return per_host if per_host < world and world % per_host == 0 and per_host > 1 else None
 
 
-def _variants(engine: PlannedEngine, inside: int | None, layout: Layout) -> Iterator[tuple[Recompute, Variant]]:
-    """Yield all combinations of an engine's recomputation levels and variants."""
-    for recompute in _RECOMPUTES:
+def _variants(
+    engine: PlannedEngine, job: Job, inside: int | None, layout: Layout
+) -> Iterator[tuple[Recompute, Variant]]:
+    """Yield all combinations of an engine's recomputation levels and of its variants that have the job's optimizer."""
+    trained = [
+        variant
+        for variant in engine.variants(job, inside, layout)
+        if engine.spec.has_optimizer(job.optimizer, engine.settings_of(variant))
+    ]
+    for recompute in RECOMPUTES:
         if recompute in engine.spec.recompute:
-            for variant in engine.variants(inside, layout):
+            for variant in trained:
                 yield recompute, variant
 
 

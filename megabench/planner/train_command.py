@@ -19,7 +19,7 @@ def train_command(plan: Plan, candidate: Candidate) -> str:
         settings_of(candidate)
         | {"model": shape.name, "seq_length": job.seq_length, "global_batch": job.global_batch}
         | {"num_layers": None if is_whole else shape.num_layers, "emulate_hosts": hosts if topology.emulated else None}
-        | {"grad_dtype": "fp32" if job.bytes_of_gradient == 4 else "bf16"}
+        | {"grad_dtype": "fp32" if job.bytes_of_gradient == 4 else "bf16", "optimizer": job.optimizer}
         | _precision_settings(plan)
     )
     if hosts == 1 or topology.emulated:

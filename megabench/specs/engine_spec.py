@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from megabench.hardware.topology import Topology
 from megabench.models.shape import ModelShape
+from megabench.optim.optimizers import OPTIMIZERS
 from megabench.optim.parameter_groups import HyperParameters
 from megabench.parallel.layout import Layout, divisors
 from megabench.precision import PrecisionPolicy
@@ -145,6 +146,11 @@ class EngineSpec:
     def holds_matrices(self, options: Options) -> bool:
         """Return whether every rank holds whole matrices, with their gradients and optimizer state."""
         return False
+
+    def has_optimizer(self, name: str, options: Options) -> bool:
+        """Return whether the engine trains with this optimizer."""
+        is_known = self.optimizers is None or name in self.optimizers
+        return is_known and (not OPTIMIZERS[name].needs_matrices or self.holds_matrices(options))
 
     def uses_host(self, options: Options) -> bool:
         """Return whether the optimizer runs on the host."""

@@ -1,24 +1,28 @@
 """Add the best predicted layouts to a study (`megabench compare STUDY --plan N`). Loads no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from megabench.config import FIELDS, RunConfig
+from megabench.cost.job import Candidate
 from megabench.parallel.layout import GIVEN_SIZES
 from megabench.planner.make_plan import make_plan
 from megabench.planner.predict import Predictor
 from megabench.planner.search import settings_of
 from megabench.record import RunRecord
 from megabench.settings.run_settings import RunSettings
+from megabench.specs.all_settings import engines_with
 from megabench.study.expand import expand
 from megabench.study.study import StudyError, StudyFile
 
-# the settings in which planned trials of a study can differ
-_COMPARED = [
+# the settings that determine a prediction; planned trials have those of their candidate, or the defaults
+COMPARED = [
     *("engine", *GIVEN_SIZES, "micro_batch", "recompute", "placement"),
     *("zero_stage", "offload", "shard_size", "hpz_size", "reshard_after_forward"),
+    *("stages", "keep_gathered", "tp_overlap", "keep_transposed"),
 ]
 
 
@@ -54,6 +58,7 @@ class Planning:
             num_layers_at_start_in_bf16=run.num_layers_at_start_in_bf16,
             num_layers_at_end_in_bf16=run.num_layers_at_end_in_bf16,
             emulated_gb_per_s=run.emulate_network.gb_per_s if run.emulate_network else None,
+            optimizer=run.optimizer,
         )
         if plan.topology.world_size != num_processes:
             raise StudyError(
@@ -70,17 +75,28 @@ class Planning:
         ]
         added: list[dict[str, Any]] = []
         for number, estimate in enumerate(plan.ranked, 1):
-            # the base of the study may set values that the plan leaves at their defaults
-            defaults = {name: FIELDS[name].default for name in _COMPARED if name in base}
-            settings = defaults | settings_of(estimate.candidate)
+            settings = settings_beside(base, estimate.candidate)
             if _compared(base | settings) not in own:
                 added.append({"name": f"plan-{number}", **settings})
         extended = file.model_copy(update={"trials": [*file.trials, *added]})
         return extended, Predictor(plan.topology, plan.profile, [trial["name"] for trial in added])
 
 
+def settings_beside(base: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
+    """Return the settings with which a trial trains the candidate in a study with this base.
+
+    The base may set values that the plan leaves at their defaults, or settings that only other engines have.
+    """
+    defaults = {
+        name: FIELDS[name].default
+        for name in base
+        if name in COMPARED or (name in FIELDS and engines_with(name) and candidate.engine not in engines_with(name))
+    }
+    return defaults | settings_of(candidate)
+
+
 def _compared(fields: dict[str, Any]) -> tuple[object, ...]:
-    return tuple(fields.get(name, FIELDS[name].default) for name in _COMPARED)
+    return tuple(fields.get(name, FIELDS[name].default) for name in COMPARED)
 
 
 def regret_sentence(records: list[RunRecord]) -> str | None:

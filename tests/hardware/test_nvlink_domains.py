@@ -6,6 +6,7 @@ import pytest
 
 from megabench.config.clusters import read_cluster
 from megabench.cost.geometry import Geometry
+from megabench.cost.network import span
 from megabench.hardware.topology import Host, Topology, build, from_cluster
 from megabench.parallel.layout import Layout
 
@@ -30,10 +31,16 @@ def test_a_rack_is_one_domain():
 
 
 def test_a_second_rack_is_a_second_domain():
-    topology = from_cluster("Standard_ND128isr_NDR_GB200_v6:20")
-    assert domain_sizes(topology) == [72, 8]
+    topology = from_cluster("Standard_ND128isr_NDR_GB200_v6:36")
+    assert domain_sizes(topology) == [72, 72]
     assert topology.link(0, 71) == "nvlink" and topology.link(71, 72) == "infiniband"
-    assert topology.node_of == (0,) * 72 + (1,) * 8
+    assert topology.node_of == (0,) * 72 + (1,) * 72
+
+
+def test_hosts_that_do_not_fill_their_racks_are_divided_evenly():
+    assert domain_sizes(from_cluster("Standard_ND128isr_NDR_GB200_v6:128")) == [64] * 8
+    assert domain_sizes(from_cluster("Standard_ND128isr_NDR_GB200_v6:126")) == [72] * 7
+    assert domain_sizes(from_cluster("Standard_ND128isr_NDR_GB200_v6:19")) == [40, 36]
 
 
 def test_half_of_every_host_of_a_rack():
@@ -96,15 +103,31 @@ def test_hosts_know_their_instance_type(tmp_path):
 def test_costs_count_a_rack_as_one_node_and_its_hosts_as_hosts():
     racks = from_cluster("Standard_ND128isr_NDR_GB200_v6:36")
     geometry = Geometry.of(racks, Layout(dp=144), "topology")
-    assert (geometry.ranks_per_host, geometry.ranks_per_node) == (4, 72)  # a host's memory serves four GPUs
     world = geometry.world
+    assert (geometry.ranks_per_server, world.nic_ranks) == (4, 72)  # a host's memory serves four GPUs
     assert (world.hosts, world.inside, world.across) == (2, "nvlink", "infiniband")
     assert world.host.network_gbits == 18 * racks.hosts[0].network_gbits
     rack = Geometry.of(from_cluster("Standard_ND128isr_NDR_GB200_v6:18"), Layout(dp=72), "topology").world
     assert (rack.hosts, rack.inside, rack.across) == (1, "nvlink", None)
 
 
-def test_the_smallest_of_unequal_racks_limits_the_network():
-    racks = from_cluster("Standard_ND128isr_NDR_GB200_v6:20")
-    world = Geometry.of(racks, Layout(dp=80), "topology").world
-    assert world.host.network_gbits == 2 * racks.hosts[0].network_gbits
+def unequal_racks() -> Topology:
+    """A full rack and one with two hosts."""
+    return build([(HOST, 4, 72)] * 20, starts=[18])
+
+
+def test_a_ring_over_unequal_racks_is_limited_by_the_smallest():
+    world = Geometry.of(unequal_racks(), Layout(dp=80), "topology").world
+    assert (world.sharing, world.nic_ranks, world.host.network_gbits) == (1, 8, 2 * 1600.0)
+
+
+def test_groups_and_nics_are_counted_in_the_same_rack():
+    """40 pairs of ranks: 32 are inside the full rack, and eight connect its last eight ranks with the small rack."""
+    racks = unequal_racks()
+    assert domain_sizes(racks) == [72, 8]
+    pairs = span(racks, ((rank, rank + 8) for start in range(0, 80, 16) for rank in range(start, start + 8)))
+    assert (pairs.sharing, pairs.nic_ranks, pairs.host.network_gbits) == (8, 8, 2 * 1600.0)
+    # 72 groups leave the full rack, and eight of them go to the small one
+    third = build([(HOST, 4, 72)] * 38, starts=[18, 36])
+    groups = span(third, (range(rank, 152, 72) for rank in range(72)))
+    assert groups.nic_load == 72 / (18 * 1600.0) == 8 / (2 * 1600.0)

@@ -12,6 +12,7 @@ from megabench.engines.common.optim import MuonWithAdamW
 from megabench.engines.common.transformers_model import build_optimizer
 from megabench.errors import UserError
 from megabench.optim.optimizers import OPTIMIZERS, title_of
+from megabench.planner.make_plan import make_plan
 from megabench.planner.predict import job_of
 from tests.models.causal_families import MODELS, save_model
 from tests.study.records import make_record
@@ -51,3 +52,5 @@ def test_muon_refuses_a_model_whose_layers_no_table_lists(tmp_path: Path) -> Non
     run = RunConfig.parse({"model": str(tmp_path), "engine": "ddp", "optimizer": "muon", "seq_length": 16})
     with pytest.raises(ConfigError, match=r"does not know which parameters of .* they are"):
         run.resolve(1, "cpu")
+    with pytest.raises(ConfigError, match=r"does not know which parameters of .* they are"):
+        make_plan(str(tmp_path), "p5.48xlarge:1", 16, 8, None, "fp32", None, 12, None, optimizer="muon")

@@ -2,13 +2,14 @@
 
 import io
 import json
+import re
 from collections.abc import Sequence
 
 import pytest
 from rich.console import Console
 
 from megabench.config import ConfigError
-from megabench.planner.compare_clusters import ClusterPlan, _product_rates, as_json, make_plans, reasons, write
+from megabench.planner.compare_clusters import ClusterPlan, _product_rates, _reason, as_json, make_plans, reasons, write
 from megabench.planner.layout_table import Training
 from megabench.planner.make_plan import make_plan
 from megabench.planner.search import plan
@@ -56,9 +57,9 @@ def test_reasons_name_the_parts_and_the_constants():
     found = reasons(fast, slow)
     assert found[0].startswith("matrix products and attention take") and "at peaks of 989 and 312" in found[0]
     assert found[1].startswith("memory-bound kernels take") and "GB/s of memory bandwidth" in found[1]
-    assert f"lacks 48.7 GiB per GPU on {A100}" in found[-1]
+    assert f"lacks 50.5 GiB per GPU on {A100}" in found[-1]
     own = costs(slow.plan.job, cluster(A100)).missing_bytes(fast.best.candidate)
-    assert own / 2**30 == pytest.approx(48.7, abs=0.05)
+    assert own / 2**30 == pytest.approx(50.5, abs=0.05)
 
 
 def test_a_constant_that_does_not_explain_the_difference_is_left_out():
@@ -164,3 +165,17 @@ def test_options_that_contradict_each_other_are_refused(arguments, words):
     ended = megabench("plan", "--cluster", where, *arguments)
     assert ended.returncode == 2 and words in ended.stderr and not ended.stdout
     assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_no_ratio_to_a_rounding_error():
+    """A part that is 1e-16 s on one cluster has no ratio."""
+    fast, slow = plans(H200, A100)
+    assert _reason("dp", 0.2, 3e-16, fast, slow) == "data-parallel communication takes 0.200 s instead of 0.000 s"
+    assert "(0.50 ×)" in _reason("dp", 0.1, 0.2, fast, slow)
+
+
+def test_b300_is_not_called_slower_than_b200():
+    b200, b300 = "p6-b200.48xlarge:1", "p6-b300.48xlarge:1"
+    text = shown(plans(b200, b300, model="llama3-8b"))
+    assert f"{b300} is 1.0" in text and f"as fast as {b200}" in text
+    assert all(0.01 < float(ratio) < 100 for ratio in re.findall(r"\(([\d.]+) ×\)", text))

@@ -1,7 +1,6 @@
 """An engine that the planner cannot predict: plans, the memory check and the doctor do without it and say so."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from typer.testing import CliRunner
 from megabench.cli.commands import app
 from megabench.config import RunConfig
 from megabench.cost.profile import shipped_profiles
-from megabench.doctor import planner_rules
 from megabench.planner.engines.registry import PLANNED_ENGINES
 from megabench.planner.predict import Predictor, candidate_of
 from megabench.planner.search import candidates
@@ -24,11 +22,8 @@ PLAN = ["plan", "--model", "llama3-8b", "--cluster", "p5.48xlarge:1", "--seq-len
 
 
 @pytest.fixture(autouse=True)
-def _without_ddp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _without_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(PLANNED_ENGINES, "ddp")
-    yield
-    for cached in (planner_rules._costs, planner_rules._predict):
-        cached.cache_clear()  # other tests predict ddp
 
 
 def test_plans_do_not_contain_it_and_say_so() -> None:

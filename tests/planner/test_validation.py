@@ -2,12 +2,15 @@
 
 import lzma
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megabench.cost.memory import fit_chance
 from megabench.cost.profile import profile_for, shipped_profiles
+from megabench.planner.engines.megatron_memory import megatron_variant
 from tests.comparison.compare_process import REPOSITORY
 from tests.planner.jobs import costs
 from tools.planner_validation.__main__ import (
@@ -25,10 +28,12 @@ from tools.planner_validation.fit import MEMORY, predicted_gib, predicted_second
 from tools.planner_validation.internevo import read_internevo
 from tools.planner_validation.own import read_own
 from tools.planner_validation.profiles import OWN_FITTED_MEMORY, for_own_engines, is_memory_fitted
-from tools.planner_validation.published import DATA, DataError, check_sources, read_rows, read_table
-from tools.planner_validation.report import measured_profile
-from tools.planner_validation.score import accuracy, alarm, regret, spearman
-from tools.planner_validation.tested_nodes import read_tested
+from tools.planner_validation.program_costs import costs as program_costs
+from tools.planner_validation.programs import Program
+from tools.planner_validation.published import DATA, DataError, Row, check_sources, read_rows, read_table
+from tools.planner_validation.report import Line, check_against, measured_profile
+from tools.planner_validation.score import Accuracy, accuracy, alarm, is_in_first_two, regret, spearman
+from tools.planner_validation.tested_nodes import on_healthy_nodes, read_tested
 
 HEAD = (
     "source,model,params_b,layers,hidden,heads,kv_heads,ffn,vocab,seq,gpu,gpus,gpus_per_node,inter_node_gbps_per_node,"
@@ -146,6 +151,22 @@ def test_every_published_row_names_its_source(path: Path):
     assert rows and all(row["source"] for row in rows)
 
 
+def test_of_layouts_said_to_fit_with_a_chance_about_this_share_ran():
+    sweep = [row for row in read_rows(DATA / RUNS) if row.source.name == "playbook sweep" and not row.is_refused]
+    ended = [row for row in sweep if ("oom" in row.measured) != ("seconds" in row.measured)]
+    profile = profile_for("NVIDIA H100 80GB HBM3")
+    ran: dict[str, list[bool]] = {}
+    for row in ended:
+        found = program_costs(row.job, row.topology, profile)
+        chance = fit_chance(found.memory(row.candidate).total, found.available_bytes)
+        ran.setdefault(
+            "<20" if chance < 0.2 else "<80" if chance < 0.8 else "<95" if chance < 0.95 else "≥95", []
+        ).append("seconds" in row.measured)
+    shares = {name: sum(members) / len(members) for name, members in ran.items()}
+    assert len(ended) == 1171
+    assert shares["<20"] < 0.1 and 0.3 < shares["<80"] < 0.8 and 0.8 <= shares["<95"] <= 0.95 and shares["≥95"] >= 0.95
+
+
 def test_own_records_are_read():
     rows = read_own(REPOSITORY / "benchmarks")
     names = {row.source.name for row in rows}
@@ -242,3 +263,47 @@ def test_the_picture_has_every_kind_of_source(tmp_path, table):
     draw([(row, measured_profile(row, shipped_profiles())) for row in rows], tmp_path / "picture.svg")
     text = (tmp_path / "picture.svg").read_text()
     assert "playbook sweep" in text and "Megatron-LM papers" in text and "InternEvo" not in text
+
+
+def test_the_best_in_the_first_two_of_a_sweep_counts():
+    assert is_in_first_two([1.0, 2.0, 3.0], [5.0, 4.0, 6.0])
+    assert not is_in_first_two([1.0, 2.0, 3.0], [5.0, 6.0, 4.0])
+
+
+def test_a_fit_that_worsens_another_source_is_rejected():
+    kept = (
+        "| rows | n | MAPE |\n| --- | --- | --- |\n| NeMo | 5 | 3.0% |\n| · constant MFU | 5 | 1.0% |\n| new | 2 | – |"
+    )
+
+    def lines(nemo: float, other: float) -> list[Line]:
+        return [
+            Line(name, Accuracy(5, mape, mape, None), None, [], []) for name, mape in (("NeMo", nemo), ("new", other))
+        ]
+
+    check_against(kept, lines(nemo=0.05, other=0.9))
+    with pytest.raises(DataError, match=r"increases the mean error of NeMo from 3\.0% to 5\.1%"):
+        check_against(kept, lines(nemo=0.051, other=0.01))
+
+
+def test_nodes_are_healthy_if_their_tests_reach_half_of_the_usual_bandwidth():
+    rows = [row for row in read_tested(DATA / TESTED) if row.topology.world_size == 64]
+    healthy = on_healthy_nodes(rows)
+    assert (len(rows), len(healthy)) == (283, 39)
+    assert all(row.fabric is None for row in healthy)
+
+
+def test_copies_per_replica_take_time_in_the_program_that_makes_them():
+    """Only runs with a sharded optimizer copy slices, and the time grows with the replicas."""
+    profile = profile_for("NVIDIA H100 80GB HBM3")
+    tested = [row for row in read_tested(DATA / TESTED) if row.topology.world_size == 256]
+
+    def copying(row: Row) -> float:
+        assert isinstance(row.job.stack, Program)
+        stack = replace(row.job.stack, sliced_tensors=0)
+        without = replace(row, job=replace(row.job, stack=stack))
+        return predicted_seconds(row, profile) - predicted_seconds(without, profile)
+
+    for row in (row for row in tested if row.candidate.layout.pp == 1):
+        is_sharded = megatron_variant(row.candidate).shards_optimizer
+        slices = 6 * row.job.shape.num_layers * row.candidate.layout.dp
+        assert copying(row) == pytest.approx(9.4e-6 * slices if is_sharded else 0.0, abs=1e-9)

@@ -12,7 +12,7 @@ from megabench.cost.profile import read_profile
 from megabench.errors import UserError
 from tools.planner_validation.collectives import read_collectives
 from tools.planner_validation.draw import draw
-from tools.planner_validation.internevo import read_internevo
+from tools.planner_validation.internevo import read_internevo, without_facts
 from tools.planner_validation.own import is_disturbed, read_own
 from tools.planner_validation.profiles import (
     Measurements,
@@ -24,9 +24,9 @@ from tools.planner_validation.profiles import (
     write_profiles,
 )
 from tools.planner_validation.published import DATA, Row, check_sources, read_rows
-from tools.planner_validation.report import lines, measured_profile, null_model, table
+from tools.planner_validation.report import check_against, lines, measured_profile, null_model, table
 from tools.planner_validation.sources import SWEEP
-from tools.planner_validation.tested_nodes import read_tested
+from tools.planner_validation.tested_nodes import on_healthy_nodes, read_tested
 
 RUNS, INTERNEVO, TESTED = "published-runs.csv.xz", "internevo-7b.csv.xz", "published-runs-with-nccl-tests.csv.xz"
 _BENCHMARKS = Path("benchmarks")
@@ -45,6 +45,11 @@ _INTRODUCTION = """# How good the planner is
   without any of its rows.
 - **Measured networks.** The playbook sweep's runs with NCCL tests, and the runs of measured-network, are predicted with
   collectives that were measured on their own hosts. "On a healthy network" predicts them with the shipped constants.
+- **Healthy nodes.** A run's nodes are healthy if each of their NCCL tests reaches at least half of the 95th percentile
+  of the tests on equally many nodes.
+- **Copies per replica.** The time of the sweep's copies per replica is fitted to its runs on healthy nodes, on 128 and
+  more GPUs (NOTES.md).
+- **Best in first two** counts the sweeps in which the fastest measured layout is one of the two predicted fastest.
 - **Omitted rows.** torchtitan's and PyTorch FSDP's rows with "selective" recomputation are omitted, because these
   programs recompute whole layers, and their number is not stated. Runs on GPUs without a profile are omitted.
 - **Rank correlation.** "Spearman" is over all rows of a line. "Within a sweep" is the mean over groups of rows with the
@@ -91,7 +96,7 @@ def validate(
     )
     internevo = read_internevo(data / INTERNEVO)
     tested = read_tested(data / TESTED)
-    parts = _published_parts(published) + _by_source(internevo) + _tested_parts(tested)
+    parts = _published_parts(published) + _by_source([*internevo, *without_facts(internevo)]) + _tested_parts(tested)
     own_profiles = for_own_engines(profiles, measured.h100)
     found = [line for name, rows in parts for line in lines(name, rows, profiles, null)]
     found += [line for name, rows in _own_parts(measured.own) for line in lines(name, rows, own_profiles, null)]
@@ -102,6 +107,8 @@ def validate(
         found += lines(name, held, published_profiles(others), null)[:1]
     text = _INTRODUCTION + table(found) + "\n"
     print(text)
+    if write:
+        check_against(_KEPT.read_text(), found)
     _KEPT.parent.mkdir(exist_ok=True)
     _KEPT.write_text(text)
     once = [row for row in published if row.source is not SWEEP or row.is_fit]
@@ -146,6 +153,7 @@ def _tested_parts(tested: Sequence[Row]) -> Parts:
         name = f"{SWEEP.name}, {size} GPUs, with its NCCL tests"
         found.append((name, rows))
         found += [(f"{name}, {what}", part) for what, part in _by_pipeline(rows)]
+        found.append((f"{SWEEP.name}, {size} GPUs, on healthy nodes", on_healthy_nodes(rows)))
     return found
 
 

@@ -1,6 +1,7 @@
 """Conversion of InternEvo's published scaling runs into validation rows. This module does not import torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megabench.cost.job import Candidate
@@ -32,6 +33,13 @@ _SOURCES = {
 def read_internevo(path: Path) -> list[Row]:
     """Read the runs of a CSV file. Raise DataError if the file is not readable."""
     return [_row(line) for line in read_table(path)]
+
+
+def without_facts(rows: Sequence[Row]) -> list[Row]:
+    """Return the runs as if their program were like Megatron-LM, without what is known of InternEvo."""
+    source = Source("InternEvo, without facts of its program", "", Program(), "infiniband", gradient=2)
+    jobs = [replace(row.job, stack=source.program) for row in rows]
+    return [replace(row, source=source, job=job) for row, job in zip(rows, jobs, strict=True)]
 
 
 def _row(line: Mapping[str, str]) -> Row:

@@ -23,6 +23,9 @@ _CAST, _TRANSPOSE = 4, 2  # bytes per element: a cast reads 2 and writes 1 in ea
 # The number of kernels in a layer's forward pass, and the number of additional kernels if norms, rotary embedding and
 # activation are not fused. The backward pass has about twice as many.
 _KERNELS_FORWARD, _KERNELS_UNFUSED = 22, 20
+# Seconds to copy one slice of a tensor before the gradients are reduced, and after the weights are gathered. Fitted to
+# the playbook sweep's runs on 16 and more healthy nodes.
+_SLICE_SECONDS = 9.4e-6
 _QUEUED_KERNELS = 1024  # number of kernel launches that a CUDA stream queues before the host blocks
 
 
@@ -223,13 +226,16 @@ class ProgramPipeline(Pipeline):
 
         Each rank holds all gradients and reduces them as one flat tensor. Gradients are read for the norm, read and
         written for clipping, and copied twice for the reduction (once by the program and once by torch). Gathered
-        weights are copied three times (nanotron's optim/zero.py, distributed.py).
+        weights are copied three times. Python copies them slice by slice, and each tensor has a slice per replica
+        (nanotron's optim/zero.py, distributed.py).
         """
         job, update = self.job, super()._update_seconds(candidate, stage)
-        if not self.program.flattens_shards or megatron_variant(candidate).num_shards(candidate.layout) == 1:
+        replicas = megatron_variant(candidate).num_shards(candidate.layout)
+        if not self.program.flattens_shards or replicas == 1:
             return update
         copied = (7 * job.bytes_of_gradient + 6 * job.bytes_of_value) * stage_parameters(job, candidate, stage)
-        return update + compute.memory_seconds(self.machine, copied)
+        slices = replicas * self.program.sliced_tensors * stage_layers(job, candidate, stage)
+        return update + compute.memory_seconds(self.machine, copied) + _SLICE_SECONDS * slices
 
     def _overlaps_gradients(self, candidate: Candidate) -> bool:
         is_sharded = megatron_variant(candidate).shards_optimizer

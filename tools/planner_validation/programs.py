@@ -38,6 +38,8 @@ class Program(Stack):
     - `copies_kept`: activations include copies that other training programs avoid.
     - `holds_sent`: tensors that NCCL's stream uses stay allocated until the GPU has passed the collective.
     - `flattens_shards`: gradients and weights are copied into one flat tensor for a sharded optimizer's collectives.
+    - `sliced_tensors`: the number of tensors in a layer, if Python copies a slice of each tensor for each replica
+      before and after these collectives.
     - `flat_parameters`: parameters are communicated without copies (FSDP1).
     - `broadcasts_tensors`: a sharded optimizer shards by whole tensors. All replicas all-reduce the gradients, and each
       rank broadcasts the weights that it has updated.
@@ -66,6 +68,7 @@ class Program(Stack):
     copies_kept: bool = False
     holds_sent: bool = False
     flattens_shards: bool = False
+    sliced_tensors: int = 0
     flat_parameters: bool = False
     broadcasts_tensors: bool = False
 

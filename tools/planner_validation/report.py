@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from megabench.cost.profile import Profile
 from tools.planner_validation.fit import predicted_gib, predicted_seconds
 from tools.planner_validation.program_costs import costs
-from tools.planner_validation.published import Row
-from tools.planner_validation.score import Accuracy, Alarm, accuracy, alarm, regret, spearman
+from tools.planner_validation.published import DataError, Row
+from tools.planner_validation.score import Accuracy, Alarm, accuracy, alarm, is_in_first_two, regret, spearman
 
 _HEAD = (
-    "| rows | n | MAPE | median error | Spearman | within a sweep | top-1 regret, mean | median "
+    "| rows | n | MAPE | median error | Spearman | within a sweep | top-1 regret, mean | median | best in first two "
     "| memory: median error | within 10% | OOM precision | OOM recall |"
 )
+
+_MOST_WORSE = 0.02  # the largest increase of a source's mean error for which fitted constants are shipped
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Line:
     accuracy: Accuracy
     within: float | None
     regrets: list[float]
+    in_first_two: list[bool]
     memory_error: float | None = None
     memory_within: float | None = None
     oom: Alarm | None = None
@@ -39,6 +42,7 @@ class Line:
             _number(self.within),
             _percent(statistics.mean(self.regrets) if self.regrets else None),
             _percent(statistics.median(self.regrets) if self.regrets else None),
+            f"{sum(self.in_first_two)} of {len(self.in_first_two)}" if self.in_first_two else "–",
             _percent(self.memory_error),
             _percent(self.memory_within),
             _number(self.oom.precision if self.oom else None),
@@ -129,11 +133,13 @@ def _line(name: str, timed: Sequence[Row], predicted: Sequence[float], chosen_fr
     In each sweep, the layout with the smallest value of `chosen_from` is chosen.
     """
     within = [value for a, b in _sweeps(timed, predicted) if (value := spearman(a, b)) is not None]
+    choices = [(a, b) for a, b in _sweeps(timed, chosen_from) if min(a) < math.inf]
     return Line(
         name=name,
         accuracy=accuracy(predicted, [row.measured["seconds"] for row in timed]),
         within=statistics.mean(within) if within else None,
-        regrets=[regret(a, b) for a, b in _sweeps(timed, chosen_from) if min(a) < math.inf],
+        regrets=[regret(a, b) for a, b in choices],
+        in_first_two=[is_in_first_two(a, b) for a, b in choices],
     )
 
 
@@ -152,6 +158,28 @@ def _sweeps(rows: Sequence[Row], predicted: Sequence[float]) -> list[tuple[list[
 
 def _misses(row: Row, profile: Profile) -> bool:
     return costs(row.job, row.topology, profile).missing_bytes(row.candidate) > 0
+
+
+def check_against(kept: str, found: Iterable[Line]) -> None:
+    """Raise DataError if the error of a line is more than 2 points above that of the same line in the table `kept`.
+
+    So constants that help the runs of one source cannot be shipped if they worsen the runs of another.
+    """
+    before: dict[str, float] = {}
+    for line in kept.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 4 and cells[3].endswith("%") and not cells[1].startswith("·"):
+            before[cells[1]] = float(cells[3].removesuffix("%")) / 100
+    worse = [
+        f"{line.name} from {_percent(before[line.name])} to {_percent(line.accuracy.mape)}"
+        for line in found
+        if line.accuracy.mape > before.get(line.name, math.inf) + _MOST_WORSE
+    ]
+    if worse:
+        raise DataError(
+            f"the fit is rejected, because it increases the mean error of {'; '.join(worse)}. Fit the constants of "
+            f"each kind of network, GPU and program to its own runs."
+        )
 
 
 def table(found: Iterable[Line]) -> str:

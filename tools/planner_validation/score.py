@@ -49,6 +49,12 @@ def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
     return statistics.mean(chosen) / min(measured) - 1
 
 
+def is_in_first_two(predicted: Sequence[float], measured: Sequence[float]) -> bool:
+    """Return whether the measured best is one of the two predicted best."""
+    best = measured.index(min(measured))
+    return sum(said < predicted[best] for said in predicted) < 2
+
+
 @dataclass(frozen=True)
 class Alarm:
     """Precision and recall of predicted OOM failures. Undefined values are None. `count` is the number of failures."""

@@ -58,6 +58,7 @@ _NANOTRON = Program(
     copies_kept=True,
     holds_sent=True,
     flattens_shards=True,
+    sliced_tensors=6,
 )
 NEMO = Program(
     passes_keys=True,

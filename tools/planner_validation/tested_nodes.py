@@ -1,6 +1,6 @@
 """Runs of the playbook sweep, each with the NCCL test of its nodes. This module does not import torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +16,28 @@ _COLUMNS: dict[Kind, str] = {
     "reduce_scatter": "ReduceScatter (GB/s)",
 }
 _GPUS_PER_NODE = 8
+_HEALTHY_SHARE = 0.5  # the least bandwidth of healthy nodes, as a share of the 95th percentile of equally many nodes
 
 
 def read_tested(path: Path) -> list[Row]:
     """Read runs on several nodes, with the tests as their fabrics. Raise DataError if the file is not readable."""
     return [_row(line) for line in read_table(path)]
+
+
+def on_healthy_nodes(rows: Sequence[Row]) -> list[Row]:
+    """Return the runs on healthy nodes, without their NCCL tests. All `rows` are of the same number of nodes."""
+    least = dict.fromkeys(_COLUMNS, 0.0)
+    for kind in _COLUMNS:
+        rates = sorted(_bandwidths(row)[kind] for row in rows)
+        least[kind] = _HEALTHY_SHARE * rates[int(0.95 * (len(rates) - 1))]
+    healthy = [row for row in rows if all(_bandwidths(row)[kind] >= rate for kind, rate in least.items())]
+    return [replace(row, fabric=None) for row in healthy]
+
+
+def _bandwidths(row: Row) -> dict[Kind, float]:
+    """Return the bus bandwidth of each kind of collective in the NCCL test of a run's nodes, in GB/s."""
+    assert row.fabric
+    return {one.kind: one.bus_gb_per_s for one in row.fabric.collectives}
 
 
 def _row(line: Mapping[str, str]) -> Row:

@@ -30,14 +30,17 @@ class _PlannedDataParallel(PlannedEngine):
     def memory(self, job: Job, candidate: Candidate, profile: Profile) -> Memory:
         return data_parallel_memory(job, candidate, profile)
 
-    def host_bytes(self, job: Job, candidate: Candidate, ranks_per_host: int) -> float:
-        return host_bytes(job, candidate, ranks_per_host)
+    def host_bytes(self, job: Job, candidate: Candidate, ranks_per_server: int) -> float:
+        return host_bytes(job, candidate, ranks_per_server)
 
 
 class PlannedDeepSpeed(_PlannedDataParallel):
     spec = ENGINES["deepspeed"]
 
-    def variants(self, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
+    def variants(self, job: Job, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
+        # ZeRO-0 accumulates gradients only in the dtype of the values (specs/deepspeed.py)
+        if job.bytes_of_gradient == job.bytes_of_value:
+            yield Sharding(0)
         for offload in ("none", "optimizer"):
             for stage in (1, 2, 3):
                 yield Sharding(stage, offload)
@@ -55,7 +58,7 @@ class PlannedDeepSpeed(_PlannedDataParallel):
 class PlannedFsdp(_PlannedDataParallel):
     spec = ENGINES["fsdp"]
 
-    def variants(self, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
+    def variants(self, job: Job, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
         yield Sharding(3)
         yield Sharding(3, keeps_weights=True)
         yield Sharding(3, "all")
@@ -67,7 +70,7 @@ class PlannedMegatronFsdp(_PlannedDataParallel):
     spec = ENGINES["megatron_fsdp"]
     is_measured = False
 
-    def variants(self, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
+    def variants(self, job: Job, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
         yield Sharding(3)
         if ranks_per_host:
             yield Sharding(3, shard_size=ranks_per_host, shards_across=True)
@@ -79,5 +82,5 @@ class PlannedMegatronFsdp(_PlannedDataParallel):
 class PlannedDdp(_PlannedDataParallel):
     spec = ENGINES["ddp"]
 
-    def variants(self, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
+    def variants(self, job: Job, ranks_per_host: int | None, layout: Layout) -> Iterator[Sharding]:
         yield Sharding(0)

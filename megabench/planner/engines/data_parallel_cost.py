@@ -4,6 +4,7 @@ from megabench.cost import compute, network, schedule
 from megabench.cost.geometry import Geometry
 from megabench.cost.job import Candidate
 from megabench.cost.shared_costs import Base
+from megabench.optim.optimizers import OPTIMIZERS
 from megabench.planner.engines.sharding import gathered_bytes, keeps_weight_casts, sharding_of
 from megabench.specs.deepspeed import REDUCE_BUCKET
 
@@ -12,9 +13,9 @@ _DDP_BUCKET = 25e6 / 4  # parameters per DDP bucket: 25 MB of fp32 gradients
 # DeepSpeed. DeepSpeed's hooks and queues run in Python. The host limits the step in the studies that these values are
 # from: benchmarks/host-time for FSDP2, and benchmarks/gpt2-zero for DeepSpeed.
 _FSDP_HOOKS, _ZERO3_HOOKS, _ZERO_HOOKS = (90, 180), (17, 34), (0, 16)
-# Bytes per parameter that the host reads and writes for fp32 AdamW, and the bytes that DeepSpeed adds to clip the
+# Bytes per parameter that the host reads and writes under DeepSpeed, in addition to the optimizer's, to clip the
 # gradient and to cast the new weight.
-_ADAM_HOST_BYTES, _DEEPSPEED_HOST_BYTES = 28, 8 + 6
+_DEEPSPEED_HOST_BYTES = 8 + 6
 
 
 class DataParallel:
@@ -199,10 +200,10 @@ class DataParallel:
         return once, update
 
     def _offload_seconds(self, candidate: Candidate, geometry: Geometry, micro_batches: int) -> float:
-        """Return the time of copies to and from the host and of the host's AdamW (arXiv 2101.06840).
+        """Return the time of copies to and from the host and of the host's optimizer (arXiv 2101.06840).
 
-        All GPUs of a host share its memory bandwidth. Gradients have g bytes per parameter, and a step has m
-        micro-batches.
+        All GPUs of a server share its memory bandwidth, also those of several hosts (pods) on it. Gradients have g
+        bytes per parameter, and a step has m micro-batches.
 
         - FSDP2 copies the gradients to the host in each micro-batch.
         - ZeRO-3 copies them to the host and back m times, to accumulate them and compute the norm on the GPU
@@ -217,7 +218,8 @@ class DataParallel:
         if sharding.offload == "none":
             return 0.0
         job, is_fsdp = self.job, candidate.engine == "fsdp"
-        g, on_host = job.bytes_of_gradient, _ADAM_HOST_BYTES + (0 if is_fsdp else _DEEPSPEED_HOST_BYTES)
+        g, update = job.bytes_of_gradient, job.mean_bytes(OPTIMIZERS[job.optimizer].update_bytes)
+        on_host = update + (0 if is_fsdp else _DEEPSPEED_HOST_BYTES)
         if is_fsdp:
             gradients = g * micro_batches
         elif sharding.zero_stage == 3:
@@ -230,7 +232,7 @@ class DataParallel:
         moved = gradients + each * (2 * micro_batches if sharding.offload == "all" else 1)
         shard = job.num_parameters / candidate.layout.world_size
         seconds = moved * shard / (self.profile.host_copy_gb_per_s * 1e9)
-        return seconds + on_host * shard * geometry.ranks_per_host / (self.profile.dram_gb_per_s * 1e9)
+        return seconds + on_host * shard * geometry.ranks_per_server / (self.profile.dram_gb_per_s * 1e9)
 
 
 def _cast(before: int, after: int) -> int:

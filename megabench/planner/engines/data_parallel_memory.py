@@ -170,10 +170,10 @@ def _end_parameters(job: Job) -> int:
     return job.embedding_parameters * (1 if job.shape.tied_embeddings else 2)
 
 
-def host_bytes(job: Job, candidate: Candidate, ranks_per_host: int) -> float:
-    """Return the bytes that offload uses on each host: masters, moments, gradients and, with "all", the weights."""
+def host_bytes(job: Job, candidate: Candidate, ranks_per_server: int) -> float:
+    """Return the bytes that offload uses on each server: masters, moments, gradients and, with "all", the weights."""
     offload = sharding_of(candidate).offload
     if offload == "none":
         return 0.0
     each = job.bytes_of_state + job.bytes_of_gradient + (job.bytes_of_value if offload == "all" else 0)
-    return each * job.num_parameters * ranks_per_host / candidate.layout.world_size
+    return each * job.num_parameters * ranks_per_server / candidate.layout.world_size

@@ -19,7 +19,7 @@ class PlannedMegatron(PlannedEngine):
     spec = ENGINES["megatron"]
     adds_gradients = True
 
-    def variants(self, ranks_per_host: int | None, layout: Layout) -> Iterator[MegatronVariant]:
+    def variants(self, job: Job, ranks_per_host: int | None, layout: Layout) -> Iterator[MegatronVariant]:
         yield MegatronVariant()
         per_stage = layout.world_size // layout.pp
         if not ranks_per_host or per_stage == ranks_per_host:

@@ -217,8 +217,8 @@ class Pipeline:
         """Return the seconds to send a stage's output."""
         if candidate.layout.pp == 1:
             return 0.0
-        geometry = self.base.geometry_of(candidate)
-        return network.send_seconds(self.profile, geometry.pp, self._sent_bytes(candidate), geometry.ranks_per_node)
+        where = self.base.geometry_of(candidate).pp
+        return network.send_seconds(self.profile, where, self._sent_bytes(candidate), where.nic_ranks)
 
     def _sent_bytes(self, candidate: Candidate) -> float:
         """Return the bytes of a rank's part of a stage's output, 2·B·S·H/(C·T) in 16 bits."""

@@ -36,8 +36,8 @@ class PlannedEngine(ABC):
     is_measured: bool = True
 
     @abstractmethod
-    def variants(self, ranks_per_host: int | None, layout: Layout) -> Iterable[Variant]:
-        """Yield the variants to predict for a layout. `ranks_per_host` is None if the run uses one host."""
+    def variants(self, job: Job, ranks_per_host: int | None, layout: Layout) -> Iterable[Variant]:
+        """Yield the variants to predict for a job and a layout. `ranks_per_host` is None if the run uses one host."""
 
     @abstractmethod
     def variant_of(self, options: Options) -> Variant:
@@ -55,6 +55,6 @@ class PlannedEngine(ABC):
     def memory(self, job: Job, candidate: Candidate, profile: Profile) -> Memory:
         """Return the bytes by part of the rank that uses the most memory."""
 
-    def host_bytes(self, job: Job, candidate: Candidate, ranks_per_host: int) -> float:
-        """Return the bytes of host memory that offload uses on each host."""
+    def host_bytes(self, job: Job, candidate: Candidate, ranks_per_server: int) -> float:
+        """Return the bytes of host memory that offload uses on each server."""
         return 0.0

@@ -1,0 +1,86 @@
+"""Diagnosis rules for a planned study: trials that do not fit, and layouts that beat all trials. Loads no torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from megabench.doctor.failure_rules import less_memory
+from megabench.doctor.finding import MOST_SHOWN, Case, Finding, Rule
+from megabench.doctor.predicted_trials import PredictedTrial
+from megabench.planner.costs import Estimate
+from megabench.settings.setting import names
+from megabench.specs.all_settings import SETTINGS, engines_with
+from megabench.study.planned_trials import COMPARED, settings_beside
+
+# Below this chance to fit, a trial is more likely to run out of memory than to run.
+_EVEN = 0.5
+
+
+def rules_for(trials: Sequence[PredictedTrial], base: Mapping[str, Any], num_processes: int) -> tuple[Rule, ...]:
+    """Return the rules that compare trials with plans. `base` are the settings of all trials of the study."""
+
+    left_out = {*COMPARED, *names(SETTINGS, role="watch"), *names(SETTINGS, role="output")}
+
+    def best_layout(trial: PredictedTrial) -> tuple[Estimate, str] | None:
+        """Return the first layout of the plan for the work of a trial, and the trial that trains with it."""
+        if trial.plan is None or not trial.plan.ranked:
+            return None
+        best = trial.plan.ranked[0]
+        planned = settings_beside(base, best.candidate)
+        given = trial.trial.given.flat(mode="json", exclude_unset=True)
+        common = {name: value for name, value in given.items() if not engines_with(name) and name not in left_out}
+        if not trial.is_valid(common | planned):
+            return None
+        own = {name: value for name, value in common.items() if base.get(name) != value} | planned
+        if trial.trial.record.world_size != base.get("world_size", num_processes):
+            own["world_size"] = trial.trial.record.world_size
+        return best, yaml.safe_dump(own, default_flow_style=True, sort_keys=False, width=10_000).strip()
+
+    def lack_memory(case: Case) -> Iterator[Finding]:
+        """Report trials that the plan does not count as fitting into GPU memory."""
+        for trial in trials:
+            if trial.estimate.fits:
+                continue
+            chance, remedy = trial.estimate.fit_chance, less_memory(trial.trial.record)
+            if best := best_layout(trial):
+                remedy = f"use the layout that the plan recommends, {best[0].candidate.name}: {best[1]}"
+                remedy += f" (predicted: {trial.numbers(best[0])})"
+            elif trial.plan and not trial.plan.ranked:
+                remedy += "; no other layout is predicted to fit on these GPUs"
+            yield Finding(
+                "fails" if chance < _EVEN else "note",
+                (trial.name,),
+                f"the trial {'is predicted to' if chance < _EVEN else 'may'} run out of GPU memory",
+                f"predicted: {trial.numbers(trial.estimate)}; the chance to fit is "
+                f"{f'{chance:.0%}' if chance >= 0.01 else 'below 1%'}",
+                remedy,
+            )
+
+    def beaten(case: Case) -> Iterator[Finding]:
+        """Report a layout of the plan that is faster than every trial with the same work on the same GPUs."""
+        groups: dict[object, list[PredictedTrial]] = {}
+        for trial in trials:
+            if trial.plan and trial.estimate.fits:
+                groups.setdefault(id(trial.plan), []).append(trial)
+        for members in groups.values():
+            members.sort(key=lambda trial: trial.estimate.step_seconds)
+            fastest = members[0]
+            best = best_layout(fastest)
+            if best is None or fastest.gain(best[0]) < fastest.least_gain:
+                continue
+            gains = [
+                f"{trial.gain(best[0]):.2f} × as fast as {trial.name} ({trial.estimate.step_seconds:.3g} s per step)"
+                for trial in members[:MOST_SHOWN]
+            ]
+            gains += [f"faster than {len(members) - MOST_SHOWN} more trials"] if len(members) > MOST_SHOWN else []
+            yield Finding(
+                "slow",
+                tuple(trial.name for trial in members),
+                "the plan has a layout that is predicted to be faster than every trial with this work",
+                f"predicted for {best[0].candidate.name}: {fastest.numbers(best[0])}, {', '.join(gains)}; "
+                f"{fastest.origin}",
+                f"add a trial {best[1]}; this is a prediction, so measure both",
+            )
+
+    return lack_memory, beaten
