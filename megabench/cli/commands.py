@@ -652,28 +652,18 @@ def plan(
     from megabench.planner.own_layout_report import OwnLayoutReport
     from megabench.terminal import standard_output
 
-    clusters: list[str | None] = [*cluster] if cluster else [None]
     modes = {"--explain": explain is not None, "--layout": layout is not None, "--map": shows_map}
-    asked = [name for name, is_given in modes.items() if is_given]
-    if len(asked) > 1:
-        raise UserError(f"{asked[0]} and {asked[1]} show different things. Omit one of them.")
-    if asked and len(clusters) > 1:
-        raise UserError(
-            f"{asked[0]} needs a single cluster and does not work with several --cluster. Omit one of them."
-        )
+    _check_plan_options([name for name, is_given in modes.items() if is_given], cluster or [], fabric)
     if measured is not None and layout is None:
         raise UserError('--measured needs the layout that was measured, e.g. --layout "zero3 mb1".')
-    if fabric and len(clusters) > 1:
-        raise UserError(f"--fabric {fabric} describes one network. Use it with one --cluster.")
-    if shows_map and not cluster:
-        raise UserError("--map needs the largest cluster, e.g. --cluster p5.48xlarge:64.")
+    num_clusters = len(cluster or [None])
     prices: list[float | None] = [*price_per_gpu_hour] if price_per_gpu_hour else [None]
-    if len(prices) not in (1, len(clusters)):
+    if len(prices) not in (1, num_clusters):
         raise UserError(
-            f"--price-per-gpu-hour is given {len(prices)} times for {len(clusters)} clusters. Give one price, or one "
+            f"--price-per-gpu-hour is given {len(prices)} times for {num_clusters} clusters. Give one price, or one "
             f"for each --cluster."
         )
-    prices = prices if len(prices) == len(clusters) else prices * len(clusters)
+    prices = prices if len(prices) == num_clusters else prices * num_clusters
     trainings = [Training(tokens or Training.num_tokens, price) for price in prices]
     training = trainings[0] if tokens or price_per_gpu_hour else None
     make = partial(
@@ -705,7 +695,7 @@ def plan(
         else:
             compare_clusters.write(console, plans)
         sys.exit(0 if all(one.plan.ranked for one in plans) else 1)
-    found = make(name, clusters[0], global_batch=global_batch)
+    found = make(name, cluster[0] if cluster else None, global_batch=global_batch)
     if layout is not None:
         report = OwnLayoutReport(found, layout, measured)
         print(report.as_json(training)) if as_json else report.write(console, training)
@@ -716,6 +706,20 @@ def plan(
     else:
         plan_table.write(console, found, top, training)
     sys.exit(0 if found.ranked else 1)
+
+
+def _check_plan_options(modes: list[str], clusters: list[str], fabric: Path | None) -> None:
+    """Raise UserError if options of `plan` contradict each other. `modes` are those that replace the usual output."""
+    if len(modes) > 1:
+        raise UserError(f"{modes[0]} and {modes[1]} show different things. Omit one of them.")
+    if modes and len(clusters) > 1:
+        raise UserError(
+            f"{modes[0]} needs a single cluster and does not work with several --cluster. Omit one of them."
+        )
+    if fabric and len(clusters) > 1:
+        raise UserError(f"--fabric {fabric} describes one network. Use it with one --cluster.")
+    if "--map" in modes and not clusters:
+        raise UserError("--map needs the largest cluster, e.g. --cluster p5.48xlarge:64.")
 
 
 def main(command: str | None = None) -> NoReturn:
