@@ -163,7 +163,9 @@ def compare(
     cluster: Annotated[
         str | None,
         typer.Option(
-            metavar="TYPE:COUNT[:GPUS]|FILE|NAME", help="Cluster for which --plan predicts [default: this machine]."
+            metavar="TYPE:COUNT[:GPUS]|FILE|NAME",
+            help="Cluster for which --plan predicts [default: this machine]. With --dry-run, also predict the study's "
+            "duration there.",
         ),
     ] = None,
     profile: Annotated[
@@ -222,8 +224,10 @@ def compare(
     from megabench.study.compare_request import Request
     from megabench.study.planned_trials import Planning
 
-    if plan is None and (cluster or profile):
-        raise UserError(f"{'--cluster' if cluster else '--profile'} works only with --plan N.")
+    if plan is None and profile:
+        raise UserError("--profile works only with --plan N.")
+    if plan is None and cluster and not dry_run:
+        raise UserError("--cluster works only with --plan N or --dry-run.")
     planning = Planning(plan, cluster, profile) if plan else None
     source = find_study(study)
     excluded = {"--only": only, "--plan": plan, "--repeats": repeats, "--confirm": confirm} if locate else {}
@@ -258,7 +262,13 @@ def compare(
     if dry_run:
         from megabench.terminal import standard_output
 
-        standard_output().print(planned.outline(request.only), markup=False, highlight=False, soft_wrap=True)
+        lines = [planned.outline(request.only)]
+        if cluster:
+            from megabench.config.clusters import read_cluster
+            from megabench.doctor.duration import predicted_duration
+
+            lines.append(predicted_duration(planned.select(request.only), read_cluster(cluster)))
+        standard_output().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         return
     from megabench.comparison.runner import run_here
 
@@ -381,6 +391,34 @@ def report(
     print(path)
     if tensorboard:
         print(f"{tensorboard}: the scalars of {number} runs, for tensorboard --logdir {tensorboard}")
+
+
+@app.command()
+def pack(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --out directory of megabench compare.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The archive [default: DIR.tar.gz].")] = None,
+) -> None:
+    """Write a study's records and their evidence to one archive, without logs, tensors and secrets.
+
+    The archive contains the study file, the records, the environment, and a summary of NCCL's transports.
+    """
+    from megabench.study.archive import pack
+
+    path = folder.absolute()
+    archive = out or path.with_name(f"{path.name}.tar.gz")
+    pack(folder, archive)
+    print(archive)
+
+
+@app.command()
+def unpack(
+    archive: Annotated[Path, typer.Argument(metavar="FILE", help="An archive written by megabench pack.")],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="New directory [default: runs/STUDY].")] = None,
+) -> None:
+    """Check an archive of megabench pack, write its files to a new directory, and describe the study in README.md."""
+    from megabench.study.archive import unpack
+
+    print(unpack(archive, out))
 
 
 @app.command()
@@ -614,28 +652,18 @@ def plan(
     from megabench.planner.own_layout_report import OwnLayoutReport
     from megabench.terminal import standard_output
 
-    clusters: list[str | None] = [*cluster] if cluster else [None]
     modes = {"--explain": explain is not None, "--layout": layout is not None, "--map": shows_map}
-    asked = [name for name, is_given in modes.items() if is_given]
-    if len(asked) > 1:
-        raise UserError(f"{asked[0]} and {asked[1]} show different things. Omit one of them.")
-    if asked and len(clusters) > 1:
-        raise UserError(
-            f"{asked[0]} needs a single cluster and does not work with several --cluster. Omit one of them."
-        )
+    _check_plan_options([name for name, is_given in modes.items() if is_given], cluster or [], fabric)
     if measured is not None and layout is None:
         raise UserError('--measured needs the layout that was measured, e.g. --layout "zero3 mb1".')
-    if fabric and len(clusters) > 1:
-        raise UserError(f"--fabric {fabric} describes one network. Use it with one --cluster.")
-    if shows_map and not cluster:
-        raise UserError("--map needs the largest cluster, e.g. --cluster p5.48xlarge:64.")
+    num_clusters = len(cluster or [None])
     prices: list[float | None] = [*price_per_gpu_hour] if price_per_gpu_hour else [None]
-    if len(prices) not in (1, len(clusters)):
+    if len(prices) not in (1, num_clusters):
         raise UserError(
-            f"--price-per-gpu-hour is given {len(prices)} times for {len(clusters)} clusters. Give one price, or one "
+            f"--price-per-gpu-hour is given {len(prices)} times for {num_clusters} clusters. Give one price, or one "
             f"for each --cluster."
         )
-    prices = prices if len(prices) == len(clusters) else prices * len(clusters)
+    prices = prices if len(prices) == num_clusters else prices * num_clusters
     trainings = [Training(tokens or Training.num_tokens, price) for price in prices]
     training = trainings[0] if tokens or price_per_gpu_hour else None
     make = partial(
@@ -667,7 +695,7 @@ def plan(
         else:
             compare_clusters.write(console, plans)
         sys.exit(0 if all(one.plan.ranked for one in plans) else 1)
-    found = make(name, clusters[0], global_batch=global_batch)
+    found = make(name, cluster[0] if cluster else None, global_batch=global_batch)
     if layout is not None:
         report = OwnLayoutReport(found, layout, measured)
         print(report.as_json(training)) if as_json else report.write(console, training)
@@ -678,6 +706,20 @@ def plan(
     else:
         plan_table.write(console, found, top, training)
     sys.exit(0 if found.ranked else 1)
+
+
+def _check_plan_options(modes: list[str], clusters: list[str], fabric: Path | None) -> None:
+    """Raise UserError if options of `plan` contradict each other. `modes` are those that replace the usual output."""
+    if len(modes) > 1:
+        raise UserError(f"{modes[0]} and {modes[1]} show different things. Omit one of them.")
+    if modes and len(clusters) > 1:
+        raise UserError(
+            f"{modes[0]} needs a single cluster and does not work with several --cluster. Omit one of them."
+        )
+    if fabric and len(clusters) > 1:
+        raise UserError(f"--fabric {fabric} describes one network. Use it with one --cluster.")
+    if "--map" in modes and not clusters:
+        raise UserError("--map needs the largest cluster, e.g. --cluster p5.48xlarge:64.")
 
 
 def main(command: str | None = None) -> NoReturn:

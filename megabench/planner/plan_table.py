@@ -50,16 +50,8 @@ def write(console: Console, plan: Plan, top: int, training: Training | None = No
     _say(console, f"Why: {reason(plan)}")
     if plan.network:
         _say(console, network_note(plan))
-    console.print()
     shown = plan.ranked[:top]
-    _layouts(console, [(_rank(plan, number), one) for number, one in enumerate(shown, 1)], training)
-    axes = ", ".join(f"{axis.name} {axis.title.removesuffix(' parallel')}" for axis in AXES)
-    _say(console, f"{axes}; vp chunks per stage, mb micro-batch", style="dim")
-    if training:
-        has_price = training.price_per_gpu_hour is not None
-        words = f"days{' and price' * has_price} of training on {token_words(training.num_tokens)}"
-        _say(console, f"{words}, without interruptions", style="dim")
-    _unmeasured(console, [*unmeasured_hardware(plan), *unmeasured_engines(shown)])
+    _ranking(console, plan, shown, training)
     _fallback(console, plan)
     _section(console, "Faster, but may run out of memory", _risks(plan))
     _section(console, "Faster with another dtype", _gains(plan))
@@ -70,6 +62,19 @@ def write(console: Console, plan: Plan, top: int, training: Training | None = No
     _section(console, "Notes", [*_notes(plan, shown), *_sources(plan)])
     more = f'Parts of a step: --explain "{best.candidate.name}". Your own layout: --layout "tp8 pp2".'
     _say(console, f"{more} More rows: --top {4 * top}.")
+
+
+def _ranking(console: Console, plan: Plan, shown: Sequence[Estimate], training: Training | None) -> None:
+    """Print the table of the fastest layouts, and what its words and marks mean."""
+    console.print()
+    _layouts(console, [(_rank(plan, number), one) for number, one in enumerate(shown, 1)], training)
+    axes = ", ".join(f"{axis.name} {axis.title.removesuffix(' parallel')}" for axis in AXES)
+    _say(console, f"{axes}; vp chunks per stage, mb micro-batch", style="dim")
+    if training:
+        has_price = training.price_per_gpu_hour is not None
+        words = f"days{' and price' * has_price} of training on {token_words(training.num_tokens)}"
+        _say(console, f"{words}, without interruptions", style="dim")
+    _unmeasured(console, [*unmeasured_hardware(plan), *unmeasured_engines(shown)])
 
 
 def _work(plan: Plan) -> str:
@@ -86,7 +91,6 @@ def _rank(plan: Plan, number: int) -> str:
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
-    """Print a sentence, wrapped at words in a terminal, and as one line in a file or pipe."""
     """Print a sentence, wrapped at words in a terminal, and as one line in a file or pipe."""
     console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
 

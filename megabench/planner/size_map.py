@@ -55,13 +55,15 @@ def make_map(models: str, cluster: str, global_batch: int | None, make: Callable
     sizes = [2**power for power in range(int(count).bit_length())]
     sizes += [int(count)] * (int(count) not in sizes)
     hosts = {size: f"{name}:{size}" + f":{gpus}" * bool(gpus) for size in sizes}
-    found = []
-    for size, text in hosts.items():
-        num_gpus = read_cluster(text).world_size
-        for model in models.split(","):
-            batch = global_batch or max(find_model(model).global_batch, num_gpus)
-            found.append(Cell(model, size, make(model, text, global_batch=batch)))
-    return found
+    num_gpus = {size: read_cluster(text).world_size for size, text in hosts.items()}
+    names = models.split(",")
+    batches = {name: find_model(name).global_batch for name in names}
+
+    def cell(size: int, name: str) -> Cell:
+        batch = global_batch or max(batches[name], num_gpus[size])
+        return Cell(name, size, make(name, hosts[size], global_batch=batch))
+
+    return [cell(size, name) for size in sizes for name in names]
 
 
 def write_map(console: Console, cells: Sequence[Cell], cluster: str) -> None:

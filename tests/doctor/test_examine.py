@@ -13,6 +13,7 @@ from rich.console import Console
 from megabench.doctor import Finding, examine
 from megabench.doctor.write_findings import WELL, findings_at, write, write_head
 from megabench.record import (
+    EmulatedNetworkUsed,
     Environment,
     Fp8Work,
     Group,
@@ -527,6 +528,18 @@ def test_a_reference_that_is_not_the_best_zero3():
     )
     found = only(look(zero3(), faster, tp()))
     assert found.kind == "untrustworthy" and found.change == "reference: zero3-more"
+
+
+def test_a_reference_on_a_slow_network_is_not_compared_with_trials_on_a_fast_one():
+    faster: dict[str, Any] = {"speeds": (9000.0, 9010.0, 9020.0), "num_hosts": 2, "emulated_hosts": 2}
+    fast, slow = (EmulatedNetworkUsed(gb_per_s=rate, latency_us=0) for rate in (3.0, 1.0))
+    limited: dict[str, Any] = {"num_hosts": 2, "emulated_hosts": 2, "emulated_network": slow}
+
+    def whats(**of_other: Any) -> list[str]:
+        found = look(tp(), zero3(**limited), zero3("other", **faster, **of_other))
+        return [finding.what for finding in found if "not the fastest ZeRO-3" in finding.what]
+
+    assert whats(emulated_network=slow) and not whats(emulated_network=fast) and not whats()
 
 
 def test_liger_that_is_not_installed():

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megabench.config import ConfigError
+from megabench.errors import UserError
 from megabench.planner.size_map import make_map
 from tests.planner.test_own_layout import planned
 from tests.planner.test_plan import megabench
@@ -47,6 +48,14 @@ def test_small_batches_grow_to_one_sequence_per_gpu():
 def test_a_map_needs_a_type_and_a_count(cluster):
     with pytest.raises(ConfigError, match="--map needs an instance type and the largest number of hosts"):
         make_map("llama3-8b", cluster, None, lambda *_, **__: planned())
+
+
+@pytest.mark.parametrize(
+    ("models", "cluster"), [("llama3-8b", "p5.48xlarge:9999"), ("llama3-8b,nope", "p5.48xlarge:2")]
+)
+def test_mistakes_are_told_before_the_first_plan(models, cluster):
+    with pytest.raises(UserError, match=r"must be 1 to 4096|unknown model 'nope'"):
+        make_map(models, cluster, None, lambda *_, **__: pytest.fail("planned"))
 
 
 @pytest.mark.e2e

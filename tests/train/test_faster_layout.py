@@ -13,6 +13,7 @@ from megabench.cost.profile import profile_for
 from megabench.data.source import open_source
 from megabench.planner.search import plan
 from megabench.train import faster_layout as module
+from megabench.train import trainer as trainer_module
 from megabench.train.faster_layout import FasterLayout
 from tests.planner.jobs import cluster, costs, job, megatron
 
@@ -75,6 +76,32 @@ def test_a_prediction_that_fails_says_nothing(monkeypatch: pytest.MonkeyPatch) -
     notes: list[str] = []
     finished(started(notes)).on_step_end(STEP)
     assert not notes
+
+
+@pytest.mark.parametrize(
+    ("rank", "device", "emulate_hosts", "is_supervised", "is_told"),
+    [
+        (0, "cuda", None, False, True),
+        (1, "cuda", None, False, False),
+        (0, "cpu", None, False, False),
+        (0, "cuda", 2, False, False),
+        (0, "cuda", None, True, False),
+    ],
+)
+def test_rank_0_of_a_run_on_gpus_predicts(
+    monkeypatch: pytest.MonkeyPatch, rank: int, device: Any, emulate_hosts: int, is_supervised: bool, is_told: bool
+) -> None:
+    """Trials of a study print nothing: the study compares layouts itself."""
+    monkeypatch.setattr(trainer_module, "is_supervised", lambda: is_supervised)
+    settings = {"model": "llama3-8b", "tp": 8, "emulate_hosts": emulate_hosts, "data": "synthetic"}
+    state: Any = SimpleNamespace(
+        run=RunConfig.parse(settings).resolve(8, device),
+        resume=SimpleNamespace(num_done=0),
+        rendezvous=None,
+        rank=rank,
+    )
+    found = trainer_module.Trainer._built_in_callbacks(state)
+    assert any(isinstance(callback, FasterLayout) for callback in found) == is_told
 
 
 def test_the_layout_is_the_first_one_of_the_plan() -> None:
