@@ -142,6 +142,18 @@ def write(console: Console, paths: Sequence[Path], layout: Layout, default_tp: b
         topo.show(console, drawing.placement, drawing.layout, drawing.groups)
 
 
+def summarize(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return what NCCL logs tell about a job: sentences, warnings, and the facts of `megabench transport --json`.
+
+    The pairs of ranks are left out. Raises UserError if a file is not an NCCL log.
+    """
+    inputs = read_files(paths)
+    if not inputs.logs:
+        raise UserError(f"{paths[0]}: not an NCCL log. Use the log of a run with NCCL_DEBUG=INFO.")
+    job = merge(inputs.logs)
+    return {"summary": [*_job_lead(job, inputs)], "warnings": [*_warnings(job, inputs)], **_facts_of(job)}
+
+
 def _drawing(
     inputs: Inputs, job: NcclJob | None, layout: Layout, default_tp: bool
 ) -> tuple[_Drawing | None, str | None]:
@@ -483,7 +495,7 @@ def _as_json(
     }
 
 
-def _job_as_json(job: NcclJob) -> dict[str, Any]:
+def _facts_of(job: NcclJob) -> dict[str, Any]:
     return {
         "hosts": job.hosts,
         "nccl_version": job.first("version"),
@@ -493,6 +505,11 @@ def _job_as_json(job: NcclJob) -> dict[str, Any]:
         "inside_hosts": job.transports("inside"),
         "between_hosts": job.transports("between"),
         "gpudirect_rdma": any(name.endswith("/GDRDMA") for name in job.transports("between")),
+    }
+
+
+def _job_as_json(job: NcclJob) -> dict[str, Any]:
+    return _facts_of(job) | {
         "communicators": [
             {
                 "num_ranks": made.num_ranks,

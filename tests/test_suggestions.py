@@ -23,7 +23,7 @@ HUB = "is not in the catalogue, and megabench downloads no models. Use hf downlo
         ("quickstart", "megabench has no command 'quickstart'; did you mean megabench compare quickstart?"),
         (
             "qqqq",
-            "megabench has no command 'qqqq'; use one of compare, doctor, report, parity, topo, transport, calibrate",
+            "megabench has no command 'qqqq'; use one of compare, doctor, report, pack, unpack, parity, topo",
         ),
         ("convert imprt", "megabench convert has no command 'imprt'; did you mean import?"),
         ("--verison", "megabench has no option --verison; did you mean --version?"),

@@ -163,7 +163,9 @@ def compare(
     cluster: Annotated[
         str | None,
         typer.Option(
-            metavar="TYPE:COUNT[:GPUS]|FILE|NAME", help="Cluster for which --plan predicts [default: this machine]."
+            metavar="TYPE:COUNT[:GPUS]|FILE|NAME",
+            help="Cluster for which --plan predicts [default: this machine]. With --dry-run, also predict the study's "
+            "duration there.",
         ),
     ] = None,
     profile: Annotated[
@@ -222,8 +224,10 @@ def compare(
     from megabench.study.compare_request import Request
     from megabench.study.planned_trials import Planning
 
-    if plan is None and (cluster or profile):
-        raise UserError(f"{'--cluster' if cluster else '--profile'} works only with --plan N.")
+    if plan is None and profile:
+        raise UserError("--profile works only with --plan N.")
+    if plan is None and cluster and not dry_run:
+        raise UserError("--cluster works only with --plan N or --dry-run.")
     planning = Planning(plan, cluster, profile) if plan else None
     source = find_study(study)
     excluded = {"--only": only, "--plan": plan, "--repeats": repeats, "--confirm": confirm} if locate else {}
@@ -258,7 +262,13 @@ def compare(
     if dry_run:
         from megabench.terminal import standard_output
 
-        standard_output().print(planned.outline(request.only), markup=False, highlight=False, soft_wrap=True)
+        lines = [planned.outline(request.only)]
+        if cluster:
+            from megabench.config.clusters import read_cluster
+            from megabench.doctor.duration import predicted_duration
+
+            lines.append(predicted_duration(planned.select(request.only), read_cluster(cluster)))
+        standard_output().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         return
     from megabench.comparison.runner import run_here
 
@@ -381,6 +391,34 @@ def report(
     print(path)
     if tensorboard:
         print(f"{tensorboard}: the scalars of {number} runs, for tensorboard --logdir {tensorboard}")
+
+
+@app.command()
+def pack(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --out directory of megabench compare.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The archive [default: DIR.tar.gz].")] = None,
+) -> None:
+    """Write a study's records and their evidence to one archive, without logs, tensors and secrets.
+
+    The archive contains the study file, the records, the environment, and a summary of NCCL's transports.
+    """
+    from megabench.study.archive import pack
+
+    path = folder.absolute()
+    archive = out or path.with_name(f"{path.name}.tar.gz")
+    pack(folder, archive)
+    print(archive)
+
+
+@app.command()
+def unpack(
+    archive: Annotated[Path, typer.Argument(metavar="FILE", help="An archive written by megabench pack.")],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="New directory [default: runs/STUDY].")] = None,
+) -> None:
+    """Check an archive of megabench pack, write its files to a new directory, and describe the study in README.md."""
+    from megabench.study.archive import unpack
+
+    print(unpack(archive, out))
 
 
 @app.command()

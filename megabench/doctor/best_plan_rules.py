@@ -1,6 +1,7 @@
 """Diagnosis rules for a planned study: trials that do not fit, and layouts that beat all trials. Loads no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -17,33 +18,31 @@ from megabench.study.planned_trials import COMPARED, settings_beside
 _EVEN = 0.5
 
 
+# settings of a trial that the trial of a plan does not take over
+_LEFT_OUT = {*COMPARED, *names(SETTINGS, role="watch"), *names(SETTINGS, role="output")}
+
+
 def rules_for(trials: Sequence[PredictedTrial], base: Mapping[str, Any], num_processes: int) -> tuple[Rule, ...]:
     """Return the rules that compare trials with plans. `base` are the settings of all trials of the study."""
+    comparison = _Comparison(trials, base, num_processes)
+    return comparison.lack_memory, comparison.beaten
 
-    left_out = {*COMPARED, *names(SETTINGS, role="watch"), *names(SETTINGS, role="output")}
 
-    def best_layout(trial: PredictedTrial) -> tuple[Estimate, str] | None:
-        """Return the first layout of the plan for the work of a trial, and the trial that trains with it."""
-        if trial.plan is None or not trial.plan.ranked:
-            return None
-        best = trial.plan.ranked[0]
-        planned = settings_beside(base, best.candidate)
-        given = trial.trial.given.flat(mode="json", exclude_unset=True)
-        common = {name: value for name, value in given.items() if not engines_with(name) and name not in left_out}
-        if not trial.is_valid(common | planned):
-            return None
-        own = {name: value for name, value in common.items() if base.get(name) != value} | planned
-        if trial.trial.record.world_size != base.get("world_size", num_processes):
-            own["world_size"] = trial.trial.record.world_size
-        return best, yaml.safe_dump(own, default_flow_style=True, sort_keys=False, width=10_000).strip()
+@dataclass(frozen=True)
+class _Comparison:
+    """The trials of a study, the settings of its base, and the number of processes of its launch."""
 
-    def lack_memory(case: Case) -> Iterator[Finding]:
+    trials: Sequence[PredictedTrial]
+    base: Mapping[str, Any]
+    num_processes: int
+
+    def lack_memory(self, case: Case) -> Iterator[Finding]:
         """Report trials that the plan does not count as fitting into GPU memory."""
-        for trial in trials:
+        for trial in self.trials:
             if trial.estimate.fits:
                 continue
             chance, remedy = trial.estimate.fit_chance, less_memory(trial.trial.record)
-            if best := best_layout(trial):
+            if best := self._best_layout(trial):
                 remedy = f"use the layout that the plan recommends, {best[0].candidate.name}: {best[1]}"
                 remedy += f" (predicted: {trial.numbers(best[0])})"
             elif trial.plan and not trial.plan.ranked:
@@ -57,30 +56,45 @@ def rules_for(trials: Sequence[PredictedTrial], base: Mapping[str, Any], num_pro
                 remedy,
             )
 
-    def beaten(case: Case) -> Iterator[Finding]:
+    def beaten(self, case: Case) -> Iterator[Finding]:
         """Report a layout of the plan that is faster than every trial with the same work on the same GPUs."""
-        groups: dict[object, list[PredictedTrial]] = {}
-        for trial in trials:
+        groups: dict[int, list[PredictedTrial]] = {}
+        for trial in self.trials:
             if trial.plan and trial.estimate.fits:
                 groups.setdefault(id(trial.plan), []).append(trial)
         for members in groups.values():
             members.sort(key=lambda trial: trial.estimate.step_seconds)
             fastest = members[0]
-            best = best_layout(fastest)
-            if best is None or fastest.gain(best[0]) < fastest.least_gain:
-                continue
-            gains = [
-                f"{trial.gain(best[0]):.2f} × as fast as {trial.name} ({trial.estimate.step_seconds:.3g} s per step)"
-                for trial in members[:MOST_SHOWN]
-            ]
-            gains += [f"faster than {len(members) - MOST_SHOWN} more trials"] if len(members) > MOST_SHOWN else []
-            yield Finding(
-                "slow",
-                tuple(trial.name for trial in members),
-                "the plan has a layout that is predicted to be faster than every trial with this work",
-                f"predicted for {best[0].candidate.name}: {fastest.numbers(best[0])}, {', '.join(gains)}; "
-                f"{fastest.origin}",
-                f"add a trial {best[1]}; this is a prediction, so measure both",
-            )
+            if not fastest.is_unbeaten and (best := self._best_layout(fastest)):
+                yield _faster_layout(members, *best)
 
-    return lack_memory, beaten
+    def _best_layout(self, trial: PredictedTrial) -> tuple[Estimate, str] | None:
+        """Return the first layout of the plan for the work of a trial, and the settings of a trial that trains it."""
+        if trial.plan is None or not trial.plan.ranked:
+            return None
+        best, record = trial.plan.ranked[0], trial.trial.record
+        planned = settings_beside(self.base, best.candidate)
+        given = trial.trial.given.flat(mode="json", exclude_unset=True)
+        common = {name: value for name, value in given.items() if not engines_with(name) and name not in _LEFT_OUT}
+        if not trial.is_valid(common | planned):
+            return None
+        own = {name: value for name, value in common.items() if self.base.get(name) != value} | planned
+        if record.world_size != self.base.get("world_size", self.num_processes):
+            own["world_size"] = record.world_size
+        return best, yaml.safe_dump(own, default_flow_style=True, sort_keys=False, width=10_000).strip()
+
+
+def _faster_layout(trials: Sequence[PredictedTrial], best: Estimate, settings: str) -> Finding:
+    """Return the finding that a layout beats these trials, the fastest of which comes first."""
+    gains = [
+        f"{trial.gain(best):.2f} × as fast as {trial.name} ({trial.estimate.step_seconds:.3g} s per step)"
+        for trial in trials[:MOST_SHOWN]
+    ]
+    gains += [f"faster than {len(trials) - MOST_SHOWN} more trials"] if len(trials) > MOST_SHOWN else []
+    return Finding(
+        "slow",
+        tuple(trial.name for trial in trials),
+        "the plan has a layout that is predicted to be faster than every trial with this work",
+        f"predicted for {best.candidate.name}: {trials[0].numbers(best)}, {', '.join(gains)}; {trials[0].origin}",
+        f"add a trial {settings}; this is a prediction, so measure both",
+    )

@@ -160,7 +160,7 @@ def weaker_reference(case: Case) -> Iterator[Finding]:
         trial: speed
         for trial, runs in case.good_by_trial.items()
         if is_zero3(runs[0])
-        and _is_same_work(runs[0], reference)
+        and _is_comparable(runs[0], reference)
         and (speed := _speed(runs))
         and speed > mine * (1 + AS_FAST)
     }
@@ -177,9 +177,15 @@ def weaker_reference(case: Case) -> Iterator[Finding]:
     )
 
 
-def _is_same_work(record: RunRecord, other: RunRecord) -> bool:
-    """Return whether two runs may be compared. Planned runs have no work class and count as comparable."""
-    return (record.work_class and record.work_class.id) == (other.work_class and other.work_class.id)
+def _is_comparable(record: RunRecord, other: RunRecord) -> bool:
+    """Return whether two runs did equal work on the same hosts and network. All planned runs count as equal work."""
+    return _work_and_place(record) == _work_and_place(other)
+
+
+def _work_and_place(record: RunRecord) -> tuple[object, ...]:
+    network, work = record.emulated_network, record.work_class
+    limit = (network.gb_per_s, network.latency_us) if network else None
+    return work and work.id, record.num_hosts, record.emulated_hosts, limit
 
 
 def untuned_reference(case: Case) -> Iterator[Finding]:
@@ -193,7 +199,7 @@ def untuned_reference(case: Case) -> Iterator[Finding]:
     reference = case.reference_runs[0]
     if was_tuned(reference) or is_swept(case, reference) or not _may_grow(reference):
         return
-    others = [record for record in case.on_gpus if record.trial != case.reference and _is_same_work(record, reference)]
+    others = [record for record in case.on_gpus if record.trial != case.reference and _is_comparable(record, reference)]
     larger = [record for record in others if _sequences_per_gpu(record) > _sequences_per_gpu(reference)]
     tuned = [record for record in others if was_tuned(record)] + [record for record in larger if is_swept(case, record)]
     better = tuned or (larger if reference.micro_batch == 1 else [])

@@ -42,7 +42,7 @@ def plan(
             topology = from_facts([read_facts(rank, uuid) for rank, (uuid, _) in enumerate(visible_gpus()[:size])])
         else:
             topology = on_cpu(size)
-    trials = [_planned(trial, topology) for trial in study.trials]
+    trials = [place_trial(trial, topology) for trial in study.trials]
     records = [
         planned.record.model_copy(update={"repeat": repeat})
         for trial, planned in zip(study.trials, trials, strict=True)
@@ -102,7 +102,7 @@ def _network_users(trials: Iterable[tuple[RunRecord, Job, Topology]]) -> list[Ne
     return [user for user in users if not user.topology.emulated and not user.record.emulated_hosts]
 
 
-def _planned(trial: Trial, topology: Topology) -> PlannedTrial:
+def place_trial(trial: Trial, topology: Topology) -> PlannedTrial:
     """Place a trial on the first ranks of `topology`."""
     run = trial.resolved
     here = _first_ranks(topology, trial.world_size)

@@ -7,13 +7,13 @@ from typing import Any
 
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.config.auto import resolve_first
-from megabench.cost.job import Candidate, Job, Stack
+from megabench.cost.job import Candidate, Job
 from megabench.cost.profile import Profile, profile_for
 from megabench.errors import UserError
 from megabench.hardware.gpus import gpu_memory_mib
 from megabench.hardware.topology import Topology
 from megabench.planner.costs import Costs, Estimate
-from megabench.planner.predict import candidate_of, job_of
+from megabench.planner.predict import candidate_of, is_planned, job_of, work_of
 from megabench.planner.search import RECOMPUTES, Plan, micro_batches_of, plan
 from megabench.record import RunRecord
 from megabench.specs.registry import ENGINES
@@ -79,7 +79,7 @@ class Predictions:
 
     def plan(self, job: Job, topology: Topology) -> Plan | None:
         """Return the plan of `megabench plan` for the work of a trial, or None if it cannot be planned."""
-        key = (replace(job, stack=Stack()), topology)
+        key = (work_of(job), topology)
         if key not in self._plans:
             try:
                 self._plans[key] = plan(*key, self.profile(topology))
@@ -152,17 +152,12 @@ class PredictedTrial:
 def predict(trial: PlannedTrial, predictions: Predictions) -> PredictedTrial | None:
     """Predict a trial. Return None for a trial on CPUs, or if the planner cannot predict the engine or the GPU.
 
-    Plans assume fused kernels and whole gradients, so there is no prediction of a trial with kernels=reference or with
-    compressed gradients.
-
     "auto" stands for the fastest values that are likely to fit. If none are, it stands for those that need the least
     memory.
     """
     devices, topology = {host.device for host in trial.topology.hosts}, trial.topology
     mib = gpu_memory_mib(topology.hosts[0].device)
-    if trial.run.device == "cpu" or len(devices) > 1 or mib is None or candidate_of(trial.record) is None:
-        return None
-    if trial.run.kernels == "reference" or trial.run.spec.compression(trial.run.options):
+    if trial.run.device == "cpu" or len(devices) > 1 or mib is None or not is_planned(trial.run):
         return None
     job = planned_job(trial)
     costs = predictions.costs(job, topology)

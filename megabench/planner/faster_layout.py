@@ -7,7 +7,7 @@ from megabench.cost.profile import profile_for
 from megabench.errors import UserError
 from megabench.hardware.topology import Topology
 from megabench.planner.costs import Costs
-from megabench.planner.predict import candidate_of, job_of
+from megabench.planner.predict import candidate_of, job_of, work_of
 from megabench.planner.search import plan, settings_of
 from megabench.record import RunRecord
 
@@ -26,7 +26,7 @@ def faster_layout(record: RunRecord, topology: Topology) -> str | None:
     try:
         job = job_of(record)
         here = Costs(job, topology, profile).estimate(candidate)
-        found = plan(job, topology, profile, keep=1).ranked
+        found = plan(work_of(job), topology, profile, keep=1).ranked
     except UserError:
         return None
     if not found or (gain := here.step_seconds / found[0].step_seconds) < LEAST_GAIN:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+from megabench.config import ResolvedConfig
 from megabench.cost.job import Candidate, Copies, Job, Recompute, Stack
 from megabench.cost.profile import Profile
 from megabench.errors import UserError
@@ -87,6 +88,16 @@ def candidate_of(record: RunRecord) -> Candidate | None:
         placement=cast(Policy, placement),
         is_compiled=bool(options.get("compile")),
     )
+
+
+def is_planned(run: ResolvedConfig) -> bool:
+    """Return whether plans describe the run: a planned engine, with fused kernels and without gradient compression."""
+    return run.engine in PLANNED_ENGINES and run.kernels != "reference" and not run.spec.compression(run.options)
+
+
+def work_of(job: Job) -> Job:
+    """Return the job of a plan for the same work, with the kernels and the options that plans assume."""
+    return replace(job, stack=Stack())
 
 
 @dataclass(frozen=True)

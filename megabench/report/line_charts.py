@@ -73,7 +73,7 @@ def lines(
 
     ticks = _decades(low, high) if is_log else nice_ticks(low, high)
     words = [f"{tick:.0e}" for tick in ticks] if is_log else tick_words(ticks)
-    parts = [_level(down(tick), word) for tick, word in zip(ticks, words, strict=True)]
+    parts = [level(down(tick), word) for tick, word in zip(ticks, words, strict=True)]
     whole = sorted(set(xs)) if with_dots else [tick for tick in nice_ticks(left, right) if tick == int(tick)]
     parts += [text(f"{tick:,.0f}", percent(across(tick)), _ABOVE + _HEIGHT + 17, "tick", "middle") for tick in whole]
     parts.append(text(x_label, "50%", _ABOVE + _HEIGHT + 34, "tick", "middle"))
@@ -81,7 +81,9 @@ def lines(
         y = down(limit.value)
         parts.append(tag("line", x1=0, x2="100%", y1=y, y2=y, class_="limit"))
         parts.append(text(limit.words, 4, y - 5, "tick"))
-    parts.append(_curves(given, across, down))
+    classes = [f"line {line.guide}" if line.guide else line_classes(line.number) for line in given]
+    paths = [(line.points, class_) for line, class_ in zip(given, classes, strict=True)]
+    parts.append(curves(paths, across, down, _ABOVE, _HEIGHT))
     trials = [line for line in given if not line.guide]
     if with_dots:
         for line in trials:
@@ -105,28 +107,31 @@ def _decades(low: float, high: float) -> list[float]:
     return [10.0**power for power in range(first, last + 1, step)]
 
 
-def _level(y: float, words: str) -> Markup:
-    """Draw a horizontal grid line with its value."""
-    return tag("line", x1=0, x2="100%", y1=y, y2=y, class_="grid") + text(words, 0, y + 4, "tick", "end", dx=-6)
+def level(y: float, words: str, at_right: bool = False) -> Markup:
+    """Draw a horizontal grid line with its value at the left, or at the right."""
+    value = text(words, "100%", y + 4, "tick", dx=6) if at_right else text(words, 0, y + 4, "tick", "end", dx=-6)
+    return tag("line", x1=0, x2="100%", y1=y, y2=y, class_="grid") + value
 
 
-def _curves(given: Sequence[Line], across: Scale, down: Scale) -> Markup:
-    """Draw the lines in a nested picture that stretches to the full width.
+def curves(
+    given: Sequence[tuple[Sequence[Point], str]], across: Scale, down: Scale, above: float, height: float
+) -> Markup:
+    """Draw lines of points with their CSS classes in a nested picture that stretches to the full width.
 
-    The coordinates of SVG paths cannot be percentages.
+    `across` returns a fraction of the width, and `down` pixels between `above` and `above + height`. The coordinates of
+    SVG paths cannot be percentages.
     """
-    curves = []
-    for line in given:
-        stride = max(1, len(line.points) // _MOST_POINTS)
+    paths = []
+    for points, class_ in given:
+        stride = max(1, len(points) // _MOST_POINTS)
         steps, pen_down = [], False
-        for x, value in line.points[::stride]:
+        for x, value in points[::stride]:
             if value is not None:
-                steps.append(f"{'L' if pen_down else 'M'}{1000 * across(x):.1f} {down(value) - _ABOVE:.2f}")
+                steps.append(f"{'L' if pen_down else 'M'}{1000 * across(x):.1f} {down(value) - above:.2f}")
             pen_down = value is not None
-        class_ = f"line {line.guide}" if line.guide else line_classes(line.number)
-        curves.append(tag("path", d="".join(steps), class_=class_))
-    view = f"0 0 1000 {_HEIGHT}"
-    return tag("svg", *curves, x=0, y=_ABOVE, width="100%", height=_HEIGHT, viewBox=view, preserveAspectRatio="none")
+        paths.append(tag("path", d="".join(steps), class_=class_))
+    view = f"0 0 1000 {height}"
+    return tag("svg", *paths, x=0, y=above, width="100%", height=height, viewBox=view, preserveAspectRatio="none")
 
 
 def _last(line: Line) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from megabench.doctor import Finding
 from megabench.record import LinkBandwidth, RunRecord
 from megabench.report import side_by_side
 from megabench.report.charts import charts_of, speed_chart
+from megabench.report.crossover_chart import crossover_chart
 from megabench.report.explanations import (
     command_on_real_hosts,
     explain_engine,
@@ -70,6 +71,7 @@ def render(study: StudyRecords, findings: Sequence[Finding], other: StudyRecords
         usual={column.key for column in usual},
         by_trial={trial.name: trial for trial in view.trials},
         has_fp8=any(record.precision == "fp8" for record in study.records),
+        crossover_chart=crossover_chart(view),
         speed_chart=speed_chart(view),
         precision_charts=precision_charts(view),
         winners=_winners(view),

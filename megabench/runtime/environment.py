@@ -39,11 +39,24 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+# Tokens of AWS, GitHub, GitLab, Google, Hugging Face, NVIDIA, OpenAI and Slack, and JSON Web Tokens.
+_ACCESS_TOKEN = re.compile(
+    r"\b(?:A(?:KI|SI)A[0-9A-Z]{16}|gh[opsur]_\w{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|AIza[\w-]{35}|hf_[A-Za-z0-9]{20,}"
+    r"|nvapi-[\w-]{20,}|sk-[\w-]{20,}|xox[abeprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
+)
+_SHORTEST_SECRET = 8  # characters; a shorter value of a variable also occurs in other text
 
 
 def is_secret(name: str, value: str) -> bool:
     """Return whether an environment variable seems to be a secret, which records and result files must not contain."""
-    return bool(_SECRET.search(name) or _PASSWORD_IN_URL.search(value))
+    return bool(_SECRET.search(name) or _PASSWORD_IN_URL.search(value) or _ACCESS_TOKEN.search(value))
+
+
+def secrets_in_text() -> re.Pattern[str]:
+    """Return a pattern for access tokens, and for the values of this process's secret environment variables."""
+    values = {value for name, value in os.environ.items() if len(value) >= _SHORTEST_SECRET and is_secret(name, value)}
+    longest_first = sorted(values, key=len, reverse=True)
+    return re.compile("|".join([*map(re.escape, longest_first), _ACCESS_TOKEN.pattern]))
 
 
 def versions() -> dict[str, str]:

@@ -6,6 +6,8 @@ from itertools import groupby
 
 from megabench.optim.optimizers import title_of
 from megabench.record import RunRecord
+from megabench.study.crossover import Crossover
+from megabench.study.crossover_answer import AnswerTable, crossover_headline, crossover_particulars, crossover_tables
 from megabench.study.precision_verdict import precision_verdicts
 from megabench.study.program_answers import program_sentences
 from megabench.study.study import Question
@@ -30,10 +32,11 @@ _MOST_NAMED = 4  # a sentence with more trials is hard to read
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a study's question as one headline, and what else a reader should know, a sentence each."""
+    """The answer to a study's question as one headline, what else a reader should know, a sentence each, and tables."""
 
     headline: str
     particulars: tuple[str, ...]
+    tables: tuple[AnswerTable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -284,6 +287,13 @@ def _sweep(results: _Results) -> Answer:
     return Answer(said[0], tuple(said[1:]))
 
 
+def _crossover(results: _Results) -> Answer:
+    """Say on which networks layouts are faster than ZeRO-3, with tables of the points and of the planner's errors."""
+    found = Crossover(results.rows, results.records)
+    said = (*crossover_particulars(found), *_said_of_lost(results))
+    return Answer(crossover_headline(found), said, crossover_tables(found))
+
+
 def _names(results: _Results) -> dict[str, str]:
     """Return the name of each trial in a sentence: "ZeRO-3" or "DDP and Adafactor", unless several have that name."""
     first = {trial: runs[0] for trial, runs in runs_by_trial(results.records).items()}
@@ -316,4 +326,5 @@ _ANSWERS: Mapping[str, Callable[[_Results], Answer]] = {
     "scaling": _scaling,
     "memory": _memory,
     "sweep": _sweep,
+    "crossover": _crossover,
 }

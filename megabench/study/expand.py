@@ -106,8 +106,8 @@ def with_fields(stem: str, fields: Mapping[str, Any], form: Callable[[str, str],
 
 def _word(field: str, value: Any) -> str:
     """Return the value of a field as it appears in a name."""
-    if field == "emulate_network" and value is not None:
-        return NetworkLimit.model_validate(value).short
+    if field == "emulate_network":
+        return "unlimited" if value is None else NetworkLimit.model_validate(value).short
     return Path(value).stem if field in _FILES else str(value)
 
 

@@ -51,7 +51,7 @@ TRIAL_SETTINGS = _TRIAL_FIELDS + _EXTRAS  # settings that a trial may have
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # the kinds of question that a study asks
-Question = Literal["fastest", "parity", "days", "scaling", "memory", "sweep"]
+Question = Literal["fastest", "parity", "days", "scaling", "memory", "sweep", "crossover"]
 
 
 class StudyError(UserError):
@@ -69,7 +69,7 @@ class StudyFile(BaseModel):
     """The question that the study answers, in one sentence."""
     answers: Question | None = None
     """The kind of answer that the report starts with [default: derived from the trials]: fastest, parity, days,
-    scaling, memory or sweep."""
+    scaling, memory, sweep or crossover."""
     base: dict[str, Any] = {}
     """Settings of all trials: RunConfig fields, env, world_size, timeout_seconds and repeats."""
     trials: list[dict[str, Any]] = Field(min_length=1)

@@ -12,6 +12,7 @@ from rich.text import Text
 from megabench.record import RunRecord
 from megabench.study.answers import answer
 from megabench.study.columns import Column, StudyTable, status_words, study_table
+from megabench.study.crossover_answer import AnswerTable
 from megabench.study.study import Question
 from megabench.study.summary import Budget, Row
 
@@ -39,6 +40,9 @@ def show(
     console.print(Text(found.headline, style="bold"), soft_wrap=True)
     for sentence in found.particulars:
         _say(console, f"- {sentence}")
+    for extra in found.tables:
+        _say(console, f"{extra.title}:")
+        console.print(_answer_table(extra))
     left_out = [] if columns else _narrow(console, chosen, table.rows)
     console.print(_drawn(chosen, table.rows))
     if left_out:
@@ -59,14 +63,29 @@ def markdown(
 ) -> str:
     """Return the answer and the table as Markdown, with all usual columns."""
     table, found = study_table(records, reference, question), answer(records, reference, question, confirm=confirm)
-    output = StringIO()
-    Console(file=output, width=10_000, color_system=None, force_jupyter=False).print(_drawn(table.choose(), table.rows))
-    lines = [line.rstrip() for line in output.getvalue().splitlines() if line.strip()]
-    parts = [f"**{found.headline}** {' '.join(found.particulars)}".strip(), "\n".join(lines), *_about_works(table)]
+    trials = _markdown_of(_drawn(table.choose(), table.rows))
+    parts = [f"**{found.headline}** {' '.join(found.particulars)}".strip(), trials, *_about_works(table)]
+    for extra in found.tables:
+        parts += [f"{extra.title}:", _markdown_of(_answer_table(extra))]
     parts += [f"{row.trial}: {warning}." for row in table.rows for warning in row.warnings]
     if any(record.device == "cpu" for record in records):
         parts.append(_CPU_TIMINGS)
     return "\n\n".join(parts)
+
+
+def _markdown_of(table: Table) -> str:
+    output = StringIO()
+    Console(file=output, width=10_000, color_system=None, force_jupyter=False).print(table)
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines() if line.strip())
+
+
+def _answer_table(found: AnswerTable) -> Table:
+    table = Table(box=box.MARKDOWN)
+    for head in found.heads:
+        table.add_column(Text(head), justify="left" if head == found.heads[0] else "right", overflow="fold")
+    for row in found.rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def _about_works(table: StudyTable) -> list[str]:

@@ -5,6 +5,7 @@ from threading import Thread
 
 from megabench.config.record_fields import requested_fields
 from megabench.planner.faster_layout import faster_layout
+from megabench.planner.predict import is_planned
 from megabench.record import RunRecord
 from megabench.train.callbacks.callback import Callback, Step, TrainerState
 from megabench.train.run_record import work_class
@@ -30,6 +31,8 @@ class FasterLayout(Callback):
 
     def _predict(self) -> None:
         trainer = self._trainer
+        if not is_planned(trainer.requested):
+            return
         with suppress(Exception):
             record = RunRecord(
                 **requested_fields(trainer.requested, trainer.given),

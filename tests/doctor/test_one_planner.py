@@ -162,8 +162,9 @@ class Check:
         alone = ask_doctor(replace(self.study, trials=[settings]), self.folder, self.monkeypatch)
         (trial,) = alone.predicted.values()
         for finding in alone.findings:
-            is_of_precision = "fp32" in finding.what + finding.evidence
-            assert finding.kind not in ("fails", "slow") or is_of_precision, (settings, finding)
+            # another precision is other work, and one pod per server is another cluster
+            is_of_other_plans = "fp32" in finding.what + finding.evidence or "(pods) of one server" in finding.what
+            assert finding.kind not in ("fails", "slow") or is_of_other_plans, (settings, finding)
             assert "run out of GPU memory" not in finding.what, (settings, finding)
         return trial
 

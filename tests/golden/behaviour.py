@@ -29,7 +29,18 @@ COMMANDS = {
     "megabench": ["-m", "megabench"],
     **{
         name: ["-m", "megabench", name]
-        for name in ("compare", "doctor", "report", "topo", "transport", "calibrate", "plan", "convert")
+        for name in (
+            "compare",
+            "doctor",
+            "report",
+            "pack",
+            "unpack",
+            "topo",
+            "transport",
+            "calibrate",
+            "plan",
+            "convert",
+        )
     },
     **{f"convert-{name}": ["tools/convert.py", name] for name in ("import", "export", "verify", "inspect")},
     "preprocess": ["tools/preprocess.py"],

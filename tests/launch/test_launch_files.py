@@ -1,8 +1,12 @@
 """The files for Kubernetes and SkyPilot: their fields, and their commands in local processes."""
 
+import json
 import re
 import shlex
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,6 +18,8 @@ import pytest
 import yaml
 
 from megabench.record import RunRecord
+from megabench.study.archive import unpack
+from megabench.study.results_directory import read_folder
 from tests.comparison.compare_process import REPOSITORY, free_port, start
 from tests.docs.command_blocks import flag_errors
 from tests.launch.custom_resources import JOB_SET, PYTORCH_JOB, SKY_TASK, Fields, unknown_fields
@@ -21,6 +27,7 @@ from tests.launch.custom_resources import JOB_SET, PYTORCH_JOB, SKY_TASK, Fields
 KUBERNETES = "1.34"
 FLAGS = ["--model", "llama-tiny", "--num-layers", "2", "--seq-length", "64", "--device", "cpu", "--tp", "2"]
 SECONDS = 200
+PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
 FILES = ("job", "jobset", "pytorchjob")
 FIRST_PODS = ("megabench-0", "megabench-nodes-0-0")  # of job and jobset
 
@@ -34,7 +41,7 @@ def manifest(file: str) -> dict[str, Any]:
 
 
 def job_spec(file: str) -> dict[str, Any]:
-    """The specification of the Job that starts the pods of `job` or `jobset`."""
+    """The specification of the Job that starts the pods of `job` or of a job set."""
     spec: dict[str, Any] = manifest(file)["spec"]
     return spec if file == "job" else spec["replicatedJobs"][0]["template"]["spec"]
 
@@ -65,7 +72,8 @@ def check_core(kind: str, api: str, spec: dict[str, Any]) -> None:
 def test_core_resources_match_the_schema() -> None:
     for document in documents("job"):
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
-    check_core("Job", "batch/v1", job_spec("jobset"))
+    for file in ("jobset", "crossover-efa"):
+        check_core("Job", "batch/v1", job_spec(file))
     pod = pod_template("pytorchjob")["spec"]
     check_core("Pod", "v1", pod)
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -74,8 +82,13 @@ def test_core_resources_match_the_schema() -> None:
 
 @pytest.mark.parametrize(
     ("document", "fields"),
-    [(manifest("jobset"), JOB_SET), (manifest("pytorchjob"), PYTORCH_JOB), (sky_task(), SKY_TASK)],
-    ids=["jobset", "pytorchjob", "skypilot"],
+    [
+        (manifest("jobset"), JOB_SET),
+        (manifest("crossover-efa"), JOB_SET),
+        (manifest("pytorchjob"), PYTORCH_JOB),
+        (sky_task(), SKY_TASK),
+    ],
+    ids=["jobset", "crossover-efa", "pytorchjob", "skypilot"],
 )
 def test_custom_resources_have_only_documented_fields(document: dict[str, Any], fields: Fields) -> None:
     assert unknown_fields(document, fields) == []
@@ -94,11 +107,33 @@ def test_pods_differ_only_where_the_controllers_differ() -> None:
     assert {mount["name"] for mount in only["volumeMounts"]} == {v["name"] for v in template["spec"]["volumes"]}
 
 
+def test_the_crossover_has_the_pods_of_jobset() -> None:
+    """Only the command, the name and the times after which pods are removed and started again differ."""
+    given, other = job_spec("jobset"), job_spec("crossover-efa")
+    for spec, name in (given, "megabench"), (other, "crossover-efa"):
+        assert spec["template"]["metadata"]["labels"] == {"app": name}
+        del spec["template"]["spec"]["terminationGracePeriodSeconds"]
+        only = spec["template"]["spec"]["containers"][0]
+        del only["command"], only["args"]
+    assert json.loads(json.dumps(other).replace('{"app": "crossover-efa"}', '{"app": "megabench"}')) == given
+
+
+def test_the_crossover_finds_the_first_pod_and_its_flags_parse() -> None:
+    document = manifest("crossover-efa")
+    name, [replicated] = document["metadata"]["name"], document["spec"]["replicatedJobs"]
+    [script] = container("crossover-efa")["args"]
+    assert f"--rdzv-endpoint={name}-{replicated['name']}-0-0.{name}.$(NAMESPACE).svc.cluster.local:" in script
+    assert f"--nnodes={job_spec('crossover-efa')['completions']} " in script
+    torchrun = script[script.index("torchrun") : script.index("status=")]
+    assert flag_errors(torchrun) == [] and "compare crossover-efa --out=/shared/crossover-efa --resume" in torchrun
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
 def test_every_file_sets_the_variables_of_efa_env() -> None:
     text = (REPOSITORY / "launch/efa.env").read_text()
     expected = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Z]", line))
     assert "FI_PROVIDER" in expected
-    for file in FILES:
+    for file in (*FILES, "crossover-efa"):
         given = {entry["name"]: entry.get("value") for entry in container(file)["env"]}
         assert {name: value for name, value in given.items() if name.startswith(("FI_", "NCCL_"))} == expected
     assert sky_task()["envs"] == expected
@@ -179,17 +214,22 @@ PODS: dict[str, Callable[[int], tuple[list[str], dict[str, str]]]] = {
 }
 
 
-def train(commands: list[list[str]], variables: list[dict[str, str]], out: Path) -> RunRecord:
-    """Run the commands until they end, and return the record of the run."""
-    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+def run_pods(commands: list[list[str]], variables: list[dict[str, str]]) -> list[tuple[str, str]]:
+    """Run the commands until they end without an error, and return what each of them printed."""
     with ExitStack() as stack:
         running = []
         for command, more in zip(commands, variables, strict=True):
-            process = start(command, **({"OMP_NUM_THREADS": "1", "PATH": path} | more))
+            process = start(command, **({"OMP_NUM_THREADS": "1", "PATH": PATH} | more))
             stack.callback(end, process.pid)
             running.append(process)
         printed = [process.communicate(timeout=SECONDS) for process in running]
     assert [process.returncode for process in running] == [0] * len(running), printed
+    return printed
+
+
+def train(commands: list[list[str]], variables: list[dict[str, str]], out: Path) -> RunRecord:
+    """Run the commands until they end, and return the record of the run."""
+    run_pods(commands, variables)
     return RunRecord.read(out / "record.json")
 
 
@@ -216,6 +256,55 @@ def test_two_pods_train(file: str, tmp_path: Path) -> None:
     args = [*container(file)["args"][:2], *FLAGS, "--steps", "3", "--out", str(tmp_path / "run")]
     record = train([[*command, *args]] * 2, [variables] * 2, tmp_path / "run")
     assert (record.world_size, record.layout.tp) == (2, 2)
+
+
+def crossover_pods(folder: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The command and the variables of two pods that run two trials of the small crossover study in `folder`."""
+    [script] = container("crossover-efa")["args"]
+    script = re.sub(r"--rdzv-endpoint=\S+", f"--rdzv-endpoint=localhost:{free_port()}", script)
+    trials = "crossover-efa-small --only zero3-kept --only tp2-dp2"
+    for old, new in ("=gpu", "=2"), ("compare crossover-efa", f"compare {trials}"), ("/shared", str(folder)):
+        assert old in script
+        script = script.replace(old, new)
+    _, common = job_command("jobset", 0)
+    variables = [common | {"JOB_COMPLETION_INDEX": str(index)} for index in range(2)]
+    return [*container("crossover-efa")["command"], script], variables
+
+
+def packed(folder: Path) -> list[tuple[str, str]]:
+    """The trials in the archive that the pods wrote to `folder`, with their status."""
+    found = read_folder(unpack(folder / "crossover-efa.tar.gz", folder / "record"))
+    return [(record.trial, record.status) for record in found.records]
+
+
+@pytest.mark.e2e
+def test_two_pods_return_an_archive_of_the_crossover(tmp_path: Path) -> None:
+    """The first pod packs the results, and no other pod does."""
+    command, variables = crossover_pods(tmp_path)
+    printed = run_pods([command] * 2, variables)
+    assert [f"{tmp_path}/crossover-efa.tar.gz" in out for out, _ in printed] == [True, False], printed
+    assert packed(tmp_path) == [("zero3-kept", "ok"), ("tp2-dp2", "ok")]
+
+
+@pytest.mark.e2e
+def test_two_pods_pack_what_was_measured_when_their_time_is_over(tmp_path: Path) -> None:
+    """The time of one pod is over: the alarm of `timeout` rings early."""
+    command, variables = crossover_pods(tmp_path)
+    with ExitStack() as stack:
+        pods = []
+        for more in variables:
+            pods.append(start(command, **{"OMP_NUM_THREADS": "1", "PATH": PATH} | more))
+            stack.callback(end, pods[-1].pid)
+        results, deadline = tmp_path / "crossover-efa" / "results.jsonl", time.monotonic() + SECONDS
+        while not (results.exists() and results.stat().st_size):
+            assert time.monotonic() < deadline and all(pod.poll() is None for pod in pods)
+            time.sleep(0.1)
+        [timeout] = [child for child in psutil.Process(pods[1].pid).children() if child.name() == "timeout"]
+        timeout.send_signal(signal.SIGALRM)
+        printed = [pod.communicate(timeout=SECONDS) for pod in pods]
+    assert all(pod.returncode for pod in pods), printed
+    first, *others = packed(tmp_path)
+    assert first == ("zero3-kept", "ok") and ("tp2-dp2", "ok") not in others, printed
 
 
 @pytest.mark.e2e

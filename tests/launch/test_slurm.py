@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch and launch/slurm-pyxis.sbatch on a real Slurm with several nodes on this machine."""
+"""The sbatch files of launch/ on a real Slurm with several nodes on this machine."""
 
 import re
 import sys
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from megabench.record import RunRecord
+from megabench.study.archive import unpack
+from megabench.study.results_directory import read_folder
 from tests.comparison.compare_process import REPOSITORY
 from tests.launch import cluster as slurm
 
@@ -147,3 +149,38 @@ def test_a_preempted_job_saves_and_resumes_and_a_cancelled_job_saves(
     cluster.run("scancel", job)
     assert cluster.wait(job, SECONDS) == "CANCELLED", output(folder)
     assert len(saved_steps(folder)) == 2 and read_record(folder).stopped_by == "SIGTERM", output(folder)
+
+
+def crossover(cluster: slurm.Cluster, folder: Path, *options: str) -> str:
+    """Submit the small crossover study, whose results go to `folder`/study, and return the number of the job."""
+    arguments = ("--", "crossover-efa-small", "--emulate-hosts", "2", *options)
+    script = "launch/crossover-efa.sbatch"
+    return cluster.submit(script, *arguments, folder=folder, processes=2, OUT=str(folder / "study"))
+
+
+def test_the_crossover_on_two_nodes_returns_an_archive(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    """All six trials run, which takes about two minutes."""
+    job = crossover(cluster, tmp_path)
+    assert cluster.state(job)["TimeLimit"] == "00:30:00" and cluster.state(job)["NumNodes"] == "2-2"
+    assert cluster.wait(job, 2 * SECONDS) == "COMPLETED", output(tmp_path)
+    found = read_folder(unpack(tmp_path / "study.tar.gz", tmp_path / "record"))
+    trials = ["zero3-kept", "zero3-hpz", "hsdp", "pp2-across", "tp2-dp2", "tp2-pp2-across"]
+    assert [record.trial for record in found.records] == trials, output(tmp_path)
+    for record in found.records:
+        assert (record.status, record.world_size, record.num_hosts) == ("ok", 4, 2), output(tmp_path)
+        assert record.parity and record.parity.verdict == "equal"
+
+
+def test_a_crossover_that_is_stopped_packs_its_records_and_continues(cluster: slurm.Cluster, tmp_path: Path) -> None:
+    """Slurm sends this signal two minutes before the time limit."""
+    options = ("--only", "zero3-kept", "--only", "hsdp", "--only", "tp2-dp2")
+    job = crossover(cluster, tmp_path, *options)
+    wait_for_text(cluster, job, tmp_path, r"^\[1/3\] zero3-kept ok")
+    cluster.run("scancel", "--signal", "USR1", job)
+    assert cluster.wait(job, SECONDS) == "FAILED", output(tmp_path)
+    found = read_folder(unpack(tmp_path / "study.tar.gz", tmp_path / "part"))
+    assert found.records[0].trial == "zero3-kept" and len(found.records) < 3, output(tmp_path)
+    job = crossover(cluster, tmp_path, *options)
+    assert cluster.wait(job, SECONDS) == "COMPLETED", output(tmp_path)
+    found = read_folder(unpack(tmp_path / "study.tar.gz", tmp_path / "whole"))
+    assert [record.trial for record in found.records] == ["zero3-kept", "hsdp", "tp2-dp2"], output(tmp_path)

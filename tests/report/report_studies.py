@@ -1,12 +1,14 @@
 """Studies as a cluster would leave them, for tests of the report."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from megabench.doctor import Finding
 from megabench.parallel.layout import Layout, rank_groups
 from megabench.record import (
     Communication,
+    EmulatedNetworkUsed,
     Environment,
     Fp8Work,
     Group,
@@ -242,6 +244,27 @@ def emulated() -> StudyRecords:
     return study([zero3(emulated_hosts=2), gpu_record("tp8", 8000, on(8), emulated_hosts=2, command=command)])
 
 
+def crossover() -> StudyRecords:
+    """A pipeline, TP and ZeRO-3 with two batches over two networks and NVLink. One of the trials failed."""
+    records = []
+    for batch in (64, 256):
+        batches: dict[str, Any] = {"global_batch": batch}
+        batches["work_class"] = GPU_CLASS.model_copy(update=batches)
+        for gb_per_s, speeds in ((0.5, (900, 5000, 300)), (2.0, (3000, 6000, 900)), (None, (9000, 8000, 8800))):
+            limit = EmulatedNetworkUsed(gb_per_s=gb_per_s, latency_us=0) if gb_per_s else None
+            hosts = 2 if limit else 1
+            place: dict[str, Any] = {"num_hosts": hosts, "emulated_hosts": limit and hosts, "emulated_network": limit}
+            suffix = f"-{batch}-{gb_per_s or 'nvlink'}"
+            zero3_speed, pp2_speed, tp2_speed = speeds
+            records += [
+                zero3(zero3_speed, 2, trial=f"zero3{suffix}", **place, **batches),
+                gpu_record(f"pp2{suffix}", pp2_speed, on(pp=2, size=2), **place, **batches),
+                gpu_record(f"tp2{suffix}", tp2_speed, on(tp=2, size=2), **place, **batches),
+            ]
+    records[5] = lost(records[5], "oom", "rank 0 ran out of memory at the start")
+    return replace(study(records, "crossover", "zero3-64-nvlink"), answers="crossover")
+
+
 def yesterday() -> StudyRecords:
     """What `normal` is compared with: another machine, one trial more, one less, and one of other work."""
     device: dict[str, Any] = {"device": "NVIDIA A100-SXM4-80GB"}
@@ -253,4 +276,4 @@ def yesterday() -> StudyRecords:
 
 STUDIES = {f.__name__: f for f in (normal, zero3_wins, tie, faults, two_classes, sizes, profiled, many_waits, cut,
                                    long_names, fp8_layouts, fp8_losses, alone, all_failed, on_cpu,
-                                   emulated)}  # fmt: skip
+                                   emulated, crossover)}  # fmt: skip

@@ -8,7 +8,7 @@ import yaml
 
 from megabench.config import RunConfig
 from megabench.runtime.environment import is_secret
-from megabench.study.masking import MASKED, without_secrets
+from megabench.study.masking import MASKED, without_secrets, without_secrets_in
 from megabench.study.study import StudyError, StudyFile, plan_study
 from megabench.study.summary import write_csv
 from tests.study.records import make_record
@@ -89,3 +89,26 @@ def test_no_cell_of_the_summary_is_a_formula(tmp_path: Path, start: str) -> None
     (row,) = csv.DictReader((tmp_path / "summary.csv").read_text().splitlines(keepends=True))
     cells = [cell for cell in row.values() if "cmd|" in cell]
     assert cells and not any(cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) for cell in cells)
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "hf_" + "a1" * 17,
+        "AKIA" + "B2" * 8,
+        "ghp_" + "c3" * 18,
+        "glpat-" + "d4" * 10,
+        "sk-proj-" + "e5" * 12,
+        "xoxb-1234567890-ab",
+    ],
+)
+def test_an_access_token_is_a_secret_under_any_name(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_secret("NCCL_SETTING", token)
+    monkeypatch.setenv("HUB_TOKEN", "sesame-1")
+    text = f"base: {{data: {token}, env: {{MODE: sesame-1}}}}  # {token}\nmodels: [a, b-{token}]\n"
+    assert without_secrets(text) == 'base: {data: "***", env: {MODE: "***"}}  # ***\nmodels: [a, "***"]\n'
+    value = {"error": f"with {token}: sesame-1", "variables": {"A_TOKEN": "x", "B": "task-with-a-long-name-of-its-own"}}
+    assert without_secrets_in(value) == {
+        "error": "with ***: ***",
+        "variables": {"B": "task-with-a-long-name-of-its-own"},
+    }

@@ -342,6 +342,20 @@ def test_the_network_of_emulated_hosts_is_set_for_all_trials_or_on_the_command_l
         Request(path, tmp_path).plan_launched(4)
 
 
+def test_trials_over_several_networks_have_the_network_in_their_names(plan):
+    networks = "[{gb_per_s: 0.75}, {gb_per_s: 3, latency_us: 50}, null]"
+    trials = f"trials: [{{name: pp2, pp: 2, emulate_network: {networks}}}, {{name: one-host, emulate_hosts: null}}]"
+    study = plan(BASE + f"answers: crossover\nemulate_hosts: 2\n{trials}")
+    assert [trial.name for trial in study.trials] == [
+        "pp2-network0.75",
+        "pp2-network3-50us",
+        "pp2-network-unlimited",
+        "one-host",
+    ]
+    assert study.trials[2].resolved.emulate_hosts == 2 and study.trials[2].resolved.emulate_network is None
+    assert study.trials[3].resolved.emulate_hosts is None and study.answers == "crossover"
+
+
 def test_the_command_line_sets_the_repeats_of_all_trials(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text(

@@ -1,5 +1,6 @@
 """The prediction of a faster layout neither delays nor fails a run."""
 
+from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -7,17 +8,21 @@ from typing import Any
 import pytest
 
 from megabench.config import RunConfig
+from megabench.cost.job import Stack
+from megabench.cost.profile import profile_for
 from megabench.data.source import open_source
+from megabench.planner.search import plan
 from megabench.train import faster_layout as module
 from megabench.train import trainer as trainer_module
 from megabench.train.faster_layout import FasterLayout
-from tests.planner.jobs import cluster
+from tests.planner.jobs import cluster, costs, job, megatron
 
 STEP: Any = None  # the callback does not read it
 
 
-def trainer(notes: list[str]) -> Any:
-    settings = {"model": "llama3-8b", "tp": 8, "seq_length": 8192, "global_batch": 32, "data": "synthetic"}
+def trainer(notes: list[str], **changes: Any) -> Any:
+    settings: dict[str, Any] = {"model": "llama3-8b", "tp": 8, "seq_length": 8192, "global_batch": 32}
+    settings |= {"data": "synthetic"} | changes
     given, topology = RunConfig.parse(settings), cluster("p5.48xlarge:1")
     run = given.resolve(8, "cuda")
     return SimpleNamespace(
@@ -30,9 +35,9 @@ def trainer(notes: list[str]) -> Any:
     )
 
 
-def started(notes: list[str]) -> FasterLayout:
+def started(notes: list[str], **changes: Any) -> FasterLayout:
     callback = FasterLayout()
-    callback.on_start(trainer(notes))
+    callback.on_start(trainer(notes, **changes))
     return callback
 
 
@@ -97,3 +102,19 @@ def test_rank_0_of_a_run_on_gpus_predicts(
     )
     found = trainer_module.Trainer._built_in_callbacks(state)
     assert any(isinstance(callback, FasterLayout) for callback in found) == is_told
+
+
+def test_the_layout_is_the_first_one_of_the_plan() -> None:
+    """The plan does not keep gathered inputs, even if the run does."""
+    topology = cluster("p5.48xlarge:1")
+    best = plan(job("llama3-8b", 8192, 32), topology, profile_for(topology.hosts[0].device)).ranked[0]
+    for keep_gathered in (False, True):
+        callback = finished(started([], keep_gathered=keep_gathered))
+        here = replace(job("llama3-8b", 8192, 32), stack=Stack(keeps_gathered=keep_gathered))
+        gain = costs(here, topology).estimate(megatron(topology, tp=8)).step_seconds / best.step_seconds
+        assert f"{best.candidate.name} trains {gain:.2f} × as fast" in callback._line
+
+
+def test_runs_that_plans_do_not_describe_get_no_line() -> None:
+    assert not finished(started([], kernels="reference"))._line
+    assert not finished(started([], tp=1, engine="ddp", powersgd_rank=4))._line

@@ -24,13 +24,15 @@ from tools.planner_validation.profiles import (
     write_profiles,
 )
 from tools.planner_validation.published import DATA, Row, check_sources, read_rows
-from tools.planner_validation.report import check_against, lines, measured_profile, null_model, table
+from tools.planner_validation.report import check_against, docs_table, lines, measured_profile, null_model, table
 from tools.planner_validation.sources import SWEEP
 from tools.planner_validation.tested_nodes import on_healthy_nodes, read_tested
 
 RUNS, INTERNEVO, TESTED = "published-runs.csv.xz", "internevo-7b.csv.xz", "published-runs-with-nccl-tests.csv.xz"
 _BENCHMARKS = Path("benchmarks")
 _KEPT = _BENCHMARKS / "planner" / "validation.md"
+_DOCS = Path("docs") / "planning.md"
+_BEGIN, _END = "<!-- validation: begin -->\n\n", "\n<!-- validation: end -->"
 _PICTURE = Path("docs") / "pictures" / "planner-validation.svg"
 # studies that measured the time of Python code and of the engines' hooks, which are constants of the cost model
 _HOST_TIMES_FROM = ("gpt2-zero", "host-time")
@@ -111,6 +113,8 @@ def validate(
         check_against(_KEPT.read_text(), found)
     _KEPT.parent.mkdir(exist_ok=True)
     _KEPT.write_text(text)
+    before, _, after = _DOCS.read_text().partition(_BEGIN)
+    _DOCS.write_text(f"{before}{_BEGIN}{docs_table(found)}{_END}{after.partition(_END)[2]}")
     once = [row for row in published if row.source is not SWEEP or row.is_fit]
     own = [replace(row, is_fit=is_own_fitted(row) or row.source.name in _HOST_TIMES_FROM) for row in measured.own]
     drawn = [(row, measured_profile(row, profiles)) for row in (*once, *internevo, *tested)]

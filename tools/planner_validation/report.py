@@ -1,9 +1,11 @@
 """Validation table: accuracy of the planner and of a constant-MFU null model. This module does not import torch."""
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from megabench.cost.profile import Profile
 from tools.planner_validation.fit import predicted_gib, predicted_seconds
@@ -16,14 +18,23 @@ _HEAD = (
     "| memory: median error | within 10% | OOM precision | OOM recall |"
 )
 
+# the names of the lines in docs/planning.md: sources, the sweep by number of GPUs, and this project by machine
+_IN_DOCS = (
+    r"(?!playbook|own|·)[^(]*(?<!sources only)|playbook sweep, \d+ GPUs, (on healthy nodes|with its NCCL tests)"
+    r"|own records, all others.*"
+)
 _MOST_WORSE = 0.02  # the largest increase of a source's mean error for which fitted constants are shipped
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the validation table: the accuracy of the planner or of the null model on a set of rows."""
+    """One line of the validation table: the accuracy of the planner or of the null model on a set of rows.
+
+    `sizes` are the smallest and the largest number of GPUs.
+    """
 
     name: str
+    sizes: tuple[int, int]
     accuracy: Accuracy
     within: float | None
     regrets: list[float]
@@ -42,7 +53,7 @@ class Line:
             _number(self.within),
             _percent(statistics.mean(self.regrets) if self.regrets else None),
             _percent(statistics.median(self.regrets) if self.regrets else None),
-            f"{sum(self.in_first_two)} of {len(self.in_first_two)}" if self.in_first_two else "–",
+            _fraction(self.in_first_two),
             _percent(self.memory_error),
             _percent(self.memory_within),
             _number(self.oom.precision if self.oom else None),
@@ -53,6 +64,10 @@ class Line:
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}%"
+
+
+def _fraction(values: Sequence[bool]) -> str:
+    return f"{sum(values)} of {len(values)}" if values else "–"
 
 
 def _number(value: float | None) -> str:
@@ -136,6 +151,7 @@ def _line(name: str, timed: Sequence[Row], predicted: Sequence[float], chosen_fr
     choices = [(a, b) for a, b in _sweeps(timed, chosen_from) if min(a) < math.inf]
     return Line(
         name=name,
+        sizes=(min(row.topology.world_size for row in timed), max(row.topology.world_size for row in timed)),
         accuracy=accuracy(predicted, [row.measured["seconds"] for row in timed]),
         within=statistics.mean(within) if within else None,
         regrets=[regret(a, b) for a, b in choices],
@@ -158,6 +174,27 @@ def _sweeps(rows: Sequence[Row], predicted: Sequence[float]) -> list[tuple[list[
 
 def _misses(row: Row, profile: Profile) -> bool:
     return costs(row.job, row.topology, profile).missing_bytes(row.candidate) > 0
+
+
+def docs_table(found: Sequence[Line]) -> str:
+    """Return the lines of runs to which no step time was fitted as a Markdown table for docs/planning.md."""
+    rows = ["| Runs | Number | GPUs | Mean error | Best in first two | Mean regret | Constant MFU |"]
+    rows.append("|" + " --- |" * 7)
+    for line, null in pairwise(line for line in found if line.name != "· on a healthy network"):
+        if not re.fullmatch(_IN_DOCS, line.name):
+            continue
+        few, many = line.sizes
+        cells = [
+            line.name,
+            str(line.accuracy.count),
+            f"{few:,}" if few == many else f"{few:,} to {many:,}",
+            _percent(line.accuracy.mape),
+            _fraction(line.in_first_two),
+            _percent(statistics.mean(line.regrets) if line.regrets else None),
+            _percent(null.accuracy.mape),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
 
 
 def check_against(kept: str, found: Iterable[Line]) -> None:

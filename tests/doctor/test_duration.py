@@ -1,0 +1,93 @@
+"""The predicted duration of a study, and that the studies for EFA end before their job does."""
+
+import json
+import re
+from datetime import datetime
+from itertools import pairwise
+
+import pytest
+
+from megabench.config.clusters import read_cluster
+from megabench.doctor.duration import SECONDS_TO_START, predicted_duration
+from megabench.doctor.plan_rules import place_trial
+from megabench.doctor.predicted_trials import Predictions, predict
+from megabench.study.study import StudyFile, Trial, plan_study
+from tests.comparison.compare_process import REPOSITORY
+from tests.golden.behaviour import run
+
+MEASURED = ("llama3-8b-nvlink-copy-engines", "llama3-8b-nvlink-fp8", "llama3-8b-nvlink-repeats")
+EFA = {"crossover-efa": "p5.48xlarge:2", "crossover-efa-40gb": "p4d.24xlarge:2"}
+MOST_STEP_ERROR = 1.25  # twice the error of the planner's profiles
+
+
+def trials_of(name: str, num_processes: int = 16) -> list[Trial]:
+    source = REPOSITORY / f"configs/studies/{name}.yaml"
+    return [*plan_study(StudyFile.read(source), source, num_processes, "cuda").trials]
+
+
+def test_most_measured_runs_of_the_whole_model_start_in_this_time() -> None:
+    seconds = []
+    for name in MEASURED:
+        lines = (REPOSITORY / f"benchmarks/{name}/results.jsonl").read_text().splitlines()
+        runs = sorted((json.loads(line) for line in lines), key=lambda run: run["ended_at"])
+        for before, after in pairwise(runs):
+            between = datetime.fromisoformat(after["ended_at"]) - datetime.fromisoformat(before["ended_at"])
+            seconds.append(between.total_seconds() - after["num_steps"] * after["step_seconds"]["median"])
+    assert len(seconds) >= 20
+    assert sorted(seconds)[int(0.9 * len(seconds))] <= SECONDS_TO_START
+
+
+@pytest.mark.parametrize("name", EFA)
+def test_a_study_for_efa_fits_into_its_job(name: str) -> None:
+    """The job starts, stops two minutes before its limit if needed, and fits if steps are slower than predicted."""
+    script = (REPOSITORY / "launch/crossover-efa.sbatch").read_text()
+    limit, before = (int(re.search(pattern, script)[1]) for pattern in (r"--time (\d+)", r"USR1@(\d+)"))
+    trials, topology = trials_of(name), read_cluster(EFA[name])
+    predictions = Predictions()
+    predicted = [predict(place_trial(trial, topology), predictions) for trial in trials]
+    steps = [one.trial.run.steps * one.estimate.step_seconds for one in predicted if one]
+    assert len(steps) == len(trials) and all(one and one.estimate.fit_chance > 0.7 for one in predicted)
+    total = MOST_STEP_ERROR * sum(steps) + SECONDS_TO_START * (len(trials) + 1)  # the job itself starts, too
+    assert limit == 30 and total <= 60 * limit - before
+    for trial, seconds in zip(trials, steps, strict=True):
+        assert trial.timeout_seconds >= 1.5 * (seconds + SECONDS_TO_START)
+
+
+@pytest.mark.parametrize("name", EFA)
+def test_a_study_for_efa_asks_the_crossover_question(name: str) -> None:
+    trials = trials_of(name)
+    for batch in (16, 64, 256):
+        here = [trial.resolved for trial in trials if trial.resolved.global_batch == batch]
+        layouts = {(run.engine, run.layout.tp > 1, run.layout.pp) for run in here}
+        assert {("megatron", False, 2), ("megatron", True, 1), ("megatron", True, 2)} < layouts
+        assert {("deepspeed", False, 1), ("fsdp", False, 1)} < layouts
+        assert all(run.layout.tp <= 8 and run.model == "llama3-8b" and run.seq_length == 4096 for run in here)
+    assert sum(trial.resolved.global_batch in (16, 64, 256) for trial in trials) == len(trials)
+
+
+def test_misfits_auto_settings_and_unknown_trials_are_named() -> None:
+    said = predicted_duration(trials_of("crossover-efa"), read_cluster(EFA["crossover-efa-40gb"]))
+    assert "May not fit into memory: zero3-kept-gbs16" in said and "are not predicted" not in said
+    said = predicted_duration(trials_of("llama3-8b-four-hosts", 4), read_cluster("p5e.48xlarge:1:4"))
+    assert said.endswith("Short runs for settings that are auto are not counted.")
+    said = predicted_duration(trials_of("crossover-efa-small"), read_cluster(EFA["crossover-efa"]))
+    assert "The steps of zero3-kept, zero3-hpz, hsdp, pp2-across, tp2-dp2, tp2-pp2-across are not predicted" in said
+
+
+def test_dry_run_predicts_on_a_cluster() -> None:
+    said = run(["-m", "megabench", "compare", "crossover-efa", "--dry-run", "--cluster", "p5.48xlarge:2"])
+    assert said.startswith("exit status 0\n") and " s to start each of 20 runs." in said.splitlines()[-1]
+    one = run(
+        [
+            "-m",
+            "megabench",
+            "compare",
+            "crossover-efa",
+            "--dry-run",
+            "--cluster",
+            "p5.48xlarge:2",
+            "--only",
+            "tp2-dp8-*",
+        ]
+    )
+    assert " s to start each of 3 runs." in one
