@@ -84,13 +84,13 @@ def layout_columns(rows: Sequence[tuple[str, Estimate]], training: Training | No
             is_kept=True,
         ),
         Column("tok/s/GPU", [f"{one.tokens_per_second_per_device:,.0f}" for one in estimates], is_kept=True),
-        Column("step s", [f"{one.step_seconds:.3f}" for one in estimates]),
     ]
     if training:
         sizes = [one.candidate.layout.world_size for one in estimates]
         speeds = [one.tokens_per_second_per_device * size for one, size in zip(estimates, sizes, strict=True)]
         columns += training_columns([training] * len(rows), speeds, sizes)
     columns += [
+        Column("step s", [f"{one.step_seconds:.3f}" for one in estimates]),
         Column("MFU", [f"{100 * one.mfu:.1f}%" for one in estimates]),
         Column("GiB", [f"{one.memory.total / GIB:.1f}" for one in estimates]),
     ]

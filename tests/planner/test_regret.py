@@ -29,7 +29,10 @@ def sweeps() -> list[list[Row]]:
 def regret_of(rows: list[Row], monkeypatch: pytest.MonkeyPatch) -> float | None:
     """Return how much slower the plan's first row is than the fastest trial, if it can choose among the trials only."""
     seconds: dict[Candidate, float] = {row.candidate: row.measured["seconds"] for row in rows}
-    monkeypatch.setattr(search, "candidates", lambda job, topology: iter(seconds))
+    monkeypatch.setattr(search, "_micro_batch_sweeps", lambda job, topology: [list(seconds)])
+    monkeypatch.setattr(
+        search, "_missing_bytes", lambda costs, sweeps: [(costs.missing_bytes(one), one) for one in sweeps[0]]
+    )
     topology = rows[0].topology
     ranked = plan(rows[0].job, topology, profile_for(topology.hosts[0].device)).ranked
     return seconds[ranked[0].candidate] / min(seconds.values()) - 1 if ranked else None
