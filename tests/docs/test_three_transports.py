@@ -22,7 +22,7 @@ CLUSTERS = {
     "ENI": ENI.replace("p4de.24xlarge,", "p4d.24xlarge,"),
     "ENI, 80 GB": ENI,
     "p5, one pod": "p5.48xlarge:1:4",
-    "p5, EFA": FILES["p4d-efa-pods.yaml"].replace("p4d.24", "p5.48").replace("gbits: 100", "gbits: 400"),
+    "p5, EFA": FILES["p4d-efa-pods.yaml"].replace("p4d.24", "p5.48"),
 }
 OFFLOAD = Sharding(3, "all")
 KEPT = Sharding(3, keeps_weights=True)
@@ -33,7 +33,7 @@ def seconds(place: str, candidate: Candidate, folder: Path) -> float:
     path = folder / "cluster.yaml"
     path.write_text(text)
     topology = read_cluster(str(path) if "hosts:" in text else text)
-    return costs(job(seq_length=2048, global_batch=16), topology).estimate(candidate).step_seconds
+    return costs(job(seq_length=2048, global_batch=16, bytes_of_gradient=2), topology).estimate(candidate).step_seconds
 
 
 def zero3(micro_batch: int, sharding: Sharding = OFFLOAD, recompute: Recompute = "full") -> Candidate:
@@ -51,12 +51,12 @@ def megatron(micro_batch: int, recompute: Recompute = "none", **sizes: int) -> C
         ("four pods of one GPU, EFA", 5, "EFA", zero3(1)),
         ("four pods of one GPU, ENI", 5, "ENI", zero3(1)),
         ("one pod", 3, "one pod", zero3(4)),
-        ("one pod", 4, "one pod", megatron(4, "full", tp=4)),
+        ("one pod", 4, "one pod", megatron(2, "full", tp=2, pp=2, vp=8)),
         ("four pods, EFA", 3, "EFA", zero3(4)),
-        ("four pods, EFA", 4, "EFA", megatron(2, "full", tp=2, pp=2, vp=16)),
+        ("four pods, EFA", 4, "EFA", megatron(2, "full", tp=2, pp=2, vp=4)),
         ("four pods, ENI", 3, "ENI", zero3(4)),
-        ("four pods, ENI", 4, "ENI", megatron(1, "full", tp=2, pp=2, vp=2)),
-        ("four pods, ENI, A100s with 80 GB (p4de)", 3, "ENI, 80 GB", zero3(4, recompute="none")),
+        ("four pods, ENI", 4, "ENI", megatron(2, "full", tp=2, pp=2, vp=16)),
+        ("four pods, ENI, A100s with 80 GB (p4de)", 3, "ENI, 80 GB", zero3(4)),
         ("four pods, ENI, A100s with 80 GB (p4de)", 4, "ENI, 80 GB", megatron(1, pp=4, vp=2)),
         ("p5, one pod of four GPUs", 4, "p5, one pod", zero3(1)),
         ("p5, one pod of four GPUs", 5, "p5, one pod", megatron(4, tp=2)),

@@ -24,8 +24,8 @@ def plan(path: Path, num_processes: int) -> Study:
 def test_the_users_studies_are_there() -> None:
     assert LARGE == [
         "bloom-7b1-scale",
-        "crossover",
         "crossover-efa",
+        "crossover",
         "gpt2-zero",
         "hf-trainer-offload-a",
         "hf-trainer-offload-b",
