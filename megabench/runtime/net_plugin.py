@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ SCHEDULE_VARIABLE = "MEGABENCH_EMULATED_SCHEDULE"
 SOURCE = Path(__file__).with_suffix(".c")
 FLAGS = ("-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
 _HANDLE_BYTES = 128
-_HOST_POINTER = 1
 _FUNCTIONS = (
     *("init", "devices", "get_properties", "listen", "connect", "accept", "register_memory", "register_dma_buf"),
     *("deregister_memory", "send", "receive", "flush", "test", "close_sender", "close_receiver", "close_listener"),
@@ -29,10 +28,10 @@ _FUNCTIONS = (
 _POINTERS = POINTER(c_void_p)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "init": (c_void_p,),
+    "get_properties": (c_int, c_void_p),
     "listen": (c_int, c_void_p, _POINTERS),
     "connect": (c_int, c_void_p, _POINTERS, c_void_p),
     "accept": (c_void_p, _POINTERS, c_void_p),
-    "register_memory": (c_void_p, c_void_p, c_size_t, c_int, _POINTERS),
     "send": (c_void_p, c_void_p, c_int, c_int, c_void_p, _POINTERS),
     "receive": (c_void_p, c_int, _POINTERS, POINTER(c_int), POINTER(c_int), c_void_p, _POINTERS),
     "test": (c_void_p, POINTER(c_int), POINTER(c_int)),
@@ -40,6 +39,25 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "close_receiver": (c_void_p,),
     "close_listener": (c_void_p,),
 }
+
+
+class Properties(ctypes.Structure):
+    """What NCCL asks about the network: ncclNetProperties_v8_t."""
+
+    _fields_ = (
+        ("name", c_char_p),
+        ("pci_path", c_char_p),
+        ("guid", c_uint64),
+        ("pointers", c_int),
+        ("registration_is_global", c_int),
+        ("mbits_per_s", c_int),
+        ("port", c_int),
+        ("latency_us", c_float),
+        ("max_connections", c_int),
+        ("max_grouped_receives", c_int),
+        ("device_type", c_int),
+        ("device_version", c_int),
+    )
 
 
 class NetPluginError(UserError):
@@ -105,6 +123,12 @@ class NetPlugin:
             if name in _ARGUMENTS:
                 setattr(self, f"_{name}", ctypes.CFUNCTYPE(c_int, *_ARGUMENTS[name])(address or 0))
         self._call("init", None)
+
+    def properties(self) -> Properties:
+        """Return what NCCL asks about the network."""
+        found = Properties()
+        self._call("get_properties", 0, byref(found))
+        return found
 
     def listen(self) -> tuple[bytes, int]:
         """Return a handle for `connect` in another process, and the listener."""

@@ -162,7 +162,27 @@ def endless(ring: Ring, folder: str) -> None:
         print(json.dumps([str(error), time.time()]))
 
 
-TASKS = {task.__name__: task for task in (all_reduces, messages, times, stream, endless)}
+def limits(ring: Ring) -> None:
+    """Use one connection from this process to itself, up to its limits."""
+    found = ring.plugin.properties()
+    assert (found.name, found.pci_path, found.pointers, found.max_grouped_receives) == (b"emulated", None, 1, 1)
+    assert (found.mbits_per_s, found.latency_us, found.device_type) == (200_000, 40.0, 0)
+    buffer = np.zeros(8, np.uint8)
+    requests = [ring.plugin.receive(ring.receiver, buffer.ctypes.data, 8, 5) for _ in range(33)]
+    assert all(requests[:32]) and requests[32] is None, "NCCL has at most 32 requests"
+    assert ring.plugin.send(ring.sender, buffer.ctypes.data, 8, 6) is None, "no receive has this tag"
+    for request in requests[:32]:
+        assert ring.plugin.test(request) is None
+        sent = ring.send(np.full(4, 7, np.uint8), 5)
+        assert (ring.finish(request), ring.finish(sent)) == (4, 4) and buffer.tolist() == [7] * 4 + [0] * 4
+    ring.receive(buffer, 5)
+    try:
+        ring.send(np.zeros(9, np.uint8), 5)
+    except ConnectionError as error:
+        print(error)
+
+
+TASKS = {task.__name__: task for task in (all_reduces, messages, times, stream, endless, limits)}
 
 
 def main(given: str) -> None:

@@ -11,8 +11,8 @@
  * The memory has no name (memfd), and travels over a Unix socket in the abstract namespace, so killed processes leave
  * nothing behind. The kernel closes the socket of a killed process, and its peer's calls then fail.
  *
- * Version 8 of the interface is the newest whose functions have no arguments that this plugin would ignore (virtual
- * NICs, profiling, contexts). NCCL 2.19 to 2.30 accept it. The declarations below have the layout of
+ * Version 8 of the interface is the newest without virtual NICs, contexts of communicators and profiling, which this
+ * plugin does not need. NCCL 2.28 accepts versions 6 to 11. The declarations below have the layout of
  * src/include/plugin/net/net_v8.h in https://github.com/NVIDIA/nccl. */
 
 #define _GNU_SOURCE
