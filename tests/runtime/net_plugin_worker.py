@@ -151,8 +151,15 @@ def stream(ring: Ring, size_bytes: int, count: int) -> None:
     print(json.dumps([started, time.monotonic()]))
 
 
-def endless(ring: Ring, folder: str) -> None:
-    """Exchange large messages until the peer ends. Print how many seconds the plugin took to report that."""
+def endless(ring: Ring, folder: str, forks: bool = False) -> None:
+    """Exchange large messages until the peer ends. Print what the plugin reported, and when.
+
+    With `forks`, a child process keeps the sockets of this process open for ten seconds.
+    """
+    if forks and not os.fork():
+        os.closerange(0, 3)
+        time.sleep(10)
+        os._exit(0)
     data, buffer = np.ones(2**26, np.uint8), np.zeros(2**26, np.uint8)
     Path(folder, f"running-{ring.rank}").touch()
     try:

@@ -192,6 +192,7 @@ struct request {
 
 struct end {
   int socket, peer_host, is_sender, is_peer_gone;
+  struct ucred peer;
   uint64_t checked_at;
   struct ring *ring;
   struct request requests[NUM_REQUESTS];
@@ -319,6 +320,8 @@ static int is_peer_gone(struct end *end, uint64_t now) {
     char byte;
     ssize_t size = recv(end->socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     end->is_peer_gone = !size || (size < 0 && errno != EAGAIN && errno != EINTR);
+    /* processes that the peer has forked keep its socket open */
+    if (kill(end->peer.pid, 0) && errno == ESRCH) end->is_peer_gone = 1;
     end->checked_at = now;
   }
   return end->is_peer_gone;
@@ -337,10 +340,13 @@ static result open_end(int socket, int memory, int peer_host, int is_sender, voi
   end->socket = socket;
   end->peer_host = peer_host;
   end->is_sender = is_sender;
+  socklen_t size = sizeof end->peer;
+  int error = getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &end->peer, &size) ? errno : 0;
+  if (!error && end->peer.uid != geteuid()) error = EPERM;
   end->ring = mmap(NULL, sizeof(struct ring), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, memory, 0);
-  int error = end->ring == MAP_FAILED ? errno : 0;
+  if (!error && end->ring == MAP_FAILED) error = errno;
   close(memory);
-  if (error) end->ring = NULL;
+  if (end->ring == MAP_FAILED) end->ring = NULL;
   pthread_mutex_init(&end->copying, NULL);
   sem_init(&end->wake, 0, 0);
   if (!error) {
@@ -449,13 +455,6 @@ static result plugin_accept(void *given, void **opened, void **device_handle) {
     return errno == EAGAIN || errno == EINTR ? SUCCESS : FAIL(REMOTE_ERROR, "cannot accept: %s", strerror(errno));
   int file = listener->accepted;
   listener->accepted = -1;
-  struct ucred peer;
-  socklen_t size = sizeof peer;
-  if (getsockopt(file, SOL_SOCKET, SO_PEERCRED, &peer, &size) || peer.uid != geteuid()) {
-    close(memory);
-    close(file);
-    return FAIL(SYSTEM_ERROR, "another user connected");
-  }
   return open_end(file, memory, -1, 0, opened);
 }
 
