@@ -245,8 +245,12 @@ class LinkBandwidth(_Part):
     num_bytes: int
 
 
+Transport = Literal["sockets", "shared_memory"]
+"""How emulated hosts communicate."""
+
+
 class LinkReached(_Part):
-    """What TCP connections between two emulated hosts reached: GB/s from the first host to the second and back.
+    """What connections between two emulated hosts reached: GB/s from the first host to the second and back.
 
     `round_trip_us` is the median time of one byte there and back, in microseconds.
     """
@@ -261,11 +265,13 @@ class EmulatedNetworkUsed(_Part):
     """The setting `emulate_network`, and what connections of host 0 reached before and after the run.
 
     `gb_per_s` is the bandwidth (10^9 bytes per second) at which each host may send, and also receive. `latency_us` is
-    the added delay of each packet, in microseconds. A list is empty if the network was not measured.
+    the added delay of each packet or message, in microseconds. The hosts communicated over `transport`. A list is empty
+    if the network was not measured.
     """
 
     gb_per_s: float
     latency_us: int
+    transport: Transport = "sockets"
     before: list[LinkReached] = []
     after: list[LinkReached] = []
 
@@ -276,7 +282,8 @@ class EmulatedNetworkUsed(_Part):
         trips = [link.round_trip_us for links, _ in self._measured for link in links]
         reached = f"; reached {' and '.join(times)}, round trip {max(trips):.0f} µs" if trips else ""
         delay = f" and {self.latency_us} µs" if self.latency_us else ""
-        return f"Network between emulated hosts: set to {self.gb_per_s:g} GB/s{delay}{reached}."
+        over = " over shared memory" if self.transport == "shared_memory" else ""
+        return f"Network between emulated hosts{over}: set to {self.gb_per_s:g} GB/s{delay}{reached}."
 
     @property
     def warnings(self) -> list[str]:

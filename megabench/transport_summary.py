@@ -27,7 +27,7 @@ from megabench.hardware.topo_files import (
     topology_of_hosts,
 )
 from megabench.hardware.topology import Topology
-from megabench.hardware.transport import CHECK_EFA, INFINIBAND_VARIABLES, NcclLog, in_order, read_line
+from megabench.hardware.transport import CHECK_EFA, EMULATED, INFINIBAND_VARIABLES, NcclLog, in_order, read_line
 from megabench.inputs import open_regular
 from megabench.parallel.layout import Layout
 from megabench.parallel.placement import Placement, groups_on, neighbours, number_ranges, place
@@ -277,6 +277,8 @@ def _between_lead(job: NcclJob) -> str:
     if not on_network:
         return f"Between hosts: {', '.join(names)}."
     network = network_of(names, job.first("provider"))
+    if on_network[0] == EMULATED:
+        return f"Between hosts: shared memory at the rate of emulate_network ({EMULATED})."
     if network == "socket":
         return f"Between hosts: TCP sockets ({on_network[0]}). Training across hosts will be slow: {_why_sockets(job)}"
     shown = "EFA" if network == "efa" else "InfiniBand or RoCE"

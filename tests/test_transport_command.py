@@ -65,6 +65,11 @@ def test_other_reasons_for_sockets(transport, start, reason):
     assert reason in out.splitlines()[0]
 
 
+def test_emulated_hosts_over_shared_memory(transport):
+    _, out, _ = transport(*(job_log(host, between="NET/Emulated/0", start=()) for host in (0, 1)))
+    assert "Between hosts: shared memory at the rate of emulate_network (NET/Emulated)." in out
+
+
 def test_efa_without_gpudirect(transport):
     _, out, _ = transport(*(job_log(host, between="NET/AWS Libfabric/{nic}") for host in (0, 1)))
     assert out.startswith("Between hosts: EFA (NET/AWS Libfabric). GPUDirect RDMA: not used")

@@ -152,6 +152,11 @@ class RunConfig(RunSettings):
             raise ConfigError(f"betas={self.betas} must be below 1, e.g. 0.9 0.95")
         precision = self.precision or ("bf16" if device == "cuda" else "fp32")
         policy = POLICIES[precision]
+        if self.emulate_network and self.emulate_network.transport == "shared_memory" and device == "cpu":
+            raise ConfigError(
+                "emulate_network: transport=shared_memory is a plugin of NCCL, which connects only GPUs; on CPU, use "
+                "transport=sockets"
+            )
         if policy.needs_gpu and device == "cpu":
             others = " or ".join(name for name, other in POLICIES.items() if not other.needs_gpu)
             raise ConfigError(f"precision={precision} needs a GPU; use {others} on CPU")

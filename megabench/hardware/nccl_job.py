@@ -10,6 +10,7 @@ from typing import Literal
 from megabench.hardware.gpus import Network, find_instance
 from megabench.hardware.topology import Host, Topology, components
 from megabench.hardware.transport import (
+    EMULATED,
     CommInit,
     Communicator,
     Connection,
@@ -305,10 +306,15 @@ def _is_inside(transport: str) -> bool:
 def network_of(transports: Sequence[str], provider: str | None) -> Network:
     """Return the network (EFA, InfiniBand or sockets) of the slowest transport between hosts.
 
-    The libfabric provider tells EFA from TCP. Other RDMA networks (RoCE, Slingshot, plugins) count as InfiniBand.
+    The libfabric provider tells EFA from TCP. The CPUs copy the data of the plugin for emulated hosts, as for sockets.
+    Other RDMA networks (RoCE, Slingshot, plugins) count as InfiniBand.
     """
     on_network = [name for name in transports if name.startswith(("NET", "COLLNET"))]
-    if not on_network or on_network[0] == "NET/Socket" or (provider or "").split(";")[0] in ("tcp", "sockets", "udp"):
+    if (
+        not on_network
+        or on_network[0] in ("NET/Socket", EMULATED)
+        or (provider or "").split(";")[0] in ("tcp", "sockets", "udp")
+    ):
         return "socket"
     is_efa = "Libfabric" in on_network[0] and provider in (None, "efa", "efa-direct")
     return "efa" if is_efa else "infiniband"

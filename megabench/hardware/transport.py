@@ -39,6 +39,7 @@ CHECK_EFA = (
     "Check that the aws-ofi-nccl plugin is installed and, under Kubernetes, that the pod requests "
     "vpc.amazonaws.com/efa."
 )
+EMULATED = "NET/Emulated"  # tools/emulated_network/net_plugin.c
 INFINIBAND_VARIABLES = "NCCL_IB_DISABLE and NCCL_IB_HCA"
 
 

@@ -83,6 +83,10 @@ class EmulatedNetwork:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def namespace(self, host: int) -> int:
+        """Return the network namespace of `host`, as a file descriptor."""
+        return self.namespaces[host]
+
     def variables(self, host: int) -> dict[str, str]:
         """Return the environment variables of the processes of `host`."""
         return {"NCCL_SOCKET_IFNAME": INTERFACE, "GLOO_SOCKET_IFNAME": INTERFACE, HOST_VARIABLE: str(host)}
@@ -102,8 +106,7 @@ class EmulatedNetwork:
         if self.gb_per_s > _LARGEST_GB_PER_S:
             raise EmulatedNetworkError(
                 f"emulate_network: gb_per_s={self.gb_per_s:g} exceeds the {_LARGEST_GB_PER_S} GB/s to which a token "
-                f"bucket can be set. Use a smaller value, or omit emulate_network for the full speed of loopback "
-                f"sockets."
+                f"bucket can be set. Use a smaller value, or on GPUs add transport: shared_memory."
             )
         if sys.platform != "linux" or os.geteuid() != 0:
             raise EmulatedNetworkError(

@@ -14,7 +14,8 @@ from rich.table import Table
 from megabench import shipped
 from megabench.errors import near_names
 from megabench.hardware.facts import gpu_names
-from megabench.runtime.emulated_network import EmulatedNetwork, EmulatedNetworkError
+from megabench.runtime.emulated_network import EmulatedNetworkError
+from megabench.runtime.shared_memory_network import create_network
 from megabench.settings.bounds import NumRepeats
 from megabench.settings.reading import parse_yaml
 from megabench.study.expand import expand, list_fields
@@ -169,7 +170,7 @@ class Request:
         if not (limit := run.emulate_network) or not run.emulate_hosts:
             return
         try:
-            with EmulatedNetwork(run.emulate_hosts, limit.gb_per_s, limit.latency_us):
+            with create_network(limit.transport, run.emulate_hosts, limit.gb_per_s, limit.latency_us):
                 pass
         except EmulatedNetworkError as error:
             raise StudyError(f"{self.source}: trial {trial.name}: {error}") from None

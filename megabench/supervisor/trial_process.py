@@ -15,10 +15,10 @@ from torch.distributed import PrefixStore
 
 from megabench.hardware.topology import emulated_host
 from megabench.runtime.child import Child, end_all, end_strays, without_launcher
-from megabench.runtime.emulated_network import EmulatedNetwork
 from megabench.runtime.messages import Failure, Progress, read_failure, read_progress
 from megabench.runtime.process import host_name
 from megabench.runtime.rendezvous import PREFIX_VARIABLE
+from megabench.runtime.shared_memory_network import Network, Transport
 from megabench.runtime.signed_store import SECRET_VARIABLE, SignedStore, with_prefix
 from megabench.supervisor.coordinator import ANSWER_SECONDS, Coordinator
 from megabench.supervisor.root_cause import RankEnd
@@ -38,7 +38,7 @@ Stop = Literal["ended", "failed", "timeout"]
 class Task:
     """The work of one set of processes: the training command with these flags.
 
-    `gb_per_s` and `latency_us` are those of the setting `emulate_network`. Without it, `gb_per_s` is None.
+    `gb_per_s`, `latency_us` and `transport` are those of the setting `emulate_network`. Without it, `gb_per_s` is None.
     """
 
     flags: Sequence[str]
@@ -50,6 +50,7 @@ class Task:
     num_emulated_hosts: int = 1
     gb_per_s: float | None = None
     latency_us: int = 0
+    transport: Transport = "sockets"
 
 
 class TrialProcesses:
@@ -65,7 +66,7 @@ class TrialProcesses:
         task: Task,
         trainer: Sequence[str],
         prefix: str,
-        network: EmulatedNetwork | None = None,
+        network: Network | None = None,
     ) -> None:
         self._coordinator, self._task, self._prefix = coordinator, task, prefix
         self._command = [*trainer, *task.flags]
@@ -115,7 +116,7 @@ class TrialProcesses:
                 self._note_end(end)
 
     def _namespace(self, rank: int) -> int | None:
-        return self._network.namespaces[self._host(rank)] if self._network else None
+        return self._network.namespace(self._host(rank)) if self._network else None
 
     def _host(self, rank: int) -> int:
         return emulated_host(rank, self._task.world_size, self._task.num_emulated_hosts)

@@ -11,8 +11,8 @@ from typing import Any
 
 from megabench.config import RunConfig
 from megabench.record import EmulatedNetworkUsed, RunFailure, RunRecord
-from megabench.runtime.emulated_network import EmulatedNetwork
 from megabench.runtime.messages import Progress
+from megabench.runtime.shared_memory_network import create_network
 from megabench.study.study import Trial
 from megabench.supervisor.coordinator import Coordinator
 from megabench.supervisor.root_cause import RankEnd, Verdict, classify_failure
@@ -34,6 +34,7 @@ def task_of(trial: Trial, config: RunConfig, logs: Path) -> Task:
         num_emulated_hosts=trial.resolved.emulate_hosts or 1,
         gb_per_s=network.gb_per_s if network else None,
         latency_us=network.latency_us if network else 0,
+        transport=network.transport if network else "sockets",
     )
 
 
@@ -92,7 +93,8 @@ class TrialQueue:
             run = TrialProcesses(self._coordinator, task, self._trainer, self._prefix())
             return run.run(on_progress), run.ends(), None
         port = self._coordinator.launch.port
-        with EmulatedNetwork(task.num_emulated_hosts, task.gb_per_s, task.latency_us, port) as network:
+        limits = (task.gb_per_s, task.latency_us)
+        with create_network(task.transport, task.num_emulated_hosts, *limits, port) as network:
             before = network.measure()
             run = TrialProcesses(self._coordinator, task, self._trainer, self._prefix(), network)
             stop, ends = run.run(on_progress), run.ends()
@@ -100,7 +102,9 @@ class TrialQueue:
                 after = network.measure()
             except OSError:  # the run has ended well, and its result stays
                 after = []
-        used = EmulatedNetworkUsed(gb_per_s=task.gb_per_s, latency_us=task.latency_us, before=before, after=after)
+        used = EmulatedNetworkUsed(
+            gb_per_s=task.gb_per_s, latency_us=task.latency_us, transport=task.transport, before=before, after=after
+        )
         return stop, ends, used
 
     def end(self, verdict: Any) -> None:

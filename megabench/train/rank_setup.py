@@ -8,6 +8,7 @@ from megabench.config import ResolvedConfig
 from megabench.hardware.facts import read_facts
 from megabench.hardware.topology import discover, emulated_host, split
 from megabench.parallel.placement import Placement, place
+from megabench.runtime import net_plugin
 from megabench.runtime.device import gpu_uuid
 from megabench.runtime.rendezvous import Rendezvous, share_of_cores
 
@@ -58,7 +59,10 @@ def place_ranks(run: ResolvedConfig, rendezvous: Rendezvous) -> Placement:
 
 
 def split_nccl(number: int) -> None:
-    """Make NCCL treat this process as part of host `number`, reached over sockets on the loopback device."""
-    os.environ["NCCL_HOSTID"] = f"emulated-{number}"
-    os.environ |= {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
+    """Make NCCL treat this process as part of host `number`.
+
+    Other hosts are reached over sockets on the loopback device, or over the net plugin if the supervisor has set it.
+    """
+    network = net_plugin.NAME if net_plugin.SCHEDULE_VARIABLE in os.environ else "Socket"
+    os.environ |= {"NCCL_HOSTID": f"emulated-{number}", "NCCL_NET": network, "NCCL_IB_DISABLE": "1"}
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

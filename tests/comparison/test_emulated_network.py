@@ -109,3 +109,11 @@ def test_other_launches_are_refused_in_one_sentence(tmp_path: Path) -> None:
         "Error: emulate_network works only in the trials of megabench compare on one machine. Write a study with this "
         "run as its only trial, or omit emulate_network.\n"
     )
+
+
+def test_shared_memory_is_refused_on_cpu(tmp_path: Path) -> None:
+    study = written(tmp_path, "  - {emulate_network: {gb_per_s: 25, transport: shared_memory}}\n")
+    status, out, err = compare(study, "--out", tmp_path / "out", command=REAL)
+    assert (status, out) == (2, "")
+    assert "transport=shared_memory is a plugin of NCCL, which connects only GPUs; on CPU, use transport=sockets" in err
+    assert not (tmp_path / "out").exists()

@@ -203,6 +203,7 @@ def test_lines_without_a_communicator():
         (["NET/Libfabric"], "tcp;ofi_rxm", "socket"),
         (["NET/AWS Libfabric/GDRDMA"], "cxi", "infiniband"),
         (["NET/IB/GDRDMA"], None, "infiniband"),
+        (["NET/Emulated"], None, "socket"),
         ([], None, "socket"),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_latency_needs_netem() -> None:
 @pytest.mark.parametrize(
     ("gb_per_s", "change", "words"),
     [
-        (5.0, None, "gb_per_s=5 exceeds the 4.29 GB/s to which a token bucket can be set"),
+        (5.0, None, r"4.29 GB/s to which a token bucket can be set. Use a .* or on GPUs add transport: shared_memory"),
         (1.0, ("os.geteuid", lambda: 1000), "emulate_network needs root on Linux"),
         (1.0, ("sys.platform", "darwin"), "emulate_network needs root on Linux"),
         (1.0, ("importlib.util.find_spec", lambda name: None), r"pip install 'megabench\[emulation\]'"),
@@ -136,3 +136,5 @@ def test_a_measurement_outside_the_tolerance_is_a_warning() -> None:
         "run, round trip 40 µs."
     )
     assert EmulatedNetworkUsed(gb_per_s=2.0, latency_us=0).sentence.endswith("set to 2 GB/s.")
+    over = EmulatedNetworkUsed(gb_per_s=25.0, latency_us=10, transport="shared_memory")
+    assert over.sentence == "Network between emulated hosts over shared memory: set to 25 GB/s and 10 µs."

@@ -184,6 +184,7 @@ def test_repeats_run_in_rounds_of_all_trials_that_have_so_many(plan):
         ("trials: [{emulate_network: {gb_per_s: 0}}]", "emulate_network={'gb_per_s': 0} is no bandwidth and latency"),
         ("trials: [{emulate_network: {gb: 1}}]", "use a mapping such as {gb_per_s: 1.5, latency_us: 50}"),
         ("trials: [{emulate_network: 2}]", "emulate_network=2 is no bandwidth and latency"),
+        ("trials: [{emulate_network: {gb_per_s: 9, transport: ib}}]", "sockets or shared_memory as transport"),
         ("trials: [{tp: 2, tp: 4}]", "tp occurs twice"),
         ("trials: [3]", "trials=3 is not valid"),
         ("trials: [{tp: 2}]\nrepeat: 2", "unknown setting 'repeat'; did you mean repeats?"),

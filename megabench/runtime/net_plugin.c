@@ -1,0 +1,1 @@
+../../tools/emulated_network/net_plugin.c

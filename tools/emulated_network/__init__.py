@@ -1,0 +1,1 @@
+"""The NCCL net plugin for emulated hosts, and a check of it on GPUs."""
