@@ -275,4 +275,4 @@ def test_the_draw_covers_engines_precisions_and_sizes():
 
 @pytest.mark.exhaustive
 def test_the_doctor_and_the_plan_agree_on_many_studies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    check_studies(range(NUM_STUDIES, 2000), tmp_path, monkeypatch)
+    check_studies(range(NUM_STUDIES, 1000), tmp_path, monkeypatch)
