@@ -1,5 +1,6 @@
 """Fit the cost profiles and validate predictions on held-out runs: `make validate-planner`."""
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ RUNS, INTERNEVO, TESTED = "published-runs.csv.xz", "internevo-7b.csv.xz", "publi
 _BENCHMARKS = Path("benchmarks")
 _KEPT = _BENCHMARKS / "planner" / "validation.md"
 _DOCS = Path("docs") / "planning.md"
-_BEGIN, _END = "<!-- validation: begin -->\n\n", "\n<!-- validation: end -->"
+_IN_DOCS = "<!-- validation: begin -->", "<!-- validation: end -->"
 _PICTURE = Path("docs") / "pictures" / "planner-validation.svg"
 # studies that measured the time of Python code and of the engines' hooks, which are constants of the cost model
 _HOST_TIMES_FROM = ("gpt2-zero", "host-time")
@@ -113,8 +114,9 @@ def validate(
         check_against(_KEPT.read_text(), found)
     _KEPT.parent.mkdir(exist_ok=True)
     _KEPT.write_text(text)
-    before, _, after = _DOCS.read_text().partition(_BEGIN)
-    _DOCS.write_text(f"{before}{_BEGIN}{docs_table(found)}{_END}{after.partition(_END)[2]}")
+    begin, end = _IN_DOCS
+    written = f"{begin}\n\n{docs_table(found)}\n{end}"
+    _DOCS.write_text(re.sub(f"{begin}.*{end}", lambda _: written, _DOCS.read_text(), flags=re.DOTALL))
     once = [row for row in published if row.source is not SWEEP or row.is_fit]
     own = [replace(row, is_fit=is_own_fitted(row) or row.source.name in _HOST_TIMES_FROM) for row in measured.own]
     drawn = [(row, measured_profile(row, profiles)) for row in (*once, *internevo, *tested)]
