@@ -200,7 +200,7 @@ def docs_table(found: Sequence[Line]) -> str:
 def check_against(kept: str, found: Iterable[Line]) -> None:
     """Raise DataError if the error of a line is more than 2 points above that of the same line in the table `kept`.
 
-    So constants that help the runs of one source cannot be shipped if they worsen the runs of another.
+    So no change that helps the runs of one source is kept if it worsens the runs of another.
     """
     before: dict[str, float] = {}
     for line in kept.splitlines():
@@ -214,8 +214,8 @@ def check_against(kept: str, found: Iterable[Line]) -> None:
     ]
     if worse:
         raise DataError(
-            f"the fit is rejected, because it increases the mean error of {'; '.join(worse)}. Fit the constants of "
-            f"each kind of network, GPU and program to its own runs."
+            f"the result is rejected, because it increases the mean error of {'; '.join(worse)}. Fit the constants of "
+            f"each kind of network, GPU and program to its own runs, or use --accept-worse."
         )
 
 
