@@ -23,7 +23,7 @@ _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
 _INIT = re.compile(r"(?:.* )?comm (0x\w+)((?: \S+)*?) ?- Init (START|COMPLETE)")
 _PAIR = re.compile(r"(\w+) (-?\w+)")
 _COMMUNICATOR = re.compile(r"comm (0x\w+) rank (\d{1,6}) nRanks (\d{1,6}) nNodes (\d{1,6}) localRanks ([1-9]\d{0,5})")
-# RCCL appends the communicator to a channel line. NCCL before 2.6 writes Ring, and the devices of P2P and SHM alone.
+# RCCL appends the communicator to a channel line. NCCL before 2.6 writes Ring, and names devices only for P2P and SHM.
 _CHANNEL = re.compile(
     r"(?:Channel|Ring) \d+(?:/\d+)? : (\d{1,6})(?:\[(\w+)\])? -> (\d{1,6})(?:\[(\w+)\])?"
     r"(?: \[(send|receive)\])? via (.+?)(?: comm (0x\w+) nRanks \d+)?"

@@ -337,7 +337,7 @@ def _nvlink_of_gpu(device: str | None) -> float | None:
 def _pair(record: RunRecord, work: Work, known: WorkClass | None) -> tuple[Job, Candidate] | None:
     """Return the job and the candidate of a trial with other work, or None if it cannot be predicted.
 
-    `known` is the work class of a run of the model. It has the number of layers, which a failed run lacks.
+    `known` is the work class of another run of the model. It gives the number of layers if the trial failed.
     """
     candidate = candidate_of(record)
     if candidate is None or (record.model, record.precision) != (work.model, work.precision):

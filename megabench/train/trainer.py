@@ -60,10 +60,10 @@ from megabench.train.trackers.console import Console
 from megabench.train.trackers.tensorboard import TensorBoard
 from megabench.train.watchdog import BEFORE_FIRST_STEP, Watchdog
 
-# a function that finds the "auto" settings of a configuration by short runs on the ranks of a launch
+# a function that chooses the "auto" settings of a configuration by timing short runs
 Find = Callable[[RunConfig, Rendezvous, DeviceKind], tuple[RunConfig, list[Probe]]]
 
-_STEPS_BETWEEN_LOOKS = 10  # steps between two looks at whether the output directory still exists
+_STEPS_BETWEEN_LOOKS = 10  # steps between two checks that the output directory still exists
 
 
 class StepClock:

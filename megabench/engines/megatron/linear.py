@@ -1,7 +1,7 @@
 """Tensor-parallel linear layers with sequence parallelism (arXiv 2205.05198).
 
 The layers have the same parameters as megatron-core's layers, with the same names. Unlike in megatron-core, the matrix
-product of a weight gradient also accumulates the gradient.
+product of a weight gradient adds its result to the gradient buffer.
 
 Sizes: Symbols: S sequence length, B micro-batch, H and F sizes of input and output, T ranks of the tensor-parallel
 group.
