@@ -205,8 +205,8 @@ class KernelTraits(_Part):
     tensors once; `fused_loss` means that the logits of a micro-batch are never stored at once. With `exchanges_heads`,
     context parallelism exchanges parts of the sequence for parts of the heads. With `fuses_weight_gradient`, the matrix
     product of a weight gradient adds its result to the gradient buffer. `fuses_fp8_weight_gradient` means the same for
-    products of fp8 matrices, and `adds_output_gradient` for those of the output layer. With `copies_tp`, copy engines exchange
-    the activations of tensor parallelism between products.
+    products of fp8 matrices, and `adds_output_gradient` for those of the output layer. With `copies_tp`, copy engines
+    exchange the activations of tensor parallelism between products.
     """
 
     flash_attention: bool | None = None

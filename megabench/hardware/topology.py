@@ -87,8 +87,8 @@ class Topology:
 
     A host may have several domains (GPUs with NVLink bridges), and a domain may span several hosts (NVL72 racks).
 
-    `host_of`, `domain_of` and `seat_of` give the index of each rank's host, NVLink domain and seat. Seats count the GPUs
-    of all hosts, host by host. The indices of hosts, domains and seats are independent of the launcher's ranks.
+    `host_of`, `domain_of` and `seat_of` give the index of each rank's host, NVLink domain and seat. Seats count GPUs, host
+    by host. The indices of hosts, domains and seats are independent of the launcher's ranks.
     """
 
     hosts: tuple[Host, ...]
@@ -523,7 +523,7 @@ def _host(name: str, facts: Sequence[RankFacts]) -> Host:
 
 def _domains(facts: Sequence[RankFacts], host_of: Sequence[int]) -> list[int]:
     """Return one number per rank. Ranks have equal numbers if they are in one NVLink domain."""
-    # For each GPU, given by the boot id of its server and its bus id: the hosts (such as pods) whose ranks use it.
+    # For each GPU, by the boot id of its server and its bus id: the hosts (such as pods) whose ranks use it.
     hosts_with: dict[tuple[str, str], set[int]] = {}
     for fact, host in zip(facts, host_of, strict=True):
         if fact.gpu:
