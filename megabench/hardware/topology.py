@@ -87,8 +87,8 @@ class Topology:
 
     A host may have several domains (GPUs with NVLink bridges), and a domain may span several hosts (NVL72 racks).
 
-    `host_of`, `domain_of` and `seat_of` give the index of each rank's host, NVLink domain and seat. Seats count GPUs, host
-    by host. The indices of hosts, domains and seats are independent of the launcher's ranks.
+    `host_of`, `domain_of` and `seat_of` give the index of each rank's host, NVLink domain and seat. Seats count GPUs,
+    host by host. The indices of hosts, domains and seats are independent of the launcher's ranks.
     """
 
     hosts: tuple[Host, ...]
