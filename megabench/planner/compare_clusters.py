@@ -115,7 +115,8 @@ def _headline(plans: Sequence[ClusterPlan]) -> str:
     else:
         second = by_speed[1]
         text = f"Fastest: {fast.cluster}, {fast.speed / second.speed:.2f} × as fast as {second.cluster}"
-    prices = [(price, plan.cluster) for plan in plans if (price := plan.training.price(plan.speed, plan.num_gpus))]
+    costs = [(plan.training.price(plan.speed, plan.num_gpus), plan.cluster) for plan in plans]
+    prices = [(price, cluster) for price, cluster in costs if price is not None]
     return f"{text}. Cheapest: {min(prices)[1]}." if prices else f"{text}."
 
 

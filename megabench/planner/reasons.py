@@ -44,15 +44,16 @@ def _other_kind(plan: Plan) -> str:
     """Return a sentence that compares the recommended layout with the best data-parallel, or parallel, one."""
     best = chosen(plan)
     is_parallel = _is_parallel(best)
-    others = plan.baselines if is_parallel else [one for one in plan.ranked if _is_parallel(one)]
-    if not others:
+    others = [one for one in (*plan.ranked, *plan.baselines) if _is_parallel(one) != is_parallel]
+    other = min(others, key=lambda one: one.step_seconds, default=None)
+    if other is None:
         return f"{_no_alternative(plan, is_parallel)}."
     kind = "data-parallel" if is_parallel else "tensor- or pipeline-parallel"
-    start = f"The best {kind} layout, {others[0].candidate.name}, takes"
-    slower = others[0].step_seconds / best.step_seconds
+    start = f"The best {kind} layout, {other.candidate.name}, takes"
+    slower = other.step_seconds / best.step_seconds
     if slower < 1 + NOTEWORTHY:
         return f"{start} as long."
-    return f"{start} {slower:.2f} × as long: {why(best, others[0])}."
+    return f"{start} {slower:.2f} × as long: {why(best, other)}."
 
 
 def certainty(plan: Plan) -> str:
@@ -84,8 +85,9 @@ def chance_text(estimate: Estimate) -> str:
 
 
 def _is_parallel(estimate: Estimate) -> bool:
-    """Return whether the candidate's engine has other parallel axes than dp."""
-    return not ENGINES[estimate.candidate.engine].is_data_parallel
+    """Return whether tp, cp or pp is above 1. Layouts of megatron-core can also be purely data-parallel."""
+    layout = estimate.candidate.layout
+    return layout.data_parallel < layout.world_size
 
 
 def _no_alternative(plan: Plan, is_parallel: bool) -> str:
@@ -99,7 +101,7 @@ def _no_alternative(plan: Plan, is_parallel: bool) -> str:
         return f"{job.shape.name} has no tensor- or pipeline-parallel blocks here"
     if not any(engine.has_optimizer(job.optimizer, {}) for engine in ENGINES.values() if not engine.is_data_parallel):
         return f"No engine with tensor or pipeline parallelism has optimizer={job.optimizer}"
-    return "No tensor- or pipeline-parallel layout fits"
+    return f"No tensor- or pipeline-parallel layout is among the {len(plan.ranked)} fastest"
 
 
 def why_nothing_fits(plan: Plan) -> str:
@@ -141,7 +143,8 @@ def megatron_note(estimates: Sequence[Estimate]) -> str | None:
     """Return how megatron-core's data parallelism differs from DDP, or None if no layout is pure data parallelism."""
     for one in estimates:
         layout = one.candidate.layout
-        if _is_parallel(one) and layout.dp == layout.world_size > 1:
+        is_megatron = not ENGINES[one.candidate.engine].is_data_parallel
+        if is_megatron and layout.dp == layout.world_size > 1:
             engine = ENGINES["megatron"].title
             return f"{one.candidate.name} is data parallelism of {engine}. Unlike DDP, it shards the optimizer state."
     return None

@@ -89,6 +89,7 @@ def test_what_a_profile_was_measured_on_is_said(cluster, words):
         (["--cluster", "p5.48xlarge:2", "--profile", "none.json"], "cannot read none.json"),
         (["--cluster", "p5.48xlarge:2", "--model", "gpt2", "--seq-length", "2048"], "exceeds the 1024 positions"),
         (["--cluster", "p5.48xlarge:2", "--model", "gpt2", "--global-batch", "3"], "use a global batch"),
+        (["--cluster", "p5.48xlarge:2", "--global-batch", "99999999999"], "global_batch=99999999999 is not valid"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_one_sentence(arguments, words):
@@ -209,6 +210,13 @@ def test_the_reason_has_three_short_sentences(model, where, global_batch, words)
     assert words in said
     sentences = re.split(r"(?<=\.) ", said)
     assert len(sentences) == 3 and all(len(sentence.split()) <= 32 for sentence in sentences), sentences
+
+
+def test_pure_data_parallelism_of_megatron_is_called_data_parallel():
+    found = made("llama3-8b", "p6-b300.48xlarge:1", 8192, 128)
+    best = chosen(found).candidate
+    assert best.engine == "megatron" and best.layout.dp == 8, best.name
+    assert "The best tensor- or pipeline-parallel layout, " in reason(found)
 
 
 PLACES = [
