@@ -146,7 +146,7 @@ def _main_reason(fast: ClusterPlan, slow: ClusterPlan) -> str:
         text += f" ({fast.num_gpus} instead of {slow.num_gpus} GPUs, {each:.2f} × per GPU)"
     error = max(plan.plan.profile.relative_error for plan in (fast, slow))
     if ratio < 1 + error:
-        text += f", equal within the model's error of {100 * error:.0f}%"
+        text += f", equal within the prediction error of {100 * error:.0f}%"
     found = reasons(fast, slow)
     return f"{text}: {found[0]}." if found else f"{text}."
 

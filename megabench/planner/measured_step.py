@@ -111,11 +111,11 @@ def explanations(plan: Plan, own: OwnLayout, predicted: Estimate, measured: Meas
     start = f"A step should take {predicted.step_seconds:.3g} s, and took {measured.seconds:.3g} s"
     if ratio <= 1 / (1 + error):
         return [
-            f"{start}, which is faster than predicted by more than the model's error of {error:.0%}: check that model, "
-            f"sequence length, global batch and number of GPUs are those of the run."
+            f"{start}, which is faster than predicted by more than the prediction error of {error:.0%}: check that "
+            f"model, sequence length, global batch and number of GPUs are those of the run."
         ]
     if ratio <= 1 + error:
-        return [f"{start}, which agrees within the model's error of {error:.0%}."]
+        return [f"{start}, which agrees within the prediction error of {error:.0%}."]
     rest = measured.seconds - predicted.step_seconds
     causes = sorted(
         ((seconds, text) for text, seconds in _causes(plan, own, predicted)), key=lambda cause: abs(cause[0] - rest)

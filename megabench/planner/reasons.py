@@ -37,40 +37,49 @@ def chosen(plan: Plan) -> Estimate:
 def reason(plan: Plan) -> str:
     """Return at most three sentences: why a layout is recommended, the best of the other kind, and the certainty."""
     which = f"the fastest of {plan.num_fitting:,} layouts that fit" if plan.num_fitting > 1 else "the only one to fit"
-    return f"It is {which} with a chance of {LIKELY:.0%} or more. {_other_kind(plan)} {certainty(plan)}"
+    said = [f"It is {which} with a chance of {LIKELY:.0%} or more.", _other_kind(plan), certainty(plan)]
+    return " ".join(filter(None, said))
 
 
 def _other_kind(plan: Plan) -> str:
-    """Return a sentence that compares the recommended layout with the best data-parallel, or parallel, one."""
+    """Return a sentence that compares the recommended layout with the best data-parallel, or parallel, one.
+
+    On one GPU, there is no other kind, and the text is empty.
+    """
+    if plan.topology.world_size == 1:
+        return ""
     best = chosen(plan)
-    is_parallel = _is_parallel(best)
-    others = [one for one in (*plan.ranked, *plan.baselines) if _is_parallel(one) != is_parallel]
+    best_is_parallel = is_parallel(best)
+    others = [one for one in (*plan.ranked, *plan.baselines) if is_parallel(one) != best_is_parallel]
     other = min(others, key=lambda one: one.step_seconds, default=None)
     if other is None:
-        return f"{_no_alternative(plan, is_parallel)}."
-    kind = "data-parallel" if is_parallel else "tensor- or pipeline-parallel"
+        return f"{_no_alternative(plan, best_is_parallel)}."
+    kind = "data-parallel" if best_is_parallel else "tensor- or pipeline-parallel"
     start = f"The best {kind} layout, {other.candidate.name}, takes"
     slower = other.step_seconds / best.step_seconds
     if slower < 1 + NOTEWORTHY:
         return f"{start} as long."
-    return f"{start} {slower:.2f} × as long: {why(best, other)}."
+    return f"{start} {slower:.2f} × as long, {why(best, other)}."
 
 
 def certainty(plan: Plan) -> str:
     """Return a sentence about the certainty of the ranking."""
-    error = f"the model's error of {plan.profile.relative_error:.0%}"
+    error = f"prediction error of {plan.profile.relative_error:.0%}"
     if plan.equals > 1:
-        return f"Rows marked = differ by less than {error}: measure them with compare --plan."
-    return f"It leads by more than {error}." if plan.num_fitting > 1 else f"Its step time has {error}."
+        return f"Rows marked = differ by less than the {error}: measure them with compare --plan."
+    return f"It leads by more than the {error}." if plan.num_fitting > 1 else f"Its step time has a {error}."
 
 
 def why(fast: Estimate, slow: Estimate) -> str:
-    """Return the part of a step on which the slow layout spends the most additional time."""
+    """Return the difference of two steps, and the part on which the slow layout spends the most additional time."""
     loses = {part: slow.parts.get(part, 0.0) - fast.parts.get(part, 0.0) for part in (*slow.parts, *fast.parts)}
     part = max(loses, key=loses.__getitem__)
-    if loses[part] <= NOTEWORTHY * fast.step_seconds:
-        return "it spends a little more on every part of a step"
-    return f"it spends {duration(loses[part])} more of a step on {PART_WORDS[part]}"
+    total, least = slow.step_seconds - fast.step_seconds, NOTEWORTHY * fast.step_seconds
+    longer, rest = f"{duration(total)} longer", total - loses[part]
+    if loses[part] <= least:
+        return f"{longer}: a little more on every part of a step"
+    elsewhere = f", {duration(abs(rest))} {'more' if rest > 0 else 'less'} elsewhere" * (abs(rest) > least)
+    return f"{longer}: {duration(loses[part])} more on {PART_WORDS[part]}{elsewhere}"
 
 
 def duration(seconds: float) -> str:
@@ -84,16 +93,16 @@ def chance_text(estimate: Estimate) -> str:
     return "" if chance >= 99 else f"{chance}%" if chance else "<1%"
 
 
-def _is_parallel(estimate: Estimate) -> bool:
+def is_parallel(estimate: Estimate) -> bool:
     """Return whether tp, cp or pp is above 1. Layouts of megatron-core can also be purely data-parallel."""
     layout = estimate.candidate.layout
     return layout.data_parallel < layout.world_size
 
 
-def _no_alternative(plan: Plan, is_parallel: bool) -> str:
+def _no_alternative(plan: Plan, best_is_parallel: bool) -> str:
     """Return why no layout of the other kind is ranked."""
     job, world_size = plan.job, plan.topology.world_size
-    if is_parallel:
+    if best_is_parallel:
         if job.global_batch % world_size:
             return f"ZeRO, FSDP2 and DDP need a global batch that is a multiple of the {world_size} GPUs"
         return "No ZeRO, FSDP2 or DDP fits"

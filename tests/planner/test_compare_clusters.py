@@ -97,7 +97,7 @@ def test_a_cluster_that_is_too_small_has_no_row():
 
 def test_equal_clusters_are_called_equal():
     (one, other) = plans(H200, H200)
-    assert reasons(one, other) == [] and "equal within the model's error" in shown([one, other])
+    assert reasons(one, other) == [] and "equal within the prediction error" in shown([one, other])
 
 
 @pytest.mark.parametrize("name", ["g5.48xlarge:1", "g6e.48xlarge:2", "p5.48xlarge:1", "p4d.24xlarge:2"])

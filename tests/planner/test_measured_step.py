@@ -121,7 +121,7 @@ def said(text: str, ratio: float, where: str = "p5.48xlarge:2", has_first_steps:
 def test_a_step_within_the_error_needs_no_explanation():
     for ratio in (0.95, 1.05):
         (sentence,) = said("tp8 pp2", ratio)
-        assert sentence.endswith("which agrees within the model's error of 12%.")
+        assert sentence.endswith("which agrees within the prediction error of 12%.")
 
 
 def test_a_faster_step_asks_for_the_same_work():
