@@ -61,7 +61,7 @@ def test_a_wheel_contains_the_commands_and_the_shipped_files(tmp_path):
 
     assert all(name in megabench("compare", "--list") for name in shipped.names("studies"))
     assert "-m megabench.train --model llama-tiny" in megabench("compare", "quickstart", "--dry-run")
-    assert "Best layout: " in megabench("plan", "--cluster", "a100-pairs")
+    assert "Best predicted layout: " in megabench("plan", "--cluster", "a100-pairs")
     assert "--zero-stage" in megabench("train", "--help")
     assert "inspect" in megabench("convert", "--help") and "INPUT" in megabench("preprocess", "--help")
     assert not list(empty.iterdir())

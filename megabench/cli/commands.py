@@ -349,10 +349,11 @@ def report(
     ] = None,
     tokens: Annotated[
         float | None,
-        typer.Option(min=1, metavar="N", help="Show the days of a training run of N tokens, e.g. 15e12."),
+        typer.Option(min=1, max=1e18, metavar="N", help="Show the days of a training run of N tokens, e.g. 15e12."),
     ] = None,
     price_per_gpu_hour: Annotated[
-        float | None, typer.Option(min=0, metavar="PRICE", help="Also show the cost of that run, in any currency.")
+        float | None,
+        typer.Option(min=0, max=1e9, metavar="PRICE", help="Also show the cost of that run, in any currency."),
     ] = None,
     columns: Annotated[
         str | None,
@@ -591,7 +592,7 @@ def plan(
         typer.Option(metavar="FILE", help="Profile written by megabench calibrate [default: a shipped profile]."),
     ] = None,
     fabric: _Fabric = None,
-    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 5,
+    top: Annotated[int | None, typer.Option(min=1, help="Number of layouts to show [default: 5].")] = None,
     emulate_hosts: _EmulateHosts = None,
     explain: Annotated[
         str | None, typer.Option(metavar="TRIAL", help="Show the time of each part of one trial's step.")
@@ -632,6 +633,7 @@ def plan(
         list[float] | None,
         typer.Option(
             min=0,
+            max=1e9,
             metavar="PRICE",
             help="Also show the price of the whole training, in any currency. Repeat it for each --cluster.",
         ),
@@ -654,6 +656,10 @@ def plan(
 
     modes = {"--explain": explain is not None, "--layout": layout is not None, "--map": shows_map}
     _check_plan_options([name for name, is_given in modes.items() if is_given], cluster or [], fabric)
+    unused = {"--top": top, "--tokens": tokens, "--price-per-gpu-hour": price_per_gpu_hour} if shows_map else {}
+    if given := [name for name, value in unused.items() if value]:
+        raise UserError(f"--map does not use {given[0]}. Omit one of them.")
+    top = top or 5
     if measured is not None and layout is None:
         raise UserError('--measured needs the layout that was measured, e.g. --layout "zero3 mb1".')
     num_clusters = len(cluster or [None])

@@ -138,6 +138,11 @@ class Profile(_Part):
     links: dict[Link, LinkCost]
     measurements: list[Measurement] = []
 
+    @property
+    def least_gain(self) -> float:
+        """Smallest predicted ratio of step times to report: 1.1, or the error of the cost model if that is larger."""
+        return max(1.1, 1 + self.relative_error)
+
     def peak(self, device: str, precision: str) -> float:
         """Return the peak dense FLOP/s of a GPU.
 

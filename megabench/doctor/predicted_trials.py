@@ -18,8 +18,6 @@ from megabench.planner.search import RECOMPUTES, Plan, micro_batches_of, plan
 from megabench.record import RunRecord
 from megabench.specs.registry import ENGINES
 
-# Smallest predicted gain to report, unless the error of the profile is larger.
-_LEAST_GAIN = 1.1
 _GIB = 2**30
 
 
@@ -114,7 +112,7 @@ class PredictedTrial:
     @property
     def least_gain(self) -> float:
         """The smallest predicted gain to report."""
-        return max(_LEAST_GAIN, 1 + self.profile.relative_error)
+        return self.profile.least_gain
 
     def gain(self, other: Estimate) -> float:
         """Return the predicted step time of the trial ÷ that of `other`."""

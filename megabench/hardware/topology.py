@@ -305,13 +305,13 @@ def from_cluster(text: str) -> Topology:
     if len(numbers) > 2:
         raise TopologyError(f"cluster {text!r} has more than two numbers; use TYPE:COUNT or TYPE:COUNT:GPUS")
     count, num_used = [*numbers, "", ""][:2]
-    if (number := _positive(count or "1", MOST_HOSTS)) is None:
+    if (number := positive_count(count or "1", MOST_HOSTS)) is None:
         raise TopologyError(f"cluster {text!r}: the number of instances must be 1 to {MOST_HOSTS}, e.g. {name}:2")
     ultraserver = find_ultraserver(name)
     instance, per_unit = ultraserver or (_instance(name), 1)
     num_gpus = instance.num_gpus
     if len(numbers) == 2:
-        if (used := _positive(num_used, num_gpus)) is None:
+        if (used := positive_count(num_used, num_gpus)) is None:
             raise TopologyError(
                 f"cluster {text!r}: the number of GPUs per instance must be 1 to {num_gpus}, e.g. {name}:{number}:"
                 f"{max(1, num_gpus // 2)}"
@@ -322,7 +322,7 @@ def from_cluster(text: str) -> Topology:
     return build([(host, num_gpus, domain_size) for host in hosts])
 
 
-def _positive(text: str, most: int) -> int | None:
+def positive_count(text: str, most: int) -> int | None:
     """Return the decimal number in `text` if it is 1 to `most`, or None."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= 9
     return int(text) if is_number and 1 <= int(text) <= most else None

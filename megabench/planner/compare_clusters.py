@@ -115,7 +115,8 @@ def _headline(plans: Sequence[ClusterPlan]) -> str:
     else:
         second = by_speed[1]
         text = f"Fastest: {fast.cluster}, {fast.speed / second.speed:.2f} × as fast as {second.cluster}"
-    prices = [(price, plan.cluster) for plan in plans if (price := plan.training.price(plan.speed, plan.num_gpus))]
+    costs = [(plan.training.price(plan.speed, plan.num_gpus), plan.cluster) for plan in plans]
+    prices = [(price, cluster) for price, cluster in costs if price is not None]
     return f"{text}. Cheapest: {min(prices)[1]}." if prices else f"{text}."
 
 
@@ -145,7 +146,7 @@ def _main_reason(fast: ClusterPlan, slow: ClusterPlan) -> str:
         text += f" ({fast.num_gpus} instead of {slow.num_gpus} GPUs, {each:.2f} × per GPU)"
     error = max(plan.plan.profile.relative_error for plan in (fast, slow))
     if ratio < 1 + error:
-        text += f", equal within the model's error of {100 * error:.0f}%"
+        text += f", equal within the prediction error of {100 * error:.0f}%"
     found = reasons(fast, slow)
     return f"{text}: {found[0]}." if found else f"{text}."
 

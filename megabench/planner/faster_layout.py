@@ -11,13 +11,12 @@ from megabench.planner.predict import candidate_of, job_of, work_of
 from megabench.planner.search import plan, settings_of
 from megabench.record import RunRecord
 
-LEAST_GAIN = 1.10
-
 
 def faster_layout(record: RunRecord, topology: Topology) -> str | None:
     """Return a sentence about the layout that the plan recommends for the work of a run on its GPUs.
 
-    Return None if it is predicted to gain less than 10%, if the GPUs or the engine cannot be predicted, or on CPUs.
+    Return None if its predicted gain is less than the profile's `least_gain`, if the GPUs or the engine cannot be
+    predicted, or on CPUs.
     """
     device, candidate = topology.hosts[0].device, candidate_of(record)
     if device == "cpu" or candidate is None:
@@ -29,7 +28,7 @@ def faster_layout(record: RunRecord, topology: Topology) -> str | None:
         found = plan(work_of(job), topology, profile, keep=1).ranked
     except UserError:
         return None
-    if not found or (gain := here.step_seconds / found[0].step_seconds) < LEAST_GAIN:
+    if not found or (gain := here.step_seconds / found[0].step_seconds) < profile.least_gain:
         return None
     best = found[0].candidate
     flags = shlex.join(RunConfig.parse(settings_of(best)).flags())

@@ -89,13 +89,13 @@ def layout_columns(rows: Sequence[tuple[str, Estimate]], training: Training | No
         sizes = [one.candidate.layout.world_size for one in estimates]
         speeds = [one.tokens_per_second_per_device * size for one, size in zip(estimates, sizes, strict=True)]
         columns += training_columns([training] * len(rows), speeds, sizes)
+    if any(map(chance_text, estimates)):
+        columns.append(Column("fits", [chance_text(one) or "≥99%" for one in estimates]))
     columns += [
         Column("step s", [f"{one.step_seconds:.3f}" for one in estimates]),
         Column("MFU", [f"{100 * one.mfu:.1f}%" for one in estimates]),
         Column("GiB", [f"{one.memory.total / GIB:.1f}" for one in estimates]),
     ]
-    if any(map(chance_text, estimates)):
-        columns.append(Column("fits", [chance_text(one) or "≥99%" for one in estimates]))
     bubbles = [one.parts.get("bubble", 0.0) / one.step_seconds for one in estimates]
     return [
         *columns,

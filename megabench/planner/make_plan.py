@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast, get_args
 
-from megabench.config import ConfigError
+from megabench.config import ConfigError, RunConfig
 from megabench.config.clusters import names_network
 from megabench.cost.fabric_files import read_fabric
 from megabench.cost.job import Job
@@ -51,6 +51,7 @@ def make_plan(
     for name, value in (("seq_length", seq_length), ("global_batch", global_batch), ("top", top)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value} must be a positive number")
+    RunConfig.parse({"seq_length": seq_length, "global_batch": global_batch, "num_layers": num_layers})
     if grad_dtype not in ("fp32", "bf16"):
         raise ConfigError(f"grad_dtype={grad_dtype!r} is unknown; use fp32 or bf16")
     if precision is not None and precision not in POLICIES:

@@ -19,10 +19,16 @@ from megabench.planner.search import Plan
 _LEAST_SHARE, _MOST_SHARE = 0.2, 1.5
 _SAME_BATCH = 0.1  # largest relative difference between the batch of a log, whose rates are rounded, and the plan's
 _FIRST_STEPS = 0.1  # share of the steps of a progress bar that may compile, and do not count
-_PROGRESS = re.compile(r"(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d+)<")  # "20/50 [06:32<09:48, 19.62s/it]"
-_SAMPLES_PER_SECOND = re.compile(r"CurrSamplesPerSec=([\d.]+)")
-_NUM_STEPS = re.compile(r'"global_step": (\d+)')
-_SUMMARY = re.compile(r"['\"](train_\w+)['\"]: ['\"]?([\d.]+)")
+_NUMBER = r"(\d+\.?\d*(?:e[+-]?\d+)?)(?![\w.])"
+_COUNT = r"(\d{1,9})"
+# "20/50 [06:32<09:48, 19.62s/it]". Bars of other units, such as examples/s, do not count steps.
+_PROGRESS = re.compile(
+    rf"(?<!\d){_COUNT}/{_COUNT} \[(?:{_COUNT}:)?{_COUNT}:{_COUNT}<[\d:?]+, *[\d.?]+(?:s/it|it/s)[],]"
+)
+_SAMPLES_PER_SECOND = re.compile(rf"CurrSamplesPerSec={_NUMBER}")
+_NUM_STEPS = re.compile(rf'"global_step": {_COUNT}\b')
+_SUMMARY = re.compile(rf"['\"](train_\w+)['\"]: ['\"]?{_NUMBER}")
+_MOST_SECONDS = 1e6
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ def read_measured(text: str, job: Job) -> MeasuredStep:
         seconds = float(text)
     except ValueError:
         return _of_file(Path(text), job)
-    if not 0 < seconds < 1e6:
+    if not 0 < seconds < _MOST_SECONDS:
         raise ConfigError(f"--measured {text} is no step time; use the seconds of a step, e.g. --measured 19.6")
     return MeasuredStep(seconds, has_first_steps=True)
 
@@ -54,12 +60,13 @@ def _of_file(path: Path, job: Job) -> MeasuredStep:
         what = getattr(error, "strerror", None) or error
         raise ConfigError(f"--measured {path}: {what}; use the seconds of a step, or a readable log") from None
     summary = dict(_SUMMARY.findall(text))
-    if not (found := _of_deepspeed(text, job) or _of_progress(text) or _of_summary(text, summary)):
+    counted = _of_summary(text, summary)
+    found = counted or _of_deepspeed(text, job) or _of_progress(text)
+    if not found or not 0 < found.seconds < _MOST_SECONDS:
         raise ConfigError(
             f"--measured {path} has no step time; use trainer_state.json or the output of a finished HF Trainer run, "
             f"or a DeepSpeed log with CurrSamplesPerSec"
         )
-    counted = _of_summary(text, summary)
     batch = float(summary.get("train_samples_per_second", 0)) * counted.seconds if counted else 0
     if batch and abs(batch / job.global_batch - 1) > _SAME_BATCH:
         raise ConfigError(
@@ -71,8 +78,8 @@ def _of_file(path: Path, job: Job) -> MeasuredStep:
 
 def _of_deepspeed(text: str, job: Job) -> MeasuredStep | None:
     """Return the median step of DeepSpeed's throughput timer, which leaves out the first two steps."""
-    rates = [float(rate) for rate in _SAMPLES_PER_SECOND.findall(text)]
-    return MeasuredStep(job.global_batch / median(rates), has_first_steps=False) if any(rates) else None
+    rates = [rate for found in _SAMPLES_PER_SECOND.findall(text) if (rate := float(found)) > 0]
+    return MeasuredStep(job.global_batch / median(rates), has_first_steps=False) if rates else None
 
 
 def _of_progress(text: str) -> MeasuredStep | None:
@@ -104,11 +111,11 @@ def explanations(plan: Plan, own: OwnLayout, predicted: Estimate, measured: Meas
     start = f"A step should take {predicted.step_seconds:.3g} s, and took {measured.seconds:.3g} s"
     if ratio <= 1 / (1 + error):
         return [
-            f"{start}, which is faster than predicted by more than the model's error of {error:.0%}: check that model, "
-            f"sequence length, global batch and number of GPUs are those of the run."
+            f"{start}, which is faster than predicted by more than the prediction error of {error:.0%}: check that "
+            f"model, sequence length, global batch and number of GPUs are those of the run."
         ]
     if ratio <= 1 + error:
-        return [f"{start}, which agrees within the model's error of {error:.0%}."]
+        return [f"{start}, which agrees within the prediction error of {error:.0%}."]
     rest = measured.seconds - predicted.step_seconds
     causes = sorted(
         ((seconds, text) for text, seconds in _causes(plan, own, predicted)), key=lambda cause: abs(cause[0] - rest)

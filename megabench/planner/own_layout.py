@@ -25,6 +25,7 @@ _SPELLINGS = (
     (r"\b(micro[- _]?batch(es)?([- _]?size)?|mbs)(?![a-z])", "mb"),
     (r"\bmegatron[- _]?fsdp\b", "megatron_fsdp"),
     (r"\bfsdp ?2\b", "fsdp"),
+    (r"\b(none|selective)[- _]*((activation|gradient)[- _]*)?(checkpointing|recompute|recomputation)\b", r"\1"),
     (r"\b((activation|gradient)[- _]?checkpointing|(full[- _]?)?recompute|(full[- _]?)?recomputation)\b", "full"),
     (r"\b(cpu|host)[- _]?offload\w*", "offload"),
     (rf"\b(\d+)[- ]*way[- ]*{_SIZE}\b", r" \2\1 "),
@@ -89,6 +90,11 @@ def read_layout(text: str) -> OwnLayout:
             )
     if not engines and not sizes:
         raise ConfigError(f"--layout {text!r} names no layout; write sizes or an engine, such as {_EXAMPLES}")
+    for group in (_RECOMPUTES, _PLACEMENTS):
+        if len(several := sorted(options & group)) > 1:
+            raise ConfigError(
+                f"--layout {text!r} has {' and '.join(several)}, which exclude each other; use one of them"
+            )
     return OwnLayout(text, next(iter(engines), None), sizes, frozenset(options))
 
 

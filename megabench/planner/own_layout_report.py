@@ -51,7 +51,7 @@ class OwnLayoutReport:
             faster = f"{100 * (1 / self.ratio - 1):.0f}% faster than" if self.ratio < 1 - NOTEWORTHY else "as fast as"
             return f"{name} would be {faster} the recommended {best.candidate.name}.{end}"
         start = f"The recommended {best.candidate.name} is {self.ratio:.2f} × as fast as {name}"
-        return f"{start}: {why(best, own).replace('it spends', 'yours spends')}.{end}"
+        return f"{start}. Yours takes {why(best, own)}.{end}"
 
     def write(self, console: Console, training: Training | None) -> None:
         """Print the verdict, both layouts as a table, the explanation of the measured step, and both commands."""

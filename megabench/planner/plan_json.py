@@ -51,7 +51,6 @@ def describe(plan: Plan, top: int) -> dict[str, Any]:
         "reason": reason(plan) if best else None,
         "command": train_command(plan, best.candidate) if best else None,
         "num_equal": plan.equals,
-        "fastest": best.candidate.name if best else None,
         "merged": plan.merged,
         "ranked": [describe_estimate(estimate) for estimate in plan.ranked[:top]],
         "fallback": _with_command(plan, plan.fallback),

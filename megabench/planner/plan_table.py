@@ -1,5 +1,6 @@
 """`megabench plan`: print the recommended layout, its command, the reason and the fastest layouts. Loads no torch."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from megabench.planner.reasons import (
     NOTEWORTHY,
     chance_text,
     chosen,
+    is_parallel,
     megatron_note,
     origin,
     reason,
@@ -28,6 +30,17 @@ from megabench.planner.reasons import (
 from megabench.planner.search import Plan
 from megabench.planner.train_command import train_command
 
+# the options in the names of layouts, and their meanings; N stands for a number
+_TAGS = {
+    "full": "full recomputation",
+    "selective": "selective recomputation",
+    "spread-tp": "tp groups across NVLink domains",
+    "kept": "keeps gathered weights",
+    "shardN": "shards over N GPUs, with replicas of the shards",
+    "hpzN": "second copy of the shards per N GPUs",
+    "offload-optimizer": "optimizer in host memory",
+    "offload-all": "weights and optimizer in host memory",
+}
 MOST_TOLD = 12  # number of layouts to search even with a smaller --top, so that equally fast ones are counted
 
 
@@ -44,7 +57,8 @@ def write(console: Console, plan: Plan, top: int, training: Training | None = No
         return
     best = chosen(plan)
     speed = f"{best.tokens_per_second_per_device:,.0f} tok/s per GPU"
-    _say(console, f"Best layout: {best.candidate.name}, {speed}, {best.mfu:.1%} MFU", style="bold")
+    tie = f" ({_tie(plan, min(top, plan.equals))})" if plan.equals > 1 else ""
+    _say(console, f"Best predicted layout: {best.candidate.name}, {speed}, {best.mfu:.1%} MFU{tie}", style="bold")
     _command(console, plan, best)
     console.print()
     _say(console, f"Why: {reason(plan)}")
@@ -56,7 +70,7 @@ def write(console: Console, plan: Plan, top: int, training: Training | None = No
     _section(console, "Faster, but may run out of memory", _risks(plan))
     _section(console, "Faster with another dtype", _gains(plan))
     if baselines := _missing_baselines(plan, shown):
-        _head(console, "Data-parallel layouts")
+        _head(console, "Best of each engine without tp, cp or pp")
         _layouts(console, [("", one) for one in baselines], training)
         _unmeasured(console, unmeasured_engines(baselines))
     _section(console, "Notes", [*_notes(plan, shown), *_sources(plan)])
@@ -69,7 +83,10 @@ def _ranking(console: Console, plan: Plan, shown: Sequence[Estimate], training: 
     console.print()
     _layouts(console, [(_rank(plan, number), one) for number, one in enumerate(shown, 1)], training)
     axes = ", ".join(f"{axis.name} {axis.title.removesuffix(' parallel')}" for axis in AXES)
-    _say(console, f"{axes}; vp chunks per stage, mb micro-batch", style="dim")
+    named = [*shown, *_missing_baselines(plan, shown), *([plan.fallback] if plan.fallback else []), *_risky(plan)]
+    options = {re.sub(r"\d+$", "N", word) for one in named for word in one.candidate.name.split()[1:]}
+    tags = "".join(f"; {tag}: {meaning}" for tag, meaning in _TAGS.items() if tag in options)
+    _say(console, f"{axes}; vp chunks per stage, mb micro-batch{tags}", style="dim")
     if training:
         has_price = training.price_per_gpu_hour is not None
         words = f"days{' and price' * has_price} of training on {token_words(training.num_tokens)}"
@@ -84,6 +101,12 @@ def _work(plan: Plan) -> str:
     where = f"{topology.world_size:,} × {topology.hosts[0].device}{mark}, {topology.hosts_in_words}"
     unusual = f" · {job.precision}" * (job.precision != "bf16") + f" · {job.optimizer}" * (job.optimizer != "adamw")
     return f"{job.shape.name} on {where} · {job.global_batch} × {job.seq_length} tokens a step{unusual}"
+
+
+def _tie(plan: Plan, num_rows: int) -> str:
+    """Return which rows are as fast as the first one."""
+    rows = f"rows 1 {'to' if num_rows > 2 else 'and'} {num_rows}" if num_rows > 1 else "it and others"
+    return f"{rows} are equal within the prediction error of {plan.profile.relative_error:.0%}"
 
 
 def _rank(plan: Plan, number: int) -> str:
@@ -139,29 +162,41 @@ def _fallback(console: Console, plan: Plan) -> None:
     _command(console, plan, other)
 
 
+def _risky(plan: Plan) -> list[Estimate]:
+    """Return the layouts that may not fit and would be noticeably faster."""
+    return [one for one in plan.risky if chosen(plan).step_seconds > (1 + NOTEWORTHY) * one.step_seconds]
+
+
 def _risks(plan: Plan) -> list[str]:
     """Return the layouts that would be noticeably faster, with their chances to fit."""
     best = chosen(plan).step_seconds
     return [
         f"{one.candidate.name}: {100 * (best / one.step_seconds - 1):.0f}% faster, fits with a chance of "
         f"{chance_text(one)}"
-        for one in plan.risky
-        if best > (1 + NOTEWORTHY) * one.step_seconds
+        for one in _risky(plan)
     ]
 
 
 def _gains(plan: Plan) -> list[str]:
-    return [
-        f"{one.flags}: {100 * (one.ratio - 1):.0f}% faster with {one.estimate.candidate.name}; compare the losses"
-        for one in gains(plan)
-    ]
+    """Return the gains of other dtypes over the recommended layout."""
+    best, fitting = chosen(plan).candidate, {one.candidate for one in plan.ranked}
+    found = []
+    for one in gains(plan):
+        candidate = one.estimate.candidate
+        layout = "the same layout" if candidate == best else candidate.name
+        only = ", which fits only with this dtype" * (candidate not in fitting)
+        faster = f"{100 * (one.ratio - 1):.0f}% faster than the best layout above, with {layout}{only}"
+        found.append(f"{one.flags}: {faster}; compare the losses")
+    return found
 
 
 def _missing_baselines(plan: Plan, shown: Sequence[Estimate]) -> list[Estimate]:
     """Return the best layout of each data-parallel kind that the table lacks.
 
-    Offload is shown only for stages that do not fit without it.
+    Offload is shown only for stages that do not fit without it. The list is empty if all rows are data-parallel.
     """
+    if not any(map(is_parallel, shown)):
+        return []
     fitting = {(one.candidate.engine, _stage(one)) for one in plan.baselines if not one.host_bytes}
     needed = [one for one in plan.baselines if not one.host_bytes or (one.candidate.engine, _stage(one)) not in fitting]
     return [one for one in needed if one not in shown]
@@ -187,7 +222,14 @@ def _notes(plan: Plan, shown: Sequence[Estimate]) -> list[str | None]:
         for one in shown
         if one.host_bytes
     ]
-    return [*hosts, megatron_note(shown), unplanned_note()]
+    batch, num_gpus = plan.job.global_batch, plan.topology.world_size
+    few = (
+        f"{batch} sequences are few for {num_gpus:,} GPUs; --global-batch {num_gpus} allows data parallelism over all "
+        f"of them."
+        if batch < num_gpus
+        else None
+    )
+    return [few, *hosts, megatron_note(shown), unplanned_note()]
 
 
 def _sources(plan: Plan) -> list[str]:

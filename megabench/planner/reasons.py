@@ -37,39 +37,49 @@ def chosen(plan: Plan) -> Estimate:
 def reason(plan: Plan) -> str:
     """Return at most three sentences: why a layout is recommended, the best of the other kind, and the certainty."""
     which = f"the fastest of {plan.num_fitting:,} layouts that fit" if plan.num_fitting > 1 else "the only one to fit"
-    return f"It is {which} with a chance of {LIKELY:.0%} or more. {_other_kind(plan)} {certainty(plan)}"
+    said = [f"It is {which} with a chance of {LIKELY:.0%} or more.", _other_kind(plan), certainty(plan)]
+    return " ".join(filter(None, said))
 
 
 def _other_kind(plan: Plan) -> str:
-    """Return a sentence that compares the recommended layout with the best data-parallel, or parallel, one."""
+    """Return a sentence that compares the recommended layout with the best data-parallel, or parallel, one.
+
+    On one GPU, there is no other kind, and the text is empty.
+    """
+    if plan.topology.world_size == 1:
+        return ""
     best = chosen(plan)
-    is_parallel = _is_parallel(best)
-    others = plan.baselines if is_parallel else [one for one in plan.ranked if _is_parallel(one)]
-    if not others:
-        return f"{_no_alternative(plan, is_parallel)}."
-    kind = "data-parallel" if is_parallel else "tensor- or pipeline-parallel"
-    start = f"The best {kind} layout, {others[0].candidate.name}, takes"
-    slower = others[0].step_seconds / best.step_seconds
+    best_is_parallel = is_parallel(best)
+    others = [one for one in (*plan.ranked, *plan.baselines) if is_parallel(one) != best_is_parallel]
+    other = min(others, key=lambda one: one.step_seconds, default=None)
+    if other is None:
+        return f"{_no_alternative(plan, best_is_parallel)}."
+    kind = "data-parallel" if best_is_parallel else "tensor- or pipeline-parallel"
+    start = f"The best {kind} layout, {other.candidate.name}, takes"
+    slower = other.step_seconds / best.step_seconds
     if slower < 1 + NOTEWORTHY:
         return f"{start} as long."
-    return f"{start} {slower:.2f} × as long: {why(best, others[0])}."
+    return f"{start} {slower:.2f} × as long, {why(best, other)}."
 
 
 def certainty(plan: Plan) -> str:
     """Return a sentence about the certainty of the ranking."""
-    error = f"the model's error of {plan.profile.relative_error:.0%}"
+    error = f"prediction error of {plan.profile.relative_error:.0%}"
     if plan.equals > 1:
-        return f"Rows marked = differ by less than {error}: measure them with compare --plan."
-    return f"It leads by more than {error}." if plan.num_fitting > 1 else f"Its step time has {error}."
+        return f"Rows marked = differ by less than the {error}: measure them with compare --plan."
+    return f"It leads by more than the {error}." if plan.num_fitting > 1 else f"Its step time has a {error}."
 
 
 def why(fast: Estimate, slow: Estimate) -> str:
-    """Return the part of a step on which the slow layout spends the most additional time."""
+    """Return the difference of two steps, and the part on which the slow layout spends the most additional time."""
     loses = {part: slow.parts.get(part, 0.0) - fast.parts.get(part, 0.0) for part in (*slow.parts, *fast.parts)}
     part = max(loses, key=loses.__getitem__)
-    if loses[part] <= NOTEWORTHY * fast.step_seconds:
-        return "it spends a little more on every part of a step"
-    return f"it spends {duration(loses[part])} more of a step on {PART_WORDS[part]}"
+    total, least = slow.step_seconds - fast.step_seconds, NOTEWORTHY * fast.step_seconds
+    longer, rest = f"{duration(total)} longer", total - loses[part]
+    if loses[part] <= least:
+        return f"{longer}: a little more on every part of a step"
+    elsewhere = f", {duration(abs(rest))} {'more' if rest > 0 else 'less'} elsewhere" * (abs(rest) > least)
+    return f"{longer}: {duration(loses[part])} more on {PART_WORDS[part]}{elsewhere}"
 
 
 def duration(seconds: float) -> str:
@@ -83,15 +93,16 @@ def chance_text(estimate: Estimate) -> str:
     return "" if chance >= 99 else f"{chance}%" if chance else "<1%"
 
 
-def _is_parallel(estimate: Estimate) -> bool:
-    """Return whether the candidate's engine has other parallel axes than dp."""
-    return not ENGINES[estimate.candidate.engine].is_data_parallel
+def is_parallel(estimate: Estimate) -> bool:
+    """Return whether tp, cp or pp is above 1. Layouts of megatron-core can also be purely data-parallel."""
+    layout = estimate.candidate.layout
+    return layout.data_parallel < layout.world_size
 
 
-def _no_alternative(plan: Plan, is_parallel: bool) -> str:
+def _no_alternative(plan: Plan, best_is_parallel: bool) -> str:
     """Return why no layout of the other kind is ranked."""
     job, world_size = plan.job, plan.topology.world_size
-    if is_parallel:
+    if best_is_parallel:
         if job.global_batch % world_size:
             return f"ZeRO, FSDP2 and DDP need a global batch that is a multiple of the {world_size} GPUs"
         return "No ZeRO, FSDP2 or DDP fits"
@@ -99,7 +110,7 @@ def _no_alternative(plan: Plan, is_parallel: bool) -> str:
         return f"{job.shape.name} has no tensor- or pipeline-parallel blocks here"
     if not any(engine.has_optimizer(job.optimizer, {}) for engine in ENGINES.values() if not engine.is_data_parallel):
         return f"No engine with tensor or pipeline parallelism has optimizer={job.optimizer}"
-    return "No tensor- or pipeline-parallel layout fits"
+    return f"No tensor- or pipeline-parallel layout is among the {len(plan.ranked)} fastest"
 
 
 def why_nothing_fits(plan: Plan) -> str:
@@ -141,7 +152,8 @@ def megatron_note(estimates: Sequence[Estimate]) -> str | None:
     """Return how megatron-core's data parallelism differs from DDP, or None if no layout is pure data parallelism."""
     for one in estimates:
         layout = one.candidate.layout
-        if _is_parallel(one) and layout.dp == layout.world_size > 1:
+        is_megatron = not ENGINES[one.candidate.engine].is_data_parallel
+        if is_megatron and layout.dp == layout.world_size > 1:
             engine = ENGINES["megatron"].title
             return f"{one.candidate.name} is data parallelism of {engine}. Unlike DDP, it shards the optimizer state."
     return None

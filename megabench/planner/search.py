@@ -52,7 +52,7 @@ class Plan:
     The first item of `ranked` is the recommended candidate: the fastest one that is likely to fit. The other candidates
     follow from fast to slow, one of each family. `merged` maps the name of a ranked candidate to the names of equally
     fast variants with another cp. `equals` is the number of first candidates whose predictions differ from the fastest
-    by less than the model's error.
+    by less than the prediction error.
 
     `fallback` is the fastest candidate that needs noticeably less memory than the recommended one, for a run that runs
     out of memory, or None if the recommended one leaves much memory free or no candidate needs less.
@@ -199,7 +199,7 @@ def fastest(costs: Costs, members: Iterable[Candidate]) -> Estimate | None:
 def _merged(costs: Costs, families: list[Estimate]) -> tuple[list[Estimate], dict[str, list[str]]]:
     """Return the estimates to show, and the names of the variants that each of them represents.
 
-    A variant with another cp is represented if it is equally fast within the model's error.
+    A variant with another cp is represented if it is equally fast within the prediction error.
     """
     ranked: list[Estimate] = []
     merged: dict[str, list[str]] = {}

@@ -11,6 +11,8 @@ from rich.text import Text
 from megabench.config import ConfigError
 from megabench.config.clusters import read_cluster
 from megabench.cost.memory import LIKELY
+from megabench.hardware.gpus import find_ultraserver
+from megabench.hardware.topology import MOST_HOSTS, positive_count
 from megabench.models.find import find_model
 from megabench.parallel.layout import Layout
 from megabench.planner.layout_table import Column, print_table
@@ -23,10 +25,10 @@ MODELS = "llama3-8b,llama3-70b,llama3-405b"
 
 @dataclass(frozen=True)
 class Cell:
-    """The plan of one model on one number of hosts."""
+    """The plan of one model on a number of hosts or UltraServers."""
 
     model: str
-    num_hosts: int
+    count: int
     plan: Plan
 
     @property
@@ -49,11 +51,14 @@ def make_map(models: str, cluster: str, global_batch: int | None, make: Callable
     if that is more. Raises ConfigError for a cluster of another form.
     """
     name, _, rest = cluster.partition(":")
-    count, _, gpus = rest.partition(":")
-    if not count.isdigit() or int(count) < 1:
-        raise ConfigError(f"--map needs an instance type and the largest number of hosts, e.g. --cluster {name}:64")
-    sizes = [2**power for power in range(int(count).bit_length())]
-    sizes += [int(count)] * (int(count) not in sizes)
+    text, _, gpus = rest.partition(":")
+    if (count := positive_count(text, MOST_HOSTS)) is None:
+        raise ConfigError(
+            f"--map needs an instance type and the largest number of hosts, which must be 1 to {MOST_HOSTS}, e.g. "
+            f"--cluster {name}:64"
+        )
+    sizes = [2**power for power in range(count.bit_length())]
+    sizes += [count] * (count not in sizes)
     hosts = {size: f"{name}:{size}" + f":{gpus}" * bool(gpus) for size in sizes}
     num_gpus = {size: read_cluster(text).world_size for size, text in hosts.items()}
     names = models.split(",")
@@ -69,10 +74,11 @@ def make_map(models: str, cluster: str, global_batch: int | None, make: Callable
 def write_map(console: Console, cells: Sequence[Cell], cluster: str) -> None:
     """Print a row for each number of hosts and a column for each model."""
     name = cluster.partition(":")[0]
-    models, sizes = list(dict.fromkeys(cell.model for cell in cells)), list(dict.fromkeys(c.num_hosts for c in cells))
-    console.print(Text(f"Best layout and MFU by model and number of hosts of {name}", style="bold"))
-    by_place = {(cell.model, cell.num_hosts): cell.words for cell in cells}
-    columns = [Column("hosts", [str(size) for size in sizes], is_kept=True)]
+    models, sizes = list(dict.fromkeys(cell.model for cell in cells)), list(dict.fromkeys(c.count for c in cells))
+    unit = "UltraServers" if find_ultraserver(name) else "hosts"
+    console.print(Text(f"Best layout and MFU by model and number of {unit} of {name}", style="bold"))
+    by_place = {(cell.model, cell.count): cell.words for cell in cells}
+    columns = [Column(unit, [str(size) for size in sizes], is_kept=True)]
     columns += [Column(one, [by_place[one, size] for size in sizes], is_text=True, is_kept=True) for one in models]
     print_table(console, columns)
     batches = "global batch: the model's, or one sequence per GPU if that is more"
@@ -84,7 +90,7 @@ def map_as_json(cells: Sequence[Cell]) -> str:
     found: list[dict[str, Any]] = [
         {
             "model": cell.model,
-            "num_hosts": cell.num_hosts,
+            "num_hosts": len(cell.plan.topology.hosts),
             "global_batch": cell.plan.job.global_batch,
             "best": describe_estimate(chosen(cell.plan)) if cell.plan.ranked else None,
         }

@@ -17,17 +17,18 @@ def train_command(plan: Plan, candidate: Candidate) -> str:
     is_whole = shape.num_layers == find_model(shape.name).num_layers
     run = RunConfig.parse(
         settings_of(candidate)
-        | {"model": shape.name, "seq_length": job.seq_length, "global_batch": job.global_batch}
+        | {"seq_length": job.seq_length, "global_batch": job.global_batch}
         | {"num_layers": None if is_whole else shape.num_layers, "emulate_hosts": hosts if topology.emulated else None}
         | {"grad_dtype": "fp32" if job.bytes_of_gradient == 4 else "bf16", "optimizer": job.optimizer}
         | _precision_settings(plan)
     )
     if hosts == 1 or topology.emulated:
-        return run.command(topology.world_size)
-    sizes = {len(ranks) for ranks in topology.ranks_by_host}
-    where = ["--nnodes", str(hosts), "--nproc-per-node", str(sizes.pop()) if len(sizes) == 1 else "gpu"]
-    where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
-    return shlex.join(["torchrun", *where, "-m", "megabench.train", *run.flags()])
+        where = ["--nproc-per-node", str(topology.world_size)]
+    else:
+        sizes = {len(ranks) for ranks in topology.ranks_by_host}
+        where = ["--nnodes", str(hosts), "--nproc-per-node", str(sizes.pop()) if len(sizes) == 1 else "gpu"]
+        where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+    return shlex.join(["torchrun", *where, "-m", "megabench.train", "--model", shape.name, *run.flags()])
 
 
 def _precision_settings(plan: Plan) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_a_cluster_that_is_too_small_has_no_row():
 
 def test_equal_clusters_are_called_equal():
     (one, other) = plans(H200, H200)
-    assert reasons(one, other) == [] and "equal within the model's error" in shown([one, other])
+    assert reasons(one, other) == [] and "equal within the prediction error" in shown([one, other])
 
 
 @pytest.mark.parametrize("name", ["g5.48xlarge:1", "g6e.48xlarge:2", "p5.48xlarge:1", "p4d.24xlarge:2"])
@@ -135,6 +135,10 @@ def test_prices_name_the_cheapest_cluster():
         assert f" {hours * plan_.num_gpus * price:,.0f} |" in row
 
 
+def test_a_price_of_nothing_is_the_cheapest():
+    assert f"Cheapest: {A100}." in shown(plans(A100, H200, prices=[0.0, 2.0])).splitlines()[0]
+
+
 @pytest.mark.e2e
 def test_the_command():
     two = ("--model", "qwen3-0.6b", "--cluster", A100, "--cluster", H200)
@@ -157,6 +161,9 @@ def test_the_command():
         (("--layout", "dp4", "--explain", "dp4 mb1"), "--explain and --layout show different things"),
         (("--measured", "19.6"), "--measured needs the layout that was measured"),
         (("--price-per-gpu-hour", "1", "--price-per-gpu-hour", "2"), "is given 2 times for 1 clusters"),
+        (("--map", "--tokens", "1e12"), "--map does not use --tokens"),
+        (("--map", "--price-per-gpu-hour", "0"), "--map does not use --price-per-gpu-hour"),
+        (("--map", "--top", "5"), "--map does not use --top"),
         (("--map",), "--map needs an instance type and the largest number of hosts"),
     ],
 )
@@ -165,6 +172,13 @@ def test_options_that_contradict_each_other_are_refused(arguments, words):
     ended = megabench("plan", "--cluster", where, *arguments)
     assert ended.returncode == 2 and words in ended.stderr and not ended.stdout
     assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("price", ["inf", "nan", "-1"])
+def test_a_price_is_finite(price):
+    ended = megabench("plan", "--cluster", A100, "--price-per-gpu-hour", price)
+    assert ended.returncode == 2 and not ended.stdout and "Invalid value for '--price-per-gpu-hour'" in ended.stderr
 
 
 def test_no_ratio_to_a_rounding_error():

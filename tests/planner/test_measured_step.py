@@ -55,8 +55,44 @@ def test_trainer_state_counts_its_steps(tmp_path):
 
 def test_a_progress_bar_leaves_out_the_first_steps(tmp_path):
     """The first steps took 177 s; the other 45 took 810 s."""
-    found = step_of(tmp_path, PROGRESS + SUMMARY)
+    found = step_of(tmp_path, PROGRESS)
     assert found.seconds == pytest.approx(810 / 45) and not found.has_first_steps
+
+
+def test_the_summary_is_preferred_to_other_numbers_of_the_log(tmp_path):
+    for others in (PROGRESS, DEEPSPEED):
+        assert step_of(tmp_path, others + SUMMARY).seconds == pytest.approx(1 / 0.051)
+
+
+@pytest.mark.parametrize("unit", ["examples/s", "ex/s", "ba/s"])
+def test_progress_bars_of_datasets_are_no_steps(tmp_path, unit):
+    bars = (
+        f"Map:  10%|#  | 1000/10000 [00:10<01:30, 100.00 {unit}]\rMap: 100%|###| 10000/10000 [01:40<00:00, 99 {unit}]\n"
+    )
+    assert step_of(tmp_path, bars + PROGRESS).seconds == pytest.approx(810 / 45)
+    with pytest.raises(ConfigError, match="has no step time"):
+        step_of(tmp_path, bars)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CurrSamplesPerSec=1.6., CurrSamplesPerSec=.",
+        "CurrSamplesPerSec=0.0, CurrSamplesPerSec=0, ",
+        "{'train_runtime': 1.2.3, 'train_steps_per_second': 0.5}",
+        "{'train_runtime': 10.0, 'train_steps_per_second': 0.0}",
+        "{'train_runtime': 1e400, 'train_steps_per_second': 1e-400}",
+        f"{'9' * 5000}/{'9' * 5001} [00:10<00:00, 1.0s/it]",
+    ],
+)
+def test_numbers_that_are_none_are_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match="has no step time"):
+        step_of(tmp_path, text)
+
+
+def test_zero_rates_do_not_count(tmp_path):
+    zeros = "CurrSamplesPerSec=0.0, " * 5
+    assert step_of(tmp_path, zeros + DEEPSPEED).seconds == pytest.approx(16 / 0.8)
 
 
 def test_deepspeed_counts_sequences(tmp_path):
@@ -85,7 +121,7 @@ def said(text: str, ratio: float, where: str = "p5.48xlarge:2", has_first_steps:
 def test_a_step_within_the_error_needs_no_explanation():
     for ratio in (0.95, 1.05):
         (sentence,) = said("tp8 pp2", ratio)
-        assert sentence.endswith("which agrees within the model's error of 12%.")
+        assert sentence.endswith("which agrees within the prediction error of 12%.")
 
 
 def test_a_faster_step_asks_for_the_same_work():

@@ -37,6 +37,7 @@ def planned(where: str = "p5.48xlarge:2", model: str = "llama3-8b") -> Plan:
         ("FSDP2 shard8", "fsdp", {}, {"shard8"}),
         ("megatron-fsdp", "megatron_fsdp", {}, set()),
         ("ddp", "ddp", {}, set()),
+        ("tp8 selective recomputation", None, {"tp": 8}, {"selective"}),
         ("data parallel 16", None, {"dp": 16}, set()),
     ],
 )
@@ -48,6 +49,12 @@ def test_what_people_write_is_understood(text, engine, sizes, options):
 @pytest.mark.parametrize("text", ["", "foo", "tp", "tp0", "tp8 tp4", "zero3 fsdp", "zero4", "full", "tp8 banana"])
 def test_what_is_not_understood_is_refused_in_one_sentence(text):
     with pytest.raises(ConfigError, match=r'^--layout .*, such as "tp8 pp2", "zero3" or "fsdp mb2 full"$'):
+        read_layout(text)
+
+
+@pytest.mark.parametrize("text", ["zero3 offload full none", "tp8 topology spread-tp"])
+def test_options_that_exclude_each_other_are_refused(text):
+    with pytest.raises(ConfigError, match="which exclude each other; use one of them"):
         read_layout(text)
 
 

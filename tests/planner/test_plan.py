@@ -49,7 +49,7 @@ def test_the_documented_command():
     assert shown.returncode == 0 and not shown.stderr
     first, second, *_ = shown.stdout.splitlines()
     assert first == "llama3-70b on 32 × NVIDIA H100 80GB HBM3, 4 hosts · 256 × 8192 tokens a step"
-    assert second.startswith("Best layout: ")
+    assert second.startswith("Best predicted layout: ") and " (rows 1 to 5 are equal within" in second
     found = json.loads(megabench("plan", *arguments, "--json").stdout)
     assert found["sweet_spot"] in shown.stdout
     run = parse_flags(shlex.split(found["command"].partition("-m megabench.train ")[2]))
@@ -89,6 +89,7 @@ def test_what_a_profile_was_measured_on_is_said(cluster, words):
         (["--cluster", "p5.48xlarge:2", "--profile", "none.json"], "cannot read none.json"),
         (["--cluster", "p5.48xlarge:2", "--model", "gpt2", "--seq-length", "2048"], "exceeds the 1024 positions"),
         (["--cluster", "p5.48xlarge:2", "--model", "gpt2", "--global-batch", "3"], "use a global batch"),
+        (["--cluster", "p5.48xlarge:2", "--global-batch", "99999999999"], "global_batch=99999999999 is not valid"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_one_sentence(arguments, words):
@@ -188,7 +189,7 @@ def test_layouts_within_the_models_error_are_called_equal():
     found = made("llama3-70b", "p5.48xlarge:4")
     limit = chosen(found).step_seconds * (1 + found.profile.relative_error)
     assert [estimate.step_seconds <= limit for estimate in found.ranked].count(True) == found.equals > 1
-    assert certainty(found).startswith("Rows marked = differ by less than the model's error of 12%: measure them")
+    assert certainty(found).startswith("Rows marked = differ by less than the prediction error of 12%: measure them")
     rows = [line for line in written(found).splitlines() if re.match(r"\| \d+= ", line)]
     assert len(rows) == min(5, found.equals)
 
@@ -209,6 +210,13 @@ def test_the_reason_has_three_short_sentences(model, where, global_batch, words)
     assert words in said
     sentences = re.split(r"(?<=\.) ", said)
     assert len(sentences) == 3 and all(len(sentence.split()) <= 32 for sentence in sentences), sentences
+
+
+def test_pure_data_parallelism_of_megatron_is_called_data_parallel():
+    found = made("llama3-8b", "p6-b300.48xlarge:1", 8192, 128)
+    best = chosen(found).candidate
+    assert best.engine == "megatron" and best.layout.dp == 8, best.name
+    assert "The best tensor- or pipeline-parallel layout, " in reason(found)
 
 
 PLACES = [
@@ -288,6 +296,59 @@ def test_days_and_price_are_those_of_every_row():
         hours = 1e12 / (8 * one.tokens_per_second_per_device) / 3600
         row = next(line for line in text.splitlines() if f" {one.candidate.name} " in line)
         assert f" {hours / 24:,.1f} |" in row and f" {hours * 8 * 2:,.0f} |" in row
+
+
+def test_chances_below_99_percent_are_shown_in_a_narrow_terminal():
+    found = made("llama3-70b", "p4d.24xlarge:8", global_batch=64)
+    text = written(found, 80)
+    assert " fits |" in text and "|  96% |" in text and "bubble" not in text
+
+
+def test_the_legend_has_the_options_that_occur():
+    legend = next(
+        line for line in written(made("llama3-8b", "p5.48xlarge:2", global_batch=32)).splitlines() if "; vp" in line
+    )
+    assert legend.endswith(
+        "mb micro-batch; full: full recomputation; shardN: shards over N GPUs, with replicas of the shards"
+    )
+
+
+def test_gains_of_dtypes_are_those_over_the_best_layout():
+    found = made("llama3-8b", "p5.48xlarge:2", global_batch=32)
+    (fp8,) = [line for line in written(found).splitlines() if line.startswith("- --precision fp8")]
+    assert "faster than the best layout above, with " in fp8 and ", which fits only with this dtype; compare" in fp8
+    small = written(made("gpt2", "a100-pairs", 1024, 32))
+    assert "17% faster than the best layout above, with the same layout; compare" in small
+
+
+def test_a_table_of_data_parallel_layouts_needs_no_second_one():
+    title = "Best of each engine without tp, cp or pp\n"
+    assert title not in written(made("gpt2", "a100-pairs", 1024, 32))
+    assert title in written(made("llama3-8b", "p5.48xlarge:2", global_batch=32))
+
+
+def test_few_sequences_are_noted():
+    note = "32 sequences are few for 128 GPUs; --global-batch 128 allows data parallelism over all of them."
+    assert note in written(made("llama3-8b", "p5.48xlarge:16", global_batch=32))
+    assert "are few for" not in written(made("llama3-8b", "p5.48xlarge:16", global_batch=128))
+
+
+def test_one_gpu_has_no_other_kind_of_layout():
+    found = made("llama3-8b", "p5.48xlarge:1:1", global_batch=32)
+    assert "parallel" not in reason(found) and "(rows 1 and 2 are equal within" in written(found)
+    assert train_command(found, chosen(found).candidate).startswith(
+        "torchrun --nproc-per-node 1 -m megabench.train --model llama3-8b "
+    )
+
+
+def test_the_whole_difference_comes_before_its_parts():
+    found = made("llama3-8b", "p5.48xlarge:2", global_batch=32)
+    parts = re.search(
+        r"as long, ([\d.]+) s longer: ([\d.]+) s more on [a-z -]+, (\d+) ms less elsewhere\.", reason(found)
+    )
+    assert parts
+    total, more, less = map(float, parts.groups())
+    assert total == pytest.approx(more - less / 1000, abs=0.01)
 
 
 def test_what_was_never_measured_says_so():
