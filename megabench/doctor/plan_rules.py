@@ -55,6 +55,7 @@ def plan(
     predicted = [one for trial in trials if (one := predict(trial, predictions))]
     base = StudyFile.read(source).defaults
     rules = (
+        best_plan_rules.refused(trials, predictions.refusals),
         *best_plan_rules.rules_for(predicted, base, size),
         *planner_rules.rules_for(predicted),
         server_rules.rule_for([(trial.record.trial, trial.topology) for trial in trials]),
