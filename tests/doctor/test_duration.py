@@ -12,6 +12,7 @@ from megabench.config.clusters import read_cluster
 from megabench.doctor.duration import SECONDS_TO_START, predicted_duration
 from megabench.doctor.plan_rules import place_trial
 from megabench.doctor.predicted_trials import Predictions, predict
+from megabench.errors import UserError
 from megabench.study.study import StudyFile, Trial, plan_study
 from tests.comparison.compare_process import REPOSITORY
 from tests.golden.behaviour import run
@@ -89,9 +90,28 @@ def test_misfits_auto_settings_and_unknown_trials_are_named() -> None:
     assert "The steps of zero3-kept, zero3-hpz, hsdp, pp2-across, tp2-dp2, tp2-pp2-across are not predicted" in said
 
 
+def test_commands_are_for_the_hosts_of_a_cluster() -> None:
+    source = REPOSITORY / "configs/studies/crossover-efa.yaml"
+    study = plan_study(StudyFile.read(source), source, 16, "cuda")
+    on = {
+        where: study.outline(["tp2-dp8-gbs16"], read_cluster(where)) for where in ("p5.48xlarge:2", "p5.48xlarge:4:4")
+    }
+    assert ": torchrun --nproc-per-node 16 -m " in study.outline(["tp2-dp8-gbs16"])
+    assert ": torchrun --nnodes 2 --nproc-per-node 8 --rdzv" in on["p5.48xlarge:2"]
+    assert ": torchrun --nnodes 4 --nproc-per-node 4 --rdzv" in on["p5.48xlarge:4:4"]
+    with pytest.raises(UserError, match="needs 16 processes, but the cluster has 8 GPUs"):
+        predicted_duration(study.trials, read_cluster("p5.48xlarge:1"))
+    source = REPOSITORY / "configs/studies/crossover.yaml"
+    emulated = plan_study(StudyFile.read(source), source, 2, "cuda").outline(["tp2-*"], read_cluster("p5.48xlarge:2"))
+    assert emulated.count(": torchrun --nproc-per-node 2 -m ") == len(emulated.splitlines()) - 1
+
+
 def test_dry_run_predicts_on_a_cluster() -> None:
     said = run(["-m", "megabench", "compare", "crossover-efa", "--dry-run", "--cluster", "p5.48xlarge:2"])
     assert said.startswith("exit status 0\n") and said.splitlines()[-1].endswith(" s to start each of 20 runs.")
+    assert (
+        said.count(": torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m ") == 20
+    )
     one = run(
         [
             "-m",
