@@ -127,8 +127,8 @@ class Profile(_Part):
     """Unallocated reserved memory as a fraction of activations, logits and buffers."""
     gather_allocator_share: float | None = Field(None, ge=0)
     """Value of allocator_share for ZeRO-3 and for DDP with weight casts, if it differs."""
-    headroom: float = Field(ge=0, lt=1)
-    """Fraction of GPU memory to leave free. Not used: plans count with the spread of the measured errors."""
+    headroom: float | None = Field(None, exclude=True)
+    """Not used: only accepted, because profiles of earlier releases have it."""
     context_gib: float = Field(ge=0)
     """GPU memory that is not available to torch's allocator."""
     host_copy_gb_per_s: float = Field(gt=0)
