@@ -181,3 +181,9 @@ def test_pairs_are_told_from_larger_groups(ranks: int, share: float):
     found = _link_cost(where, "nvlink", {size: times[size] for size in {2, ranks}}, before)
     assert found.pair_share == pytest.approx(share)
     assert found.efficiency == pytest.approx((200 if ranks == 4 else 125) / 450)
+
+
+def test_profiles_of_earlier_releases_are_read_and_written_without_headroom() -> None:
+    old = read_profile(REPOSITORY / "benchmarks/calibrate-h100/two-gpus.json")
+    assert old.headroom == 0.05 and "headroom" not in old.model_dump()
+    assert profile_for(old.devices[0]).headroom is None

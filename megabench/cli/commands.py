@@ -262,12 +262,16 @@ def compare(
     if dry_run:
         from megabench.terminal import standard_output
 
-        lines = [planned.outline(request.only)]
+        topology = None
         if cluster:
             from megabench.config.clusters import read_cluster
+
+            topology = read_cluster(cluster)
+        lines = [planned.outline(request.only, topology)]
+        if topology:
             from megabench.doctor.duration import predicted_duration
 
-            lines.append(predicted_duration(planned.select(request.only), read_cluster(cluster)))
+            lines.append(predicted_duration(planned.select(request.only), topology))
         standard_output().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         return
     from megabench.comparison.runner import run_here

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 from math import ceil
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
 from megabench import shipped
 from megabench.hardware.gpus import Network
@@ -12,14 +12,15 @@ from megabench.hardware.topology import MOST_HOSTS, Host, Topology, build, from_
 from megabench.settings.reading import ConfigError, explain, read_yaml_mapping
 
 Model = TypeVar("Model", bound=BaseModel)
+Count = Annotated[int, Field(gt=0, strict=True)]  # true is not 1
 
 
 class Hosts(BaseModel):
     """A number of equal hosts of a cluster: instances of a known type, or a description of the hosts."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
-    count: PositiveInt = Field(1, le=MOST_HOSTS)
+    count: Count = Field(1, le=MOST_HOSTS)
     """Number of these hosts."""
     name: str | None = None
     """Prefix of the host names [default: the instance type, or host]."""
@@ -27,11 +28,11 @@ class Hosts(BaseModel):
     """Instance type, which sets the defaults of the other fields."""
     gpu: str | None = None
     """Name of the GPU as CUDA reports it."""
-    num_gpus: PositiveInt | None = Field(None, le=1024)
-    """Number of GPUs per host [default: 8, or all GPUs of the server]."""
-    hosts_per_server: PositiveInt = Field(1, le=1024)
+    num_gpus: Count | None = Field(None, le=1024)
+    """Number of GPUs per host [default: 8, or those of the instance ÷ hosts_per_server]."""
+    hosts_per_server: Count = Field(1, le=1024)
     """Number of these hosts on one server, as for several pods on a Kubernetes node. They share its memory and NICs."""
-    nvlink_domain: PositiveInt | None = None
+    nvlink_domain: Count | None = None
     """Number of GPUs per NVLink domain; a multiple of num_gpus spans hosts [default: all GPUs of a host]."""
     nvlink_gb_per_s: PositiveFloat | None = None
     """NVLink bandwidth of one GPU in one direction, in GB/s."""
@@ -44,12 +45,22 @@ class Hosts(BaseModel):
 
     def kind(self) -> tuple[Host, int, int]:
         """Return one of these hosts, its number of GPUs, and the number of GPUs per NVLink domain."""
+        if self.hosts_per_server > 1 and not (self.instance or self.num_gpus):
+            raise ConfigError(
+                f"hosts_per_server={self.hosts_per_server} needs the number of GPUs of each host. Set num_gpus, e.g. "
+                f"num_gpus: 1."
+            )
         host, num_gpus = Host("host", "GPU", "pcie", "socket"), self.num_gpus or 8
         domain = num_gpus
         if self.instance:
             host, in_instance, domain = instance_host(self.instance)
             num_gpus = self.num_gpus or max(1, in_instance // self.hosts_per_server)
-            if self.hosts_per_server > 1 and num_gpus * self.hosts_per_server > in_instance:
+            if num_gpus > in_instance:
+                raise ConfigError(
+                    f"num_gpus={num_gpus} exceeds the {in_instance} GPUs of {self.instance}. Use a num_gpus of at most "
+                    f"{in_instance}, or leave it out."
+                )
+            if num_gpus * self.hosts_per_server > in_instance:
                 raise ConfigError(
                     f"hosts_per_server={self.hosts_per_server} with {num_gpus} GPUs each exceeds the {in_instance} "
                     f"GPUs of {self.instance}. Use a smaller num_gpus or hosts_per_server."

@@ -1,7 +1,7 @@
 """RunConfig: the configuration of a run, and its validation."""
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -300,28 +300,41 @@ class RunConfig(RunSettings):
                 f"recompute={self.recompute} needs the {_listed(others)} engine; use none or full with {self.engine}"
             )
 
-    def flags(self) -> list[str]:
-        """Return the command-line flags of this configuration, without defaults."""
+    def flags(self, always: Collection[str] = ()) -> list[str]:
+        """Return the command-line flags of this configuration, without defaults except those of the fields `always`."""
         words: list[str] = []
         settings = self.flat()
         for name in FIELDS:
             value = settings.get(name)
-            if value is not None and not is_default(name, value):
+            if value is not None and (name in always or not is_default(name, value)):
                 values = () if isinstance(value, bool) else value if isinstance(value, tuple) else (value,)
                 words += [f"--{'no-' * (value is False)}{name.replace('_', '-')}", *map(str, values)]
         return words
 
-    def command(self, world_size: int, env: Mapping[str, str] | None = None) -> str:
-        """Return the shell command that runs this configuration on one machine, with these environment variables.
+    def command(
+        self,
+        world_size: int,
+        env: Mapping[str, str] | None = None,
+        processes_by_host: Sequence[int] = (),
+        always: Collection[str] = (),
+    ) -> str:
+        """Return the shell command that runs this configuration, with these environment variables.
 
-        The command refers to secrets instead of containing them, as in API_KEY="$API_KEY".
+        By default, the command is for one machine. With the numbers of processes of several hosts, it is for every
+        host. It has the fields `always` even if they are defaults. The command refers to secrets instead of containing
+        them, as in API_KEY="$API_KEY".
         """
         variables = [
             f'{name}="${name}"' if is_secret(name, value) else f"{name}={shlex.quote(value)}"
             for name, value in (env or {}).items()
         ]
-        words = ["torchrun", "--nproc-per-node", str(world_size), "-m", "megabench.train", *self.flags()]
-        return " ".join([*variables, shlex.join(words)])
+        where = ["--nproc-per-node", str(world_size)]
+        if len(processes_by_host) > 1:
+            sizes = set(processes_by_host)
+            where = ["--nnodes", str(len(processes_by_host))]
+            where += ["--nproc-per-node", str(sizes.pop()) if len(sizes) == 1 else "gpu"]
+            where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+        return " ".join([*variables, shlex.join(["torchrun", *where, "-m", "megabench.train", *self.flags(always)])])
 
 
 class ResolvedConfig(RunConfig):

@@ -127,8 +127,8 @@ class Profile(_Part):
     """Unallocated reserved memory as a fraction of activations, logits and buffers."""
     gather_allocator_share: float | None = Field(None, ge=0)
     """Value of allocator_share for ZeRO-3 and for DDP with weight casts, if it differs."""
-    headroom: float = Field(ge=0, lt=1)
-    """Fraction of GPU memory to leave free. Not used: plans count with the spread of the measured errors."""
+    headroom: float | None = Field(None, exclude=True)
+    """Not used: only accepted, because profiles of earlier releases have it."""
     context_gib: float = Field(ge=0)
     """GPU memory that is not available to torch's allocator."""
     host_copy_gb_per_s: float = Field(gt=0)
@@ -170,13 +170,16 @@ class Profile(_Part):
             )
         return tflops * 1e12
 
-    def available_bytes(self, device: str) -> float:
-        """Return the GPU memory in bytes that torch can allocate. Raises ConfigError if the memory is unknown."""
+    def gib(self, device: str) -> float:
+        """Return the memory of a GPU in GiB. Raises ConfigError if it is unknown."""
         mib = gpu_memory_mib(device)
         if mib is None and self.memory_gib is None:
             raise ConfigError(f"the memory of {device!r} is unknown; use a --profile FILE that sets memory_gib")
-        gib = mib / 1024 if mib is not None else self.memory_gib or 0.0
-        return (gib - self.context_gib) * 2**30
+        return mib / 1024 if mib is not None else self.memory_gib or 0.0
+
+    def available_bytes(self, device: str) -> float:
+        """Return the GPU memory in bytes that torch can allocate. Raises ConfigError if the memory is unknown."""
+        return (self.gib(device) - self.context_gib) * 2**30
 
 
 def read_profile(path: Path) -> Profile:

@@ -8,15 +8,12 @@ import yaml
 
 from megabench.doctor.failure_rules import less_memory
 from megabench.doctor.finding import MOST_SHOWN, Case, Finding, Rule
-from megabench.doctor.predicted_trials import PredictedTrial
+from megabench.doctor.predicted_trials import EVEN, PlannedTrial, PredictedTrial
+from megabench.hardware.gpus import find_gpu
 from megabench.planner.costs import Estimate
 from megabench.settings.setting import names
 from megabench.specs.all_settings import SETTINGS, engines_with
 from megabench.study.planned_trials import COMPARED, settings_beside
-
-# Below this chance to fit, a trial is more likely to run out of memory than to run.
-_EVEN = 0.5
-
 
 # settings of a trial that the trial of a plan does not take over
 _LEFT_OUT = {*COMPARED, *names(SETTINGS, role="watch"), *names(SETTINGS, role="output")}
@@ -26,6 +23,26 @@ def rules_for(trials: Sequence[PredictedTrial], base: Mapping[str, Any], num_pro
     """Return the rules that compare trials with plans. `base` are the settings of all trials of the study."""
     comparison = _Comparison(trials, base, num_processes)
     return comparison.lack_memory, comparison.beaten
+
+
+def refused(trials: Sequence[PlannedTrial], refusals: Mapping[str, str]) -> Rule:
+    """Return the rule that reports trials whose GPUs or precision the planner refuses, with its reasons by trial."""
+
+    def not_predicted(case: Case) -> Iterator[Finding]:
+        for trial in trials:
+            if not (reason := refusals.get(trial.record.trial)):
+                continue
+            gpus = [find_gpu(host.device) for host in trial.topology.hosts]
+            lacks = any(gpu and gpu.peak_tflops(trial.run.precision) is None for gpu in gpus)
+            yield Finding(
+                "fails" if lacks else "note",
+                (trial.record.trial,),
+                "the GPUs lack the precision of the trial" if lacks else "memory and speed of the trial are unknown",
+                f"not predicted: {reason}",
+                "set another precision" if lacks else "measure the trial, or plan for GPUs that the planner knows",
+            )
+
+    return not_predicted
 
 
 @dataclass(frozen=True)
@@ -48,9 +65,9 @@ class _Comparison:
             elif trial.plan and not trial.plan.ranked:
                 remedy += "; no other layout is predicted to fit on these GPUs"
             yield Finding(
-                "fails" if chance < _EVEN else "note",
+                "fails" if chance < EVEN else "note",
                 (trial.name,),
-                f"the trial {'is predicted to' if chance < _EVEN else 'may'} run out of GPU memory",
+                f"the trial {'is predicted to' if chance < EVEN else 'may'} run out of GPU memory",
                 f"predicted: {trial.numbers(trial.estimate)}; the chance to fit is "
                 f"{f'{chance:.0%}' if chance >= 0.01 else 'below 1%'}",
                 remedy,

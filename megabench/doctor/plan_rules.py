@@ -55,6 +55,7 @@ def plan(
     predicted = [one for trial in trials if (one := predict(trial, predictions))]
     base = StudyFile.read(source).defaults
     rules = (
+        best_plan_rules.refused(trials, predictions.refusals),
         *best_plan_rules.rules_for(predicted, base, size),
         *planner_rules.rules_for(predicted),
         server_rules.rule_for([(trial.record.trial, trial.topology) for trial in trials]),
@@ -103,8 +104,13 @@ def _network_users(trials: Iterable[tuple[RunRecord, Job, Topology]]) -> list[Ne
 
 
 def place_trial(trial: Trial, topology: Topology) -> PlannedTrial:
-    """Place a trial on the first ranks of `topology`."""
+    """Place a trial on the first ranks of `topology`. Raises UserError if the topology has fewer ranks."""
     run = trial.resolved
+    if trial.world_size > topology.world_size:
+        raise UserError(
+            f"trial {trial.name} needs {trial.world_size} processes, but the cluster has {topology.world_size} GPUs. "
+            f"Use a larger --cluster."
+        )
     here = _first_ranks(topology, trial.world_size)
     if run.emulate_hosts:
         here = split(here, run.emulate_hosts, run.emulate_network.gb_per_s if run.emulate_network else None)

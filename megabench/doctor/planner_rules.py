@@ -117,7 +117,7 @@ def _predict(trial: PredictedTrial, candidate: Candidate, precision: str) -> Est
 def _may_gain(trial: PredictedTrial, candidate: Candidate, precision: str) -> bool:
     """Return whether the lower bound of the step time allows a gain that is reported."""
     costs = trial.predictions.costs(replace(trial.job, precision=precision), trial.trial.topology)
-    return costs is not None and trial.estimate.step_seconds / costs.shortest(candidate) >= trial.least_gain
+    return trial.estimate.step_seconds / costs.shortest(candidate) >= trial.least_gain
 
 
 def _precisions(case: Case, trial: PredictedTrial) -> list[str]:

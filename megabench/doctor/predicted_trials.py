@@ -8,16 +8,18 @@ from typing import Any
 from megabench.config import ConfigError, ResolvedConfig, RunConfig
 from megabench.config.auto import resolve_first
 from megabench.cost.job import Candidate, Job
+from megabench.cost.memory import LIKELY
 from megabench.cost.profile import Profile, profile_for
 from megabench.errors import UserError
-from megabench.hardware.gpus import gpu_memory_mib
 from megabench.hardware.topology import Topology
 from megabench.planner.costs import Costs, Estimate
 from megabench.planner.predict import candidate_of, is_planned, job_of, work_of
-from megabench.planner.search import RECOMPUTES, Plan, micro_batches_of, plan
+from megabench.planner.search import RECOMPUTES, Plan, micro_batches_of, plan, refuse_several_gpus
 from megabench.record import RunRecord
 from megabench.specs.registry import ENGINES
 
+# Below this chance to fit, a trial is more likely to run out of memory than to run.
+EVEN = 0.5
 _GIB = 2**30
 
 
@@ -48,7 +50,9 @@ class Predictions:
     """All predictions for one study, each computed once. `measured` is the profile with a measured network."""
 
     measured: Profile | None = None
-    _costs: dict[tuple[Job, Topology], Costs | None] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
+    """Why `megabench plan` refuses the GPUs or the precision of a trial, by the name of the trial."""
+    _costs: dict[tuple[Job, Topology], Costs] = field(default_factory=dict)
     _estimates: dict[tuple[Job, Topology, Candidate], Estimate] = field(default_factory=dict)
     _plans: dict[tuple[Job, Topology], Plan | None] = field(default_factory=dict)
 
@@ -56,23 +60,21 @@ class Predictions:
         """Return the profile with which `megabench plan` predicts, too."""
         return self.measured or profile_for(topology.hosts[0].device)
 
-    def costs(self, job: Job, topology: Topology) -> Costs | None:
-        """Return the cost model, or None if the peak FLOP/s of the GPU are unknown."""
+    def costs(self, job: Job, topology: Topology) -> Costs:
+        """Return the cost model. Raise ConfigError for GPUs or a precision that `megabench plan` refuses."""
         if (job, topology) not in self._costs:
-            try:
-                self._costs[job, topology] = Costs(job, topology, self.profile(topology))
-            except UserError:
-                self._costs[job, topology] = None
+            refuse_several_gpus(topology)
+            self._costs[job, topology] = Costs(job, topology, self.profile(topology))
         return self._costs[job, topology]
 
     def estimate(self, job: Job, topology: Topology, candidate: Candidate) -> Estimate | None:
-        """Return the prediction, or None if the peak FLOP/s of the GPU are unknown."""
+        """Return the prediction, or None for GPUs or a precision that `megabench plan` refuses."""
         key = (job, topology, candidate)
         if key not in self._estimates:
-            costs = self.costs(job, topology)
-            if costs is None:
+            try:
+                self._estimates[key] = self.costs(job, topology).estimate(candidate)
+            except ConfigError:
                 return None
-            self._estimates[key] = costs.estimate(candidate)
         return self._estimates[key]
 
     def plan(self, job: Job, topology: Topology) -> Plan | None:
@@ -131,7 +133,12 @@ class PredictedTrial:
     def numbers(self, estimate: Estimate) -> str:
         """Return the predicted memory and step time as text."""
         used = f"{estimate.memory.total / _GIB:.1f} of {self.memory_gib:.0f} GiB of GPU memory"
-        lacks = "" if estimate.fits else ", too much to fit"
+        likely = (estimate.memory.total - estimate.missing_bytes) / _GIB
+        lacks = f", above the {likely:.1f} GiB that fit with a chance of {LIKELY:.0%}"
+        if estimate.fits:
+            lacks = ""
+        elif estimate.fit_chance < EVEN:
+            lacks = ", too much to fit"
         return f"{used} ({self.used(estimate):.0%}{lacks}), {estimate.step_seconds:.3g} s per step"
 
     @property
@@ -150,16 +157,19 @@ class PredictedTrial:
 def predict(trial: PlannedTrial, predictions: Predictions) -> PredictedTrial | None:
     """Predict a trial. Return None for a trial on CPUs, or if the planner cannot predict the engine or the GPU.
 
+    If the planner refuses the GPU or the precision, `predictions.refusals` gets the reason.
+
     "auto" stands for the fastest values that are likely to fit. If none are, it stands for those that need the least
     memory.
     """
-    devices, topology = {host.device for host in trial.topology.hosts}, trial.topology
-    mib = gpu_memory_mib(topology.hosts[0].device)
-    if trial.run.device == "cpu" or len(devices) > 1 or mib is None or not is_planned(trial.run):
+    topology = trial.topology
+    if trial.run.device == "cpu" or not is_planned(trial.run):
         return None
     job = planned_job(trial)
-    costs = predictions.costs(job, topology)
-    if costs is None:
+    try:
+        costs = predictions.costs(job, topology)
+    except ConfigError as error:
+        predictions.refusals[trial.record.trial] = str(error)
         return None
     lacking = {candidate: costs.missing_bytes(candidate) for candidate in _settled(trial, job)}
     fitting = [candidate for candidate, missing in lacking.items() if missing <= 0]
@@ -169,7 +179,7 @@ def predict(trial: PlannedTrial, predictions: Predictions) -> PredictedTrial | N
         if (estimate := predictions.estimate(job, topology, candidate))
     ]
     best = min(tried, key=lambda estimate: estimate.step_seconds)
-    return PredictedTrial(trial, job, best, mib / 1024, predictions)
+    return PredictedTrial(trial, job, best, costs.profile.gib(topology.hosts[0].device), predictions)
 
 
 def _settled(trial: PlannedTrial, job: Job) -> list[Candidate]:

@@ -93,9 +93,7 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
             f"num_layers={job.shape.num_layers} is more than the {_MOST_LAYERS} layers for which layouts are searched; "
             f"use num_layers ≤ {_MOST_LAYERS}"
         )
-    devices = sorted({host.device for host in topology.hosts})
-    if len(devices) > 1:
-        raise ConfigError(f"the cluster has {' and '.join(devices)}; use a cluster with one type of GPU")
+    refuse_several_gpus(topology)
     costs = Costs(job, topology, profile)
     sweeps = list(_micro_batch_sweeps(job, topology))
     if not sweeps:
@@ -126,6 +124,13 @@ def plan(job: Job, topology: Topology, profile: Profile, keep: int = 12) -> Plan
         misfits=[costs.estimate(candidate) for _, candidate in _one_of_each(nearest)],
         usable_bytes=costs.usable_bytes,
     )
+
+
+def refuse_several_gpus(topology: Topology) -> None:
+    """Raise ConfigError if the cluster has GPUs of several types."""
+    devices = sorted({host.device for host in topology.hosts})
+    if len(devices) > 1:
+        raise ConfigError(f"the cluster has {' and '.join(devices)}; use a cluster with one type of GPU")
 
 
 def _why_no_candidates(job: Job, topology: Topology) -> str:

@@ -1,6 +1,5 @@
 """The command that trains a layout of a plan. Loads no torch."""
 
-import shlex
 from typing import Any
 
 from megabench.config import RunConfig
@@ -13,22 +12,20 @@ from megabench.specs.fp8_check import FP8_SETTINGS
 def train_command(plan: Plan, candidate: Candidate) -> str:
     """Return the command that trains a candidate of the plan, to be run on every host."""
     job, topology = plan.job, plan.topology
-    shape, hosts = job.shape, len(topology.hosts)
+    shape = job.shape
     is_whole = shape.num_layers == find_model(shape.name).num_layers
     run = RunConfig.parse(
         settings_of(candidate)
-        | {"seq_length": job.seq_length, "global_batch": job.global_batch}
-        | {"num_layers": None if is_whole else shape.num_layers, "emulate_hosts": hosts if topology.emulated else None}
+        | {"model": shape.name, "seq_length": job.seq_length, "global_batch": job.global_batch}
+        | {
+            "num_layers": None if is_whole else shape.num_layers,
+            "emulate_hosts": len(topology.hosts) if topology.emulated else None,
+        }
         | {"grad_dtype": "fp32" if job.bytes_of_gradient == 4 else "bf16", "optimizer": job.optimizer}
         | _precision_settings(plan)
     )
-    if hosts == 1 or topology.emulated:
-        where = ["--nproc-per-node", str(topology.world_size)]
-    else:
-        sizes = {len(ranks) for ranks in topology.ranks_by_host}
-        where = ["--nnodes", str(hosts), "--nproc-per-node", str(sizes.pop()) if len(sizes) == 1 else "gpu"]
-        where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
-    return shlex.join(["torchrun", *where, "-m", "megabench.train", "--model", shape.name, *run.flags()])
+    by_host = [] if topology.emulated else [len(ranks) for ranks in topology.ranks_by_host]
+    return run.command(topology.world_size, processes_by_host=by_host, always=("model",))
 
 
 def _precision_settings(plan: Plan) -> dict[str, Any]:

@@ -119,7 +119,8 @@ def _compressed(name: str, files: Mapping[str, bytes]) -> bytes:
 def _read(archive: Path) -> tuple[str, dict[str, bytes]]:
     """Return the name of the study and the files of an archive. Raises ArchiveError unless it is complete.
 
-    Only regular files of known names in one directory are accepted, so no path leads out of the directory.
+    Only plain files of known names in one directory are accepted, so no path leads out of the directory. Sparse files
+    are refused, because they are larger than the archive.
     """
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(read_bytes(archive, LARGE))) as stream:
@@ -137,16 +138,21 @@ def _read(archive: Path) -> tuple[str, dict[str, bytes]]:
             for member in tar:
                 folder, _, file = member.name.partition("/")
                 known = file in (*_NEEDED, _TRANSPORTS) and file not in files
-                if not (member.isreg() and known and SAFE_NAME.fullmatch(folder)):
+                is_plain = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse()
+                if not (is_plain and member.size <= LARGE and known and SAFE_NAME.fullmatch(folder)):
                     raise ArchiveError(f"{archive} contains {member.name!r}, which is no file of a study; {_REMEDY}")
                 data = tar.extractfile(member)
                 assert data
                 files[file] = data.read()
                 folders.add(folder)
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except ArchiveError:
+        raise
+    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
         raise ArchiveError(f"{archive} is not an intact tar.gz file ({error}); {_REMEDY}") from None
     if missing := [name for name in _NEEDED if name not in files]:
         raise ArchiveError(f"{archive} contains no {missing[0]}; {_REMEDY}")
+    if not files["results.jsonl"].strip():
+        raise ArchiveError(f"{archive} contains no record of a trial; {_REMEDY}")
     if len(folders) > 1:
         raise ArchiveError(f"{archive} contains the directories {' and '.join(sorted(folders))}; {_REMEDY}")
     return folders.pop(), files

@@ -283,8 +283,9 @@ def crossings(points: Sequence[tuple[float, float]]) -> list[Crossing]:
 def marks(device: str | None) -> list[tuple[str, float]]:
     """Return the names of known networks, and their bandwidths in GB/s per GPU, each way.
 
-    All bandwidths are those of data sheets. Without EFA, the pods of a p4d instance share its first network card: the
-    VPC CNI gives pods no addresses of other cards (release 1.7.10 of amazon-vpc-cni-k8s).
+    All bandwidths are those of data sheets. "ENI of p4d" is for pods on several p4d instances without EFA. The
+    pods of an instance share its first network card: the VPC CNI gives pods no addresses of other cards (release 1.7.10
+    of amazon-vpc-cni-k8s). Pods of one instance use no network card between each other.
     """
     rates: dict[float, list[str]] = {}
     for name in ("p4d.24xlarge", "p5.48xlarge", "p5en.48xlarge"):

@@ -24,6 +24,7 @@ from megabench.config import (
 from megabench.config.auto import resolve_first
 from megabench.config.record_fields import identity
 from megabench.errors import UserError, near_names
+from megabench.hardware.topology import Topology
 from megabench.planner.predict import Predictor
 from megabench.settings.bounds import NumRanks, NumRepeats, Seconds
 from megabench.settings.network_limit import NetworkLimit
@@ -236,13 +237,14 @@ class Study:
             Attempt(trial, repeat) for repeat in range(num_rounds) for trial in self.trials if repeat < trial.repeats
         ]
 
-    def outline(self, only: Sequence[str]) -> str:
-        """Return the command and the time limit of each selected trial as text."""
+    def outline(self, only: Sequence[str], cluster: Topology | None = None) -> str:
+        """Return the command and the time limit of each selected trial as text, on this machine or on a cluster."""
         trials = self.select(only)
         lines = [f"{self.name}: {sum(trial.repeats for trial in trials)} runs, against {self.reference}"]
         for trial in trials:
             times = f"{trial.repeats} × " if trial.repeats > 1 else ""
-            command = trial.config.command(trial.world_size, trial.env)
+            hosts = cluster.host_of[: trial.world_size] if cluster and not trial.config.emulate_hosts else ()
+            command = trial.config.command(trial.world_size, trial.env, [*Counter(hosts).values()])
             lines.append(f"{trial.name} ({times}{trial.timeout_seconds:g} s at most): {command}")
         return "\n".join(lines)
 

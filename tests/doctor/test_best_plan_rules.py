@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,29 @@ def test_the_exit_status_says_whether_a_trial_is_predicted_to_fail(tmp_path, tri
     assert ended.exit_code == status and [one["kind"] for one in found].count("fails") == status
 
 
+@pytest.mark.parametrize(
+    ("hosts", "trial", "kind", "reason"),
+    [
+        ("gpu: Foo", "tp: 8", "note", "the peak of 'Foo' in bf16 is unknown"),
+        ("instance: p4d.24xlarge}, {instance: p5.48xlarge", "tp: 8", "note", "use a cluster with one type of GPU"),
+        ("instance: p3dn.24xlarge", "tp: 8", "fails", "Tesla V100-SXM2-32GB has no matrix products in bf16"),
+        ("instance: p4d.24xlarge", "{tp: 8, precision: fp8}", "fails", "precision=fp8 needs Hopper GPUs or newer"),
+    ],
+)
+def test_gpus_that_the_plan_refuses_are_reported(
+    tmp_path: Path, hosts: str, trial: str, kind: str, reason: str
+) -> None:
+    (tmp_path / "cluster.yaml").write_text(f"hosts: [{{{hosts}}}]")
+    source, where = study(tmp_path, trial if "{" in trial else f"{{{trial}}}"), str(tmp_path / "cluster.yaml")
+    found = [finding for finding in findings_at(source, cluster=where) if "not predicted: " in finding.evidence]
+    assert [finding.kind for finding in found] == [kind] and reason in found[0].evidence
+    precision = "fp8" if "fp8" in trial else "bf16"
+    arguments = ["plan", "--model", "llama3-8b", "--cluster", where, "--precision", precision]
+    planned = CliRunner().invoke(app, arguments)
+    assert planned.exit_code and str(planned.exception) in found[0].evidence
+    assert CliRunner().invoke(app, ["doctor", str(source), "--cluster", where]).exit_code == (kind == "fails")
+
+
 def test_a_trial_that_may_fit_is_a_note(tmp_path):
     """The plan does not count a chance below 95% as fitting, but the trial does not fail for certain."""
     base = "model: llama3-8b, global_batch: 64, seq_length: 4096, num_layers: 12"
@@ -103,8 +127,19 @@ def test_a_trial_that_may_fit_is_a_note(tmp_path):
         for kind, finding in kinds.items()
     }
     assert all(chance < 0.5 for chance in chances["fails"])
+    assert "too much to fit" in kinds["fails"].evidence and "that fit with a chance" not in kinds["fails"].evidence
     if "note" in kinds:
         assert chances["note"] and all(0.5 <= chance < LIKELY for chance in chances["note"])
+
+
+def test_numbers_of_a_layout_that_may_fit_say_which_memory_is_likely_to_fit() -> None:
+    found = planned(P4D)
+    misfit = found.misfits[0]
+    trial = PredictedTrial(None, found.job, misfit, 40.0, None)
+    above = f", above the {found.usable_bytes / 2**30:.1f} GiB that fit with a chance of 95%)"
+    assert above in trial.numbers(replace(misfit, fit_chance=0.5)) and "too much" not in above
+    assert ", too much to fit)" in trial.numbers(replace(misfit, fit_chance=0.49))
+    assert "fit" not in trial.numbers(found.ranked[0])
 
 
 def test_without_any_layout_the_finding_says_how_to_need_less(tmp_path):

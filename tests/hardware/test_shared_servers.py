@@ -51,10 +51,14 @@ def test_pods_of_an_instance_divide_its_gpus_and_share_its_nics(tmp_path):
             "instance: p4d.24xlarge, hosts_per_server: 4, num_gpus: 4",
             r"hosts_per_server=4 with 4 GPUs each exceeds the 8",
         ),
+        ("hosts_per_server: true", r"hosts_per_server=True is not valid: input should be a valid integer$"),
+        ("gpu: NVIDIA H100, count: 4, hosts_per_server: 4", r"Set num_gpus, e\.g\. num_gpus: 1\.$"),
+        ("instance: p4d.24xlarge, num_gpus: 16", r"num_gpus=16 exceeds the 8 GPUs of p4d.24xlarge\. Use .* at most 8,"),
+        ("network_gbits: .inf", r"network_gbits=inf is not valid: input should be a finite number$"),
         ("hosts_per_server: 4, num_gpus: 1, nvlink_domain: 4", r"Use an nvlink_domain of at most 1\."),
     ],
 )
-def test_impossible_servers_are_refused(tmp_path, host, message):
+def test_impossible_hosts_are_refused(tmp_path, host, message):
     with pytest.raises(ValueError, match=rf"cluster.yaml: hosts\[0\].*{message}"):
         cluster_file(tmp_path, host)
 

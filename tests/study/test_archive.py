@@ -139,7 +139,7 @@ BAD: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = {
     "missing": (lambda files: {name: files[name] for name in files if "results" not in name}, "no results.jsonl"),
     "empty": (lambda files: {}, "contains no study.yaml"),
     "no-record": (lambda files: files | {"crossing/results.jsonl": b"{}\n"}, "line 1 is not a record of a trial"),
-    "no-records": (lambda files: files | {"crossing/results.jsonl": b"\n"}, "contains no record yet"),
+    "no-records": (lambda files: files | {"crossing/results.jsonl": b"\n"}, "no record of a trial; use a file"),
     "cut": (lambda files: files | {"crossing/results.jsonl": files["crossing/results.jsonl"][:-40]}, "is not JSON"),
     "bytes": (lambda files: files | {"crossing/environment.json": b"\xff"}, "environment.json is not JSON"),
     "list": (lambda files: files | {"crossing/transport.json": b"[]"}, "transport.json contains no JSON object"),
@@ -172,6 +172,35 @@ def test_links_and_repeated_files_are_refused(archive: Path, tmp_path: Path) -> 
         tar.addfile(twice)
         tar.addfile(twice)
     with pytest.raises(ArchiveError, match=r"'crossing/study\.yaml', which is no file of a study"):
+        unpack(tmp_path / "bad.tar.gz", tmp_path / "record")
+
+
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        ({"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}, "which is no file of a study"),
+        ({"GNU.sparse.map": f"0,1,{6 << 30},0", "GNU.sparse.size": str(6 << 30)}, "which is no file of a study"),
+        ({"GNU.sparse.map": "x,y"}, "is not an intact tar.gz file"),
+        ({"size": str(6 << 30)}, "which is no file of a study"),
+    ],
+)
+def test_files_larger_than_the_archive_are_refused(headers: dict[str, str], message: str, tmp_path: Path) -> None:
+    member = tarfile.TarInfo("crossing/study.yaml")
+    member.pax_headers, data = headers, f"1\n{6 << 30}\n0\n".encode().ljust(512, b"\0")
+    member.size = len(data)
+    with tarfile.open(tmp_path / "bad.tar.gz", "w:gz", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(member, io.BytesIO(data))
+    with pytest.raises(ArchiveError) as raised:
+        unpack(tmp_path / "bad.tar.gz", tmp_path / "record")
+    assert message in str(raised.value) and str(raised.value).count("use a file") == 1
+
+
+def test_an_old_sparse_file_is_refused(tmp_path: Path) -> None:
+    member = tarfile.TarInfo("crossing/study.yaml")
+    member.type = tarfile.GNUTYPE_SPARSE
+    with tarfile.open(tmp_path / "bad.tar.gz", "w:gz", format=tarfile.GNU_FORMAT) as tar:
+        tar.addfile(member)
+    with pytest.raises(ArchiveError, match="which is no file of a study"):
         unpack(tmp_path / "bad.tar.gz", tmp_path / "record")
 
 
