@@ -16,6 +16,8 @@ _COLUMNS: dict[Kind, str] = {
     "reduce_scatter": "ReduceScatter (GB/s)",
 }
 _GPUS_PER_NODE = 8
+# by hidden size, as the sweep's other table states them; the last one is that of Llama 3.1 405B
+_FFN_SIZES = {2048: 8192, 3072: 8192, 4096: 14336, 8192: 28672, 16384: 53248}
 _HEALTHY_SHARE = 0.5  # the least bandwidth of healthy nodes, as a share of the 95th percentile of equally many nodes
 
 
@@ -62,12 +64,13 @@ def _as_published(line: Mapping[str, str], nodes: int) -> dict[str, str]:
         "seq": "seq_len",
         "micro_batch": "mbs",
     }
-    fields = dict.fromkeys(("vp", "cp", "ffn", "params_b", "recompute", "inter_node_gbps_per_node", "note"), "")
+    fields = dict.fromkeys(("vp", "cp", "params_b", "recompute", "inter_node_gbps_per_node", "note"), "")
     fields |= {name: line[column] for name, column in renamed.items()}
     fields |= {name: line[name] for name in ("source", "tp", "pp", "zero_stage")}
     return fields | {
         "model": f"llama {line['num_layers']}x{line['hidden_size']}",
         "kv_heads": str(int(float(line["num_kv_heads"]))),
+        "ffn": str(_FFN_SIZES[int(line["hidden_size"])]),
         "global_batch": str(int(float(line["gbs"]))),
         "gpu": "H100-80GB-SXM",
         "gpus": str(nodes * _GPUS_PER_NODE),
