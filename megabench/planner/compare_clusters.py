@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -56,16 +55,12 @@ class ClusterPlan:
     @property
     def speed(self) -> float:
         """Predicted tokens per second of all GPUs."""
-        return self.best.tokens_per_second_per_device * self.num_gpus
+        return self.best.tokens_per_second
 
     @property
     def marks(self) -> list[str]:
         """What was never measured: the hardware, or the engine of the best layout."""
         return [*unmeasured_hardware(self.plan), *(unmeasured_engines([self.best]) if self.plan.ranked else [])]
-
-    @cached_property
-    def costs(self) -> Costs:
-        return Costs(self.plan.job, self.plan.topology, self.plan.profile)
 
 
 def make_plans(
@@ -211,7 +206,7 @@ def _product_rates(here: float, there: float, fast: ClusterPlan, slow: ClusterPl
     for plan, seconds in ((fast, here), (slow, there)):
         job = plan.plan.job
         rates.append(f"{job.flops_per_token * job.tokens / plan.num_gpus / seconds / 1e12:,.0f}")
-        peaks.append(f"{plan.costs.base.peak / 1e12:,.0f}")
+        peaks.append(f"{plan.plan.costs.base.peak / 1e12:,.0f}")
     same = peaks[0] == peaks[1]
     of = f"at the same peak of {peaks[0]}" if same else f"at peaks of {peaks[0]} and {peaks[1]}"
     return f"{rates[0]} instead of {rates[1]} TFLOP/s per GPU, {of} TFLOP/s"
@@ -237,7 +232,7 @@ def _constants(name: str, is_faster: bool, fast: ClusterPlan, slow: ClusterPlan)
 
 def _ring_gb_per_s(plan: ClusterPlan, axis: str) -> float:
     """Return the bandwidth of a ring of an axis' groups, or 0 if the groups have one rank."""
-    geometry = plan.costs.base.geometry_of(plan.best.candidate)
+    geometry = plan.plan.costs.base.geometry_of(plan.best.candidate)
     where = {"tp": geometry.tp, "cp": geometry.cp, "pp": geometry.pp}.get(axis, geometry.replicas)
     return ring_bandwidth(plan.plan.profile, where) / 1e9 if where.inside or where.across else 0.0
 
@@ -256,7 +251,7 @@ def _memory_reasons(fast: ClusterPlan, slow: ClusterPlan) -> list[str]:
 
 def _lack(plan: ClusterPlan, candidate: Candidate) -> str | None:
     """Return the memory that a GPU lacks for a candidate as text, or None if the candidate fits."""
-    missing = plan.costs.missing_bytes(candidate)
+    missing = plan.plan.costs.missing_bytes(candidate)
     return f"{missing / GIB:.1f} GiB per GPU" if missing > 0 else None
 
 

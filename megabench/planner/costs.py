@@ -38,6 +38,11 @@ class Estimate:
         return self.missing_bytes <= 0
 
     @property
+    def tokens_per_second(self) -> float:
+        """The throughput of all GPUs."""
+        return self.tokens_per_second_per_device * self.candidate.layout.world_size
+
+    @property
     def exposed(self) -> dict[str, float]:
         return {axis: self.parts[axis] for axis in AXIS_BY_NAME if self.parts.get(axis)}
 

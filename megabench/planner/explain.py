@@ -9,7 +9,7 @@ from rich.text import Text
 from megabench.config import ConfigError, near_matches
 from megabench.cost.job import Candidate
 from megabench.metrics import token_words
-from megabench.planner.costs import Costs, Estimate
+from megabench.planner.costs import Estimate
 from megabench.planner.layout_table import Training
 from megabench.planner.reasons import GIB, chance_text
 from megabench.planner.search import Plan, candidates
@@ -32,9 +32,8 @@ def explain(console: Console, plan: Plan, trial: str, training: Training | None 
     memory = {field.name: getattr(estimate.memory, field.name) / GIB for field in fields(estimate.memory)}
     _bars(console, memory, "GiB")
     if training:
-        size = plan.topology.world_size
-        speed = estimate.tokens_per_second_per_device * size
-        price = training.price(speed, size)
+        speed = estimate.tokens_per_second
+        price = training.price(speed, plan.topology.world_size)
         costs = f" and costs {price:,.0f}" if price is not None else ""
         text = f"Training on {token_words(training.num_tokens)} takes {training.days(speed):,.1f} days{costs}."
         console.print(Text(text), soft_wrap=True)
@@ -50,7 +49,7 @@ def _bars(console: Console, parts: dict[str, float], unit: str) -> None:
 
 def estimate_of(plan: Plan, trial: str) -> Estimate:
     """Return the estimate of the trial with this name. Raises ConfigError if the trial is not a candidate."""
-    return Costs(plan.job, plan.topology, plan.profile).estimate(find_trial(plan, trial))
+    return plan.costs.estimate(find_trial(plan, trial))
 
 
 def find_trial(plan: Plan, trial: str) -> Candidate:

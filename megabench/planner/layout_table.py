@@ -87,8 +87,7 @@ def layout_columns(rows: Sequence[tuple[str, Estimate]], training: Training | No
     ]
     if training:
         sizes = [one.candidate.layout.world_size for one in estimates]
-        speeds = [one.tokens_per_second_per_device * size for one, size in zip(estimates, sizes, strict=True)]
-        columns += training_columns([training] * len(rows), speeds, sizes)
+        columns += training_columns([training] * len(rows), [one.tokens_per_second for one in estimates], sizes)
     if any(map(chance_text, estimates)):
         columns.append(Column("fits", [chance_text(one) or "≥99%" for one in estimates]))
     columns += [

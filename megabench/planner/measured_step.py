@@ -138,17 +138,16 @@ def _causes(plan: Plan, own: OwnLayout, predicted: Estimate) -> Iterator[tuple[s
     def added(costs: Costs, **changes: Any) -> float:
         return costs.estimate(replace(candidate, **changes)).step_seconds - predicted.step_seconds
 
-    here = Costs(job, plan.topology, plan.profile)
     if "mb" not in own.sizes and candidate.micro_batch > 1:
-        yield "A micro-batch of 1", added(here, micro_batch=1)
+        yield "A micro-batch of 1", added(plan.costs, micro_batch=1)
     if candidate.recompute != "full" and not own.options & {"none", "selective"}:
-        yield "Full recomputation", added(here, recompute="full")
+        yield "Full recomputation", added(plan.costs, recompute="full")
     plain = replace(job.stack, fused=False, fused_loss=False, fuses_weight_gradient=False)
     yield "Unfused kernels (norms, activations, loss)", added(_with_stack(plan, plain))
     yield "Attention without FlashAttention", added(_with_stack(plan, replace(job.stack, flash_attention=False)))
     variant = candidate.variant
     if isinstance(variant, Sharding) and variant.offload == "none" and variant.zero_stage:
-        yield "Offload of the optimizer to the CPU", added(here, variant=replace(variant, offload="optimizer"))
+        yield "Offload of the optimizer to the CPU", added(plan.costs, variant=replace(variant, offload="optimizer"))
     if len(plan.topology.hosts) > 1 and plan.topology.hosts[0].network != "socket":
         hosts = tuple(
             replace(host, network="socket", network_gbits=None, ring_gbits=None) for host in plan.topology.hosts

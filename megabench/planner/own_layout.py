@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megabench.config import ConfigError
 from megabench.cost.job import Candidate
 from megabench.parallel.layout import Layout
-from megabench.planner.costs import Costs, Estimate
+from megabench.planner.costs import Estimate
 from megabench.planner.search import Plan, candidates, fastest
 from megabench.specs.registry import ENGINES
 
@@ -108,10 +108,9 @@ def find_own(plan: Plan, own: OwnLayout) -> Estimate:
     members = [one for one in members if own.matches(one)]
     if not members:
         raise ConfigError(f"--layout {own.text!r}: {_why_impossible(plan, own)}")
-    costs = Costs(plan.job, plan.topology, plan.profile)
-    lacks = {one: costs.missing_bytes(one) for one in members}
+    lacks = {one: plan.costs.missing_bytes(one) for one in members}
     fitting = [one for one, missing in lacks.items() if missing <= 0]
-    found = fastest(costs, fitting or [min(lacks, key=lacks.__getitem__)])
+    found = fastest(plan.costs, fitting or [min(lacks, key=lacks.__getitem__)])
     assert found
     return found
 

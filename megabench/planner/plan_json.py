@@ -80,10 +80,9 @@ def describe_training(training: Training | None, estimate: Estimate | None) -> d
         return {}
     found: dict[str, Any] = {"tokens": training.num_tokens, "days": None}
     if estimate:
-        size = estimate.candidate.layout.world_size
-        speed = estimate.tokens_per_second_per_device * size
-        found |= {"days": training.days(speed)}
-        if (price := training.price(speed, size)) is not None:
+        found |= {"days": training.days(estimate.tokens_per_second)}
+        price = training.price(estimate.tokens_per_second, estimate.candidate.layout.world_size)
+        if price is not None:
             found |= {"price": price}
     return found
 

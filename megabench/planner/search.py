@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -76,6 +77,11 @@ class Plan:
     usable_bytes: float
     network: MeasuredNetwork | None = None
     assumes_sockets: bool = False
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The cost model with which any candidate of the plan can be predicted."""
+        return Costs(self.job, self.topology, self.profile)
 
     @property
     def equals(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megabench.atomic_write import write_atomically
 from megabench.errors import UserError
 from megabench.inputs import LARGE, parse_json, read_bytes, read_json, read_text
 from megabench.record import RunRecord, read_records
@@ -55,10 +56,7 @@ def pack(folder: Path, archive: Path) -> None:
         _TRANSPORTS: _json(_transports(folder, records)),
     }
     name = study.name if SAFE_NAME.fullmatch(study.name) else "study"
-    content = _compressed(name, {file: text.encode() for file, text in texts.items()})
-    partial = archive.with_name(f".{archive.name}.partial")
-    partial.write_bytes(content)
-    partial.replace(archive)
+    write_atomically(archive, _compressed(name, {file: text.encode() for file, text in texts.items()}))
 
 
 def unpack(archive: Path, out: Path | None = None) -> Path:
