@@ -81,7 +81,7 @@ def other_work(case: Case) -> Iterator[Finding]:
         if record.work_class is None or record.work_class.optimizer != expected.optimizer:
             continue  # a study changes the optimizer or the gradient compression on purpose
         if record.work_class.id in measured:
-            continue  # the work class has another baseline
+            continue  # this work class is compared with another baseline
         theirs = _fields(record.work_class)
         differing = [
             f"{name} {_text(theirs[name])} instead of {_text(value)}"

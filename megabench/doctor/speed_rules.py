@@ -19,7 +19,7 @@ MOST_BUBBLE = 0.2
 # Smallest normal GPU utilization (NVML: fraction of time with a running kernel). At lower utilization, the GPU waits
 # for the CPU or for data.
 LEAST_UTILIZATION = 0.8
-# Largest fraction of GPU memory for the model states of a full replica. Activations need the rest.
+# Largest fraction of GPU memory for unsharded weights, gradients and optimizer state. Activations need the rest.
 SMALL_REPLICA = 0.25
 # Usable fraction of GPU memory. The CUDA context and NCCL's buffers need the rest.
 _MEMORY_SHARE = 0.9

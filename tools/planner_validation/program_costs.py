@@ -203,7 +203,7 @@ class ProgramPipeline(Pipeline):
         """Return the exposed seconds with user buffers.
 
         Forward has as many FLOPs as the input gradients. Half of these products overlap with gathers, tile by tile. The
-        gathers of inputs for backward (method "bulk") overlap with one whole product.
+        gathers of inputs for backward (method "bulk") overlap with one product that is not divided into tiles.
         """
         layer, where, tp = self.base.layer(*sizes[:2], micro_batch), self.base.geometry(*sizes).tp, sizes[0]
         sequence, work = self._sequence_bytes(sizes, micro_batch), layer.input_gradients / 2
